@@ -59,7 +59,7 @@ import jax
 from elastic_runs import HANGS_SECONDS, Run, audited
 from network_namespaces import namespaces, set_link, shape, unshape, why_none
 
-from whalejax.elastic.supervisor.processes import began_at
+from whalejax.processes.local_processes import began_at
 
 
 FILE: Final = Path(__file__).with_name("elastic.json")

@@ -53,10 +53,10 @@ from elastic_training import MICRO_BATCHES, Options, job_of
 
 import whalejax as wh
 from whalejax.distributed.cgroup_quota import Quota
-from whalejax.elastic.supervisor.processes import began_at
 from whalejax.journals.status import goodput_of
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.planner.plan.goodput import daly_seconds
+from whalejax.processes.local_processes import began_at
 
 
 MEMBERS: Final = 4

@@ -21,11 +21,11 @@ from elastic_training import Options
 from network_namespaces import BRIDGE_ADDRESS, Space
 
 from whalejax.distributed.reserved_port import release_port, reserve_port
-from whalejax.elastic.supervisor.processes import began_at
 from whalejax.elastic.supervisor.supervisor import KEY
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import goodput_of
+from whalejax.processes.local_processes import began_at
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]

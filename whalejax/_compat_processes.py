@@ -33,6 +33,16 @@ def all_told(folder: str) -> list[tuple[str, str]]:
     return [(str(k), str(v)) for k, v in _coordination().key_value_dir_get(folder)]
 
 
+def told_at(key: str) -> list[tuple[str, str]]:
+    """A key and the text that was left under it; nothing where none was."""
+    try:
+        return [(key, str(_coordination().key_value_try_get(key)))]
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error):
+            return []
+        raise
+
+
 def told_by(key: str, wait_seconds: float) -> str | None:
     """A text that another process left; None if it did not come in time."""
     try:

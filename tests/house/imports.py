@@ -35,6 +35,7 @@ ORDERS: Final = {
         "capture",
         "distributed",
         "membership",
+        "processes",
         "lowering",
         "runtime",
         "verification",

@@ -14,11 +14,10 @@ from typing import Any, Final
 
 import pytest
 
-from whalejax.distributed import launch_spec as launch
-from whalejax.distributed import launcher, process_group
-from whalejax.distributed.launch_env import KEY
-from whalejax.distributed.launcher import Launch
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes import launch_spec as launch
+from whalejax.processes import launcher
+from whalejax.processes.launcher import Launch
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -26,10 +25,18 @@ SECONDS: Final = 60
 
 WHO = """
 import os, sys
-from whalejax.distributed.launch_env import introduce, launched
+from whalejax.distributed.launch_env import Introduced, launched, tell_launcher
 address, count, rank = launched()
-introduce(f"kind{rank}", rank + 1)
+tell_launcher(Introduced(kind=f"kind{rank}", devices=rank + 1))
 print("rank", rank, "of", count, "at", address, sys.argv[1:], os.environ.get("AT"))
+"""
+
+KEYS = """
+import os, pathlib, sys
+from whalejax.distributed.meeting import shared_key
+key = shared_key()
+print(key.run)
+pathlib.Path(sys.argv[1], "key").write_text(str(key.path))
 """
 
 WAITS = """
@@ -238,19 +245,16 @@ def test_other_hosts_are_reached_by_a_shell(tmp_path: Path) -> None:
         assert log.strip().endswith(f"""["it's a word"] {host}:-x""")
 
 
-def test_what_listens_and_who_gets_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [*launch.PASSED_ON, KEY]:
+def test_what_listens_and_what_others_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in launch.PASSED_ON:
         monkeypatch.delenv(name, raising=False)
-    here = Launch(command=("true",), processes=2)
-    first, second = (here.shared_environment()[KEY] for _ in range(2))
-    assert len(first) == 64 and first != second
     away = Launch(
         command=("true",), processes=2, hosts=("fd00::2", "b"), remote_shell=("sh",)
     )
     assert away.coordinator() == "[fd00::2]:8476"
-    # A command line that others can read holds no secret.
-    monkeypatch.setenv(KEY, "not for everyone")
-    assert away.shared_environment() == {KEY: ""}
+    assert away.shared_environment() == {}
     said = away.listens(away.coordinator())
     assert "on all addresses of fd00::2 at port 8476, without authentication" in said
     monkeypatch.setenv("JAX_MTLS_CERT_FILE", "/cert")
@@ -258,11 +262,19 @@ def test_what_listens_and_who_gets_the_secret(monkeypatch: pytest.MonkeyPatch) -
     assert away.shared_environment() == {
         "WHALEJAX_KEY_FILE": "/key",
         "JAX_MTLS_CERT_FILE": "/cert",
-        KEY: "",
     }
     words = away.words(0, away.shared_environment())
     assert "JAX_MTLS_CERT_FILE=/cert" in words[-1]
     assert "by the mutual TLS of JAX_MTLS_CERT_FILE" in away.listens("b:8476")
+
+
+def test_ranks_of_this_machine_share_a_key_that_ends_with_them(tmp_path: Path) -> None:
+    running = start(tmp_path, KEYS, "--", str(tmp_path))
+    _, errors = running.communicate(timeout=SECONDS)
+    assert running.returncode == 0, errors
+    logs = {(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)}
+    assert len(logs) == 1 and logs.pop().startswith("whalejax run ")
+    assert not Path((tmp_path / "key").read_text()).exists()
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")  # JAX may be there; nothing is shared
@@ -272,7 +284,7 @@ def test_without_control_groups_it_runs_and_says_so(
     def refuse(_: float) -> None:
         raise WhaleError("no control group can be made here")
 
-    monkeypatch.setattr(process_group, "Quota", refuse)
+    monkeypatch.setattr(launcher, "Quota", refuse)
     command = (sys.executable, "-c", "print('ran')")
     made = Launch(command=command, processes=1, quotas=(50,), logs=tmp_path)
     assert launcher.run(made) == 0

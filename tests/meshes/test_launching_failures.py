@@ -14,11 +14,12 @@ from typing import Any, Final
 
 import pytest
 
-from whalejax.distributed import launcher, process_group
 from whalejax.distributed.launch_env import MARK, Blamed, Introduced
-from whalejax.distributed.launcher import Launch
-from whalejax.distributed.process_output import TAIL_BYTES, Log, Pump, TerminalOutput
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes import launcher
+from whalejax.processes.launcher import Launch
+from whalejax.processes.local_processes import GRACE_SECONDS
+from whalejax.processes.process_output import TAIL_BYTES, Log, Pump, TerminalOutput
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -97,14 +98,14 @@ STRANGE: Final = (
     b"\xff\xfe\n",
     b"[1, 2]\n",
     b"null\n",
-    b'{"kind": "cpu", "devices": "many"}\n',
-    b'{"kind": ["cpu"], "devices": 1}\n',
-    b'{"kind": "cpu", "devices": true}\n',
-    b'{"kind": "cpu", "devices": 1, "more": 2}\n',
-    b'{"blames": 99, "why": "no such rank"}\n',
-    b'{"blames": -1, "why": "no such rank"}\n',
-    b'{"blames": 1, "why": "itself"}\n',
-    b'{"blames": 1.5, "why": 3}\n',
+    b'{"type": "introduced", "kind": "cpu", "devices": "many"}\n',
+    b'{"type": "introduced", "kind": ["cpu"], "devices": 1}\n',
+    b'{"type": "introduced", "kind": "cpu", "devices": true}\n',
+    b'{"type": "introduced", "kind": "cpu", "devices": 1, "more": 2}\n',
+    b'{"type": "blamed", "rank": 99, "why": "no such rank"}\n',
+    b'{"type": "blamed", "rank": -1, "why": "no such rank"}\n',
+    b'{"type": "blamed", "rank": 1, "why": "itself"}\n',
+    b'{"type": "blamed", "rank": 1.5, "why": 3}\n',
     b"[" * 100_000 + b"\n",
     b"9" * 5_000 + b"\n",
     b"without an end of its line",
@@ -146,9 +147,9 @@ def test_what_is_for_the_launcher_is_taken_out(size: int) -> None:
     text = (
         b"epoch 1\n"
         + MARK.encode()
-        + b'{"kind": "cpu\\u001b[2J", "devices": 2}\n10%\r20%\r'
+        + b'{"type": "introduced", "kind": "cpu\\u001b[2J", "devices": 2}\n10%\r20%\r'
         + MARK.encode()
-        + b'{"blames": 1, "why": "is gone"}\nwhalejax is a name\n'
+        + b'{"type": "blamed", "rank": 1, "why": "is gone"}\nwhalejax is a name\n'
     )
     found: list[Any] = []
     one, kept = pump(lambda said: not found.append(said))
@@ -251,6 +252,23 @@ def test_a_pipe_for_a_log_that_somebody_reads(tmp_path: Path) -> None:
         os.close(reader)
 
 
+def test_more_ranks_than_the_shell_allows_files_for(tmp_path: Path) -> None:
+    shell = 'ulimit -Sn 40; exec "$@"'
+    status, _, errors = ended(start(tmp_path, "", "--processes", "16", shell=shell))
+    assert status == 0, errors
+
+
+def test_a_key_of_an_earlier_version_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text("5e" * 32)
+    (tmp_path / "key").chmod(0o600)
+    monkeypatch.setenv("WHALEJAX_KEY_FILE", str(tmp_path / "key"))
+    status, _, errors = ended(start(tmp_path, ""))
+    assert status == 2 and errors.count("holds no certificate") == 1
+    assert not (tmp_path / "rank-0.log").exists()
+
+
 def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -296,7 +314,7 @@ def test_a_terminal_that_takes_no_more_stops_nobody(
     said: list[str] = []
     with os.fdopen(target, "w") as out, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)
-        patch.setattr("whalejax.distributed.process_output.PATIENCE_SECONDS", 0.01)
+        patch.setattr("whalejax.processes.process_output.PATIENCE_SECONDS", 0.01)
         shown = TerminalOutput(said.append)
         for _ in range(40):
             shown.write(b"x" * 8191 + b"\n")
@@ -330,9 +348,9 @@ def test_one_that_stands_still_at_its_exit(
 
 ABSENT: Final = """
 import os, time
-from whalejax.distributed.launch_env import joining
+from whalejax.distributed.launch_env import Joining, tell_launcher
 if os.environ["WHALEJAX_PROCESS_ID"] == "0":
-    joining()
+    tell_launcher(Joining())
     time.sleep(600)
 """
 
@@ -352,7 +370,7 @@ def test_one_that_ends_well_while_others_wait_for_it_to_join(
 def test_one_that_a_signal_has_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(launcher, "LOOK_SECONDS", 0.02)
     program = (
         "import os, signal, time\n"
         "if os.environ['WHALEJAX_PROCESS_ID'] == '1':\n"
@@ -363,32 +381,48 @@ def test_one_that_a_signal_has_stopped(
     assert "rank 1 on localhost is stopped by a signal" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings(FORKS)
+def test_systems_that_watch_processes_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    program = (
+        "import os, sys, time\n"
+        "if os.environ['WHALEJAX_PROCESS_ID'] == '1': sys.exit(3)\n"
+        "time.sleep(600)"
+    )
+    assert within(tmp_path, program) == 3
+    assert "rank 1 on localhost failed first" in capsys.readouterr().err
+
+
 class Stubborn:
-    """Stands for a process that nothing ends before it is killed."""
+    """Stands for processes that nothing ends before they are killed."""
 
-    def __init__(self, clock: list[float]) -> None:
-        self.pid = 2**22 + 1  # no process has this number
-        self._clock = clock
+    names = tuple(map(str, range(8)))
 
-    def poll(self) -> None:
-        return None
+    def terminate(self, name: str, *, group: bool) -> None:
+        assert name in self.names and group
 
-    def wait(self, timeout: float) -> int:
-        self._clock[0] += timeout
-        raise subprocess.TimeoutExpired("stubborn", timeout)
+    def kill(self, name: str) -> None:
+        assert name in self.names
 
 
 def test_stopping_has_one_deadline_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(process_group.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: clock[0])
     launch = Launch(command=("true",), processes=8, logs=tmp_path)
     with contextlib.ExitStack() as stack:
-        made = process_group.ProcessGroup(launch, stack)
-        made._running = [Stubborn(clock) for _ in range(8)]  # type: ignore[misc]
+        made = launcher._Launched(launch, stack)
+        monkeypatch.setattr(made, "_processes", Stubborn())
+
+        def turn(seconds: float) -> None:
+            clock[0] += seconds
+
+        monkeypatch.setattr(made, "_turn", turn)
         made.stop()
-    assert clock[0] <= 1.5 * process_group.GRACE_SECONDS
+    assert clock[0] <= 1.5 * GRACE_SECONDS
     said = capsys.readouterr().err
     assert "stopping rank 0, 1, 2, 3, 4, 5, 6, 7 by SIGTERM" in said
     assert "in 10 s is killed" in said

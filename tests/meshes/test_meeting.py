@@ -9,15 +9,24 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from tests.processes import free_port
+from tests.whalejax.keys import KEY, OTHER
 from whalejax.cli import main
-from whalejax.distributed import host_checks, json_lines
+from whalejax.distributed import host_checks
 from whalejax.distributed.host_checks import Check, HostReport
-from whalejax.distributed.host_comparison import Met, meet
+from whalejax.distributed.host_comparison import (
+    AskTime,
+    ClockTime,
+    Comparison,
+    Met,
+    Visit,
+    meet,
+)
 from whalejax.distributed.launch_env import (
     COORDINATOR,
     NUM_PROCESSES,
@@ -25,7 +34,11 @@ from whalejax.distributed.launch_env import (
     launched,
     split_address,
 )
+from whalejax.distributed.meeting import reach, shared_key
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.connection import UNENCRYPTED, admission
+from whalejax.wire.keys import Key
+from whalejax.wire.messages import Messages, encode
 
 
 FACTS = {"jax": "0.10.2", "python": "3.11", "device kind": "NVIDIA H100"}
@@ -67,7 +80,7 @@ def by_name(met: Met) -> dict[str, Check]:
 def test_hosts_that_are_alike_have_no_problem() -> None:
     found = together(host("a"), host("b"), host("c"))
     assert found[0] == found[1] == found[2]
-    assert {report.host for report in found[0].reports} == {"a", "b", "c"}
+    assert {report.host for report in found[0].hosts} == {"a", "b", "c"}
     assert {check.verdict for check in found[0].between} == {"ok"}
     assert "3 of 3" in by_name(found[0])["hosts"].found
     assert by_name(found[0])["clocks"].found.count("±") == 2
@@ -97,20 +110,17 @@ def test_who_does_not_come_is_missed() -> None:
 def test_a_clock_that_is_off_is_a_problem() -> None:
     port = free_port()
     met = beside(lambda: meet(host("a"), f"127.0.0.1:{port}", 2, 20))
-    while True:
-        try:
-            link = socket.create_connection(("127.0.0.1", port), 10)
-            break
-        except ConnectionRefusedError:
-            continue
-    with link, link.makefile("rw") as lines:
-        assert json.loads(lines.readline()) == {"whalejax": "doctor"}
-        print(json.dumps(host("b").document()), file=lines, flush=True)
-        while "time" in (told := json.loads(lines.readline())):
-            print(json.dumps({"time": time.time() - 5}), file=lines, flush=True)
+    channel = reach(f"127.0.0.1:{port}", None, time.monotonic() + 20)
+    channel.send(Visit(report=host("b")))
+    asked = Messages[AskTime | Visit | Comparison](AskTime, Visit, Comparison)
+    said = channel.receive(asked, seconds=20)
+    while isinstance(said, AskTime):
+        channel.send(ClockTime(time=time.time() - 5))
+        said = channel.receive(asked, seconds=20)
+    channel.close()
     check = by_name(met())["clocks"]
     assert check.verdict == "problem" and "b -5.0" in check.found
-    assert Met.from_document(told) == met()
+    assert said == Visit(report=host("a"))
 
 
 def test_something_else_at_the_port_is_said() -> None:
@@ -183,25 +193,29 @@ def raw(port: int) -> socket.socket:
             continue
 
 
+def frame(text: bytes) -> bytes:
+    return UNENCRYPTED + len(text).to_bytes(4, "big") + bytes(8) + text
+
+
 HOSTILE: Final = (
     b"[]\n",
-    b"null\n",
-    b"{}\n",
-    b"[" * 50_000 + b"]" * 50_000 + b"\n",
-    b"9" * 5_000 + b"\n",
     b"\xff\xfe\n",
-    b'{"host": 1, "facts": [], "checks": null}\n',
-    b'{"host": "x", "facts": {"jax": {}}, "checks": []}\n',
-    b'{"host": "x", "facts": {}, "checks": [{"name": "x", "verdict": "ok"}]}\n',
-    json.dumps(host("x").document()).encode() + b"\n[]\n",
-    json.dumps(host("x").document()).encode() + b'\n{"time": Infinity}\n',
-    json.dumps(host("x").document()).encode() + b'\n{"time": "now"}\n',
-    b"x" * (json_lines.MOST_BYTES + 100_000),
+    UNENCRYPTED[:5],
+    UNENCRYPTED[:5] + b"x",
+    UNENCRYPTED,
+    UNENCRYPTED + b"\xff" * 12,
+    frame(b"x"),
+    frame(b"\x91" * 50_000),
+    frame(encode(ClockTime(time=1.0))[0]),
+    frame(encode(AskTime())[0]),
+    frame(encode(Visit(report=host("x")))[0]) + b"\0\0",
+    frame(encode(Visit(report=dataclasses.replace(host("x"), facts=())))[0]),
+    b"x" * 400_000,
 )
 
 
-@pytest.mark.parametrize("key", [b"", b"secret"])
-def test_strangers_keep_nobody_from_meeting(key: bytes) -> None:
+@pytest.mark.parametrize("key", [None, KEY])
+def test_strangers_keep_nobody_from_meeting(key: Key | None) -> None:
     """Some say nonsense, and more than are expected say nothing at all."""
     port = free_port()
     place = f"127.0.0.1:{port}"
@@ -213,20 +227,20 @@ def test_strangers_keep_nobody_from_meeting(key: bytes) -> None:
                 link.sendall(said)
         second = beside(lambda: meet(host("b"), place, 2, 60, key))
         assert second() == first()
-    assert [report.host for report in first().reports] == ["a", "b"]
+    assert [report.host for report in first().hosts] == ["a", "b"]
     assert by_name(first())["hosts"].verdict == "ok"
 
 
 @pytest.mark.parametrize(
     ("one", "other", "says"),
     [
-        (b"secret", b"guess", "the secrets of both sides .* differ"),
-        (b"secret", b"", "one side was given a secret"),
-        (b"", b"secret", "one side was given a secret"),
+        (KEY, OTHER, "its key and that of this process are of different runs"),
+        (KEY, None, "one side was given a key .* and the other was not"),
+        (None, KEY, "does not speak 'whalejax 3' over TLS"),
     ],
 )
-def test_who_does_not_know_the_secret_does_not_meet(
-    one: bytes, other: bytes, says: str
+def test_who_has_another_key_does_not_meet(
+    one: Key | None, other: Key | None, says: str
 ) -> None:
     place = f"127.0.0.1:{(port := free_port())}"
     first = beside(lambda: meet(host("a"), place, 2, 3, one))
@@ -236,24 +250,38 @@ def test_who_does_not_know_the_secret_does_not_meet(
     assert by_name(first())["hosts"].verdict == "problem"
 
 
-def test_what_listens_must_know_the_secret_too() -> None:
-    """A program that repeats what it hears does not pass for one that knows."""
+def test_what_listens_must_have_the_key_too() -> None:
+    """A program that admits everybody does not pass for one that has it."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
-        def repeat() -> None:
+        def admit() -> None:
             link, _ = other.accept()
-            with link, link.makefile("rw") as lines:
-                print('{"whalejax": "doctor", "nonce": "1"}', file=lines, flush=True)
-                print(lines.readline(), file=lines, flush=True)
+            with link:
+                link.sendall(admission())
+                link.recv(1 << 16)
 
-        beside(repeat)
+        beside(admit)
         place = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(WhaleError, match="the secrets of both sides"):
-            meet(host("a"), place, 2, 30, b"secret")
+        with pytest.raises(WhaleError, match="is not whalejax doctor"):
+            meet(host("a"), place, 2, 30, KEY)
+
+
+def test_keys_of_a_version_that_signed_are_refused(tmp_path: Path) -> None:
+    old = tmp_path / "key"
+    old.write_text("5e" * 32)
+    old.chmod(0o600)
+    with pytest.raises(WhaleError) as error:
+        shared_key({"WHALEJAX_KEY_FILE": str(old)})
+    for text in ("WHALEJAX_KEY_FILE", "holds no certificate", "wire.keys new FILE"):
+        assert text in str(error.value)
+    with pytest.raises(WhaleError, match="WHALEJAX_KEY is set"):
+        shared_key({"WHALEJAX_KEY": "5e" * 32})
+    found = shared_key({"WHALEJAX_KEY_FILE": str(KEY.path)})
+    assert found is not None and found.run == KEY.run
 
 
 def test_control_characters_of_others_are_not_shown() -> None:
-    found = HostReport.from_document(host("a\x1b[2J", jax="\x9b1m").document())
+    found = host("a\x1b[2J", jax="\x9b1m").printable()
     assert (found.host, found.facts["jax"]) == ("a?[2J", "?1m")
     assert found.checks[0].found == "a?[2J"
 
@@ -317,10 +345,3 @@ def test_options_that_contradict(
 ) -> None:
     assert main.main(["doctor", *words]) == 2
     assert text in capsys.readouterr().err
-
-
-def test_reports_travel_as_data() -> None:
-    given = dataclasses.replace(
-        host("a"), checks=(Check(name="x", found="y", verdict="warning", remedy="z"),)
-    )
-    assert HostReport.from_document(json.loads(json.dumps(given.document()))) == given

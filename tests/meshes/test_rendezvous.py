@@ -7,25 +7,33 @@ import dataclasses
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, ClassVar, Final
 
 import pytest
 
 from tests.processes import free_port
+from tests.whalejax.keys import KEY, OTHER
 from whalejax.distributed import rendezvous as meeting_place
-from whalejax.distributed.json_lines import MOST_BYTES, Connection, greet
 from whalejax.distributed.launch_env import joined_address
+from whalejax.distributed.meeting import reach
 from whalejax.distributed.rendezvous import (
-    PURPOSE,
+    Arrival,
+    Go,
     Guest,
     Host,
     Lost,
+    LostProcess,
+    MissingRanks,
     ProcessPlace,
     missing_words,
     rendezvous,
 )
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.connection import UNENCRYPTED, Channel
+from whalejax.wire.keys import Key
+from whalejax.wire.messages import Messages, encode
 
 
 class Process:
@@ -62,7 +70,7 @@ def _closed() -> Iterator[None]:
 
 
 def place_of(count: int, host: str = "127.0.0.1", **more: Any) -> ProcessPlace:
-    given = {"seconds": 60.0, "join_seconds": 60.0, "key": b"secret", **more}
+    given = {"seconds": 60.0, "join_seconds": 60.0, "key": KEY, **more}
     address = joined_address(host, free_port())
     return ProcessPlace(coordinator=address, count=count, rank=0, **given)
 
@@ -86,8 +94,8 @@ def raw(place: ProcessPlace) -> Iterator[socket.socket]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-@pytest.mark.parametrize("key", [b"", b"secret"])
-def test_all_come_together_and_are_joined(host: str, key: bytes) -> None:
+@pytest.mark.parametrize("key", [None, KEY])
+def test_all_come_together_and_are_joined(host: str, key: Key | None) -> None:
     place = place_of(3, host, key=key)
     processes = [Process(rank_of(place, rank)) for rank in (2, 1, 0)]
     found = [process.found() for process in processes]
@@ -137,22 +145,34 @@ def test_process_0_that_never_comes_is_named() -> None:
     assert "nothing listens at 127.0.0.1" in str(error)
 
 
+def guest(place: ProcessPlace, rank: int) -> Channel:
+    """A process that says who it is, and then nothing more."""
+    channel = reach(place.coordinator, place.key, time.monotonic() + 60)
+    channel.send(Arrival(rank=rank, count=place.count, where="a test"))
+    return channel
+
+
+def frame(text: bytes) -> bytes:
+    return UNENCRYPTED + len(text).to_bytes(4, "big") + bytes(8) + text
+
+
 STRANGE: Final = (
     b"",
     b"",
     b"[]\n",
-    b"null\n",
-    b"[" * 50_000 + b"]" * 50_000 + b"\n",
-    b'{"rank": "1", "count": 2, "where": ""}\n',
-    b'{"rank": 7, "count": 2, "where": ""}\n',
-    b'{"rank": true, "count": 2, "where": ""}\n',
-    b'{"rank": 1, "count": 9, "where": ""}\n',
-    b"\xff" * (MOST_BYTES + 100_000),
+    UNENCRYPTED,
+    UNENCRYPTED + b"\xff" * 12,
+    frame(b"\x91" * 50_000),
+    frame(encode(Go())[0]),
+    frame(encode(Arrival(rank=7, count=2, where=""))[0]),
+    frame(encode(Arrival(rank=0, count=2, where=""))[0]),
+    frame(encode(Arrival(rank=1, count=9, where=""))[0]),
+    b"\xff" * 400_000,
 )
 
 
-@pytest.mark.parametrize("key", [b"", b"secret"])
-def test_strangers_end_nothing_and_keep_nobody_waiting(key: bytes) -> None:
+@pytest.mark.parametrize("key", [None, KEY])
+def test_strangers_end_nothing_and_keep_nobody_waiting(key: Key | None) -> None:
     place = place_of(2, key=key)
     first = Process(place)
     with contextlib.ExitStack() as stack:
@@ -170,8 +190,8 @@ def test_strangers_end_nothing_and_keep_nobody_waiting(key: bytes) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"key": b"guess"}, "is not process 0 of this program: the secrets of both"),
-        ({"key": b""}, "one side was given a secret"),
+        ({"key": OTHER}, "its key and that of this process are of different runs"),
+        ({"key": None}, "one side was given a key"),
         ({"count": 3}, "num_processes is 3 in process 1 and 2 in process 0"),
     ],
 )
@@ -188,11 +208,10 @@ def test_who_does_not_belong_is_told_so(more: dict[str, Any], says: str) -> None
 def test_two_processes_of_one_number() -> None:
     place = place_of(4)
     processes = [Process(place), Process(rank_of(place, 1))]
-    with raw(place) as link:
-        other = Connection(link)
-        greet(other, PURPOSE, place.key, 30)
-        other.tell({"rank": 2, "count": 4, "where": "a test"})
-        while other.told(30) != {"missing": [3]}:  # the first of number 1 is there
+    with contextlib.closing(guest(place, 2)) as other:
+        said = Messages(Go, MissingRanks, LostProcess)
+        # The first of number 1 is there.
+        while other.receive(said, seconds=30) != MissingRanks(ranks=[3]):
             pass
         error = Process(rank_of(place, 1)).found()
         assert "process_id 1 was given to two processes: pid " in str(error)
@@ -215,10 +234,7 @@ def test_one_that_ends_before_jax_has_joined_it_ends_all() -> None:
 def test_one_that_stands_still_before_jax_has_joined_it_is_named() -> None:
     place = place_of(3, join_seconds=2.0)
     processes = [Process(rank_of(place, rank)) for rank in range(2)]
-    with raw(place) as link:  # says who it is, and then nothing more
-        other = Connection(link)
-        greet(other, PURPOSE, place.key, 30)
-        other.tell({"rank": 2, "count": 3, "where": "a test"})
+    with contextlib.closing(guest(place, 2)):
         for process in processes:
             assert isinstance(process.found(), Host | Guest)
         for process in processes:

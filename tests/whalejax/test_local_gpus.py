@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from whalejax.cli.main import main
-from whalejax.distributed import local_gpus
-from whalejax.distributed.launch_spec import Launch
-from whalejax.distributed.local_gpus import (
+from whalejax.meshes.errors import WhaleError
+from whalejax.processes import local_gpus
+from whalejax.processes.launch_spec import Launch
+from whalejax.processes.local_gpus import (
     VISIBLE,
     own_gpus,
     refusal,
     shared_words,
     visible_gpus,
 )
-from whalejax.meshes.errors import WhaleError
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +16,8 @@ import pytest
 from tests.flags import QUICK
 from tests.processes import ROOT, free_port
 from whalejax.distributed.launch_env import COORDINATOR, NUM_PROCESSES, PROCESS_ID
-from whalejax.membership.heartbeat import Beat, Hearing
+from whalejax.membership import heartbeat
+from whalejax.membership.heartbeat import Beat, Beats, Hearing
 
 
 SCRIPT: Final = """
@@ -250,3 +253,73 @@ def test_who_ends_before_its_devices_are_there_is_missed() -> None:
     found = together(beat(), beat(), beat(ended=True))
     assert not found.look(101.0)
     assert found.left() == [0]
+
+
+def test_one_hears_of_a_silent_process_what_the_one_before_it_has_found() -> None:
+    found = Hearing(1, 10.0, 5, {2})
+    gone: dict[int, str] = {}
+    for now in range(100, 130):  # It is heard of 2 alone, and misses no other.
+        found.hear({2: beat(now)}, float(now))
+        gone = found.look(float(now))
+        assert not gone
+    found.hear({2: beat(130), 4: beat(7, silent="has said nothing")}, 130.0)
+    assert found.look(130.0) == {4: "has said nothing"}
+    assert found.unheard({4: ""}) == [] and found.unheard({2: ""}) == [2]
+    assert found.where(4) == "process 4 (pid 7 on node)"
+
+
+def test_what_a_process_reads_does_not_grow_with_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twelve that beat in one process; then one of them beats no more."""
+    count, lost, silent_seconds = 12, 5, 4.0
+    store: dict[str, str] = {}
+    read, ends = [0], dict[int, str]()
+    joined = threading.local()
+
+    def tell(key: str, text: str, *, again: bool) -> None:
+        assert again
+        store[key] = text
+
+    def all_told(folder: str) -> list[tuple[str, str]]:
+        found = [x for x in [*store.items()] if x[0].startswith(f"{folder}/")]
+        read[0] += len(found)
+        return found
+
+    def told_at(key: str) -> list[tuple[str, str]]:
+        read[0] += 1
+        return [(key, store[key])] if key in store else []
+
+    def end(beats: Beats, said: str) -> None:
+        ends.setdefault(beats._mine, said)
+
+    compat = heartbeat._compat_processes
+    monkeypatch.setattr(compat, "tell_processes", tell)
+    monkeypatch.setattr(compat, "all_told", all_told)
+    monkeypatch.setattr(compat, "told_at", told_at)
+    monkeypatch.setattr(compat, "joined_processes", lambda: (joined.rank, count))
+    monkeypatch.setattr(heartbeat.jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(heartbeat.atexit, "register", lambda _: None)
+    monkeypatch.setattr(Beats, "_end", end)
+    made = []
+    for rank in range(count):
+        joined.rank = rank
+        made.append(Beats(silent_seconds, count))
+    try:
+        while min(beats._count for beats in made) < 10:
+            time.sleep(0.05)
+        said = sum(beats._count for beats in made)
+        assert read[0] <= said + count and not ends
+        made[lost]._over.set()
+        made[lost]._stirred.set()
+        while len(ends) < count - 1:
+            time.sleep(0.05)
+    finally:
+        for beats in made:
+            beats._over.set()
+            beats._stirred.set()
+            for thread in beats._threads:
+                thread.join()
+    assert lost not in ends
+    for text in ends.values():
+        assert re.match(rf"process {lost} \(pid \d+ on .*\) has said nothing", text)

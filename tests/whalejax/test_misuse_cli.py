@@ -123,7 +123,7 @@ STOPS: Final = (
     "whalejax.meshes.detect:detect",
     "whalejax.verification.checking:run",
     "whalejax.meshes.calibration.calibrate:measured",
-    "whalejax.distributed.launcher:run",
+    "whalejax.processes.launcher:run",
     "whalejax.cli.doctor:report",
     "whalejax.cli.doctor:_on_all",
     "whalejax.elastic.agents.agent:Agent.run",

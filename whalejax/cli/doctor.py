@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from rich.table import Table
 from rich.text import Text
 
 from whalejax._version import __version__
 from whalejax.cli.options import DoctorCommand
 from whalejax.cli.progress import make_console
-from whalejax.distributed import launcher
 from whalejax.distributed.host_checks import Check, report
 from whalejax.distributed.host_comparison import Met, meet
-from whalejax.distributed.launch_env import launched, shared_key, split_address
+from whalejax.distributed.launch_env import launched, split_address
+from whalejax.distributed.meeting import shared_key
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes import launcher
+from whalejax.processes.launch_spec import shell_words
 
 
 _SLURM_TASKS: Final = "SLURM_NTASKS"
@@ -50,7 +52,7 @@ def doctor(command: DoctorCommand) -> int:
     if coordinator is not None:
         split_address(coordinator)
     mine = report(__version__, coordinator)
-    met = Met(reports=(mine,), between=())
+    met = Met(hosts=(mine,), between=())
     if coordinator is not None:
         met = meet(mine, coordinator, _count(command), command.timeout, key)
     show(met, as_json=command.json)
@@ -88,7 +90,7 @@ def _on_all(command: DoctorCommand, hosts: tuple[str, ...]) -> int:
             processes=len(hosts),
             hosts=hosts,
             logs=Path(logs),
-            remote_shell=tuple(shlex.split(command.remote_shell)),
+            remote_shell=shell_words(command.remote_shell),
             tells=False,
             stops=False,  # hosts that are there say who is missing
         )
@@ -106,7 +108,7 @@ def show(met: Met, *, as_json: bool) -> None:
     if as_json:
         counts = {word: verdicts.count(word) for word in ("warning", "problem")}
         ok = not counts["problem"]
-        print(json.dumps({"ok": ok, **counts, **met.document()}))
+        print(json.dumps({"ok": ok, **counts, **msgspec.to_builtins(met)}))
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("host", "check", "verdict", "found", "remedy"):
@@ -121,6 +123,6 @@ def show(met: Met, *, as_json: bool) -> None:
 
 
 def _all(met: Met) -> Iterator[tuple[str, Check]]:
-    for one in met.reports:
+    for one in met.hosts:
         yield from ((one.host, check) for check in one.checks)
     yield from (("all", check) for check in met.between)

@@ -1,13 +1,13 @@
-"""``whalejax launch``: its options, read into what ``distributed.launcher`` starts."""
+"""``whalejax launch``: its options, read into what ``processes.launcher`` starts."""
 
 from __future__ import annotations
 
-import shlex
 import sys
 
 from whalejax.cli.options import LaunchCommand
-from whalejax.distributed import launcher
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes import launcher
+from whalejax.processes.launch_spec import shell_words
 
 
 def launch(command: LaunchCommand) -> int:
@@ -54,7 +54,7 @@ def launch(command: LaunchCommand) -> int:
             quotas=_percents(command.cpu_quota),
             logs=command.logs,
             port=command.port,
-            remote_shell=tuple(shlex.split(command.remote_shell)),
+            remote_shell=shell_words(command.remote_shell),
             json=command.json,
             exit_seconds=command.exit_timeout,
         )

@@ -141,7 +141,7 @@ def _answered(argv: Sequence[str], started: float, *, closed: bool) -> int:
 
 def _parse(argv: Sequence[str]) -> Command:
     if argv[:1] == ["launch"]:
-        from whalejax.distributed.launcher import words_after
+        from whalejax.processes.launcher import words_after
 
         argv = ["launch", *words_after(argv[1:])]
     check_words(argv)

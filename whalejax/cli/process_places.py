@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
-import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand
 from whalejax.distributed.launch_env import PORT, joined_address
-from whalejax.distributed.launch_spec import is_here
-from whalejax.distributed.local_gpus import refusal, visible_gpus
 from whalejax.elastic.agents.on_hosts import HostAgents
 from whalejax.elastic.launching import LOOPBACK, ProcessPlaces
 from whalejax.meshes.errors import Problems
+from whalejax.processes.launch_spec import check_hosts, is_here, shell_words
+from whalejax.processes.local_gpus import refusal, visible_gpus
 
 
 if TYPE_CHECKING:
@@ -41,26 +39,8 @@ def check_places(
     if not hosts and command.host is None and command.ray is None:
         if why := refusal(visible_gpus(), most):
             problems.add(f"--processes: {why}")
-    try:
-        shell = shlex.split(command.remote_shell)
-    except ValueError as error:
-        shell = []
-        problems.add(f"--remote-shell is {command.remote_shell!r} ({error})")
-    if not shell and not command.remote_shell.strip():
-        problems.add("--remote-shell is empty; expected words such as ssh -tt")
-    away = [host for host in hosts if not is_here(host)]
-    if len(set(hosts)) < len(hosts) or not all(hosts):
-        problems.add(f"--hosts is {command.hosts}; expected different names, as in a,b")
-    elif len(hosts) > most:
-        problems.add(
-            f"--hosts names {len(hosts)} hosts for at most {most} "
-            "processes; expected at least one for each. Raise MAX, or name fewer"
-        )
-    if away and shell and not shutil.which(shell[0]):
-        problems.add(
-            f"--remote-shell: there is no program {shell[0]!r} "
-            f"here, and {', '.join(away)} are other hosts. Install it, or name another"
-        )
+    if hosts:
+        check_hosts(problems, hosts, most, shell_words(command.remote_shell))
     if hosts and command.ray is not None:
         problems.add(
             f"--hosts is {command.hosts} with --ray {command.ray}; agents are started "
@@ -109,7 +89,7 @@ def placed(
                     where,
                     folder,
                     processes=-(-most // len(hosts)),
-                    remote_shell=shlex.split(command.remote_shell),
+                    remote_shell=shell_words(command.remote_shell),
                 )
             )
         yield ProcessPlaces(host=host, port=port, awaited=awaited)

@@ -83,6 +83,10 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         WhaleError: the job cannot be cut, or the run cannot go on.
     """
     _check(command)
+    if command.processes:
+        from whalejax.cli.swarm_processes import serve_with_peers
+
+        return serve_with_peers(command)
     from whalejax.swarm_runtime.serving import opened
     from whalejax.wire.keys import make_key
 
@@ -128,7 +132,7 @@ def _serve(
 
     def tell(kind: str, **more: Any) -> None:
         if command.json:
-            print(json.dumps({"event": kind, **more}), flush=True)
+            _print(json.dumps({"event": kind, **more}))
         else:
             say(f"whalejax: {_words(kind, more)}")
 
@@ -138,7 +142,7 @@ def _serve(
     joins = f"whalejax swarm join {at}"
     if command.json:
         fields = {"event": "listening", "host": host, "port": port}
-        print(json.dumps(fields), flush=True)
+        _print(json.dumps(fields))
     else:
         say(f"whalejax: listening at {host}:{port}; to add a peer: {joins}")
         say(f"whalejax: to add a trainer: whalejax swarm train {at}")
@@ -156,11 +160,16 @@ def _print_steps(
     step = 0
     try:
         for step, metrics in steps:
-            print(_step_words(command, step, metrics), flush=True)
+            _print(_step_words(command, step, metrics))
     except KeyboardInterrupt:
         if not command.json:
             say(f"whalejax: {_unsaved(command, step)}")
         raise
+
+
+def _print(line: str) -> None:
+    """Print a line whole: other threads print, too."""
+    print(f"{line}\n", end="", flush=True)
 
 
 def _step_words(
@@ -483,8 +492,14 @@ def _check(
             "keep": (command.keep, 1, _MOST),
             "port": (command.port, 0, 65535),
             "peers": (command.peers, 0, 1024),
+            "processes": (command.processes, 0, 1024),
             "seed": (command.seed, -(2**31), 2**31 - 1),
         }
+        if not command.processes and command.hosts != "localhost":
+            problems.add(
+                f"--hosts is {command.hosts} without --processes, how many peers are "
+                "started there. Give it"
+            )
         waits = {
             "call-timeout": command.call_timeout,
             "patience": command.patience,

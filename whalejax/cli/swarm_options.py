@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from tyro import conf
 
+from whalejax.cli.launch_options import SSH, Hosts, RemoteShell
 from whalejax.cli.options import Model, OptionalNumber, Settings
 
 
@@ -71,6 +72,13 @@ class SwarmServeCommand:
     """between looks at the peers' loads, after which one may change stage"""
     peers: Number = 0
     """peers that work in threads of this process, beside those that join"""
+    processes: Number = 0
+    """peers that are started as processes, in turn on --hosts, and again where they
+    fail; so is the registry where it is killed, which goes on from --save"""
+    hosts: Hosts = "localhost"
+    remote_shell: RemoteShell = SSH
+    logs: Annotated[Path, conf.arg(metavar="FOLDER")] = Path("logs")
+    """of --processes: one file for each peer, peer-1.log and so on"""
     json: bool = False
     """print events and steps as lines of JSON and nothing else"""
 

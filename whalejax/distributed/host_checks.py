@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal
 
 from whalejax.distributed.cgroup_quota import why_no_quota
 from whalejax.distributed.launch_env import PORT, printable, split_address
@@ -75,52 +75,19 @@ class HostReport:
     facts: Mapping[str, str]
     checks: tuple[Check, ...]
 
-    def document(self) -> dict[str, Any]:
-        """Plain data that ``from_document`` reads."""
-        checks = [{name: getattr(c, name) for name in c.__slots__} for c in self.checks]
-        return {"host": self.host, "facts": dict(self.facts), "checks": checks}
-
-    @classmethod
-    def from_document(cls, data: Any) -> HostReport:
-        """The report that ``document`` described.
-
-        Raises:
-            ValueError: it is no such document.
-        """
-        match data:
-            case {"host": str(host), "facts": dict(facts), "checks": list(checks)}:
-                pass
-            case _:
-                raise ValueError("not a report")
-        texts = (host, *facts, *facts.values())
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("facts are texts")
-        return cls(
-            host=printable(host),
-            facts={printable(name): printable(fact) for name, fact in facts.items()},
-            checks=tuple(map(_check_from, checks)),
-        )
-
-
-def _check_from(data: Any) -> Check:
-    """A check as another host describes it.
-
-    Raises:
-        ValueError: it is none.
-    """
-    names = set(Check.__slots__)
-    if not isinstance(data, dict) or not {"name", "found"} <= data.keys() <= names:
-        raise ValueError("not a check")
-    if not all(isinstance(text, str) for text in data.values()):
-        raise ValueError("a check consists of texts")
-    verdicts: dict[str, Verdict] = {word: word for word in get_args(Verdict)}
-    verdict = verdicts.get(data.get("verdict", "ok"))
-    if verdict is None:
-        raise ValueError("an unknown verdict")
-    name, found, remedy = (
-        printable(data.get(name, "")) for name in ("name", "found", "remedy")
-    )
-    return Check(name=name, found=found, verdict=verdict, remedy=remedy)
+    def printable(self) -> HostReport:
+        """The same without what a terminal would obey, for that of another host."""
+        check = [
+            Check(
+                name=printable(one.name),
+                found=printable(one.found),
+                verdict=one.verdict,
+                remedy=printable(one.remedy),
+            )
+            for one in self.checks
+        ]
+        facts = {printable(name): printable(fact) for name, fact in self.facts.items()}
+        return HostReport(host=printable(self.host), facts=facts, checks=tuple(check))
 
 
 def report(version: str, coordinator: str | None = None) -> HostReport:

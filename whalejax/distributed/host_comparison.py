@@ -2,9 +2,8 @@
 
 Every host starts this for itself. The one that has the coordinator's address listens
 there, on the very port; the others come to it with what was found on them. It takes the
-time of each clock, compares, and gives all of it to all. Plain sockets and lines of
-JSON: where versions of JAX differ, JAX cannot be asked. Each visitor has a thread of
-its own, so that one that says nothing, or nonsense, keeps nobody from being heard.
+time of each clock, compares, and gives all of it to all. JAX has no part in it: where
+its versions differ, it cannot be asked.
 """
 
 from __future__ import annotations
@@ -17,30 +16,24 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from whalejax.distributed.host_checks import CLOCK_SECONDS, Check, HostReport
-from whalejax.distributed.json_lines import (
-    ANSWER_SECONDS,
-    Connection,
-    Stranger,
-    greet,
-    listener,
-    receive,
-)
-from whalejax.distributed.launch_env import split_address
+from whalejax.distributed.meeting import listen_at, reach
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import Channel, OtherProtocol, TooLate, WrongKey
+from whalejax.wire.keys import Key
+from whalejax.wire.messages import Message, Messages, WireError
 
 
-PURPOSE: Final = "doctor"
 ROUNDS: Final = 5
 """Times that a clock is asked; the quickest answer counts."""
 
-AT_ONCE: Final = 64
-"""Visitors more than are expected that are heard at once; others wait."""
-
-_PAUSE_SECONDS: Final = 0.2
-_MOST_BYTES_OF_ALL: Final = 1 << 26  # of what all hosts have, told by the coordinator
+ANSWER_SECONDS: Final = 10.0
+"""Later than its own time is up, the coordinator has said what was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,38 +41,38 @@ class Met:
     """What all hosts know when they have met.
 
     Attributes:
-        reports: of the hosts that came; first that of the coordinator's host.
+        hosts: their reports; first that of the coordinator's host.
         between: what was found by comparing them.
     """
 
-    reports: tuple[HostReport, ...]
+    hosts: tuple[HostReport, ...]
     between: tuple[Check, ...]
 
-    def document(self) -> dict[str, Any]:
-        """Plain data that ``from_document`` reads."""
-        return {
-            "hosts": [report.document() for report in self.reports],
-            "between": list(
-                HostReport(host="", facts={}, checks=self.between).document()["checks"]
-            ),
-        }
 
-    @classmethod
-    def from_document(cls, data: dict[str, Any]) -> Met:
-        """What ``document`` described.
+class Visit(Message):
+    """A host has come."""
 
-        Raises:
-            ValueError: it is no such document.
-        """
-        hosts = data.get("hosts")
-        if not isinstance(hosts, list) or not hosts:
-            raise ValueError("no hosts")
-        between = HostReport.from_document(
-            {"host": "", "facts": {}, "checks": data.get("between")}
-        )
-        return cls(
-            reports=tuple(map(HostReport.from_document, hosts)), between=between.checks
-        )
+    report: HostReport
+
+
+class ClockTime(Message):
+    """What time it is there."""
+
+    time: Annotated[float, Meta(gt=-1e11, lt=1e11)]
+
+
+class AskTime(Message):
+    """Asks for that."""
+
+
+class Comparison(Message):
+    """What was found; the reports of all hosts were sent before."""
+
+    between: tuple[Check, ...]
+
+
+_TO_HOST: Final = Messages[Visit | ClockTime](Visit, ClockTime)
+_TO_VISITOR: Final = Messages[AskTime | Visit | Comparison](AskTime, Visit, Comparison)
 
 
 def meet(
@@ -87,7 +80,7 @@ def meet(
     coordinator: str,
     count: int,
     timeout_seconds: float,
-    key: bytes = b"",
+    key: Key | None = None,
 ) -> Met:
     """Meet the other hosts.
 
@@ -96,7 +89,7 @@ def meet(
         coordinator: ``"host:port"``.
         count: of all that come, this one too.
         timeout_seconds: after which those that have not come are missed.
-        key: a secret that all know, and prove to know; empty where there is none.
+        key: of this process; None where there is none.
 
     Raises:
         WhaleError: the coordinator cannot be reached, or something else listens there.
@@ -105,20 +98,13 @@ def meet(
     found = _listener(coordinator)
     if found is None:
         return _come(mine, coordinator, end, timeout_seconds, key)
-    with found:
-        return _Reception(mine, coordinator, count, key).receive(found, end)
+    return _Reception(mine, coordinator, count).receive(found, key, end)
 
 
 def _listener(coordinator: str) -> socket.socket | None:
     """A socket at the coordinator's address; None where that is elsewhere or taken."""
-    host, port = split_address(coordinator)
     try:
-        return listener(host, port)
-    except socket.gaierror as error:
-        raise WhaleError(
-            f"--coordinator {coordinator}: {host} has no address here "
-            f"({error.strerror}). Give an address of its network"
-        ) from error
+        return listen_at(coordinator, "--coordinator")
     except OSError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
@@ -131,94 +117,83 @@ def _listener(coordinator: str) -> socket.socket | None:
 # The coordinator's host.
 
 
+@dataclass(slots=True, kw_only=True)
+class _Visitor:
+    """A host that came, and how far its clock is ahead, as sure as that is."""
+
+    report: HostReport
+    asked_at: float = 0.0
+    asked: int = 0
+    ahead: float = 0.0
+    sure: float = math.inf
+
+
 class _Reception:
     """Hears those that come, several at once, until all came or time is up."""
 
-    def __init__(
-        self, mine: HostReport, coordinator: str, count: int, key: bytes
-    ) -> None:
+    def __init__(self, mine: HostReport, coordinator: str, count: int) -> None:
         self._mine = mine
         self._coordinator = coordinator
         self._count = count
-        self._key = key
-        self._came: list[tuple[Connection, HostReport, tuple[float, float]]] = []
-        self._links: set[Connection] = set()
+        self._visitors: dict[Channel, _Visitor] = {}
+        self._came: dict[Channel, _Visitor] = {}
         self._changed = threading.Condition()
 
-    def receive(self, found: socket.socket, end: float) -> Met:
+    def receive(self, listening: socket.socket, key: Key | None, end: float) -> Met:
         """Hear who comes to a listener, and tell all what was found."""
-        room = threading.BoundedSemaphore(self._count + AT_ONCE)
-        accepting = threading.Thread(
-            target=self._accept, args=(found, room), daemon=True
-        )
-        accepting.start()
+        acceptor = Acceptor(listening, key, self._notice)
         with self._changed:
             self._changed.wait_for(self._is_full, max(0.0, end - time.monotonic()))
-            came = list(self._came)
-        # Who waits in accept() is not woken by close() alone.
-        with contextlib.suppress(OSError):
-            found.shutdown(socket.SHUT_RDWR)
-        reports = (self._mine, *(report for _, report, _ in came))
+            came = {**self._came}
+        reports = (self._mine, *(one.report for one in came.values()))
         between = (
             _attendance(self._coordinator, self._count, reports),
             *compared(reports),
-            *_clocks([(report.host, *clock) for _, report, clock in came]),
+            *_clocks([(v.report.host, v.ahead, v.sure) for v in came.values()]),
         )
-        met = Met(reports=reports, between=between)
-        for link, _, _ in came:
-            with contextlib.suppress(OSError):
-                link.tell(met.document())
-        with self._changed:
-            for link in self._links:
-                link.close()
-        return met
+        for channel in came:
+            with contextlib.suppress(WireError):
+                for message in (
+                    *(Visit(report=r) for r in reports),
+                    Comparison(between=between),
+                ):
+                    channel.send(message, seconds=ANSWER_SECONDS)
+        acceptor.close()
+        return Met(hosts=reports, between=between)
 
     def _is_full(self) -> bool:
         return len(self._came) >= self._count - 1
 
-    def _accept(self, found: socket.socket, room: threading.BoundedSemaphore) -> None:
-        while True:
-            room.acquire()
-            try:
-                link = Connection(found.accept()[0])
-            except OSError:  # all has ended
-                return
+    def _notice(self, channel: Channel) -> None:
+        """In the loop: something has come over a connection, or it has ended."""
+        try:
+            while (message := channel.next(_TO_HOST)) is not None:
+                self._hear(channel, message)
+        except WireError:
             with self._changed:
-                self._links.add(link)
-            threading.Thread(target=self._hear, args=(link, room), daemon=True).start()
-
-    def _hear(self, link: Connection, room: threading.BoundedSemaphore) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            receive(link, PURPOSE, self._key)
-            found = HostReport.from_document(link.told())
-            clock = _offset(link)
-            with self._changed:
+                self._visitors.pop(channel, None)
                 if not self._is_full():
-                    self._came.append((link, found, clock))
-                    self._changed.notify_all()
-                    return  # it is told at the end what was found
+                    self._came.pop(channel, None)
+            channel.close()
+
+    def _hear(self, channel: Channel, message: Visit | ClockTime) -> None:
+        if isinstance(message, Visit):
+            visitor = _Visitor(report=message.report.printable())
+            self._visitors[channel] = visitor
+        else:
+            visitor, now = self._visitors[channel], time.time()
+            sure = (now - visitor.asked_at) / 2
+            if sure < visitor.sure:
+                ahead = message.time - (visitor.asked_at + now) / 2
+                visitor.ahead, visitor.sure = ahead, sure
+        if visitor.asked < ROUNDS:
+            visitor.asked, visitor.asked_at = visitor.asked + 1, time.time()
+            channel.post(AskTime())
+            return
         with self._changed:
-            self._links.discard(link)
-        link.close()
-        room.release()
-
-
-def _offset(link: Connection) -> tuple[float, float]:
-    """How far another clock is ahead, and how sure that is, in seconds."""
-    best = (0.0, math.inf)
-    for _ in range(ROUNDS):
-        before = time.time()
-        link.tell({"time": before})
-        told = link.told()
-        there = told.get("time") if isinstance(told, dict) else None
-        if isinstance(there, bool) or not isinstance(there, int | float):
-            raise ValueError("no time")
-        if not abs(there) < 1e11:
-            raise ValueError("no time of a clock")
-        after = time.time()
-        if (after - before) / 2 < best[1]:
-            best = there - (before + after) / 2, (after - before) / 2
-    return best
+            if not self._is_full():
+                self._came[channel] = visitor
+                self._changed.notify_all()
 
 
 def _attendance(coordinator: str, count: int, reports: Sequence[HostReport]) -> Check:
@@ -237,11 +212,7 @@ def _attendance(coordinator: str, count: int, reports: Sequence[HostReport]) -> 
 
 
 def compared(reports: Sequence[HostReport]) -> list[Check]:
-    """What hosts have otherwise than the first of them.
-
-    Args:
-        reports: of all hosts.
-    """
+    """What hosts have otherwise than the first of them."""
     checks = []
     for name, first in reports[0].facts.items():
         others = [r for r in reports[1:] if r.facts.get(name) != first]
@@ -284,45 +255,42 @@ def _clocks(clocks: Sequence[tuple[str, float, float]]) -> list[Check]:
 
 
 def _come(
-    mine: HostReport, coordinator: str, end: float, timeout_seconds: float, key: bytes
+    mine: HostReport,
+    coordinator: str,
+    end: float,
+    timeout_seconds: float,
+    key: Key | None,
 ) -> Met:
-    address = split_address(coordinator)
-    refused = "nothing was tried"
-    while time.monotonic() < end:
+    try:
+        channel = reach(coordinator, key, end)
+    except (WrongKey, OtherProtocol, TooLate) as error:
+        raise WhaleError(
+            f"what listens at {coordinator} is not whalejax doctor, or does not "
+            f"answer ({error}). Stop it, or give another port"
+        ) from error
+    except WireError as error:
+        raise WhaleError(
+            f"{coordinator} was not reached in {timeout_seconds:.0f} s ({error}). Is "
+            "whalejax doctor running there, is the address that of its network, and "
+            "does a firewall let this port through?"
+        ) from error
+    with contextlib.closing(channel):
         try:
-            link = Connection(
-                socket.create_connection(address, max(0.01, end - time.monotonic())),
-                most_bytes=_MOST_BYTES_OF_ALL,
-            )
-            with contextlib.closing(link):
-                return _visit(mine, link, end, key)
-        except ConnectionRefusedError as error:  # it has not begun yet
-            refused = str(error.strerror)
-            time.sleep(_PAUSE_SECONDS)
-        except (ValueError, TimeoutError) as error:
-            why = f" ({error})" if isinstance(error, Stranger) else ""
+            channel.send(Visit(report=mine))
+            hosts: list[HostReport] = []
+            while True:
+                # Its own time began with its start.
+                left = max(0.01, end - time.monotonic()) + ANSWER_SECONDS
+                message = channel.receive(_TO_VISITOR, seconds=left)
+                match message:
+                    case AskTime():
+                        channel.send(ClockTime(time=time.time()))
+                    case Visit(report=report):
+                        hosts.append(report.printable())
+                    case Comparison(between=between):
+                        return Met(hosts=tuple(hosts), between=between)
+        except WireError as error:
             raise WhaleError(
-                f"what listens at {coordinator} is not whalejax doctor, or does not "
-                f"answer{why}. Stop it, or give another port"
+                f"the whalejax doctor at {coordinator} ended, or expected one host "
+                f"fewer ({error}). Start it on all hosts anew, with the same words"
             ) from error
-        except OSError as error:
-            refused = str(error.strerror or error)
-            time.sleep(_PAUSE_SECONDS)
-    raise WhaleError(
-        f"{coordinator} was not reached in {timeout_seconds:.0f} s ({refused}). Is "
-        "whalejax doctor running there, is the address that of its network, and does a "
-        "firewall let this port through?"
-    )
-
-
-def _visit(mine: HostReport, link: Connection, end: float, key: bytes) -> Met:
-    greet(link, PURPOSE, key, max(0.01, end - time.monotonic()))
-    link.tell(mine.document())
-    while True:
-        # It tells what was found when its own time is up, which began with its start.
-        told = link.told(max(0.01, end - time.monotonic()) + ANSWER_SECONDS)
-        if not isinstance(told, dict):
-            raise ValueError("neither a time nor what was found")
-        if "hosts" in told:
-            return Met.from_document(told)
-        link.tell({"time": time.time()})

@@ -5,13 +5,13 @@ Apart from the launcher, because this is what the processes need of it.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from whalejax.meshes.errors import Problems, WhaleError
 
@@ -20,14 +20,14 @@ COORDINATOR: Final = "WHALEJAX_COORDINATOR"
 NUM_PROCESSES: Final = "WHALEJAX_NUM_PROCESSES"
 PROCESS_ID: Final = "WHALEJAX_PROCESS_ID"
 
-KEY: Final = "WHALEJAX_KEY"
-"""A secret that the processes of one run share, by which they know each other."""
-
 KEY_FILE: Final = "WHALEJAX_KEY_FILE"
-"""A file that holds it, for hosts to which no launcher can hand it."""
+"""The file of the key by which the processes of a run know each other."""
 
 EXIT: Final = "WHALEJAX_EXIT_SECONDS"
 """How long a process waits at its end for the others to come to theirs."""
+
+EXIT_SECONDS: Final = 300.0
+"""The same where nothing else is said. JAX waits so long for the last of them, too."""
 
 PORT: Final = 8476
 """Where process 0 listens, if it runs on another host and no port was given."""
@@ -90,36 +90,6 @@ def launched(
     return environment[COORDINATOR], numbers[NUM_PROCESSES], numbers[PROCESS_ID]
 
 
-def shared_key(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The secret that the processes of this run share; empty where there is none.
-
-    Raises:
-        WhaleError: its file cannot be read, or is empty.
-
-    >>> shared_key({}), shared_key({KEY: "abc"})
-    (b'', b'abc')
-    """
-    if environment.get(KEY):
-        return environment[KEY].encode()
-    name = environment.get(KEY_FILE)
-    if not name:
-        return b""
-    try:
-        with Path(name).open("rb") as file:
-            found = file.read(4096).strip()
-    except OSError as error:
-        raise WhaleError(
-            f"{KEY_FILE} is {name}, which cannot be read ({error.strerror}). Put the "
-            "same file on every host, or unset it"
-        ) from error
-    if not found:
-        raise WhaleError(
-            f"{KEY_FILE} is {name}, which is empty; expected a secret, such as what "
-            "openssl rand -hex 32 prints"
-        )
-    return found
-
-
 def split_address(address: str, parameter: str = "--coordinator") -> tuple[str, int]:
     """Host and port of an address.
 
@@ -173,93 +143,71 @@ def is_loopback(host: str) -> bool:
 # What a process says to the launcher.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Introduced:
+class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
+    """A line of its output."""
+
+
+class Introduced(_Said, frozen=True, kw_only=True):
     """What a process computes on: the kind of its devices, and how many."""
 
     kind: str
-    devices: int
+    devices: Annotated[int, Meta(ge=0, lt=10**6)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blamed:
+class Blamed(_Said, frozen=True, kw_only=True):
     """Because of which process another one ends, and words that follow its name."""
 
-    rank: int
+    rank: Annotated[int, Meta(ge=0)]
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joining:
+class Joining(_Said, frozen=True):
     """A process has called ``init_distributed``, and waits there for the others."""
 
 
-def joining() -> None:
-    """Tell the launcher, if there is one, that this process waits for the others."""
-    _tell({"joining": True})
+_Line: TypeAlias = Introduced | Blamed | Joining
+_DECODER: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(_Line)
 
 
-def exit_seconds(otherwise: float) -> float:
-    """How long to wait for the others at the end, if a launcher said so.
-
-    Args:
-        otherwise: where none did.
-    """
+def exit_seconds() -> float:
+    """How long to wait for the others at the end, as a launcher said, if one did."""
     try:
-        found = float(os.environ.get(EXIT, otherwise))
+        found = float(os.environ.get(EXIT, EXIT_SECONDS))
     except ValueError:
-        return otherwise
-    return found if found > 0 else otherwise
+        return EXIT_SECONDS
+    return found if found > 0 else EXIT_SECONDS
 
 
-def introduce(kind: str, devices: int) -> None:
-    """Tell the launcher, if there is one, what this process computes on.
-
-    Args:
-        kind: of its devices, as JAX names it.
-        devices: how many it has.
-    """
-    _tell({"kind": kind, "devices": devices})
+def tell_launcher(said: _Line) -> None:
+    """Tell the launcher something, if there is one."""
+    if PROCESS_ID in os.environ:
+        print(f"{MARK}{msgspec.json.encode(said).decode()}", flush=True)
 
 
 def blame(rank: int, why: str) -> None:
-    """Tell the launcher, if there is one, because of whom this process ends.
-
-    Args:
-        rank: the other one.
-        why: words that follow its name.
-    """
-    _tell({"blames": rank, "why": why[:MOST_WORDS]})
+    """Tell the launcher, if there is one, because of whom this process ends."""
+    tell_launcher(Blamed(rank=rank, why=why[:MOST_WORDS]))
 
 
-def _tell(said: Mapping[str, Any]) -> None:
-    if PROCESS_ID in os.environ:
-        print(f"{MARK}{json.dumps(said)}", flush=True)
-
-
-def heard(line: bytes) -> Introduced | Blamed | Joining | None:
+def heard(line: bytes) -> _Line | None:
     """What a line that begins with the mark says; None if a process did not write it.
 
     A script may print anything, so that every part is checked.
 
-    >>> heard(b'whalejax-rank {"kind": "cpu", "devices": 2}')
+    >>> heard(b'whalejax-rank {"type":"introduced","kind":"cpu","devices":2}')
     Introduced(kind='cpu', devices=2)
     >>> heard(b"whalejax-rank 1 is mine")
     """
     try:
-        found = json.loads(line.decode().removeprefix(MARK))
+        found = _DECODER.decode(line.removeprefix(MARK.encode()))
     except (ValueError, RecursionError):
         return None
     match found:
-        case {"kind": str(kind), "devices": int(devices), **rest} if not rest:
-            if not isinstance(devices, bool) and 0 <= devices < 10**6:
-                return Introduced(kind=printable(kind)[:100], devices=devices)
-        case {"joining": True, **rest} if not rest:
-            return Joining()
-        case {"blames": int(rank), "why": str(why), **rest} if not rest:
-            if not isinstance(rank, bool) and rank >= 0:
-                return Blamed(rank=rank, why=printable(why)[:MOST_WORDS])
-    return None
+        case Introduced(kind=kind):
+            return msgspec.structs.replace(found, kind=printable(kind)[:100])
+        case Blamed(why=why):
+            return msgspec.structs.replace(found, why=printable(why)[:MOST_WORDS])
+    return found
 
 
 def reached_host(host: str) -> str:

@@ -15,17 +15,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Final, TypeAlias
 
-from whalejax.distributed.json_lines import (
-    Connection,
-    Stranger,
-    greet,
-    listener,
-    receive,
-)
+from msgspec import Meta
+
 from whalejax.distributed.launch_env import (
     ENDS_FOR_ANOTHER,
     blame,
@@ -33,19 +28,61 @@ from whalejax.distributed.launch_env import (
     printable,
     split_address,
 )
+from whalejax.distributed.meeting import listen_at, reach
 from whalejax.meshes.errors import WhaleError
+from whalejax.wire.acceptor import Acceptor
+from whalejax.wire.connection import Channel, OtherProtocol, TooLate, WrongKey
+from whalejax.wire.keys import Key
+from whalejax.wire.messages import Count, Message, Messages, Text, WireError
+from whalejax.wire.run_messages import Refused
 
-
-PURPOSE: Final = "processes"
-
-AT_ONCE: Final = 64
-"""Connections more than there are processes that are heard at once; others wait."""
 
 MOST_NAMED: Final = 10
 """So many of those that are missing are named."""
 
-_PAUSE_SECONDS: Final = 0.1
 _MARGIN_SECONDS: Final = 5.0  # by which process 0 is the first to lose its patience
+
+_Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
+
+
+class Arrival(Message):
+    """A process has come."""
+
+    rank: _Rank
+    count: Count
+    where: Text
+
+
+class Here(Message):
+    """It does not stand still."""
+
+
+class Joined(Message):
+    """JAX has joined it."""
+
+
+class MissingRanks(Message):
+    """Some of those that have not come yet."""
+
+    ranks: Annotated[list[_Rank], Meta(max_length=MOST_NAMED + 1)]
+
+
+class Go(Message):
+    """All are there."""
+
+
+class LostProcess(Message):
+    """All end because of a process: words that follow its name, and all of it."""
+
+    rank: _Rank
+    why: Text
+    text: Text
+
+
+_TO_HOST: Final = Messages[Arrival | Here | Joined](Arrival, Here, Joined)
+_TO_GUEST: Final = Messages[MissingRanks | Go | LostProcess | Refused](
+    MissingRanks, Go, LostProcess, Refused
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +95,7 @@ class ProcessPlace:
         rank: of this one.
         seconds: after which one that has not come is missed.
         join_seconds: from then on, in which JAX joins them.
-        key: a secret that all know; empty where there is none.
+        key: of this process; None where there is none.
     """
 
     coordinator: str
@@ -66,7 +103,7 @@ class ProcessPlace:
     rank: int
     seconds: float
     join_seconds: float
-    key: bytes = b""
+    key: Key | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +111,7 @@ class _Member:
     """A process that has come: where it runs, and the connection to it."""
 
     where: str
-    link: Connection
+    channel: Channel
 
 
 class Lost(WhaleError):
@@ -122,7 +159,7 @@ def missing_words(missing: list[int], count: int) -> str:
 
 
 class Host:
-    """Process 0: the others come to it."""
+    """Process 0: the others come to it, and are heard in the loop of connections."""
 
     def __init__(self, place: ProcessPlace, end: Callable[[str], None]) -> None:
         """Listen at the port that JAX's service will have.
@@ -133,16 +170,19 @@ class Host:
         self._place = place
         self._end = end
         self._here: dict[int, _Member] = {}
+        self._ranks: dict[Channel, int] = {}
         self._joined: set[int] = set()
         self._gone: dict[int, str] = {}
         self._heard: dict[int, float] = {}
-        self._links: set[Connection] = set()
         self._began = False
         self._over = False
         self._changed = threading.Condition()
-        self._room = threading.BoundedSemaphore(place.count + AT_ONCE)
-        self._listener: socket.socket | None = _listen(place)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._acceptor = Acceptor(
+            _listen(place),
+            place.key,
+            self._notice,
+            idle_seconds=2 * (place.seconds + place.join_seconds),
+        )
 
     def wait(self) -> None:
         """Wait until all are there, and tell them.
@@ -156,28 +196,30 @@ class Host:
             full, missing = self._full(), self._missing()
             fatal = self._fatal()
         if full:
-            self._stop_listening()
-            self._began = True
+            # The port is JAX's from now on.
+            self._acceptor.stop_listening()
             now = time.monotonic()
-            self._heard = {rank: now for rank in self._here}
-            self._tell_all({"go": True})
+            with self._changed:
+                self._began = True
+                self._heard = {rank: now for rank in self._here}
+            self._tell_all(Go())
             threading.Thread(target=self._look_on, daemon=True).start()
             return
         if fatal:
             rank, why = next(iter(self._gone.items()))
-            said = f"process {rank} {why}"
+            text = f"process {rank} {why}"
         else:
             rank, why = missing[0], f"has not come in {place.seconds:.0f} s"
-            said = (
+            text = (
                 f"{missing_words(missing, place.count)} not come to "
                 f"{place.coordinator} in {place.seconds:.0f} s. Look for the first "
                 "error there: is it running, has it a process_id of its own and the "
                 "same coordinator and num_processes, and is this address and port "
                 "open to it?"
             )
-        self._tell_all({"lost": rank, "why": why, "said": said})
+        self._tell_all(LostProcess(rank=rank, why=why, text=text))
         blame(rank, why)
-        raise Lost(rank, said)
+        raise Lost(rank, text)
 
     def joined(self) -> None:
         """JAX has joined this process: from now on its beats tell of it."""
@@ -190,124 +232,89 @@ class Host:
         with self._changed:
             self._over = True
             self._changed.notify_all()
-            links = list(self._links)
-        self._stop_listening()
-        for link in links:
-            link.close()
+        self._acceptor.close()
 
     def _full(self) -> bool:
         return len(self._here) == self._place.count - 1
 
     def _fatal(self) -> bool:
-        # Without a secret it may have been a stranger, whom the others need not heed.
+        # Without a key it may have been a stranger, whom the others need not heed.
         return bool(self._gone and self._place.key)
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(1, self._place.count) if rank not in self._here]
 
-    def _stop_listening(self) -> None:
-        found, self._listener = self._listener, None
-        if found is not None:
-            with contextlib.suppress(OSError):
-                found.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept()
-            found.close()
+    def _tell_all(self, message: Message) -> None:
+        for member in [*self._here.values()]:
+            with contextlib.suppress(WireError):
+                member.channel.post(message)
 
-    def _tell_all(self, said: Mapping[str, Any]) -> None:
-        for member in list(self._here.values()):
-            with contextlib.suppress(OSError):
-                member.link.tell(said)
+    # In the loop.
 
-    def _accept(self) -> None:
-        found = self._listener
-        while found is not None:
-            self._room.acquire()
-            try:
-                link = Connection(found.accept()[0])
-            except OSError:
-                return
-            with self._changed:
-                self._links.add(link)
-            threading.Thread(target=self._hear, args=(link,), daemon=True).start()
+    def _notice(self, channel: Channel) -> None:
+        """Something has come over a connection, or it has ended."""
+        try:
+            while (message := channel.next(_TO_HOST)) is not None:
+                if isinstance(message, Arrival):
+                    self._enter(channel, message)
+                    continue
+                with self._changed:
+                    rank = self._ranks.get(channel)
+                    if rank is not None:
+                        self._heard[rank] = time.monotonic()
+                        self._joined |= {rank} if isinstance(message, Joined) else set()
+                        self._changed.notify_all()
+        except WireError:
+            self._leave(channel)
+            channel.close()
 
-    def _hear(self, link: Connection) -> None:
-        """Hear one that has come, from its greeting to the end of its connection."""
-        rank = None
-        with contextlib.suppress(OSError, ValueError):
-            receive(link, PURPOSE, self._place.key)
-            rank = self._entered(link, link.told())
-            if rank is not None:
-                self._attend(rank, link)
-        if rank is not None:
-            self._left(rank, link)
-        with self._changed:
-            self._links.discard(link)
-        link.close()
-        self._room.release()
-
-    def _attend(self, rank: int, link: Connection) -> None:
-        """Hear that one is there, until JAX has joined it."""
-        while rank not in self._joined:
-            told = link.told(self._place.seconds + self._place.join_seconds)
-            with self._changed:
-                self._heard[rank] = time.monotonic()
-                if isinstance(told, dict) and "joined" in told:
-                    self._joined.add(rank)
-                self._changed.notify_all()
-
-    def _entered(self, link: Connection, told: Any) -> int | None:
-        """Take one in; None, and it is told why, if it cannot be one of this program.
-
-        Raises:
-            ValueError, OSError: what it says is nothing that a process says.
-        """
-        match told:
-            case {"rank": int(rank), "count": int(count), "where": str(where)}:
-                pass
-            case _:
-                raise ValueError("not a process")
+    def _enter(self, channel: Channel, message: Arrival) -> None:
+        """Take one in, or tell it why it cannot be one of this program."""
+        rank, count = message.rank, message.count
         with self._changed:
             if count != self._place.count:
                 wrong = (
                     f"num_processes is {count} in process {rank} and "
                     f"{self._place.count} in process 0"
                 )
-            elif not 0 < rank < count or isinstance(rank, bool):
+            elif not 0 < rank < count:
                 wrong = f"process_id is {rank}, which process 0 has itself"
-            elif rank in self._here:
-                wrong = (
-                    f"process_id {rank} was given to two processes: "
-                    f"{self._here[rank].where} came before"
-                )
+            elif rank in self._here or channel in self._ranks:
+                wrong = f"process_id {rank} was given to two processes"
+                if rank in self._here:
+                    wrong += f": {self._here[rank].where} came before"
             else:
                 self._gone.pop(rank, None)
-                member = _Member(where=printable(where)[:200], link=link)
-                self._here[rank] = member
+                where = printable(message.where)[:200]
+                self._here[rank] = _Member(where=where, channel=channel)
+                self._ranks[channel] = rank
                 wrong = ""
             missing = self._missing()
             self._changed.notify_all()
-        if wrong:
-            link.tell({"refused": wrong})
-            return None
-        # Those that lose patience earlier than this process can name who is missing.
-        said = {"missing": missing[: MOST_NAMED + 1]}
-        if len(missing) <= MOST_NAMED:
-            self._tell_all(said)
-        else:
-            link.tell(said)
-        return rank
+        with contextlib.suppress(WireError):
+            if wrong:
+                channel.post(Refused(why=wrong))
+                return
+            # Those that lose patience earlier than process 0 can name who is missing.
+            some = MissingRanks(ranks=missing[: MOST_NAMED + 1])
+            if len(missing) <= MOST_NAMED:
+                self._tell_all(some)
+            else:
+                channel.post(some)
 
-    def _left(self, rank: int, link: Connection) -> None:
+    def _leave(self, channel: Channel) -> None:
         """A connection has ended."""
         with self._changed:
-            member = self._here.get(rank)
-            if member is None or member.link is not link or rank in self._joined:
+            rank = self._ranks.pop(channel, None)
+            if rank is None or rank in self._joined:
                 return
-            self._gone[rank] = (
-                f"({member.where}) came and ended before JAX had joined all"
-            )
+            where = self._here[rank].where
+            self._gone[rank] = f"({where}) came and ended before JAX had joined all"
             if not self._began:
                 del self._here[rank]
             self._changed.notify_all()
+
+    # In a thread of its own.
 
     def _look_on(self) -> None:
         """End all where one is gone or stands still before JAX has joined it."""
@@ -329,11 +336,11 @@ class Host:
                     "stands still, before JAX had joined all",
                 ),
             )
-        said = f"process {rank} {why}"
-        self._tell_all({"lost": rank, "why": why, "said": said})
+        text = f"process {rank} {why}"
+        self._tell_all(LostProcess(rank=rank, why=why, text=text))
         if rank != place.rank:
             blame(rank, why)
-        self._end(said)
+        self._end(text)
 
 
 class Guest:
@@ -343,8 +350,8 @@ class Guest:
         """Know where to come to."""
         self._place = place
         self._end = end
-        self._link: Connection | None = None
-        self._is_joined = self._is_closed = False
+        self._channel: Channel | None = None
+        self._is_over = False
         self._missing: list[int] = []
 
     def wait(self) -> None:
@@ -355,88 +362,72 @@ class Guest:
             WhaleError: this one cannot be taken in.
         """
         deadline = time.monotonic() + self._place.seconds
-        link = self._link = self._arrived(deadline)
+        channel = self._channel = self._arrive(deadline)
         while True:
             left = deadline - time.monotonic() + _MARGIN_SECONDS
             try:
-                told = link.told(max(0.01, left))
-            except TimeoutError as error:
+                message = channel.receive(_TO_GUEST, seconds=max(0.01, left))
+            except TooLate as error:
                 raise self._impatient() from error
-            except (OSError, ValueError) as error:
+            except WireError as error:
                 raise self._lost_host(
                     "ended before all processes were there"
                 ) from error
-            match told:
-                case {"go": True}:
+            match message:
+                case Go():
                     break
-                case {"missing": list(missing)}:
-                    self._missing = [r for r in missing if isinstance(r, int)]
-                case {"lost": int(rank), "why": str(why), "said": str(said)}:
+                case MissingRanks(ranks=ranks):
+                    self._missing = ranks
+                case LostProcess(rank=rank, why=why, text=text):
                     if rank != self._place.rank:
                         blame(rank, why)
-                    raise Lost(rank, printable(said))
-                case {"refused": str(why)}:
+                    raise Lost(rank, printable(text))
+                case Refused(why=why):
                     raise WhaleError(f"init_distributed: {printable(why)}")
-        for target in (self._look_on, self._say_here):
-            threading.Thread(target=target, daemon=True).start()
+        threading.Thread(target=self._look_on, daemon=True).start()
 
     def joined(self) -> None:
         """JAX has joined this process: from now on its beats tell of it."""
-        self._is_joined = True
-        if self._link is not None:
-            with contextlib.suppress(OSError):
-                self._link.tell({"joined": self._place.rank})
+        self._is_over = True
+        if self._channel is not None:
+            with contextlib.suppress(WireError):
+                self._channel.send(Joined())
         self.close()
 
     def close(self) -> None:
         """Let the connection go, which is then no end of process 0's."""
-        self._is_closed = True
-        if self._link is not None:
-            self._link.close()
+        self._is_over = True
+        if self._channel is not None:
+            self._channel.close()
 
-    def _arrived(self, deadline: float) -> Connection:
+    def _arrive(self, deadline: float) -> Channel:
         """A connection to process 0, which knows who this is."""
         place = self._place
-        address = split_address(place.coordinator, "coordinator")
-        refused = "nothing was tried"
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                link = Connection(
-                    socket.create_connection(address, left), most_bytes=1 << 16
-                )
-            except OSError as error:  # it has not begun yet
-                refused = str(error.strerror or error)
-                time.sleep(_PAUSE_SECONDS)
-                continue
-            try:
-                greet(link, PURPOSE, place.key, max(0.01, deadline - time.monotonic()))
-                where = f"pid {os.getpid()} on {socket.gethostname()}"
-                said = {"rank": place.rank, "count": place.count, "where": where}
-                link.tell(said)
-                return link
-            except Stranger as error:
-                link.close()
-                raise WhaleError(
-                    f"what listens at {place.coordinator} is not process 0 of this "
-                    f"program: {error}. Stop it, or give another port; all processes "
-                    "start with wh.init_distributed"
-                ) from error
-            except TimeoutError as error:
-                link.close()
-                raise self._lost_host(
-                    f"listens at {place.coordinator} and does not answer"
-                ) from error
-            except OSError as error:  # it closes where it has begun to end
-                link.close()
-                refused = str(error.strerror or error)
-                time.sleep(_PAUSE_SECONDS)
-        blame(0, f"has not come in {place.seconds:.0f} s")
-        raise Lost(
-            0,
-            f"nothing listens at {place.coordinator} after {place.seconds:.0f} s "
-            f"({refused}). Is process 0 running, is the address that of its machine, "
-            "and is the port open between them?",
-        )
+        where = f"pid {os.getpid()} on {socket.gethostname()}"
+        try:
+            channel = reach(place.coordinator, place.key, deadline)
+            channel.post(Arrival(rank=place.rank, count=place.count, where=where))
+            return channel
+        except (WrongKey, OtherProtocol) as error:
+            raise WhaleError(
+                f"what listens at {place.coordinator} is not process 0 of this "
+                f"program: {error}. Stop it, or give another port; all processes "
+                "start with wh.init_distributed and have the same WHALEJAX_KEY_FILE, "
+                "or none"
+            ) from error
+        except TooLate as error:
+            raise self._lost_host(
+                f"does not answer at {place.coordinator} ({error}; is that its "
+                "machine, and the port open?)"
+            ) from error
+        except WireError as error:
+            blame(0, f"has not come in {place.seconds:.0f} s")
+            raise Lost(
+                0,
+                f"nothing listens at {place.coordinator} after {place.seconds:.0f} s "
+                f"({error}). Is process 0 running, is the address that of its machine, "
+                "and is the port open between them?",
+            ) from error
 
     def _impatient(self) -> WhaleError:
         place = self._place
@@ -455,42 +446,38 @@ class Guest:
         blame(0, why)
         return Lost(0, f"process 0 {why}. Look for its first error")
 
-    def _say_here(self) -> None:
-        """Say that this process does not stand still, until JAX has joined it."""
-        assert self._link is not None
-        with contextlib.suppress(OSError):
-            while not self._is_joined:
-                self._link.tell({"here": True})
-                time.sleep(self._place.join_seconds / 20)
-
     def _look_on(self) -> None:
-        """End this process where process 0 says so, or is gone itself."""
-        assert self._link is not None
-        rank, why, said = 0, "ended before JAX had joined all", ""
+        """Say that this process does not stand still, until JAX has joined it.
+
+        End it where process 0 says so, or is gone itself.
+        """
+        assert self._channel is not None
+        rank, why, text = 0, "ended before JAX had joined all", ""
         end = time.monotonic() + self._place.join_seconds + _MARGIN_SECONDS
-        try:
-            while not said:
-                match self._link.told(max(0.01, end - time.monotonic())):
-                    case {"lost": int(rank), "why": str(why), "said": str(said)}:
-                        pass  # and who is missing was sent before all came
-        except TimeoutError:
-            why = "stands still, before JAX had joined all"
-        except (OSError, ValueError):
-            pass
-        if self._is_joined or self._is_closed:
+        with contextlib.suppress(WireError):
+            while not text:
+                try:
+                    message = self._channel.receive(
+                        _TO_GUEST, seconds=self._place.join_seconds / 20
+                    )
+                except TooLate:
+                    if time.monotonic() > end:
+                        why = "stands still, before JAX had joined all"
+                        break
+                    self._channel.post(Here())
+                    continue
+                # Who is missing was sent before all came.
+                if isinstance(message, LostProcess):
+                    rank, why, text = message.rank, message.why, message.text
+        if self._is_over:
             return
         if rank != self._place.rank:
             blame(rank, why)
-        self._end(printable(said) or f"process {rank} {why}")
+        self._end(printable(text) or f"process {rank} {why}")
 
 
 def end_process(said: str, rank: int) -> None:
-    """End this process, which JAX holds, because of another one.
-
-    Args:
-        said: of the other one.
-        rank: of this one.
-    """
+    """End this process, which JAX holds, because of another one."""
     text = (
         f"whalejax: {said}. Process {rank} ends for it. Look for its first error, and "
         "start all processes anew\n"
@@ -504,17 +491,12 @@ def _listen(place: ProcessPlace) -> socket.socket:
     host, port = split_address(place.coordinator, "coordinator")
     try:
         try:
-            return listener(host, port)
+            return listen_at(place.coordinator)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
             # Others may reach this machine by an address that it does not have.
-            return listener("0.0.0.0", port)  # noqa: S104
-    except socket.gaierror as error:
-        raise WhaleError(
-            f"coordinator is {place.coordinator!r}: {host} has no address here "
-            f"({error.strerror}). Give an address of the machine of process 0"
-        ) from error
+            return listen_at(joined_address("0.0.0.0", port))  # noqa: S104
     except OSError as error:
         raise WhaleError(
             f"coordinator is {joined_address(host, port)!r}, and process 0 cannot "

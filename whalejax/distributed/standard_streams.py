@@ -31,11 +31,7 @@ class Unwritten(WhaleError, OSError):
     """What a command found cannot be written to standard output."""
 
     def __init__(self, error: OSError) -> None:
-        """Say why.
-
-        Args:
-            error: of the system.
-        """
+        """Say why."""
         WhaleError.__init__(
             self,
             f"standard output cannot be written ({error.strerror or error}), and what "
@@ -157,11 +153,7 @@ class BackgroundLines:
                 self._is_stuck = not self._drained(_LINE_SECONDS)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all is written; whether it is.
-
-        Args:
-            seconds: at most.
-        """
+        """Wait until all is written; whether it is."""
         with self._changed:
             return self._drained(seconds)
 

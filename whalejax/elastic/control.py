@@ -21,8 +21,8 @@ import msgspec
 
 from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
-from whalejax.elastic.supervisor.processes import machine
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import machine
 from whalejax.runtime.folder_lock import is_free
 from whalejax.wire.connection import (
     Channel,
@@ -58,11 +58,7 @@ _FIRST_BEAT_SECONDS: Final = 1.0
 
 @contextlib.contextmanager
 def on_notice(leave: Callable[[], None]) -> Iterator[None]:
-    """Take SIGTERM as a notice within the block; only the main thread can.
-
-    Args:
-        leave: is called when it comes.
-    """
+    """Take SIGTERM as a notice within the block; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -37,9 +37,6 @@ def local_host(address: str) -> str:
 
     That from which it reaches the supervisor, unless its agent was given another.
 
-    Args:
-        address: of the supervisor.
-
     >>> local_host("127.0.0.1:1")
     '127.0.0.1'
     """

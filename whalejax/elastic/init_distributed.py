@@ -21,14 +21,15 @@ import jax
 
 from whalejax import _compat_processes
 from whalejax.distributed.launch_env import (
-    introduce,
+    Introduced,
+    Joining,
     is_loopback,
     joined_address,
-    joining,
     launched,
-    shared_key,
     split_address,
+    tell_launcher,
 )
+from whalejax.distributed.meeting import shared_key
 from whalejax.distributed.rendezvous import ProcessPlace, end_process, rendezvous
 from whalejax.elastic.environment import SUPERVISOR, local_host
 from whalejax.elastic.placing import placed
@@ -101,7 +102,8 @@ def init_distributed(
         if place.count > 1:
             # JAX waits for the devices of all: whoever fails there is told of.
             beats.begun(heartbeat_seconds, processes=place.count)
-        introduce(jax.local_devices()[0].device_kind, jax.local_device_count())
+        kind, devices = jax.local_devices()[0].device_kind, jax.local_device_count()
+        tell_launcher(Introduced(kind=kind, devices=devices))
         if place.count > 1:
             beats.begun().ready()
     return int(jax.process_count())
@@ -145,7 +147,7 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
     # What a supervisor names is the very address that its members reach.
     narrow = local or supervisor is not None
     if place.count > 1:
-        joining()
+        tell_launcher(Joining())
     came = rendezvous(place, functools.partial(end_process, rank=place.rank))
     try:
         if local:

@@ -6,20 +6,21 @@ Its members do not stop for that.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
 from whalejax.elastic.supervisor.telling import tell_user
-from whalejax.membership.settings import SupervisorSettings
+from whalejax.membership.settings import Supervised, SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 
 
@@ -80,20 +81,20 @@ def supervise(
         Its status.
     """
     places = places or ProcessPlaces()
-    given = {
-        "command": list(words),
-        "folder": str(folder),
-        "settings": dataclasses.asdict(settings),
-        "host": places.host,
-        "port": places.port or 0,
-        "awaited": list(places.awaited),
-        "exit_seconds": seconds,
-        "quiet": quiet,
-    }
+    run = Supervised(
+        command=tuple(words),
+        folder=folder,
+        settings=settings,
+        host=places.host or LOOPBACK,
+        port=places.port or 0,
+        places=places.host is not None,
+        awaited=places.awaited,
+        exit_seconds=seconds,
+        quiet=quiet,
+    )
     ends = _Ends()
     for number in range(_MOST_RESTARTS):
-        again = {**given, "again": number > 0}
-        status = _run_once(again, ends, settings.lease_seconds)
+        status = _run_once(dataclasses.replace(run, again=number > 0), ends)
         if status >= 0:
             return status
         name = signal.Signals(-status).name
@@ -101,11 +102,12 @@ def supervise(
     raise WhaleError(f"the supervisor was ended by signals {_MOST_RESTARTS} times")
 
 
-def _run_once(given: Mapping[str, Any], ends: _Ends, lease: float) -> int:
+def _run_once(run: Supervised, ends: _Ends) -> int:
     """Start a supervisor and wait for its end, which a frozen one is brought to."""
     read, write = os.pipe()
     try:
-        said = json.dumps({**given, "pulse": write})
+        run = dataclasses.replace(run, pulse=write)
+        said = msgspec.json.encode(run, enc_hook=str).decode()
         ends.hears = False
         # Not in this one's group: Ctrl-C comes once, by way of this process.
         child = ends.child = subprocess.Popen(
@@ -116,7 +118,7 @@ def _run_once(given: Mapping[str, Any], ends: _Ends, lease: float) -> int:
     finally:
         os.close(write)
     with open(read, "rb", buffering=0) as pulse:
-        seconds = _AGAIN_PULSE_SECONDS if given["again"] else _FIRST_PULSE_SECONDS
+        seconds = _AGAIN_PULSE_SECONDS if run.again else _FIRST_PULSE_SECONDS
         while True:
             ready, _, _ = select.select([pulse], [], [], seconds)
             if not ready:
@@ -125,7 +127,7 @@ def _run_once(given: Mapping[str, Any], ends: _Ends, lease: float) -> int:
                 ends.hears = False
                 return child.wait()
             ends.beats()
-            seconds = max(lease, _PULSE_SECONDS * 4)
+            seconds = max(run.settings.lease_seconds, _PULSE_SECONDS * 4)
 
 
 class _Ends:
@@ -171,27 +173,14 @@ class _Ends:
 
 
 def main(words: Sequence[str]) -> int:
-    """The supervisor's own process.
+    """The supervisor's own process."""
+    from whalejax.elastic.supervisor.supervisor import Supervisor
 
-    Args:
-        words: one, what ``supervise`` gives it.
-    """
-    from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
+    def made(kind: type, text: str) -> Path:
+        del kind
+        return Path(text)
 
-    given: dict[str, Any] = json.loads(words[0])
-    run = Supervised(
-        command=tuple(given["command"]),
-        folder=Path(given["folder"]),
-        settings=SupervisorSettings(**given["settings"]),
-        host=given["host"] or LOOPBACK,
-        places=given["host"] is not None,
-        awaited=tuple(given["awaited"]),
-        port=given["port"],
-        exit_seconds=given["exit_seconds"],
-        pulse=given["pulse"],
-        again=given["again"],
-        quiet=given["quiet"],
-    )
+    run = msgspec.json.decode(words[0], type=Supervised, dec_hook=made)
     try:
         return Supervisor(run).run()
     except WhaleError as error:

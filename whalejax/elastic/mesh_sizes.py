@@ -49,10 +49,6 @@ def refusal(asked: Any) -> str:
 def mesh_of(asked: Asked, devices: int) -> dict[str, int] | None:
     """Sizes of mesh axes as ``wh.plan`` takes them; None leaves them to the planner.
 
-    Args:
-        asked: as the user gave it.
-        devices: that there are.
-
     Raises:
         PlanError: what is asked for does not fit on so many devices.
 

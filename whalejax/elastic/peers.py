@@ -42,12 +42,7 @@ class Peers:
     """
 
     def __init__(self, key: Key, host: str = "127.0.0.1") -> None:
-        """Listen, and connect to nobody yet.
-
-        Args:
-            key: of the run.
-            host: address that the other members reach.
-        """
+        """Listen, and connect to nobody yet."""
         self._key, self.host = key, host
         listening = listen(host)
         self.port: int = listening.getsockname()[1]
@@ -137,13 +132,7 @@ class Peers:
             return dict(self._broken)
 
     def send(self, other: str, message: Message, look: Look) -> None:
-        """Send a member of this generation a message.
-
-        Args:
-            other: its name.
-            message: what to send.
-            look: called while it takes nothing.
-        """
+        """Send a member of this generation a message."""
 
         def gives_up() -> bool:
             look()
@@ -159,14 +148,7 @@ class Peers:
             raise
 
     def take(self, other: str, kind: type[M], step: int, look: Look) -> M:
-        """The next message of a kind and step from a member of this generation.
-
-        Args:
-            other: its name.
-            kind: type of the message.
-            step: that it is about.
-            look: called while it is waited for.
-        """
+        """The next message of a kind and step from a member of this generation."""
         key = (self.generation, other, kind, step)
         while True:
             with self._changed:

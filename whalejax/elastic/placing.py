@@ -117,9 +117,6 @@ def placed(
 def listens(coordinator: str) -> str:
     """Who can reach the service by which the processes of a generation meet.
 
-    Args:
-        coordinator: host and port of it.
-
     >>> listens("10.0.0.1:8476").partition(";")[0]
     'the coordination service of JAX listens at 10.0.0.1:8476'
     """

@@ -223,11 +223,7 @@ class ReplicaPrograms:
         return state
 
     def pieces(self, state: TrainState) -> Iterator[State]:
-        """A state as messages, with a hash of all in the last.
-
-        Args:
-            state: is kept.
-        """
+        """A state as messages, with a hash of all in the last."""
         leaves = [np.asarray(_raw(x)) for x in jax.tree.leaves(state)]
         flat = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]
         data = np.concatenate(flat)
@@ -243,10 +239,6 @@ class ReplicaPrograms:
 
     def assembled(self, take: Callable[[], State], whose: str) -> TrainState:
         """A state of another member's messages.
-
-        Args:
-            take: gives the next one.
-            whose: the other's name.
 
         Raises:
             WhaleError: they are not those of a state of this job.
@@ -369,12 +361,7 @@ class ReplicaPrograms:
     def finish(
         self, state: TrainState, sums: Sequence[np.ndarray]
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The next state and metrics.
-
-        Args:
-            state: is consumed.
-            sums: of all micro-batches.
-        """
+        """The next state and metrics."""
         return self._contributing.finish(state, sums)
 
     def warm_up(self) -> None:
@@ -410,10 +397,6 @@ def tell_source(state: TrainState, found: Resumed | None, tell: Tell) -> None:
 
 def most_micro_batches(size: int, group: int = 1) -> int:
     """The largest number up to ``MICRO_BATCHES`` that divides a batch into groups.
-
-    Args:
-        size: samples of the batch.
-        group: samples that stay together.
 
     >>> most_micro_batches(40), most_micro_batches(7), most_micro_batches(40, 8)
     (10, 7, 5)

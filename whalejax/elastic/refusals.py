@@ -14,8 +14,8 @@ from typing import Final
 from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.control import NoSupervisorError, key_of_run
 from whalejax.elastic.environment import SUPERVISOR
-from whalejax.elastic.supervisor.processes import machine
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import machine
 from whalejax.wire.connection import dial
 from whalejax.wire.messages import WireError
 from whalejax.wire.run_messages import TO_MEMBER, Refusal

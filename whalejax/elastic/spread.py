@@ -399,12 +399,7 @@ class SpreadMember:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove checkpoints but for the newest ones.
-
-    Args:
-        folder: of checkpoints.
-        keep: how many stay.
-    """
+    """Remove checkpoints but for the newest ones."""
     for path in checkpoints(folder)[keep:]:
         # Renamed first: half a checkpoint must never bear a checkpoint's name.
         gone = path.with_name(f"{path.name}.deleted")

@@ -100,9 +100,6 @@ class SpreadPrograms:
     def compile_for(self, plan: Plan) -> bool:
         """Compile the step of one process into the persistent cache; run nothing.
 
-        Args:
-            plan: for fewer processes.
-
         Returns:
             Whether it was: only on CPUs, and only the step of one process. The name of
             a program in the cache tells on CPUs which process it is of, and on GPUs how
@@ -185,9 +182,6 @@ def cluster_of(processes: int) -> Cluster:
     """What so many processes run on, each with as many devices as this one.
 
     Processors of hosts are not measured: all processes must come to the same plan.
-
-    Args:
-        processes: how many.
     """
     each = jax.local_device_count()
     if jax.local_devices()[0].platform == "cpu":

@@ -24,9 +24,6 @@ def _precision(words: Sequence[str]) -> str | dict[str, str]:
 def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
     """What ``wh.train_elastic`` takes as ``mesh`` from the words of ``--mesh``.
 
-    Args:
-        words: as given.
-
     Raises:
         WhaleError: neither ``auto`` or ``replicas`` nor sizes of axes.
 

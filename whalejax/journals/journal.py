@@ -99,22 +99,12 @@ class JournalLines:
         self.flush()
 
     def add(self, event: str, fields: Mapping[str, object]) -> None:
-        """Keep an event for ``flush``.
-
-        Args:
-            event: what happened.
-            fields: more about it.
-        """
+        """Keep an event for ``flush``."""
         said = {"time": round(time.time(), 3), "event": event, **fields}
         self._waiting += (json.dumps(said) + "\n").encode()
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
-        """Write an event; where the disk is full, it is kept until there is space.
-
-        Args:
-            event: what happened.
-            fields: more about it.
-        """
+        """Write an event; where the disk is full, it is kept until there is space."""
         self.add(event, fields)
         self.flush()
 
@@ -187,20 +177,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of elastic runs in a file, without those that lack what they tell.
-
-    Args:
-        path: of the events.
-    """
+    """The events of elastic runs in a file, without those that lack what they tell."""
     return [said for said in read(path) if _is_whole(said)]
 
 
 def read_commits(path: Path) -> list[dict[str, Any]]:
-    """The committed steps in a file, as ``read_events`` gives events.
-
-    Args:
-        path: of the commits.
-    """
+    """The committed steps in a file, as ``read_events`` gives events."""
     return [said for said in read_events(path) if said["event"] == COMMITTED]
 
 

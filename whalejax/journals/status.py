@@ -184,11 +184,7 @@ def journals_of(folder: Path) -> tuple[RunJournal, ...]:
 
 
 def run_status(run: RunJournal) -> RunStatus:
-    """The state of one run.
-
-    Args:
-        run: what is written of it.
-    """
+    """The state of one run."""
     events, commits = run.events, run.commits
     began = events[0]["time"]
     ends = [said for said in events if said["event"] == "ending"]
@@ -354,11 +350,7 @@ def _times(commits: Iterable[Mapping[str, Any]]) -> tuple[list[float], list[floa
 
 
 def loss_words(fields: Mapping[str, Any]) -> str:
-    """Why a member was lost or failed.
-
-    Args:
-        fields: of the event ``"lost"``.
-    """
+    """Why a member was lost or failed."""
     said = f"; its log ends: {fields['said']}" if fields.get("said") else ""
     return f"{fields['why']}{said}"
 
@@ -370,12 +362,7 @@ def document(runs: Sequence[RunStatus]) -> dict[str, Any]:
 
 
 def show(folder: Path, *, json: bool = False) -> int:
-    """Print the runs of a folder, the newest one last.
-
-    Args:
-        folder: as for ``status_of``.
-        json: as one line of JSON.
-    """
+    """Print the runs of a folder, the newest one last."""
     runs = status_of(folder)
     if json:
         print(json_module.dumps(document(runs)))

@@ -53,10 +53,6 @@ def is_node(node: Node, count: int) -> bool:
 def cover(numbers: Collection[int], count: int) -> list[Node]:
     """The fewest subtrees that hold exactly these micro-batches, in order.
 
-    Args:
-        numbers: of micro-batches.
-        count: micro-batches of a step.
-
     >>> cover({3, 4, 5}, 8), cover(range(6), 6)
     ([(3, 4), (4, 6)], [(0, 6)])
     """
@@ -76,10 +72,6 @@ def cover(numbers: Collection[int], count: int) -> list[Node]:
 
 def check_tiles(nodes: Collection[Node], count: int) -> None:
     """Refuse parts of a sum that leave a micro-batch out or hold one twice.
-
-    Args:
-        nodes: subtrees.
-        count: micro-batches of a step.
 
     Raises:
         WhaleError: which are missing, doubled or no subtrees.

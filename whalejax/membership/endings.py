@@ -42,10 +42,20 @@ def exit_text(status: int | None) -> str:
         return "with a status that is not known"
     if status >= 0:
         return f"with status {status}"
+    return f"by {signal_name(-status)}"
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal; Python knows only the first and last realtime ones.
+
+    >>> signal_name(9), signal_name(signal.SIGRTMIN + 3)
+    ('SIGKILL', 'SIGRTMIN+3')
+    """
     try:
-        return f"by {signal.Signals(-status).name}"
+        return signal.Signals(number).name
     except ValueError:
-        return f"by signal {-status}"
+        first = getattr(signal, "SIGRTMIN", number)
+        return f"SIGRTMIN+{number - first}" if number > first else f"number {number}"
 
 
 STATUS: Final[Mapping[Ending, int]] = {

@@ -86,12 +86,7 @@ class Failures:
         return printable(" ".join(text.split()))[:_LONGEST_ERROR]
 
     def count(self, failure: Failure, log: str = "") -> None:
-        """A member failed.
-
-        Args:
-            failure: how.
-            log: the end of what it wrote.
-        """
+        """A member failed."""
         self.total += 1
         self._times.append(failure.at)
         if failure.since > self._failed_at:
@@ -150,12 +145,7 @@ class Failures:
         return ""
 
     def hold(self, now: float, slot: int) -> float:
-        """How long a slot stays empty after a failure that happens now.
-
-        Args:
-            now: the time.
-            slot: whose process failed.
-        """
+        """How long a slot stays empty after a failure that happens now."""
         settings, times = self._settings, self._of_slot[slot]
         times.append(now)
         while now - times[0] > 4 * settings.most_hold_seconds:

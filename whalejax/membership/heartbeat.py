@@ -2,14 +2,17 @@
 
 JAX ends the processes that are left when one is gone, with words that do not always
 name it, and waits minutes for one that failed and holds the others up. Here each
-process writes a heartbeat to the service that joined them and reads those of all; when
-one is silent or has failed, the others end with an error that names it.
+process writes a heartbeat to the service that joined them and reads that of the next
+one; who ends, fails, or finds the next one silent writes that where all read it, and
+the others end with an error that names it. So what a process reads does not grow with
+their number, until something went wrong: then it reads the heartbeats of all.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -17,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -43,9 +46,6 @@ BEATS_IN_SILENCE: Final = 15
 MISSED: Final = 4
 """Beats missed by one that, after a connection broke, is taken for gone."""
 
-EXIT_SECONDS: Final = 300.0
-"""Processes end together; JAX waits so long for the last of them, too."""
-
 GRACE_LOOKS: Final = 2
 """So often one that failed is seen, each half a beat apart, before others end."""
 
@@ -53,6 +53,8 @@ _SERVICE: Final = -1
 """Stands for the service that joined all processes."""
 
 _FOLDER: Final = "whalejax/beats"
+_LAST: Final = "whalejax/last"
+"""Beats of those that have ended, failed or were found silent."""
 _REMEDY: Final = (
     "Look for its first error, start all processes anew, and restore the latest "
     "checkpoint"
@@ -82,6 +84,7 @@ class Beat:
         failed: the error that it ends with, or empty.
         ended: it ends, and has no error.
         ready: its devices are there, and with them those of all.
+        silent: it says nothing more, as the one before it has found.
     """
 
     count: int
@@ -91,6 +94,7 @@ class Beat:
     failed: str = ""
     ended: bool = False
     ready: bool = True
+    silent: str = ""
 
 
 class Hearing:
@@ -100,7 +104,11 @@ class Hearing:
     """
 
     def __init__(
-        self, mine: int, silent_seconds: float, processes: int | None = None
+        self,
+        mine: int,
+        silent_seconds: float,
+        processes: int | None = None,
+        watched: Collection[int] | None = None,
     ) -> None:
         """Nothing is known yet.
 
@@ -109,9 +117,11 @@ class Hearing:
             silent_seconds: after which one that says nothing is missed.
             processes: how many begin to beat at once; None where each begins when it
                 will, and one that was never heard is not missed.
+            watched: those of them that are heard, all if left out.
         """
         self._mine = mine
         self._all = range(processes or 0)
+        self._watched = {*self._all} if watched is None else {*watched}
         self._beats: dict[int, Beat] = {}
         self._lease: Lease[int] = Lease(silent_seconds, silent_seconds / 2)
 
@@ -119,16 +129,16 @@ class Hearing:
         """The service has answered.
 
         Args:
-            beats: the latest of every process that has begun to beat.
+            beats: the latest of those that are heard and have begun to beat.
             now: seconds on a clock that does not jump.
         """
         if _SERVICE not in self._lease.heard_at:
-            for number in self._all:
+            for number in self._watched:
                 self._lease.heard(number, now)
         self._lease.heard(_SERVICE, now)
         for number, beat in beats.items():
             known = self._beats.get(number)
-            if known is None or known.count != beat.count:
+            if known is None or known.count != beat.count or beat.silent:
                 self._beats[number] = beat
                 self._lease.heard(number, now)
 
@@ -158,15 +168,22 @@ class Hearing:
                 found[number] = "ended before the devices of all were there"
             elif beat.failed:
                 found[number] = f"failed with {beat.failed}"
+            elif beat.silent:
+                found[number] = beat.silent
             elif number in overdue:
                 found[number] = _silent(late[number])
-        never = set(self._all) - {self._mine, *self._beats}
+        never = self._watched - {self._mine, *self._beats}
         return found | {n: _silent(late[n]) for n in sorted(never) if n in overdue}
+
+    def unheard(self, gone: Collection[int]) -> list[int]:
+        """Those of some that this process alone has found silent as yet."""
+        beats = ((n, self.beat_of(n)) for n in gone)
+        return [n for n, b in beats if not (b.ended or b.failed or b.silent)]
 
     def where(self, number: int) -> str:
         """A process by its number and place."""
         known = self._beats.get(number)
-        if known is None:
+        if known is None or not known.host:
             return f"process {number}"
         return f"process {number} (pid {known.pid} on {known.host})"
 
@@ -190,8 +207,8 @@ class Hearing:
         return sorted({*self._all} - {self._mine} - self.ended())
 
     def beat_of(self, number: int) -> Beat:
-        """The last beat of one that was heard."""
-        return self._beats[number]
+        """The last beat of one; of one that never was heard, nothing is known."""
+        return self._beats.get(number, Beat(count=0, host="", pid=0))
 
 
 def _silent(seconds: float) -> str:
@@ -219,7 +236,12 @@ class Beats:
         self._pause = silent_seconds / BEATS_IN_SILENCE
         self._mine = _compat_processes.joined_processes()[0]
         self._together = processes is not None
-        self._hearing = Hearing(self._mine, silent_seconds, processes)
+        # Where each begins when it will, the next one may watch over nobody.
+        self._next = (self._mine + 1) % (processes or 1)
+        self._hears_all = processes is None
+        watched = () if self._hears_all else (self._next,)
+        self._hearing = Hearing(self._mine, silent_seconds, processes, watched)
+        self._silent: dict[int, str] = {}
         self._lock = threading.Lock()
         self._count, self._steps, self._blames = 0, 0, False
         self._ready, self._ended, self._failed = not self._together, False, ""
@@ -253,6 +275,7 @@ class Beats:
 
         Waits until a process that is gone has missed enough beats, and some more.
         """
+        self._hear_all()
         end = time.monotonic() + 2 * MISSED * self._pause
         while time.monotonic() < end:
             with self._lock:
@@ -266,6 +289,9 @@ class Beats:
 
     def late(self) -> str:
         """Whom a step waits for that takes too long; empty if all have begun it."""
+        self._hear_all()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._hear()
         with self._lock:
             gone = self._hearing.look(time.monotonic(), seconds=MISSED * self._pause)
             if gone:
@@ -323,13 +349,7 @@ class Beats:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 # Of a service that does not answer the other thread tells.
                 self._say()
-                told = _compat_processes.all_told(_FOLDER)
-                beats = {
-                    int(key.rpartition("/")[2]): Beat(**json.loads(text))
-                    for key, text in told
-                }
-                with self._lock:
-                    self._hearing.hear(beats, time.monotonic())
+                self._hear()
             # At the exit all wait for these beats, and not for long.
             soon = min(2 * soon, self._pause) if self._ended else soon
             self._stirred.wait(soon if self._ended else self._pause)
@@ -337,6 +357,31 @@ class Beats:
             if self._over.is_set():
                 return
         self._over.set()
+
+    def _hear_all(self) -> None:
+        """Hear all from now on, not the next one alone: something went wrong."""
+        self._hears_all = True
+        self._stirred.set()
+
+    def _hear(self) -> None:
+        if self._hears_all:
+            told = _compat_processes.all_told(_FOLDER)
+        else:
+            told = _compat_processes.told_at(f"{_FOLDER}/{self._next}")
+        told += _compat_processes.all_told(_LAST)
+        beats = {
+            int(key.rpartition("/")[2]): Beat(**json.loads(text)) for key, text in told
+        }
+        with self._lock:
+            self._hearing.hear(beats, time.monotonic())
+            silent = [
+                (n, why, self._hearing.beat_of(n)) for n, why in self._silent.items()
+            ]
+            self._silent.clear()
+        for number, why, beat in silent:
+            said = json.dumps(dataclasses.asdict(beat) | {"silent": why})
+            key = f"{_LAST}/{number}"
+            _compat_processes.tell_processes(key, said, again=True)
 
     def _say(self, **more: Any) -> None:
         self._count += 1
@@ -350,9 +395,11 @@ class Beats:
             "failed": self._failed,
             **more,
         }
-        _compat_processes.tell_processes(
-            f"{_FOLDER}/{self._mine}", json.dumps(beat), again=True
-        )
+        folders = [_FOLDER, *([_LAST] if beat["ended"] or beat["failed"] else [])]
+        for folder in folders:
+            _compat_processes.tell_processes(
+                f"{folder}/{self._mine}", json.dumps(beat), again=True
+            )
 
     def _say_briefly(self, **more: Any) -> None:
         """Say a last word, to a service that may not listen any more."""
@@ -371,6 +418,10 @@ class Beats:
         while not self._over.wait(self._pause / 2):
             with self._lock:
                 gone = self._hearing.look(time.monotonic())
+                for number in self._hearing.unheard(gone):
+                    self._silent[number] = gone[number]
+                if self._silent:
+                    self._stirred.set()
             # What made another one fail may be about to be said here too.
             seen = seen + 1 if gone else 0
             if seen > GRACE_LOOKS:
@@ -422,7 +473,7 @@ class Beats:
         """
         self._ended = True
         self._stirred.set()
-        seconds = exit_seconds(EXIT_SECONDS)
+        seconds = exit_seconds()
         end = time.monotonic() + seconds
         while not self._over.wait(self._pause / 100):
             with self._lock:
@@ -463,10 +514,6 @@ def begun(
 
 
 def failed(why: str) -> None:
-    """Tell the others, where there are beats, that this process ends.
-
-    Args:
-        why: its error.
-    """
+    """Tell the others, where there are beats, that this process ends."""
     for beats in _begun:
         beats.fail(why)

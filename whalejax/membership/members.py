@@ -42,10 +42,6 @@ def refusal(run: Run, name: str, message: wire.Register) -> str:
 def difference(facts: Mapping[str, str], known: Mapping[str, str]) -> str:
     """In what a member differs from those that are there; nothing where it does not.
 
-    Args:
-        facts: of the member.
-        known: of the others.
-
     >>> difference({"jax": "0.10.1"}, {"jax": "0.10.2"})[:66]
     'this member differs from the others: jax is 0.10.1, not 0.10.2. Ru'
     """

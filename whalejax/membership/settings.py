@@ -1,8 +1,10 @@
-"""How a supervisor decides: how many members, and how long anything may take."""
+"""What a supervisor runs, and how it decides: how many members, how long all takes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from whalejax.meshes.errors import Problems
 
@@ -79,11 +81,42 @@ class SupervisorSettings:
         return self.lease_seconds / 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervised:
+    """What a supervisor runs.
+
+    Attributes:
+        command: words of the program; none waits for members that others start.
+        folder: of the run.
+        settings: how it decides.
+        host, port: where it listens; a free port if 0.
+        exit_seconds: for processes to end after the run has.
+        environment: variables for the processes.
+        pulse: a file that is written to while the supervisor is not frozen, or None.
+        again: an earlier supervisor of this run was ended by a signal: go on from its
+            journal, also where the run is over or nobody is left.
+        quiet: say what goes wrong, and no progress.
+        places: processes are placed on agents, which join at ``host`` and ``port``;
+            else they are started on this machine.
+        awaited: names of agents that are started for this run.
+    """
+
+    command: tuple[str, ...]
+    folder: Path
+    settings: SupervisorSettings
+    host: str = "127.0.0.1"
+    port: int = 0
+    exit_seconds: float = 300.0
+    environment: Mapping[str, str] | None = None
+    pulse: int | None = None
+    again: bool = False
+    quiet: bool = False
+    places: bool = False
+    awaited: tuple[str, ...] = ()
+
+
 def least_and_most(text: str) -> tuple[int, int]:
     """MIN and MAX of ``MIN:MAX``; one number is both.
-
-    Args:
-        text: of the command line.
 
     Raises:
         WhaleError: it is not of that form.

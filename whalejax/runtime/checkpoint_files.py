@@ -67,10 +67,6 @@ def told_by_all(mine: str, what: str) -> list[str]:
 
     No device takes part, so that nothing that devices still do can stand in its way.
 
-    Args:
-        mine: this process's.
-        what: it is about, for the error.
-
     Raises:
         WhaleError: a process did not come here.
     """
@@ -226,9 +222,6 @@ def being_built(target: Path) -> Iterator[Path]:
     """Where a checkpoint is built; renamed to its own name at the end of the block.
 
     Whatever goes wrong, what was built so far is removed. All processes call this.
-
-    Args:
-        target: the checkpoint's own path.
 
     Raises:
         WhaleError: it cannot be written, or another process is writing there.

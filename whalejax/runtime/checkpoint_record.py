@@ -303,10 +303,6 @@ def _check_sizes(target: Path, file_bytes: Mapping[str, int]) -> None:
 def refuse_damaged(target: Path, problems: Problems) -> None:
     """Refuse a checkpoint if anything is wrong with its files.
 
-    Args:
-        target: the checkpoint.
-        problems: with its files, each by name.
-
     Raises:
         DamagedCheckpoint: there are any.
     """
@@ -318,9 +314,6 @@ def moved_places(
     saved: Mapping[Place, Leaf], wanted: Mapping[Place, Leaf]
 ) -> dict[Place, Place]:
     """Leaves of the model that are trained on one side only, and where they belong.
-
-    Args:
-        saved, wanted: leaves by their place.
 
     Returns:
         The place in the checkpoint to the one that is wanted.
@@ -344,10 +337,6 @@ def check_same(
     wanted: Mapping[Place, Leaf],
 ) -> None:
     """Refuse a checkpoint whose leaves are not those that are wanted.
-
-    Args:
-        target: the checkpoint, for the message.
-        saved, wanted: leaves by their place.
 
     Raises:
         WhaleError: every leaf that differs.

@@ -165,9 +165,6 @@ def is_free(folder: Path) -> bool:
 
     The lock itself tells that where the file system has locks, which is asked for a
     moment only.
-
-    Args:
-        folder: as for ``FolderLock``.
     """
     try:
         opened = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
@@ -188,11 +185,7 @@ def is_free(folder: Path) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a run that has not ended holds a folder; nothing is locked for that.
-
-    Args:
-        folder: as for ``FolderLock``.
-    """
+    """Whether a run that has not ended holds a folder; nothing is locked for that."""
     try:
         opened = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -82,10 +82,6 @@ def depends_on_parts(plan: Plan, adapter: Adapter) -> bool:
 
     It does where each micro-batch's own loss is meant, and where it draws random
     numbers.
-
-    Args:
-        plan: of the step.
-        adapter: the model and its loss.
     """
     keys = any(is_key(leaf) for leaf in jax.tree.leaves(adapter.rest))
     return plan.per_micro_batch or adapter.takes_rng or keys
@@ -251,12 +247,7 @@ def batches_from(
 
 
 def batches_by_samples(job: Job, size: int) -> Callable[[int], Any]:
-    """What gives a global batch by the number of samples before it.
-
-    Args:
-        job: gives batches by their number.
-        size: samples of a global batch.
-    """
+    """What gives a global batch by the number of samples before it."""
     numbered = functools.lru_cache(maxsize=2)(lambda number: job.batch_at(number, size))
 
     def batch(samples: int) -> Any:

@@ -28,19 +28,11 @@ class Checkpoints:
     """Reads and writes the checkpoints of a cut; what ``elastic.saving`` asks."""
 
     def __init__(self, cut: Cut) -> None:
-        """Know the layout.
-
-        Args:
-            cut: of the job.
-        """
+        """Know the layout."""
         self._cut = cut
 
     def state_of(self, snapshot: Snapshot) -> TrainState:
-        """The training state of a snapshot with arrays.
-
-        Args:
-            snapshot: of all stages.
-        """
+        """The training state of a snapshot with arrays."""
         assert snapshot.arrays is not None
         parts = {
             stage: self._cut.typed(stage, arrays)
@@ -49,11 +41,7 @@ class Checkpoints:
         return self._cut.whole(parts)
 
     def snapshot_of(self, state: TrainState) -> Snapshot:
-        """The snapshot of a training state.
-
-        Args:
-            state: of this job.
-        """
+        """The snapshot of a training state."""
         raw = [
             np.asarray(jax.random.key_data(x) if is_key(x) else x)
             for x in jax.tree.leaves(state)
@@ -66,11 +54,7 @@ class Checkpoints:
         return Snapshot(step=int(np.asarray(state.step)), arrays=arrays)
 
     def restore(self, path: str | os.PathLike[str]) -> TrainState:
-        """The state of a checkpoint, whatever plan wrote it.
-
-        Args:
-            path: what ``save`` wrote.
-        """
+        """The state of a checkpoint, whatever plan wrote it."""
         place = SingleDeviceSharding(self._cut.device)
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -80,11 +64,7 @@ class Checkpoints:
         return state
 
     def newest(self, folder: Path) -> tuple[Snapshot, tuple[str, ...]] | None:
-        """The newest whole checkpoint of a folder, and notes; none where there is none.
-
-        Args:
-            folder: of checkpoints.
-        """
+        """The newest whole checkpoint of a folder and notes, if there is one."""
         found = resumed(self, checkpoints(folder))
         if found is None:
             return None

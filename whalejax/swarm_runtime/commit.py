@@ -37,13 +37,7 @@ class Commit:
         passages: Sequence[Passage],
         pool: ThreadPoolExecutor,
     ) -> None:
-        """Ask nobody yet.
-
-        Args:
-            context: of the step.
-            passages: of its micro-batches, all through.
-            pool: threads to ask from.
-        """
+        """Ask nobody yet."""
         self._context, self._passages, self._pool = context, passages, pool
         self._holders: dict[int, Holders] = {}
         self._rounds: dict[int, int] = {}

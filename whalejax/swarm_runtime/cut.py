@@ -299,11 +299,7 @@ class Cut:
         ]
 
     def born(self, stage: int) -> Callable[[Any], list[Any]]:
-        """What makes what a stage's peers hold when a run begins, of the run's key.
-
-        Args:
-            stage: which.
-        """
+        """What makes what a stage's peers hold when a run begins, of the run's key."""
         whole = fresh_state(self.program, self.origin, self._build)
         numbers = self.held(stage)
 
@@ -352,12 +348,7 @@ class Cut:
         )
 
     def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
-        """What a stage holds, of its bytes; none where they are not of that many.
-
-        Args:
-            stage: which.
-            data: all arrays, one behind the other.
-        """
+        """What a stage holds, of its bytes; none where they are not of that many."""
         found, place = [], 0
         for shape, dtype in self.raw_avals(stage):
             end = place + math.prod(shape) * dtype.itemsize
@@ -444,11 +435,7 @@ class Cut:
 
     @functools.cache  # noqa: B019 A cut lives as long as its process.
     def place(self, stage: int) -> TracedPlace:
-        """A stage's part, traced with its backward pass.
-
-        Args:
-            stage: which.
-        """
+        """A stage's part, traced with its backward pass."""
         facts = Facts(
             units=self.division.units,
             avals=self.avals,
@@ -503,11 +490,7 @@ class Cut:
         return found
 
     def metrics(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """What a step reports.
-
-        Args:
-            flat: sums of all micro-batches, as ``flat_sums``.
-        """
+        """What a step reports."""
         tree: Any = jax.tree.structure(
             (self.sums.total, self.sums.weight, self.sums.metrics)
         )

@@ -193,12 +193,7 @@ class Fleet:
             return blamed if counts[1] > counts[0] else reporter
 
     def is_first_delay(self, reporter: Member, blamed: Member) -> bool:
-        """Whether one peer waits too long for another for the first time.
-
-        Args:
-            reporter: waits.
-            blamed: the other.
-        """
+        """Whether one peer waits too long for another for the first time."""
         pair = reporter.name, blamed.name
         with self._lock:
             known = pair in self._delays
@@ -206,12 +201,7 @@ class Fleet:
             return not known
 
     def substitutes(self, stage: int, names: Collection[str]) -> list[Member]:
-        """Those that can serve a stage in place of others, now or when they are moved.
-
-        Args:
-            stage: which.
-            names: of the others.
-        """
+        """Those that can serve a stage in place of others, also by a move."""
         found = [m for m in self.members() if m.name not in names and not m.leaving]
         found = [m for m in found if not self.is_paused(m)]
         count = Counter(m.stage for m in found)

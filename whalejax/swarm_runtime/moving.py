@@ -89,10 +89,6 @@ def loads_of(trainer: Trainer, members: Sequence[Member]) -> list[PeerLoad] | No
 
     Of a peer in another stage than its own, the time is taken to differ as the stages'
     means do.
-
-    Args:
-        trainer: that measured.
-        members: that serve.
     """
     stages = trainer.cut.stages
     seconds = {m.name: trainer.fleet.seconds_per_task(m) for m in members}

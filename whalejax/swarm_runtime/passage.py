@@ -120,12 +120,7 @@ class StepContext:
         return {"run": self.run, "generation": self.generation, "step": self.step}
 
     def lose(self, member: Member, why: str) -> None:
-        """A peer did not answer: what it held is to be computed again.
-
-        Args:
-            member: the peer.
-            why: for whoever reads.
-        """
+        """A peer did not answer: what it held is to be computed again."""
         with self.lock:
             lost = self.ledger.lost_with(member.name, member.incarnation)
         if lost:
@@ -187,11 +182,6 @@ class StepContext:
     def overflow(self, stage: int, member: Member, why: str) -> None:
         """A sum or a state is not finite; a second peer that says so ends the run.
 
-        Args:
-            stage: of the peer.
-            member: the peer.
-            why: in words.
-
         Raises:
             WhaleError: it is the model, not the peer.
         """
@@ -245,11 +235,6 @@ class StepContext:
 
     def refuse(self, phase: str, stage: int, number: int, name: str, why: str) -> None:
         """A peer made something that is not finite: it is left alone for long.
-
-        Args:
-            phase, stage, number: of what it made.
-            name: of the peer.
-            why: in words.
 
         Raises:
             WhaleError: another peer made the same, so that it is the model; or there
@@ -305,12 +290,7 @@ class Passage:
     """
 
     def __init__(self, context: StepContext, number: int) -> None:
-        """Nothing is made yet.
-
-        Args:
-            context: of the step.
-            number: of the micro-batch.
-        """
+        """Nothing is made yet."""
         self._context, self._number = context, number
         self._forward: dict[int, Made] = {}
         self.backward: dict[int, Made] = {}

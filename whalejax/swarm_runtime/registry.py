@@ -165,10 +165,6 @@ class Registry:
     def check(self, who: str, facts: Mapping[str, str]) -> None:
         """Refuse a process that runs something else.
 
-        Args:
-            who: it is, for the error.
-            facts: of its code, plan and versions.
-
         Raises:
             Refused: what differs.
         """

@@ -351,9 +351,6 @@ class Serving:
 def opened(host: str, port: int) -> socket.socket:
     """A socket at which a registry listens, or will.
 
-    Args:
-        host, port: where.
-
     Raises:
         WhaleError: it cannot listen there.
     """

@@ -66,12 +66,7 @@ class Stage:
     """
 
     def __init__(self, cut: Cut, number: int) -> None:
-        """Trace; compile nothing yet.
-
-        Args:
-            cut: of the job.
-            number: of the stage.
-        """
+        """Trace; compile nothing yet."""
         self.cut, self.number = cut, number
         self.last = number == cut.stages - 1
         self.place = cut.place(number)
@@ -87,11 +82,7 @@ class Stage:
         return StageState(step=0, leaves=leaves, late=self.late_of(leaves))
 
     def late_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """The parameters, where the state after the next step keeps those before.
-
-        Args:
-            leaves: of a state.
-        """
+        """The parameters, where the state after the next step keeps those before."""
         if not self.cut.delayed_updates:
             return ()
         return tuple(leaves[self._at[n]] for n in self.params)
@@ -126,12 +117,7 @@ class Stage:
         ]
 
     def typed(self, arrays: Sequence[np.ndarray], step: int) -> StageState:
-        """A state of NumPy arrays.
-
-        Args:
-            arrays: as ``raw`` gives them.
-            step: steps done.
-        """
+        """A state of NumPy arrays."""
         leaves = self.cut.typed(self.number, arrays)
         late = [jnp.array(x, copy=True) for x in arrays[len(self.numbers) :]]
         return StageState(step=step, leaves=tuple(leaves), late=tuple(late))
@@ -177,14 +163,7 @@ class Stage:
         batch: Sequence[np.ndarray],
         imports: Sequence[np.ndarray],
     ) -> list[np.ndarray]:
-        """What a micro-batch is handed on as.
-
-        Args:
-            state: as the step began.
-            number: of the micro-batch.
-            batch: its flat leaves.
-            imports: what the stage is handed.
-        """
+        """What a micro-batch is handed on as."""
         values = self._values(state, number, batch, imports)
         reads, program = self._forward
         return [np.asarray(x) for x in program([values[n] for n in reads])]
@@ -301,11 +280,7 @@ class Stage:
 
     @functools.cache  # noqa: B019 A stage lives as long as what serves it.
     def round(self, level: int) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
-        """A round of the update: what it reads, what it gives, and its program.
-
-        Args:
-            level: after how many exchanges.
-        """
+        """A round of the update: what it reads, what it gives, and its program."""
         update, group = self.cut.update, (level, self.number)
         parting = update.parting
         reads = tuple(parting.reads.get(group, ()))
@@ -391,12 +366,7 @@ _READYING = threading.Lock()
 
 
 def ready_stage(cut: Cut, number: int) -> Stage:
-    """A stage whose programs are compiled; peers of one process share it.
-
-    Args:
-        cut: of the job.
-        number: of the stage.
-    """
+    """A stage whose programs are compiled; peers of one process share it."""
     with _READYING:
         known: dict[int, Stage] = cut.ready
         if number not in known:
@@ -407,11 +377,7 @@ def ready_stage(cut: Cut, number: int) -> Stage:
 
 
 def warm_up(stage: Stage) -> None:
-    """Compile what a step takes, on zeros that are thrown away.
-
-    Args:
-        stage: whose programs.
-    """
+    """Compile what a step takes, on zeros that are thrown away."""
     cut = stage.cut
     nothing = [np.zeros(shape, dtype) for shape, dtype in cut.raw_avals(stage.number)]
     state = stage.typed(nothing, 0)

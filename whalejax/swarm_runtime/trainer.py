@@ -491,10 +491,6 @@ class Trainer(TrainerState):
         """Have a peer serve another stage; it is asked for no step meanwhile.
 
         What it has of the step under way is computed again by others.
-
-        Args:
-            member: the peer.
-            target: the stage.
         """
         told = {"peer": member.name, "source": member.stage, "target": target}
         with self._lock:

@@ -18,9 +18,12 @@ from typing import Final
 
 from whalejax.wire.connection import (
     HANDSHAKE_SECONDS,
+    KEYS_DIFFER,
     PROTOCOL,
+    UNENCRYPTED,
     Admission,
     Channel,
+    admission,
     at_once,
     end_of,
 )
@@ -52,8 +55,8 @@ _PAUSE_SECONDS: Final = 0.1
 _SAY_SECONDS: Final = 1.0
 
 _SPOKEN: Final = (
-    f"This process speaks {PROTOCOL!r} over TLS 1.3 alone. A whalejax that signs its "
-    "messages is of an earlier version: install the same everywhere.\n"
+    f"This process speaks {PROTOCOL!r}. A whalejax that signs its messages is of an "
+    "earlier version: install the same everywhere.\n"
 ).encode()
 """In the clear, to who says nothing: an earlier version waits for a greeting."""
 
@@ -69,10 +72,10 @@ class RefusedConnections:
 class _Stranger:
     """A connection whose handshake is under way."""
 
-    def __init__(self, acceptor: Acceptor, link: ssl.SSLSocket) -> None:
+    def __init__(self, acceptor: Acceptor, link: socket.socket) -> None:
         self._acceptor, self.link = acceptor, link
         self.came_at, self.speaks = time.monotonic(), False
-        self.peer = end_of(link)
+        self.peer, self._said = end_of(link), b""
 
     def ready(self, events: int) -> None:
         """Go on with the handshake."""
@@ -80,9 +83,17 @@ class _Stranger:
         wants = selectors.EVENT_READ
         try:
             if not self.speaks:
-                socket.socket.recv(self.link, 1, socket.MSG_PEEK)
+                first = socket.socket.recv(self.link, 1, socket.MSG_PEEK)
                 self.speaks = True
-            self.link.do_handshake()
+                has_key = isinstance(self.link, ssl.SSLSocket)
+                if first and has_key == (first == UNENCRYPTED[:1]):
+                    self._differ()
+                    return
+            if isinstance(self.link, ssl.SSLSocket):
+                self.link.do_handshake()
+            elif not self._greeted():
+                loop().watch(self.link, self, wants)
+                return
         except BlockingIOError:
             pass
         except ssl.SSLWantReadError:
@@ -100,6 +111,24 @@ class _Stranger:
             return
         loop().watch(self.link, self, wants)
 
+    def _greeted(self) -> bool:
+        """Whether one without a key has said all of what it says first.
+
+        Raises:
+            ValueError: it says something else.
+        """
+        said = self.link.recv(len(UNENCRYPTED) - len(self._said))
+        self._said += said
+        if not said or not UNENCRYPTED.startswith(self._said):
+            raise ValueError("it says something else")
+        return self._said == UNENCRYPTED
+
+    def _differ(self) -> None:
+        """One side has a key and the other has none, which both are told."""
+        with contextlib.suppress(OSError):
+            socket.socket.send(self.link, admission(refused=KEYS_DIFFER, is_final=True))
+        self._acceptor.refuse(self, f"{self.peer}: {KEYS_DIFFER}")
+
     def tick(self, now: float) -> None:
         """Who needs too long has to go."""
         if not self.speaks and now > self.came_at + _SILENT_SECONDS:
@@ -116,7 +145,7 @@ class Acceptor:
     def __init__(
         self,
         listening: socket.socket,
-        key: Key,
+        key: Key | None,
         notify: Callable[[Channel], None],
         *,
         most_bytes: int = CONTROL_BYTES,
@@ -128,7 +157,7 @@ class Acceptor:
 
         Args:
             listening: closed by ``close``.
-            key: of this process.
+            key: of this process; None where it has none, and nothing is encrypted.
             notify: is called by the loop with a connection over which something has
                 come, or that has ended; must not wait.
             most_bytes: of a message.
@@ -145,16 +174,11 @@ class Acceptor:
         self._closed, self._stays_closed_until = threading.Event(), 0.0
         self._refused, self._why = 0, ""
         self._said_at = -_SAY_SECONDS
-        self._gone = threading.Event()
         listening.setblocking(False)
         loop().call(self._watch)
 
     def refused(self, now: float) -> RefusedConnections | None:
-        """What was refused and not yet told; at most once a second.
-
-        Args:
-            now: the time.
-        """
+        """What was refused and not yet told; at most once a second."""
         with self._lock:
             if not self._refused or now - self._said_at < _SAY_SECONDS:
                 return None
@@ -164,12 +188,27 @@ class Acceptor:
 
     def close(self) -> None:
         """End the listening socket and every connection."""
+        self.stop_listening()
+        self._in_loop(self._close_channels)
+
+    def stop_listening(self) -> None:
+        """Take nobody more; the connections that there are stay."""
         self._closed.set()
+        self._in_loop(self._end)
+
+    def _in_loop(self, work: Callable[[], object]) -> None:
+        """Have the loop do something, and wait for it."""
         if loop().is_here:
-            self._end()
-        else:
-            loop().call(self._end)
-            self._gone.wait()
+            work()
+            return
+        is_done = threading.Event()
+
+        def do() -> None:
+            work()
+            is_done.set()
+
+        loop().call(do)
+        is_done.wait()
 
     # In the loop.
 
@@ -193,7 +232,7 @@ class Acceptor:
     def tick(self, now: float) -> None:
         """Who was silent for long, or is not taken any more, has to go."""
         self._watch()
-        revoked = self._key.revoked()
+        revoked = frozenset() if self._key is None else self._key.revoked()
         for channel in [*self._channels]:
             is_idle = now > channel.heard_at + self._idle_seconds
             if is_idle or channel.name in revoked:
@@ -220,9 +259,11 @@ class Acceptor:
         plain.setblocking(False)
         try:
             at_once(plain)
-            link = self._key.accepts.wrap_socket(
-                plain, server_side=True, do_handshake_on_connect=False
-            )
+            link = plain
+            if self._key is not None:
+                link = self._key.accepts.wrap_socket(
+                    plain, server_side=True, do_handshake_on_connect=False
+                )
         except OSError as error:  # It is gone.
             plain.close()
             self._count(f"a connection ended before it was one ({error.strerror})")
@@ -244,9 +285,11 @@ class Acceptor:
         """Take a connection whose handshake is through, or say why not."""
         del self._strangers[stranger]
         loop().forget(stranger.link, stranger)
-        name = peer_name(stranger.link)
+        name, why, full = "", "", ""
+        if self._key is not None and isinstance(stranger.link, ssl.SSLSocket):
+            name = peer_name(stranger.link)
+            why = self._key.refusal(name)
         channel = Channel(stranger.link, name, self._most_bytes, self._tell)
-        why, full = self._key.refusal(name), ""
         if not why and len(self._channels) >= self._most_channels:
             full = f"it has {self._most_channels} connections, as many as it takes"
         channel.post(
@@ -269,11 +312,12 @@ class Acceptor:
         with self._lock:
             self._refused, self._why = self._refused + 1, why
 
+    def _close_channels(self) -> None:
+        for channel in [*self._channels]:
+            channel.close()
+
     def _end(self) -> None:
         loop().forget(self._listening, self)
         self._listening.close()
         for stranger in [*self._strangers]:
             self.refuse(stranger, "")
-        for channel in [*self._channels]:
-            channel.close()
-        self._gone.set()

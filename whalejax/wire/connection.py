@@ -3,7 +3,8 @@
 TLS 1.3, in which both sides show a certificate of the run's authority: what crosses the
 network can be neither read nor changed, repeated or left out. Behind the handshake the
 listener says which protocol it speaks and whether it takes the other side. A frame is
-the sizes of a message's values and arrays, and both as they are.
+the sizes of a message's values and arrays, and both as they are. Where processes meet
+that were given no key, the same is spoken without TLS.
 
 What comes is read by the loop of the process. Who sends writes itself, so that a
 reader that takes nothing keeps nobody waiting but who waits for it.
@@ -43,6 +44,13 @@ from whalejax.wire.messages import (
 
 PROTOCOL: Final = "whalejax 3"
 """Name and version of what is spoken; both sides have the same."""
+
+UNENCRYPTED: Final = f"{PROTOCOL} without a key\n".encode()
+"""In place of a handshake, from who dials and has no key."""
+
+KEYS_DIFFER: Final = (
+    "one side was given a key (WHALEJAX_KEY_FILE) and the other was not"
+)
 
 HANDSHAKE_SECONDS: Final = 10.0
 FRAME_SECONDS: Final = 60.0
@@ -104,7 +112,7 @@ class Channel:
 
     def __init__(
         self,
-        link: ssl.SSLSocket,
+        link: socket.socket,
         name: str,
         most_bytes: int = CONTROL_BYTES,
         notify: Callable[[Channel], None] | None = None,
@@ -113,7 +121,7 @@ class Channel:
 
         Args:
             link: the socket, whose handshake is through; closed by ``close``.
-            name: in the certificate of the other side.
+            name: in the certificate of the other side; empty without a key.
             most_bytes: of a message, either way.
             notify: is called by the loop when there is something to take; must not
                 wait.
@@ -286,9 +294,6 @@ class Channel:
     def next(self, takes: Messages[M]) -> M | None:
         """What has come and was not taken yet; None where that is nothing.
 
-        Args:
-            takes: what may come.
-
         Raises:
             Closed: there is nothing, and the other side is gone.
             MalformedError: it is none of those.
@@ -442,7 +447,7 @@ class Channel:
 
 def dial(
     address: tuple[str, int],
-    key: Key,
+    key: Key | None,
     *,
     seconds: float = HANDSHAKE_SECONDS,
     most_bytes: int = CONTROL_BYTES,
@@ -452,7 +457,7 @@ def dial(
 
     Args:
         address: host and port.
-        key: of this process.
+        key: of this process; None where it has none, and nothing is encrypted.
         seconds: for all of it.
         most_bytes: of a message.
         notify: see ``Channel``.
@@ -477,13 +482,18 @@ def dial(
     try:
         at_once(plain)
         plain.settimeout(max(end - time.monotonic(), 0.01))
-        link = wrapped = key.dials.wrap_socket(plain)
-        _check_admission(_ADMISSION.decode(_pulled(wrapped, end)), where)
-        name = peer_name(wrapped)
-        if why := key.refusal(name):
-            raise WrongKey(f"{where}: {why}")
-        wrapped.setblocking(False)
-        channel = Channel(wrapped, name, most_bytes, notify)
+        name = ""
+        if key is None:
+            plain.sendall(UNENCRYPTED)
+            _check_admission(_ADMISSION.decode(_pulled(plain, end)), where)
+        else:
+            link = wrapped = key.dials.wrap_socket(plain)
+            _check_admission(_ADMISSION.decode(_pulled(wrapped, end)), where)
+            name = peer_name(wrapped)
+            if why := key.refusal(name):
+                raise WrongKey(f"{where}: {why}")
+        link.setblocking(False)
+        channel = Channel(link, name, most_bytes, notify)
     except TimeoutError:
         link.close()
         raise TooLate(f"{where} answered nothing in time") from None
@@ -494,7 +504,14 @@ def dial(
     return channel
 
 
-def _pulled(link: ssl.SSLSocket, end: float) -> bytes:
+def admission(*, refused: str = "", is_final: bool = False) -> bytes:
+    """What a listener says first, as it is sent."""
+    said = Admission(protocol=PROTOCOL, refused=refused, is_final=is_final)
+    text, _ = encode(said)
+    return _HEADER.pack(len(text), 0) + text
+
+
+def _pulled(link: socket.socket, end: float) -> bytes:
     """The values of the first message, which a listener sends at once."""
     found, size = b"", _HEADER.size
     while len(found) < size:

@@ -199,9 +199,6 @@ def revoke_key(path: Path, name: str) -> None:
 def load_key(path: Path) -> Key:
     """The key in a file, tried with itself.
 
-    Args:
-        path: of the file.
-
     Raises:
         WhaleError: it cannot be read, others can read it, or it is none that a process
             of its run would take; what to do about it.
@@ -429,9 +426,6 @@ def _openssl(folder: Path, command: str, *words: str) -> None:
 
 def main(words: list[str]) -> None:
     """``new FILE``, ``issue FILE NAME NEW_FILE`` or ``revoke FILE NAME``.
-
-    Args:
-        words: of the command line.
 
     Raises:
         WhaleError: they are others, or it cannot be done.

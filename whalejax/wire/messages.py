@@ -130,24 +130,11 @@ class Messages(Generic[M]):
     """
 
     def __init__(self, *types: type[M]) -> None:
-        """These, and no other.
-
-        Args:
-            types: of the messages.
-        """
+        """These, and no other."""
         self.kinds: Mapping[str, type[M]] = {
             str(one.__struct_config__.tag): one for one in types
         }
         self._union: Any = functools.reduce(operator.or_, types)
-
-    def make(self, kind: str, **fields: Any) -> M:
-        """A message of a kind that is named.
-
-        Args:
-            kind: its name.
-            fields: its values.
-        """
-        return self.kinds[kind](**fields)
 
     def decode(
         self, text: bytes | memoryview, data: bytes | bytearray | memoryview = b""

@@ -74,7 +74,11 @@ class Beat(Message):
 
 
 class Report(Message):
-    """Counted by each member: it repeats what was not acknowledged by its number."""
+    """Counted by each member: it repeats what was not acknowledged by its number.
+
+    Attributes:
+        number: from 1 on; given as it is sent, and one without is refused.
+    """
 
     number: Whole = 0
 
@@ -355,7 +359,6 @@ ToPeer: TypeAlias = Part | Total | State
 TO_SUPERVISOR: Final = Messages[OfMember | OfAgent](
     *get_args(OfMember), *get_args(OfAgent)
 )
-OF_AGENTS: Final = Messages[OfAgent](*get_args(OfAgent))
 TO_MEMBER: Final = Messages[ToMember](*get_args(ToMember))
 TO_AGENT: Final = Messages[ToAgent](*get_args(ToAgent))
 HELLO: Final = Messages(Hello)

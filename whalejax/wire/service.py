@@ -194,11 +194,7 @@ class Caller:
     """Asks other processes."""
 
     def __init__(self, key: Key) -> None:
-        """Connect to nobody yet.
-
-        Args:
-            key: of this process.
-        """
+        """Connect to nobody yet."""
         self._key = key
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Channel]] = {}

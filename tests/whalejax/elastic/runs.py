@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.flags import QUICK
-from whalejax.elastic.supervisor.processes import began_at
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
+from whalejax.processes.local_processes import began_at
 
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,10 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from whalejax.distributed import local_gpus
-from whalejax.distributed.local_gpus import VISIBLE
 from whalejax.elastic.agents.agent import Agent, AgentOptions
-from whalejax.elastic.supervisor.slot_gpus import SlotGpus
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.supervisor.telling import shown
 from whalejax.journals import journal
@@ -24,6 +21,8 @@ from whalejax.journals.journal import FOLDER
 from whalejax.membership.events import Started, WriteEvent
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes import local_gpus
+from whalejax.processes.local_gpus import VISIBLE, SlotGpus
 
 
 SECONDS = 120.0

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tests.whalejax.elastic.test_supervisor import live
-from whalejax.distributed.json_lines import listener
 from whalejax.distributed.launch_env import KEY_FILE, split_address
-from whalejax.distributed.launch_spec import Launch
+from whalejax.distributed.meeting import listen_at
 from whalejax.distributed.reserved_port import (
     HELD_PORT,
     is_reserved,
@@ -24,6 +23,8 @@ from whalejax.elastic.environment import SUPERVISOR
 from whalejax.elastic.supervisor.supervisor import KEY
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.launch_spec import Launch
+from whalejax.wire.connection import listen
 
 
 def taken(port: int) -> bool:
@@ -43,7 +44,7 @@ def test_a_reserved_port_is_for_this_process_alone() -> None:
     port = reserve_port("127.0.0.1")
     assert is_reserved(port) and taken(port)
     for _ in range(2):  # Again after it was let go.
-        with listener("127.0.0.1", port) as found:
+        with listen_at(f"127.0.0.1:{port}") as found:
             assert found.getsockname()[1] == port
     assert taken(port)
     with pytest.raises(OSError, match=r"[Cc]annot assign|not available"):
@@ -51,11 +52,11 @@ def test_a_reserved_port_is_for_this_process_alone() -> None:
 
 
 def test_a_port_that_is_not_reserved_is_not_shared() -> None:
-    with listener("127.0.0.1", 0) as found:
+    with listen() as found:
         port = found.getsockname()[1]
         assert not is_reserved(port)
         with pytest.raises(OSError, match="in use"):
-            listener("127.0.0.1", port)
+            listen_at(f"127.0.0.1:{port}")
 
 
 def test_the_launcher_holds_the_port_of_its_first_process(
@@ -76,9 +77,9 @@ def test_the_launcher_holds_the_port_of_its_first_process(
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
-            listener("127.0.0.1", port)
+            listen_at(f"127.0.0.1:{port}")
         monkeypatch.setenv(HELD_PORT, str(port))
-        with listener("127.0.0.1", port) as found:
+        with listen_at(f"127.0.0.1:{port}") as found:
             assert found.getsockname()[1] == port
         with pytest.raises(WhaleError, match=f"--port is {port}, which cannot be"):
             Launch(command=("python",), processes=2, port=port).coordinator()

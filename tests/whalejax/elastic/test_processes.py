@@ -24,7 +24,6 @@ from whalejax.distributed.standard_streams import BackgroundLines
 from whalejax.elastic import launching
 from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
 from whalejax.elastic.launching import _Ends
-from whalejax.elastic.supervisor.processes import Processes, _Process, began_at
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.journals import journal
@@ -32,6 +31,7 @@ from whalejax.journals.journal import FOLDER
 from whalejax.membership.events import Event, Tick
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import Processes, _Process, began_at
 
 
 SLEEPS = ("sleep", "1000")
@@ -319,7 +319,9 @@ def test_a_supervisor_that_is_frozen_as_it_starts_again_is_ended_in_time(
     )
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(launching, "_AGAIN_PULSE_SECONDS", 0.2)
-    status = launching._run_once({"again": True}, _Ends(), 10.0)
+    settings = SupervisorSettings(least=1, most=1)
+    run = Supervised(command=(), folder=Path(), settings=settings, again=True)
+    status = launching._run_once(run, _Ends())
     assert status == -signal.SIGKILL
 
 

@@ -9,6 +9,7 @@ import os
 import random
 import secrets
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +20,9 @@ import pytest
 
 from tests.whalejax.keys import OTHER
 from tests.whalejax.messages import Loose, received
-from whalejax.distributed.launch_env import split_address
+from whalejax.distributed.launch_env import KEY_FILE, split_address
 from whalejax.elastic.control import Control, NoSupervisorError, RunStopped
+from whalejax.elastic.environment import RUN
 from whalejax.elastic.supervisor.supervisor import (
     ADDRESS,
     KEY,
@@ -32,7 +34,7 @@ from whalejax.journals.journal import FOLDER
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock, is_held
-from whalejax.wire.connection import Channel, dial
+from whalejax.wire.connection import Channel, Closed, dial
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import Message, WireError
 from whalejax.wire.run_messages import TO_MEMBER, Heard, Ready, Saved
@@ -130,6 +132,40 @@ def test_members_that_others_start_are_taken(tmp_path: Path) -> None:
         assert begin.members == [("x1", "127.0.0.1", 1)]
         assert begin.first == {"x1": [(0, 8)]}
         one.close()
+
+
+def test_a_report_without_a_number_is_refused(tmp_path: Path) -> None:
+    with live(tmp_path) as there:
+        one, _ = there.join()
+        one.send(received("ready", {}))
+        with pytest.raises(Closed):
+            until(one, "prepare")
+
+
+def test_a_run_whose_journal_is_gone_is_not_begun_beside_its_processes(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / FOLDER
+    with live(tmp_path):
+        pass
+    (folder / journal.EVENTS).unlink()
+    given = {KEY_FILE: str((folder / KEY).absolute()), RUN: "one"}
+    left = subprocess.Popen(["sleep", "1000"], env={**os.environ, **given})
+    run = Supervised(
+        command=("sleep", "1000"),
+        folder=tmp_path,
+        settings=SupervisorSettings(least=1, most=1),
+        again=True,
+    )
+    try:
+        with pytest.raises(WhaleError, match=f"processes {left.pid} are of a run in"):
+            Supervisor(run).run()
+    finally:
+        left.kill()
+        left.wait()
+    assert not journal.read(folder / journal.EVENTS)
+    with live(tmp_path) as there:
+        assert there.events("opened")
 
 
 def test_members_that_differ_are_refused(tmp_path: Path) -> None:

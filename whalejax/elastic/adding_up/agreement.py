@@ -160,11 +160,7 @@ def agreed(
 
 
 def _processes(known: ReductionDecision) -> AddingProcesses:
-    """Those of a run, as far as one of them can see.
-
-    Args:
-        known: what ``Arbiter.ask`` was told.
-    """
+    """Those of a run, as far as one of them can see."""
     return AddingProcesses(
         count=known.processes,
         hosts=known.hosts,

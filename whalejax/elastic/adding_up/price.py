@@ -182,11 +182,7 @@ def choose(replica: Plan | None, processes: AddingProcesses, mtbf: float) -> Add
 
 
 def price(replica: Plan, processes: AddingProcesses, mtbf: float) -> Priced:
-    """What a step takes in each way.
-
-    Args:
-        replica, processes, mtbf: as for ``choose``.
-    """
+    """What a step takes in each way."""
     count, micro_batches = processes.count, replica.num_micro_batches
     alone = replica.time.step_seconds
     most = max(shares([0.0] * count, micro_batches)) / micro_batches
@@ -240,9 +236,6 @@ def message_seconds(replica: Plan, processes: AddingProcesses) -> float:
     """To add up by messages: from the devices, over the wire, and back.
 
     Each micro-batch's gradients go to the host, where they are added up.
-
-    Args:
-        replica, processes: as for ``choose``.
     """
     count, size = processes.count, gradient_bytes(replica)
     names = [str(n) for n in range(count)]
@@ -265,11 +258,7 @@ def message_seconds(replica: Plan, processes: AddingProcesses) -> float:
 
 
 def all_reduce_seconds(replica: Plan, processes: AddingProcesses) -> float:
-    """To add up by an all-reduce of the platform over all devices.
-
-    Args:
-        replica, processes: as for ``choose``.
-    """
+    """To add up by an all-reduce of the platform over all devices."""
     cluster = processes.devices()
     parts = axis_parts(("data",), {"data": cluster.num_devices}, cluster)
     return collective_seconds("all-reduce", gradient_bytes(replica), parts)

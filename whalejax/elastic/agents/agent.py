@@ -7,7 +7,6 @@ system ends its processes with the thread that started them.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -18,11 +17,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from whalejax._version import __version__
 from whalejax.distributed.launch_env import KEY_FILE, split_address
-from whalejax.distributed.local_gpus import own_gpus, refusal, visible_gpus
 from whalejax.elastic.environment import (
     HELD_BY,
     MEMBER_HOST,
@@ -31,11 +29,16 @@ from whalejax.elastic.environment import (
     local_host,
 )
 from whalejax.elastic.supervisor.memory_folder import remove_copies
-from whalejax.elastic.supervisor.processes import Processes, machine
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
 from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.membership.run import counted
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.processes.local_gpus import own_gpus, refusal, visible_gpus
+from whalejax.processes.local_processes import (
+    Processes,
+    handled_signals,
+    machine,
+)
 from whalejax.wire.connection import (
     Channel,
     OtherProtocol,
@@ -137,9 +140,6 @@ class Agent:
     def __init__(self, options: AgentOptions) -> None:
         """Connect to nothing yet.
 
-        Args:
-            options: what it is started with.
-
         Raises:
             WhaleError: the address is none, or the folder of logs cannot be made.
         """
@@ -187,7 +187,7 @@ class Agent:
         Raises:
             WhaleError: the supervisor refuses it, has another key, or is away.
         """
-        with self._selector, self._signals():
+        with self._selector, handled_signals(self._handle, signal.SIGINT):
             try:
                 while self._status is None:
                     self._turn()
@@ -200,22 +200,9 @@ class Agent:
                 self._waker.close()
         return self._status
 
-    @contextlib.contextmanager
-    def _signals(self) -> Any:
-        def told(number: int, _: object) -> None:
-            self._told += 1
-
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        before = {
-            n: signal.signal(n, told)
-            for n in numbers
-            if signal.getsignal(n) != signal.SIG_IGN
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _handle(self, number: int, _: object) -> None:
+        del number
+        self._told += 1
 
     # One turn.
 

@@ -15,7 +15,19 @@ from whalejax.membership import events as ev
 from whalejax.membership.lease import Lease
 from whalejax.membership.run import LONGEST_TURN_SECONDS, Run
 from whalejax.wire.messages import Message
-from whalejax.wire.run_messages import TO_AGENT, Finish
+from whalejax.wire.run_messages import (
+    AgentBeat,
+    Enlist,
+    Enlisted,
+    Exited,
+    Finish,
+    Kill,
+    Launched,
+    NotLaunched,
+    Release,
+    Start,
+    ToAgent,
+)
 
 
 RETURN_SECONDS: Final = 2.0
@@ -96,20 +108,16 @@ class AgentFleet(Generic[Link]):
 
     # What agents say.
 
-    def refusal(self, fields: Mapping[str, Any]) -> str:
-        """Why an agent is not taken, or nothing.
-
-        Args:
-            fields: of a checked ``"enlist"``.
-        """
-        name, known = fields["agent"], self._agents.get(fields["agent"])
-        if fields["version"] != __version__:
+    def refusal(self, message: Enlist) -> str:
+        """Why an agent is not taken, or nothing."""
+        name, known = message.agent, self._agents.get(message.agent)
+        if message.version != __version__:
             return (
-                f"agent {name} is of whalejax {fields['version']}, and this supervisor "
+                f"agent {name} is of whalejax {message.version}, and this supervisor "
                 f"of {__version__}. Install the same on all machines"
             )
         if known is not None and known.link is not None:
-            if known.token != fields["token"]:
+            if known.token != message.token:
                 return (
                     f"an agent of the name {name} is there already, at {known.host}. "
                     "Give this one another --name, or end that one"
@@ -119,28 +127,28 @@ class AgentFleet(Generic[Link]):
             return "the run is over"
         return ""
 
-    def enlist(self, now: float, link: Link, fields: Mapping[str, Any]) -> None:
+    def enlist(self, now: float, link: Link, message: Enlist) -> None:
         """Take an agent, first or again.
 
         Args:
             now: the time.
             link: its connection.
-            fields: of a checked ``"enlist"`` that is not refused.
+            message: what it said, which is not refused.
         """
-        name, told = fields["agent"], {one[0]: one for one in fields["there"]}
+        name, told = message.agent, {one[0]: one for one in message.there}
         if self._ended_for is not None:
             self._send(link, Finish(why=self._ended_for))
             self._drop(name)
             return
         known = self._agents.get(name)
-        if known is not None and known.token not in ("", fields["token"]):
+        if known is not None and known.token not in ("", message.token):
             self._lose(now, known, "another took its place")
             known = None
         old = None if known is None else self._unlink(known)
         is_new = known is None or not known.token
         record = known or AgentRecord[Link](name=name)
-        record.host, record.machine = fields["host"], fields["machine"]
-        record.room, record.token = fields["room"], fields["token"]
+        record.host, record.machine = message.host, message.machine
+        record.room, record.token = message.room, message.token
         record.link, record.leaving = link, False
         self._linked[link] = record
         self._lease.heard(name, now)
@@ -149,7 +157,7 @@ class AgentFleet(Generic[Link]):
         before, record.there = record.there, set(told)
         self._agents[name] = record
         beats = self._run.settings.beat_seconds
-        self._tell(record, "enlisted", **self.program, beat_seconds=beats)
+        self._tell(record, Enlisted(**self.program, beat_seconds=beats))
         if is_new:
             self._take(now, ev.AgentJoined(name, record.host, record.room))
         for one, slot in asked.items():
@@ -164,9 +172,9 @@ class AgentFleet(Generic[Link]):
         for one in told:
             member = self._run.members.get(one)
             if member is None or not member.is_there or member.agent != name:
-                self._tell(record, "kill", name=one)
+                self._tell(record, Kill(name=one))
             else:
-                self._tell(record, "release", name=one)
+                self._tell(record, Release(name=one))
         if old is not None:
             self._close(old)
 
@@ -177,22 +185,20 @@ class AgentFleet(Generic[Link]):
             return
         self._lease.heard(record.name, now)
         match message:
-            case Message(kind="agent_beat", fields={"leaving": leaving}):
+            case AgentBeat(leaving=leaving):
                 record.leaving = leaving
-            case Message(kind="launched", fields={"name": name, **more}):
+            case Launched(name=name, pid=pid, began=began):
                 slot = record.asked.pop(name, None)
                 if slot is not None:
                     record.there.add(name)
-                    pid, began = more["pid"], more["began"]
                     self._started(now, record, name, slot, pid, began)
-            case Message(kind="not_launched", fields={"name": name, "why": why}):
+            case NotLaunched(name=name, why=why):
                 slot = record.asked.pop(name, None)
                 if slot is not None:
                     why = f"agent {record.name}: {why}"
                     self._take(now, ev.NotStarted(slot, why))
-            case Message(kind="exited", fields={"name": name, **more}):
+            case Exited(name=name, status=status, said=log):
                 record.there.discard(name)
-                status, log = more["status"], more["said"]
                 self._take(now, ev.Exited(name, status, log))
                 self._take(now, ev.RoomFreed(1))
 
@@ -261,13 +267,7 @@ class AgentFleet(Generic[Link]):
     # What agents are told.
 
     def start(self, now: float, slot: int, name: str) -> bool:
-        """Have a process started where there is most room; whether there is any.
-
-        Args:
-            now: the time.
-            slot: that it fills.
-            name: of its member.
-        """
+        """Have a process started where there is most room; whether there is any."""
         found = [r for r in self._agents.values() if r.free > 0]
         if not found:
             members = self._run.members
@@ -279,22 +279,22 @@ class AgentFleet(Generic[Link]):
         # Members are spread; among agents with equally many, the first that came.
         record = min(found, key=lambda r: (len(r.there) + len(r.asked), -r.free))
         record.asked[name] = slot
-        self._tell(record, "start", name=name)
+        self._tell(record, Start(name=name))
         return True
 
     def release(self, name: str) -> None:
         """Let a process run that was started."""
-        self._tell_holder(name, "release")
+        self._tell_holder(name, Release(name=name))
 
     def kill(self, name: str) -> None:
         """Have a process ended at once."""
-        self._tell_holder(name, "kill")
+        self._tell_holder(name, Kill(name=name))
 
     def finish(self, why: str) -> None:
         """Tell all agents that the run is over; those that are away, as they return."""
         self._ended_for = why
         for record in self._agents.values():
-            self._tell(record, "finish", why=why)
+            self._tell(record, Finish(why=why))
 
     @property
     def hears_the_end(self) -> bool:
@@ -313,16 +313,16 @@ class AgentFleet(Generic[Link]):
     def _of(self, link: Link) -> AgentRecord[Link] | None:
         return self._linked.get(link)
 
-    def _tell_holder(self, name: str, kind: str) -> None:
+    def _tell_holder(self, name: str, message: ToAgent) -> None:
         member = self._run.members.get(name)
         known = None if member is None else self._agents.get(member.agent)
         for record in self._agents.values() if known is None else (known,):
             if name in record.there:
-                self._tell(record, kind, name=name)
+                self._tell(record, message)
 
-    def _tell(self, record: AgentRecord[Link], kind: str, **fields: Any) -> None:
+    def _tell(self, record: AgentRecord[Link], message: ToAgent) -> None:
         if record.link is not None:
-            self._send(record.link, TO_AGENT.make(kind, **fields))
+            self._send(record.link, message)
 
     def _started(
         self,
@@ -342,11 +342,6 @@ def program(
     command: Sequence[str], environment: Mapping[str, str], python: str
 ) -> dict[str, Any]:
     """What agents start: each by its own Python where that is the first word.
-
-    Args:
-        command: words of the program.
-        environment: variables for it.
-        python: path of this machine's Python.
 
     >>> program(["/usr/bin/python", "a.py"], {}, "/usr/bin/python")["command"]
     ['', 'a.py']

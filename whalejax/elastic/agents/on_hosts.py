@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shlex
 import subprocess
 import sys
 import threading
@@ -13,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from whalejax.distributed.launch_spec import is_here
 from whalejax.elastic.agents.agent import FOLDER
 from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.membership.endings import exit_text
+from whalejax.processes.launch_spec import is_here, words_there
 from whalejax.wire.keys import make_key
 
 
@@ -24,6 +22,15 @@ KEY: Final = "key"
 _HOLD_SECONDS: Final = 1.0
 _MOST_HOLD_SECONDS: Final = 60.0
 _END_SECONDS: Final = 30.0
+
+
+def agent_words(supervisor: str, logs: Path, name: str, processes: int) -> list[str]:
+    """The words behind a Python that start an agent of a run with these logs."""
+    return [
+        *("-m", "whalejax", "agent", supervisor, "--name", name),
+        *("--key", str((logs / FOLDER / KEY).absolute()), "--logs", str(logs)),
+        *("--processes", str(processes)),
+    ]
 
 
 class HostAgents:
@@ -90,25 +97,17 @@ class HostAgents:
     def words(self, host: str) -> list[str]:
         """The command that starts the agent of a host, from here.
 
-        Args:
-            host: its name.
-
         >>> agents = HostAgents(
         ...     ["b"], "a:1", Path("logs"), processes=2, remote_shell=["ssh"]
         ... )
         >>> agents.words("b")[:2]
         ['ssh', 'b']
         """
-        agent = [
-            *(sys.executable, "-m", "whalejax", "agent", self._supervisor),
-            *("--key", str((self._logs / FOLDER / KEY).absolute())),
-            *("--processes", str(self._processes), "--name", host),
-            *("--logs", str(self._logs)),
-        ]
+        words = agent_words(self._supervisor, self._logs, host, self._processes)
+        agent = [sys.executable, *words]
         if is_here(host):
             return agent
-        there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(agent)}"
-        return [*self._remote_shell, host, there]
+        return words_there(self._remote_shell, host, agent)
 
     def _keep(self, host: str) -> None:
         """Start an agent, again where it fails, after a growing while."""

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from whalejax.distributed.process_group import die_with_parent
 from whalejax.elastic.agents.agent import FOLDER
-from whalejax.elastic.agents.on_hosts import KEY
+from whalejax.elastic.agents.on_hosts import KEY, agent_words
 from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import die_with_parent
 from whalejax.wire.keys import make_key
 
 
@@ -168,11 +168,7 @@ class RayAgents:
             .options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy)
             .remote()
         )
-        words = [
-            *("-m", "whalejax", "agent", self._supervisor, "--name", name),
-            *("--key", str(self._logs / FOLDER / KEY), "--logs", str(self._logs)),
-            *("--processes", str(self._room)),
-        ]
+        words = agent_words(self._supervisor, self._logs, name, self._room)
         log = str(self._logs / FOLDER / f"agent-{name}.log")
         return actor, actor.hold.remote(words, os.getcwd(), log)
 

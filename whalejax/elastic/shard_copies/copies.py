@@ -85,9 +85,6 @@ class CopyFile(Protocol):
 def whole_sets(names: Iterable[str]) -> list[Copied]:
     """Sets of which no file is missing, the newest first.
 
-    Args:
-        names: of files, on whatever machine.
-
     >>> [found.step for found in whole_sets(["7-1-0of2", "7-1-1of2", "8-1-0of2"])]
     [7]
     """

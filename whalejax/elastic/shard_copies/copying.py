@@ -35,9 +35,9 @@ from whalejax.elastic.shard_copies.machines import (
     remove_others,
 )
 from whalejax.elastic.supervisor.memory_folder import memory_folder
-from whalejax.elastic.supervisor.processes import machine
 from whalejax.lowering.state import TrainState
 from whalejax.planner.plan.goodput import daly_seconds
+from whalejax.processes.local_processes import machine
 from whalejax.runtime.adopt_state import to_save
 from whalejax.runtime.checkpoint_files import told_by_all
 from whalejax.runtime.train_step import TrainStep
@@ -239,12 +239,7 @@ class Copying:
         return self._copies is not None and self._copies.busy
 
     def copy(self, state: TrainState, done: int) -> None:
-        """Copy a state, beside the steps that follow; all processes call this.
-
-        Args:
-            state: is kept.
-            done: its step.
-        """
+        """Copy a state, beside the steps that follow; all processes call this."""
         if self._copies is None:
             return
         began = time.monotonic()

@@ -156,12 +156,7 @@ class CopyExchange:
                 ) from None
 
     def file(self, name: str, holder: CopyHolder) -> RemoteCopy:
-        """A file of another machine.
-
-        Args:
-            name: of the file.
-            holder: who has it.
-        """
+        """A file of another machine."""
         return RemoteCopy(self._caller, (holder.host, holder.port), name)
 
     # For the others.
@@ -254,12 +249,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def remove_others(folder: Path, kept: Iterable[str]) -> None:
-    """Remove files, such as those of a generation that was cut short.
-
-    Args:
-        folder: of copies.
-        kept: names of files that stay.
-    """
+    """Remove files, such as those of a generation that was cut short."""
     for name in {*names_in(folder)} - {*kept}:
         with contextlib.suppress(OSError):
             (folder / name).unlink()

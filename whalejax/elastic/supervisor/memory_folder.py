@@ -29,23 +29,14 @@ def memory_folder(key: Path, run: str) -> Path:
 
 
 def memory_folders(key: Path) -> list[Path]:
-    """Folders of copies of all runs with a key.
-
-    Args:
-        key: file of the key.
-    """
+    """Folders of copies of all runs with a key."""
     with contextlib.suppress(OSError):
         return sorted(p for p in MEMORY.iterdir() if p.name.startswith(_prefix(key)))
     return []
 
 
 def remove_copies(key: Path, *, but: str | None = None) -> None:
-    """Remove what runs with a key keep in memory.
-
-    Args:
-        key: file of the key.
-        but: the run whose copies stay.
-    """
+    """Remove what runs with a key keep in memory."""
     for folder in memory_folders(key):
         if but is None or folder != memory_folder(key, but):
             shutil.rmtree(folder, ignore_errors=True)

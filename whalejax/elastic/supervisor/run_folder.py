@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from whalejax.distributed.launch_env import KEY_FILE
+from whalejax.elastic.environment import RUN
 from whalejax.elastic.supervisor.telling import tell_user
 
 
@@ -49,6 +51,17 @@ def write_pointer(path: Path, said: Mapping[str, str]) -> None:
             f"{path} cannot be written ({error.strerror}); the run goes on, and "
             "whalejax status does not find it by that"
         )
+
+
+def processes_of(key: Path) -> list[int]:
+    """Processes of this machine that a supervisor with this key has started."""
+    given, found = f"{KEY_FILE}={key.absolute()}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # It has ended, or is another user's.
+            names = path.read_bytes().split(b"\0")
+            if given in names and any(x.startswith(f"{RUN}=".encode()) for x in names):
+                found.append(int(path.parent.name))
+    return sorted(found)
 
 
 def remove_unfinished(folder: Path) -> None:

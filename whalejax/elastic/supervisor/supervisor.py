@@ -17,10 +17,8 @@ import secrets
 import selectors
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -34,14 +32,13 @@ from whalejax.elastic.agents.fleet import AgentFleet, program
 from whalejax.elastic.environment import AT_ONCE, RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
 from whalejax.elastic.supervisor.memory_folder import remove_copies
-from whalejax.elastic.supervisor.processes import Processes, began_at, machine
 from whalejax.elastic.supervisor.run_folder import (
     COMPILED,
     compilation_cache,
+    processes_of,
     remove_unfinished,
     write_pointer,
 )
-from whalejax.elastic.supervisor.slot_gpus import HELD_SECONDS, SlotGpus
 from whalejax.elastic.supervisor.telling import shown, tell_user
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
@@ -51,8 +48,15 @@ from whalejax.membership.members import refusal
 from whalejax.membership.react import react
 from whalejax.membership.run import LONGEST_TURN_SECONDS, Member, Run
 from whalejax.membership.run_ends import saves_last
-from whalejax.membership.settings import SupervisorSettings
+from whalejax.membership.settings import Supervised as Supervised
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_gpus import HELD_SECONDS, SlotGpus
+from whalejax.processes.local_processes import (
+    Processes,
+    began_at,
+    handled_signals,
+    machine,
+)
 from whalejax.runtime.folder_lock import FolderLock
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import Channel, Closed, listen
@@ -76,6 +80,7 @@ from whalejax.wire.run_messages import (
     Refusal,
     Refused,
     Register,
+    Report,
     Way,
     Welcome,
 )
@@ -94,49 +99,11 @@ _FAREWELL_SECONDS: Final = 5.0
 """In which each agent should hear that the run is over."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Supervised:
-    """What a supervisor runs.
-
-    Attributes:
-        command: words of the program; none waits for members that others start.
-        folder: of the run.
-        settings: how it decides.
-        host, port: where it listens; a free port if 0.
-        exit_seconds: for processes to end after the run has.
-        environment: variables for the processes.
-        pulse: a file that is written to while the supervisor is not frozen, or None.
-        again: an earlier supervisor of this run was ended by a signal: go on from its
-            journal, also where the run is over or nobody is left.
-        quiet: say what goes wrong, and no progress.
-        places: processes are placed on agents, which join at ``host`` and ``port``;
-            else they are started on this machine.
-        awaited: names of agents that are started for this run.
-    """
-
-    command: tuple[str, ...]
-    folder: Path
-    settings: SupervisorSettings
-    host: str = "127.0.0.1"
-    port: int = 0
-    exit_seconds: float = 300.0
-    environment: Mapping[str, str] | None = None
-    pulse: int | None = None
-    again: bool = False
-    quiet: bool = False
-    places: bool = False
-    awaited: tuple[str, ...] = ()
-
-
 class Supervisor:
     """Runs until all members have done their steps, or the run cannot go on."""
 
     def __init__(self, run: Supervised) -> None:
-        """Nothing is started yet.
-
-        Args:
-            run: what it runs.
-        """
+        """Nothing is started yet."""
         self._run = run
         self._folder = run.folder / FOLDER
         self._state = Run(settings=run.settings)
@@ -177,7 +144,7 @@ class Supervisor:
         Raises:
             WhaleError: another supervisor runs there, or it cannot be written.
         """
-        with self._held, self._signals():
+        with self._held, handled_signals(self._handle, signal.SIGINT, AT_ONCE):
             try:
                 self._open_folder()
                 self._loop()
@@ -209,6 +176,12 @@ class Supervisor:
         self._count = sum(said["event"] == "started" for said in events)
         opened = [n for n, said in enumerate(events) if said["event"] == "opened"]
         run = events[opened[-1] :] if opened else []
+        if not run and (there := processes_of(self._folder / KEY)):
+            raise WhaleError(
+                f"processes {', '.join(map(str, there))} are of a run in "
+                f"{self._folder} whose list of processes, {journal.EVENTS}, is gone or "
+                "empty: others would be started beside them. End them, and start again"
+            )
         before = run[0] if run and self._goes_on(run) else None
         self._name = secrets.token_hex(8) if before is None else before.get("run", "")
         if before is not None:
@@ -312,29 +285,11 @@ class Supervisor:
                     log = self._processes.said(name)
                     self._take(now, ev.Exited(name, None, log))
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _handle(self, number: int, _: object) -> None:
         """SIGTERM, SIGINT and SIGHUP end the run at a step, with its state saved;
         ``AT_ONCE`` ends it without waiting for that."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def told(number: int, _: object) -> None:
-            self._terminated = True
-            self._at_once = self._at_once or number == AT_ONCE
-
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, AT_ONCE)
-        before = {
-            number: signal.signal(number, told)
-            for number in numbers
-            if signal.getsignal(number) != signal.SIG_IGN
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        self._terminated = True
+        self._at_once = self._at_once or number == AT_ONCE
 
     # The loop.
 
@@ -434,6 +389,8 @@ class Supervisor:
         """In the wire's own loop: messages become events of this one."""
         try:
             while (said := channel.next(TO_SUPERVISOR)) is not None:
+                if isinstance(said, Report) and not said.number:
+                    raise WireError("a report has no number")
                 self._tell(channel, said)
         except Closed:
             self._tell(channel, None)
@@ -509,7 +466,7 @@ class Supervisor:
                 self._send(channel, answer)
 
     def _register(self, now: float, channel: Channel, message: Register) -> None:
-        name, slot = self._named(message.fields)
+        name, slot = self._named(message)
         # Only the folder of a member that is one is held.
         why = self._other_run(message.run)
         why = why or refusal(self._state, name, message)
@@ -535,31 +492,30 @@ class Supervisor:
 
     def _refused(self, now: float, channel: Channel, message: Refusal) -> None:
         """A process says that it cannot be run, before it joins."""
-        member = self._starting_member(message.fields)
+        member = self._starting_member(message.machine, message.pid)
         if member is not None:
             self._take(now, ev.Unrunnable(member.name, message.why))
         self._send(channel, Over(why="it cannot be run", well=False))
 
-    def _starting_member(self, fields: Mapping[str, Any]) -> Member | None:
+    def _starting_member(self, where: str, pid: int) -> Member | None:
         """The member that a process is which was started and has not joined yet."""
         for member in self._state.members.values():
-            where = member.machine or machine()
-            if member.status == "starting" and fields["machine"] == where:
-                if member.pid == fields["pid"]:
-                    return member
+            is_there = where == (member.machine or machine()) and pid == member.pid
+            if member.status == "starting" and is_there:
+                return member
         return None
 
-    def _named(self, fields: Mapping[str, Any]) -> tuple[str, int | None]:
+    def _named(self, message: Register) -> tuple[str, int | None]:
         """The name under which a member goes, and its slot if it was started here."""
         members = self._state.members
-        if fields["name"]:
-            known = members.get(fields["name"])
-            return fields["name"], None if known is None else known.slot
+        if message.name:
+            known = members.get(message.name)
+            return message.name, None if known is None else known.slot
         for member in members.values():
             # It may not have heard its name before its connection ended.
-            if member.token and member.token == fields["token"] and member.is_there:
+            if member.token and member.token == message.token and member.is_there:
                 return member.name, member.slot
-        started = self._starting_member(fields)
+        started = self._starting_member(message.machine, message.pid)
         if started is not None:
             return started.name, started.slot
         self._count += 1
@@ -617,18 +573,17 @@ class Supervisor:
         self._answers.append((channel, decision))
 
     def _enlist(self, now: float, channel: Channel, message: Enlist) -> None:
-        fields = message.fields
-        why = self._fleet.refusal(fields)
+        why = self._fleet.refusal(message)
         if not self._run.places:
             why = (
                 "the processes of this run are started on its own machine. Give "
                 "whalejax launch --host"
             )
         if why:
-            self._record("agent_refused", agent=fields["agent"], why=why)
+            self._record("agent_refused", agent=message.agent, why=why)
             self._answers.append((channel, Refused(why=why)))
             return
-        self._fleet.enlist(now, channel, fields)
+        self._fleet.enlist(now, channel, message)
 
     def _heard_agent(self, now: float, channel: Channel, message: OfAgent) -> None:
         self._fleet.heard(now, channel, message)

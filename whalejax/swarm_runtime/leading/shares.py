@@ -72,12 +72,7 @@ class Shares:
             return sum(s.trainer == trainer for s in self._held.values())
 
     def take(self, trainer: str, most: int) -> Share | None:
-        """The next micro-batch for a trainer; none where there is none for it now.
-
-        Args:
-            trainer: its name, or ``OWN``.
-            most: that it may lead at once.
-        """
+        """The next micro-batch for a trainer; none where there is none for it now."""
         with self._changed:
             if self.is_over or self.held(trainer) >= most:
                 return None

@@ -147,12 +147,7 @@ class TrainerState:
         on_snapshot: Callable[[Snapshot], None],
         clock: Callable[[], float],
     ) -> None:
-        """Ask nobody yet; ``address`` must be set before a peer takes the state.
-
-        Args:
-            cut, registry, caller, settings, tell, snapshot, generation, on_snapshot,
-                clock: as for ``Trainer``.
-        """
+        """Ask nobody yet; ``address`` must be set before a peer takes the state."""
         self.cut, self.registry, self.caller = cut, registry, caller
         self.settings, self.tell = settings, tell
         self.fleet = Fleet(registry, cut.stages, seed=cut.seed, clock=clock)
@@ -272,11 +267,7 @@ class TrainerState:
             return {k: c for k, c in self._coming.items() if c.at == now and k in here}
 
     def _waits_for_newcomers(self, since: float) -> bool:
-        """Whether a step that is ready waits still for those that take its state.
-
-        Args:
-            since: when it was ready.
-        """
+        """Whether a step that is ready waits still for those that take its state."""
         with self._lock:
             given_up = set(self._given_up)
         coming, now = self._coming_now(), self.fleet.now()

@@ -97,11 +97,7 @@ def _decoded(array: np.ndarray, wanted: Any, wire: str, whose: str) -> np.ndarra
 
 
 def squared(arrays: Sequence[np.ndarray]) -> float:
-    """The sum of the squares of all values, in float64.
-
-    Args:
-        arrays: of floats.
-    """
+    """The sum of the squares of all values, in float64."""
     return sum(float(np.sum(np.square(x, dtype=np.float64))) for x in arrays)
 
 

@@ -47,13 +47,7 @@ def digest_of(arrays: Sequence[np.ndarray]) -> str:
 
 
 def piece(data: np.ndarray, place: int, digest: str) -> StateChunk:
-    """A part of a state, as an answer.
-
-    Args:
-        data: all of it.
-        place: of the part.
-        digest: of the whole.
-    """
+    """A part of a state, as an answer."""
     part = data[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
     return StateChunk(count=_count(data.size), digest=digest, arrays=(part,))
 

@@ -108,11 +108,7 @@ class StageHolder:
                 self.run, self.generation = run, -1
 
     def serve(self, number: int) -> None:
-        """Serve a stage from now on; its programs are compiled here.
-
-        Args:
-            number: of the stage.
-        """
+        """Serve a stage from now on; its programs are compiled here."""
         with self._lock:
             self.stage = None
             self._clear()

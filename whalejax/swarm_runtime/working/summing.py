@@ -199,12 +199,7 @@ class Total:
         attempts: Sequence[int],
         slices: Sequence[np.ndarray],
     ) -> None:
-        """Add the gradients of a micro-batch, or those that were added up before.
-
-        Args:
-            numbers, attempts: of the micro-batches.
-            slices: their gradients.
-        """
+        """Add the gradients of a micro-batch, or those that were added up before."""
         if self.numbers:
             pairs = zip(self.arrays, slices, strict=True)
             with np.errstate(over="ignore", invalid="ignore"):  # Checked in the end.

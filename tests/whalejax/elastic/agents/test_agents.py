@@ -28,7 +28,7 @@ from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import Channel, Closed, listen
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import Message
-from whalejax.wire.run_messages import TO_AGENT, TO_SUPERVISOR
+from whalejax.wire.run_messages import TO_SUPERVISOR, Enlisted, Finish
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -235,8 +235,8 @@ def test_an_agent_that_cannot_send_hears_the_end_of_the_run(
         assert enlist is not None
         heard.append(enlist.kind)
         program = {"command": [""], "environment": {}, "beat_seconds": 60.0}
-        channel.post(TO_AGENT.make("enlisted", **program))
-        channel.post(TO_AGENT.make("finish", why=""))
+        channel.post(Enlisted(**program))
+        channel.post(Finish(why=""))
         said.set()
 
     listening = listen()

@@ -15,7 +15,7 @@ from whalejax.wire.messages import Message
 from whalejax.wire.run_messages import TO_AGENT
 
 
-def enlist(name: str, room: int = 1, **changed: Any) -> dict[str, Any]:
+def enlist(name: str, room: int = 1, **changed: Any) -> Any:
     fields = {
         "agent": name,
         "host": f"host-{name}",
@@ -26,7 +26,7 @@ def enlist(name: str, room: int = 1, **changed: Any) -> dict[str, Any]:
         "there": [],
         **changed,
     }
-    return dict(received("enlist", fields).fields)
+    return received("enlist", fields)
 
 
 class Ran:

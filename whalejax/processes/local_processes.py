@@ -1,28 +1,34 @@
-"""Processes of this machine that a supervisor starts, watches and ends.
+"""Processes of this machine: started, watched and ended, whatever the run is.
 
-They outlive it: one that was started again takes them over by their number and the time
-at which they began, so that no other process is taken for one of them.
+Those of a supervisor outlive it: one that was started again takes them over by their
+number and the time at which they began, so that no other process is taken for one of
+them. Those of a launcher or an agent end with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import selectors
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from whalejax.distributed.process_group import die_with_parent
 from whalejax.meshes.errors import WhaleError
 
 
+GRACE_SECONDS: Final = 10.0
+"""From the signal that asks processes to end to the one that ends them."""
+
 _MOST_OF_A_LOG: Final = 8000
+_DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG, linux/prctl.h
 
 _WAITING: Final = (
     "/bin/sh",
@@ -69,31 +75,46 @@ class Processes:
         self._there: dict[str, _Process] = {}
         self._held: dict[str, int] = {}
 
-    def start(self, name: str, own: Mapping[str, str] = {}) -> tuple[int, str]:
+    def start(
+        self,
+        name: str,
+        own: Mapping[str, str] = {},
+        *,
+        command: Sequence[str] = (),
+        output: int | None = None,
+        errors: int | None = None,
+    ) -> tuple[int, str]:
         """Start a process, which waits for ``release``; its number and when it began.
 
         Args:
             name: of the member that it will be.
             own: further variables, of this process alone.
+            command: words of the program, where it is another one.
+            output: descriptor that it writes to; None for its log.
+            errors: that of its errors; None for the same.
 
         Raises:
             WhaleError: there is no such program.
             OSError: the system has no room for it now.
         """
-        if shutil.which(self.command[0]) is None:
+        command = command or self.command
+        if shutil.which(command[0]) is None:
             raise WhaleError(
-                f"{self.command[0]} cannot be started: there is no such program. "
+                f"{command[0]} cannot be started: there is no such program. "
                 "Correct the command"
             )
         read, write = os.pipe()
         try:
-            with self.log(name).open("ab") as log:
+            with contextlib.ExitStack() as stack:
+                if output is None:
+                    log = stack.enter_context(self.log(name).open("ab"))
+                    output = log.fileno()
                 child = subprocess.Popen(
-                    [*_WAITING, *self.command],
+                    [*_WAITING, *command],
                     env={**os.environ, **self.environment, **own},
                     stdin=read,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
+                    stdout=output,
+                    stderr=subprocess.STDOUT if errors is None else errors,
                     start_new_session=True,
                     preexec_fn=self._prepare,  # noqa: PLW1509
                 )
@@ -134,7 +155,7 @@ class Processes:
     def _watch(
         self, name: str, pid: int, began: str, child: subprocess.Popen[bytes] | None
     ) -> None:
-        watched = os.pidfd_open(pid)
+        watched = os.pidfd_open(pid) if child is None else _end_of(child)
         self._there[name] = _Process(pid=pid, began=began, watched=watched, child=child)
         self._selector.register(watched, selectors.EVENT_READ, name)
 
@@ -154,12 +175,30 @@ class Processes:
         if found is not None:
             self._end_group(found)
 
-    def terminate(self, name: str) -> None:
-        """Ask a process to end."""
+    def terminate(self, name: str, *, group: bool = False) -> None:
+        """Ask a process to end.
+
+        Args:
+            name: of its member.
+            group: what it has started, too, and also where it stands still.
+        """
         found = self._there.get(name)
         if found is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(found.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if not group:
+                    os.kill(found.pid, signal.SIGTERM)
+                    return
+                os.killpg(found.pid, signal.SIGTERM)
+                os.killpg(found.pid, signal.SIGCONT)
+
+    def state(self, name: str) -> str:
+        """The letter that Linux gives the state of a process; empty elsewhere."""
+        found = self._there.get(name)
+        with contextlib.suppress(OSError, IndexError):
+            if found is not None:
+                stat = Path(f"/proc/{found.pid}/stat").read_text()
+                return stat.rpartition(")")[2].split()[0]
+        return ""
 
     def end_all(self) -> None:
         """End all at once, where nobody will watch over them any more."""
@@ -170,8 +209,9 @@ class Processes:
         # By a descriptor, which is of no other process, also when the number is used
         # again. Each leads a group of its own, and nobody else has the number while one
         # of the group is there; but behind the last one somebody may.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            signal.pidfd_send_signal(found.watched, signal.SIGKILL)
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(found.watched, signal.SIGKILL)
         if began_at(found.pid) in ("", found.began):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(found.pid, signal.SIGKILL)
@@ -194,6 +234,50 @@ class Processes:
                 return log.read().decode(errors="replace")
         except OSError:
             return ""
+
+
+def _end_of(child: subprocess.Popen[bytes]) -> int:
+    """A descriptor that can be read when a child has ended."""
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(child.pid)
+    # Of systems other than Linux.
+    read, write = os.pipe()
+
+    def wait() -> None:
+        child.wait()
+        os.close(write)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return read
+
+
+def die_with_parent() -> None:
+    """A process that is killed outright takes its children with it, on Linux."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def handled_signals(
+    handler: Callable[[int, object], None], *more: signal.Signals
+) -> Iterator[None]:
+    """SIGTERM and SIGHUP are told a function in the block, if they are not ignored.
+
+    ``nohup`` ignores SIGHUP for what it starts.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.signal(number, handler)
+        for number in (signal.SIGTERM, signal.SIGHUP, *more)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, known in before.items():
+            signal.signal(number, known)
 
 
 def began_at(pid: int) -> str:

@@ -1,28 +1,25 @@
 """What is launched: one program as several processes, where, and what each is told.
 
-Apart from starting them (``launcher``, ``process_group``), because all of it is
-known before.
+Apart from starting them (``launcher``), because all of it is known before.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from whalejax.distributed import local_gpus
 from whalejax.distributed.cgroup_quota import check_quota
 from whalejax.distributed.launch_env import (
     COORDINATOR,
     EXIT,
-    KEY,
+    EXIT_SECONDS,
     KEY_FILE,
     NUM_PROCESSES,
     PORT,
@@ -33,13 +30,11 @@ from whalejax.distributed.launch_env import (
 )
 from whalejax.distributed.reserved_port import HELD_PORT, is_held, reserve_port
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.processes import local_gpus
 
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")
 """What a host and a command are handed to. ``-tt``: they end with the connection."""
-
-EXIT_SECONDS: Final = 300.0
-"""A rank that is silent for so long when another one has ended stands still."""
 
 PASSED_ON: Final = (
     KEY_FILE,
@@ -49,7 +44,7 @@ PASSED_ON: Final = (
     "JAX_MTLS_PEER_URI_PREFIX",
     "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS",
 )
-"""Variables of the launcher that other hosts get too: names of files, no secrets."""
+"""Variables of the launcher that other hosts get too: names of files, no keys."""
 
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -93,26 +88,12 @@ class Launch:
     def _check(self, problems: Problems) -> None:
         if self.processes < 1:
             problems.add(f"--processes is {self.processes}; expected at least 1")
-        if not self.hosts or not all(self.hosts):
-            problems.add("--hosts has an empty name; expected one or more, as in a,b")
-        elif len(set(self.hosts)) < len(self.hosts):
-            problems.add(f"--hosts {','.join(self.hosts)} has a host twice")
-        elif self.processes < len(self.hosts):
-            problems.add(
-                f"--processes is {self.processes} on {len(self.hosts)} hosts; expected "
-                f"at least one on each. Raise it to {len(self.hosts)}, or leave hosts "
-                "out"
-            )
+        check_hosts(problems, self.hosts, self.processes, self.remote_shell)
         away = [host for host in self.hosts if not is_here(host)]
         if away and self.hosts[0] in _HERE:
             problems.add(
                 f"--hosts begins with {self.hosts[0]}, which {', '.join(away)} cannot "
                 f"reach under that name. Give it as {socket.gethostname()}"
-            )
-        if away and not shutil.which(self.remote_shell[0]):
-            problems.add(
-                f"--remote-shell: there is no program {self.remote_shell[0]!r} here, "
-                f"and {', '.join(away)} are other hosts. Install it, or name another"
             )
         if self.port is not None and not 0 < self.port < 65536:
             problems.add(f"--port is {self.port}; expected 1 to 65535")
@@ -232,15 +213,8 @@ class Launch:
         )
 
     def shared_environment(self) -> dict[str, str]:
-        """What all processes get alike: the secret by which they know each other.
-
-        Other hosts get it only as a file that is there: on a command line, which a
-        remote shell is given, everyone could read it.
-        """
-        passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        own = self.is_local() and KEY_FILE not in passed
-        # Where a file has it, one that this process was given must not stand before.
-        return {**passed, KEY: secrets.token_hex(32) if own else ""}
+        """Variables of this process that other hosts get too."""
+        return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
     def words(self, rank: int, environment: Mapping[str, str]) -> list[str]:
         """The command that starts a rank, from here.
@@ -257,9 +231,59 @@ class Launch:
         if is_here(host):
             return list(self.command)
         given = [f"{name}={value}" for name, value in environment.items()]
-        there = f"cd {shlex.quote(os.getcwd())} && exec "
-        there += shlex.join(["env", *given, *self.command])
-        return [*self.remote_shell, host, there]
+        return words_there(self.remote_shell, host, ["env", *given, *self.command])
+
+
+def check_hosts(
+    problems: Problems, hosts: Sequence[str], processes: int, shell: Sequence[str]
+) -> None:
+    """Record what is wrong with hosts on which processes are to run.
+
+    Args:
+        problems: of the command.
+        hosts: their names.
+        processes: over all of them, at most.
+        shell: the words before a host's name and the command for it.
+    """
+    if not hosts or not all(hosts):
+        problems.add("--hosts has an empty name; expected one or more, as in a,b")
+    elif len(set(hosts)) < len(hosts):
+        problems.add(f"--hosts {','.join(hosts)} has a host twice")
+    elif processes < len(hosts):
+        problems.add(
+            f"--processes is {processes} on {len(hosts)} hosts; expected at least one "
+            f"on each. Raise it to {len(hosts)}, or leave hosts out"
+        )
+    away = [host for host in hosts if not is_here(host)]
+    if away and not (shell and shutil.which(shell[0])):
+        problems.add(
+            f"--remote-shell: there is no program {(*shell, '')[0]!r} here, and "
+            f"{', '.join(away)} are other hosts. Install it, or name another"
+        )
+
+
+def shell_words(text: str) -> tuple[str, ...]:
+    """The words of ``--remote-shell``.
+
+    Raises:
+        WhaleError: a quotation in it does not end.
+    """
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise WhaleError(f"--remote-shell is {text!r} ({error})") from None
+
+
+def words_there(shell: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
+    """The command that starts a program on another host, from here.
+
+    Args:
+        shell: the words before a host's name and the command for it.
+        host: its name.
+        command: words of the program, which begins in the folder of this process.
+    """
+    there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+    return [*shell, host, there]
 
 
 def is_here(host: str) -> bool:

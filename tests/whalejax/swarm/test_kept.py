@@ -1,0 +1,198 @@
+"""A registry and its peers as processes: what is killed is started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import ROOT, free_port
+from tests.whalejax.swarm import swarm_jobs as jobs
+from whalejax.cli import main
+from whalejax.cli.swarm_options import SwarmServeCommand
+from whalejax.cli.swarm_processes import _words
+from whalejax.processes.keeper import Keeper, Program
+
+
+# JAX may be there; nothing is shared.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
+
+SECONDS = 240
+STEPS = 120
+
+
+def keeper(folder: Path, leader: str, *others: str) -> tuple[Keeper, list[str]]:
+    said: list[str] = []
+    names = ["registry", *(f"peer-{n + 1}" for n in range(len(others)))]
+    programs = [
+        Program(name=name, command=("sh", "-c", text))
+        for name, text in zip(names, (leader, *others), strict=True)
+    ]
+    return Keeper(programs, folder, said.append), said
+
+
+WAITS = "while ! [ -e {} ]; do sleep 0.05; done"
+
+
+def test_the_leader_that_ends_by_itself_ends_the_run(tmp_path: Path) -> None:
+    found, said = keeper(tmp_path, "exit 3", "sleep 1000", "exit 0")
+    assert found.run() == 3
+    assert not [text for text in said if "peer-1" in text]
+
+
+def test_what_is_killed_is_started_again(tmp_path: Path) -> None:
+    """The leader is killed once, the first peer once; then both find a file."""
+    once = f"if ! [ -e {tmp_path}/{{0}} ]; then touch {tmp_path}/{{0}}; kill -9 $$; fi"
+    peer = f"{once.format('p')}; touch {tmp_path}/again; exec sleep 1000"
+    leader = f"{once.format('r')}; {WAITS.format(tmp_path / 'again')}"
+    found, said = keeper(tmp_path, leader, peer)
+    assert found.run() == 0
+    assert sorted(said) == [
+        "peer-1 ended by SIGKILL; it is started again",
+        "registry ended by SIGKILL; it is started again",
+    ]
+
+
+def test_the_same_error_twice_ends_the_run(tmp_path: Path) -> None:
+    peer = "echo 'WhaleError: another job'; exit 2"
+    found, said = keeper(tmp_path, "sleep 1000", peer)
+    assert found.run() == 1
+    assert said[0] == (
+        "peer-1 ended with status 2: WhaleError: another job; it is started again"
+    )
+    assert "the run is given up: the same error ended peer-1 and then peer-1" in said[1]
+
+
+def test_who_is_told_to_end_ends_the_leader_first(tmp_path: Path) -> None:
+    leader = f"trap 'touch {tmp_path}/told; exit 7' TERM; kill -TERM $PPID; "
+    found, _ = keeper(tmp_path, leader + WAITS.format(tmp_path / "never"), "sleep 1000")
+    assert found.run() == 7
+    assert (tmp_path / "told").exists()
+
+
+def test_options_are_given_on() -> None:
+    command = SwarmServeCommand(
+        model="gpt", set=("a=1", "b=2"), stages=3, save=Path("s"), json=True
+    )
+    assert _words("serve", command)[3:] == [
+        *("swarm", "serve", "gpt", "--set", "a=1", "b=2", "--stages", "3"),
+        *("--save", "s", "--json"),
+    ]
+
+
+def test_peers_of_other_hosts_are_started_by_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs: list[Program] = []
+
+    class Seen(Keeper):
+        def __init__(self, given: Any, *_: Any) -> None:
+            programs.extend(given)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("whalejax.cli.swarm_processes.Keeper", Seen)
+    words = "swarm serve gpt-test --stages 2 --save s --processes 3 --host 10.0.0.1"
+    words += " --hosts localhost,node-b --remote-shell sh --port 7"
+    assert main.main(words.split()) == 0
+    registry, *peers = programs
+    assert "--hosts" not in registry.command and "--processes" not in registry.command
+    join = "swarm join 10.0.0.1:7 gpt-test --host"
+    assert [f"{join} 10.0.0.1" in " ".join(p.command) for p in peers] == [1, 0, 1]
+    assert [*peers[1].command[:2]] == ["sh", "node-b"]
+    assert peers[1].command[2].startswith(f"cd {tmp_path} && exec ")
+    assert peers[1].command[2].endswith(f"{join} node-b")
+
+
+def test_what_cannot_be_kept_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "swarm serve gpt-test --stages 2 --processes 2 --port 0".split()
+    assert main.main(words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--processes was given without --save DIR" in said
+    assert "--port is 0 with --processes" in said
+    words = "swarm serve gpt-test --stages 2 --hosts a,b,c --remote-shell sh".split()
+    assert main.main(words) == 2
+    assert "--hosts is a,b,c without --processes" in capsys.readouterr().err
+    assert main.main([*words, "--processes", "2", "--save", "s"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--processes is 2 on 3 hosts; expected at least one on each" in said
+    assert "--host is 127.0.0.1, which other machines of --hosts a,b,c cannot" in said
+
+
+def test_one_that_always_fails_beside_others_that_serve_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whalejax.processes.keeper.FRUITFUL_SECONDS", 0.5)
+    monkeypatch.setattr("whalejax.membership.failures.Failures.hold", lambda *_: 0.0)
+    fails = f"sleep 1; echo 'WhaleError: no'; echo x >> {tmp_path}/fails; exit 2"
+    leader = f"while [ $(cat {tmp_path}/fails | wc -l) -lt 3 ]; do sleep 0.1; done"
+    (tmp_path / "fails").touch()
+    found, said = keeper(tmp_path, leader, "sleep 1000", fails)
+    assert found.run() == 0
+    assert len(said) >= 2 and not any("given up" in text for text in said)
+
+
+@pytest.mark.full
+@pytest.mark.relaxed_promotion  # Optax promotes its counts
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_registry_and_a_peer_that_are_killed(tmp_path: Path) -> None:
+    """The losses are those of one process that nothing disturbs."""
+    words = [
+        *(sys.executable, "-m", "whalejax", "swarm", "serve", f"{jobs.__file__}:make"),
+        *("--stages", "3", "--steps", str(STEPS), "--micro-batches", "6"),
+        *("--processes", "3", "--save", "s", "--save-every", "5", "--json"),
+        *("--port", str(free_port())),
+    ]
+    running = subprocess.Popen(
+        words,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    losses: dict[int, float] = {}
+    events: list[dict[str, Any]] = []
+    try:
+        assert running.stdout is not None
+        for line in running.stdout:
+            said = json.loads(line)
+            events.append(said)
+            if said["event"] != "step":
+                continue
+            losses[said["step"]] = said["loss"]
+            steps = [x for x in events if x["event"] == "step"]
+            if len(steps) == 12:
+                os.kill(child(running.pid, "serve"), signal.SIGKILL)
+            if len(steps) == 40:
+                os.kill(child(running.pid, "join"), signal.SIGKILL)
+        errors = running.communicate(timeout=SECONDS)[1]
+    finally:
+        running.kill()
+    assert running.returncode == 0, errors
+    assert "registry ended by SIGKILL; it is started again" in errors
+    assert "peer-1 ended by SIGKILL; it is started again" in errors
+    assert any(x["event"] == "restored" and x["step"] >= 5 for x in events)
+    assert [*losses.values()] == pytest.approx(jobs.losses(STEPS), rel=1e-6)
+    assert sorted(losses) == [*range(1, STEPS + 1)]
+
+
+def child(pid: int, verb: str) -> int:
+    """The first process that another one has started, of a verb of the swarm."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for text in sorted(found, key=int):
+        words = Path(f"/proc/{text}/cmdline").read_bytes().split(b"\0")
+        if verb.encode() in words:
+            return int(text)
+    raise AssertionError(f"none of {found} is {verb}")

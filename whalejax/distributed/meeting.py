@@ -1,0 +1,122 @@
+"""How processes that are told one address come to know each other's connections.
+
+One listens there, as soon as it runs; the others dial until it does. All have the same
+key, or none has one: then what they say is not encrypted, and whoever reaches the
+address can take part.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from whalejax.distributed.launch_env import (
+    KEY_FILE,
+    is_loopback,
+    joined_address,
+    split_address,
+)
+from whalejax.distributed.reserved_port import is_reserved
+from whalejax.meshes.errors import WhaleError
+from whalejax.wire.connection import BACKLOG, Channel, Closed, dial
+from whalejax.wire.keys import Key, load_key
+
+
+_PAUSE_SECONDS: Final = 0.1
+_OLD_KEY: Final = "WHALEJAX_KEY"
+
+
+def shared_key(environment: Mapping[str, str] = os.environ) -> Key | None:
+    """The key that the processes of this run share; None where there is none.
+
+    Raises:
+        WhaleError: its file cannot be read, or holds no key of this version.
+
+    >>> shared_key({})
+    """
+    name = environment.get(KEY_FILE)
+    if not name and environment.get(_OLD_KEY):
+        raise WhaleError(
+            f"{_OLD_KEY} is set, the secret of a whalejax that signed its messages. "
+            f"Make a key, python -m whalejax.wire.keys new FILE, copy it to every "
+            f"host, name it in {KEY_FILE}, and unset {_OLD_KEY}"
+        )
+    if not name:
+        return None
+    try:
+        return load_key(Path(name))
+    except WhaleError as error:
+        raise WhaleError(
+            f"{KEY_FILE}: {error}. Or unset it, or make a key for all hosts: python -m "
+            "whalejax.wire.keys new FILE"
+        ) from error
+
+
+def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket:
+    """A socket that listens at the address at which all come together.
+
+    At a loopback address alone where that is given; else at all addresses, as JAX's
+    own service does, because other hosts may know this one by another.
+
+    Args:
+        coordinator: ``"host:port"``.
+        parameter: what gave it, for errors.
+
+    Raises:
+        WhaleError: no host has this name.
+        OSError: the address is not of this machine, or the port is in use.
+    """
+    host, port = split_address(coordinator, parameter)
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+    except socket.gaierror as error:
+        raise WhaleError(
+            f"{parameter} is {joined_address(host, port)!r}: {host} has no address "
+            f"here ({error.strerror}). Give an address of the machine of process 0"
+        ) from error
+    # Where this process holds the port, it shares it with itself.
+    option = socket.SO_REUSEPORT if is_reserved(port) else socket.SO_REUSEADDR
+    with socket.socket(family, kind, proto) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, option, 1)
+        tried.bind(address)  # whether it is of this machine
+    if not is_loopback(host):
+        address = ("" if family == socket.AF_INET else "::", port, *address[2:])
+    found = socket.socket(family, kind, proto)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, option, 1)
+        found.bind(address)
+        found.listen(BACKLOG)
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
+def reach(coordinator: str, key: Key | None, end: float) -> Channel:
+    """A connection to who listens, as soon as it does.
+
+    Args:
+        coordinator: ``"host:port"``.
+        key: of this process.
+        end: until when to try, as ``time.monotonic`` counts.
+
+    Raises:
+        Closed: nothing listened there.
+        TooLate: what listens there does not answer.
+        WrongKey, OtherProtocol: it is not of this run.
+    """
+    address = split_address(coordinator, "coordinator")
+    why = "nothing was tried"
+    while (left := end - time.monotonic()) > 0:
+        try:
+            return dial(address, key, seconds=left)
+        except Closed as error:  # It has not begun yet, or has begun to end.
+            why = str(error)
+            time.sleep(min(_PAUSE_SECONDS, max(left, 0.0)))
+    raise Closed(why)

@@ -1,0 +1,1 @@
+"""Processes that whalejax starts, watches and ends, of any kind of run."""
