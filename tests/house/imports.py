@@ -22,6 +22,7 @@ ORDERS: Final = {
         "cost",
         "memory",
         "balance",
+        "tables",
         "pipeline",
         "search",
         "plan",
