@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import whalejax as wh
 from tests.misuse import ALL, Entry
 from tests.misuse_hardware import HARDWARE
+from tests.misuse_recommenders import RECOMMENDERS
 from tests.misuse_world import (
     FILE,
     NONE,
@@ -603,4 +604,5 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         kept=("whalejax.elastic.init_distributed:_join",),
     ),
     **HARDWARE,
+    **RECOMMENDERS,
 }

@@ -33,6 +33,8 @@ class Table:
         lookups_per_sample: Mean number of rows that a sample reads; 1 by default.
         pooled: Whether the rows of a sample are summed before they are exchanged.
             Otherwise every row that is looked up is exchanged.
+        vectors: Vectors that are exchanged for a sample, where neither holds, as with
+            several lookups; None follows ``pooled``.
         splits_columns: Whether columns may be stored apart. False where the optimizer's
             state belongs to a whole row, as in row-wise Adagrad.
         counts: How often each row was looked up in a sample of the data, or None.
@@ -45,6 +47,7 @@ class Table:
     optimizer_bytes_per_row: int = 4
     lookups_per_sample: float = 1.0
     pooled: bool = True
+    vectors: float | None = None
     splits_columns: bool = True
     counts: Sequence[int] | np.ndarray | None = None
 
@@ -56,6 +59,7 @@ class Table:
         problems.whole("optimizer_bytes_per_row", self.optimizer_bytes_per_row)
         problems.number("lookups_per_sample", self.lookups_per_sample, least=0)
         problems.switch("pooled", self.pooled)
+        problems.number("vectors", self.vectors, least=0, none=True)
         problems.switch("splits_columns", self.splits_columns)
         problems.raise_if_any()
         if self.counts is None:
@@ -83,6 +87,8 @@ class Table:
     @property
     def vectors_per_sample(self) -> float:
         """Vectors of the table's width that a sample needs from another rank."""
+        if self.vectors is not None:
+            return self.vectors
         return 1.0 if self.pooled else self.lookups_per_sample
 
     def distinct_rows(self, lookups: float) -> float:

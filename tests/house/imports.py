@@ -37,6 +37,7 @@ ORDERS: Final = {
         "distributed",
         "membership",
         "lowering",
+        "tables",
         "runtime",
         "verification",
         "journals",
