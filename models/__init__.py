@@ -41,6 +41,8 @@ _NAMES: Final = {
     "gpt-large": ("gpt", "large"),
     "gpt-xl": ("gpt", "xl"),
     "gpt-test": ("gpt", "test"),
+    "hstu-dlrm-v4": ("hstu", "dlrm-v4"),
+    "hstu-test": ("hstu", "test"),
     "llama-7b": ("llama", "7b"),
     "llama-8b": ("llama", "8b"),
     "llama-70b": ("llama", "70b"),

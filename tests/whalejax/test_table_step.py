@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import whalejax as wh
 from whalejax.runtime.table_step import TableStep
@@ -367,3 +368,56 @@ def test_lookups_are_counted() -> None:
     batches[1]["tags"][0, 0] = 3
     with pytest.raises(wh.WhaleError, match="tags has the ids 0 to 3, and tag has 3"):
         wh.count_lookups(loss, net, batches)
+
+
+def test_a_module_with_dropout_and_statistics_trains_as_in_one_program() -> None:
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.table = nnx.Embed(23, 16, rngs=rngs)
+            self.norm = nnx.BatchNorm(16, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+            self.out = nnx.Linear(16, 1, rngs=rngs)
+
+        def __call__(self, batch: Any) -> jax.Array:
+            x = self.table(batch["words"]).sum(1)
+            return self.out(self.drop(self.norm(x)))[:, 0]
+
+    def loss(net: Net, batch: Any, rng: Any) -> Any:
+        noise = jax.random.normal(rng, (SAMPLES,))
+        error = net(batch) + noise - batch["label"]
+        return jnp.mean(error**2), {"largest": jnp.max(error)}
+
+    batches = [
+        {k: b[k] % 23 if k == "words" else b[k] for k in ("words", "label")}
+        for b in (make_batch(n, np.float32) for n in range(3))
+    ]
+    optimizer, rows = optax.sgd(0.05), wh.sparse_optimizer("sgd", 0.05)
+    plan = wh.plan_tables(
+        loss, Net(), batches[0], rows=rows, optimizer=optimizer, cluster="cpu:8"
+    )
+    step = wh.compile_tables(plan, loss, Net(), optimizer=optimizer)
+    whole = wh.plan(loss, Net(), batches[0], optimizer=optimizer, cluster="cpu:1")
+    one = wh.compile(whole, loss, Net(), optimizer=optimizer, devices=jax.devices()[:1])
+    key = jax.random.key(7)
+    states = step.init_from(Net(), rng=key), one.init_from(Net(), rng=key)
+    for batch in batches:
+        left, found = step(states[0], batch)
+        right, expected = one(states[1], batch)
+        states = left, right
+        for name in ("loss", "largest"):
+            assert float(found[name]) == pytest.approx(float(expected[name]), rel=1e-5)
+    models = step.model(states[0]), states[1].model
+    left, right = (nnx.state(m, (nnx.Param, nnx.BatchStat)) for m in models)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), left, right)
+
+
+def test_a_step_gives_the_same_bits_again() -> None:
+    _, step, net = make_step(8, "adagrad")
+    found = []
+    for _ in range(2):
+        state = step.init_from(net)
+        for number in range(3):
+            state, _ = step(state, make_batch(number, np.float32))
+        found.append(step.table_values(state))
+    jax.tree.map(np.testing.assert_array_equal, *found)

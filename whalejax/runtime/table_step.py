@@ -412,8 +412,8 @@ class TableStep:
         program, adapter = self.programs.program, self.adapter
         tree: Any = jax.tree.structure(adapter.rest)
         rest = adapter.fold_rest(tree.unflatten(state.rest), state.step)
-        key = jax.random.fold_in(state.rng, state.step)
-        key = jax.random.fold_in(key, 0)  # as micro-batch 0 of any plan
+        rest = adapter.fold_rest(rest, 0)  # as micro-batch 0 of any plan
+        key = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), 0)
 
         def loss(params: Any, vectors: Any) -> tuple[Any, Any]:
             total, weight, metrics, changed = dense_outputs(
