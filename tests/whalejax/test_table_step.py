@@ -421,3 +421,49 @@ def test_a_step_gives_the_same_bits_again() -> None:
             state, _ = step(state, make_batch(number, np.float32))
         found.append(step.table_values(state))
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_a_state_is_born_without_a_model() -> None:
+    plan, step, _ = make_step(4, "adagrad")
+
+    def make_model(key: Any) -> dict[str, jax.Array]:
+        keys = jax.random.split(key, 6)
+        shapes = {**ROWS, "mix": (48, 5), "w": (53, 6)}
+        return {
+            name: jax.random.normal(one, shape) / 3
+            for one, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+
+    key = jax.random.key(3)
+    state, model = step.init(make_model, rng=key), make_model(key)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        step.model(state),
+        model,
+    )
+    for states in step.row_states(state).values():
+        assert (states["sum_of_squares"] == np.float32(0.1)).all()
+    _, metrics = step(state, make_batch(0, np.float32))
+    expected = loss(model, make_batch(0, np.float32))
+    assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-6)
+    with pytest.raises(wh.WhaleError, match="make_model"):
+        step.init(None, rng=key)  # type: ignore[arg-type]
+    assert plan.tables == ("item", "tag", "user", "word")
+
+
+def test_tables_of_two_types_are_refused() -> None:
+    net = make_net(np.float32)
+    net["word"] = net["word"].astype(jnp.bfloat16)
+
+    def sums(net: Any, batch: Any) -> jax.Array:
+        words = net["word"][batch["words"]].astype(jnp.float32)
+        return words.sum() + net["user"][batch["user"]].sum()
+
+    with pytest.raises(wh.WhaleError, match="types bfloat16, float32; expected one"):
+        wh.plan_tables(
+            sums,
+            net,
+            make_batch(0, np.float32),
+            rows=wh.sparse_optimizer("sgd", 0.1),
+            cluster="cpu:2",
+        )

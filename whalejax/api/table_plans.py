@@ -184,6 +184,13 @@ def _check_tables(adapter: Adapter, program: TableProgram, counts: Any) -> None:
                 f"counts names {shown(name)}, which is no table; the tables are "
                 f"{', '.join(names[:8])}"
             )
+    leaves = jax.tree.leaves(adapter.params)
+    types = {str(leaves[n].dtype) for n in program.tables}
+    if len(types) > 1:
+        problems.add(
+            f"tables have the element types {', '.join(sorted(types))}; expected one. "
+            "Cast them to one type"
+        )
     problems.raise_if_any()
 
 

@@ -33,11 +33,12 @@ from whalejax.runtime.table_checkpoint import (
     save_sections,
 )
 from whalejax.runtime.validate import devices_of
-from whalejax.tables.dense import dense_outputs, dense_params
-from whalejax.tables.layout import collect_tables, fill_buffer, make_layout
+from whalejax.tables.dense import UNUSED, dense_outputs, dense_params
+from whalejax.tables.layout import make_layout
 from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.programs import TableArrays, TablePrograms
 from whalejax.tables.recognize import check_divisible
+from whalejax.tables.store import TableStore
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import refuse_bad_optimizer
 
@@ -80,6 +81,7 @@ class TableStep:
         plan: What it runs.
         mesh: Devices, with the axes ``data`` and ``fsdp``.
         programs: The sections of the step, and the layout of the tables.
+        store: What brings tables to the devices and back.
         adapter: How the model divides into parameters and the rest.
     """
 
@@ -119,6 +121,17 @@ class TableStep:
             axes=tuple(plan.axes),
             clips=out_of_range == "clip",
         )
+        leaves = dict(
+            zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
+        )
+        self.store = TableStore(
+            layout=self.programs.layout,
+            optimizer=plan.rows,
+            mesh=self.mesh,
+            axes=self.programs.axes,
+            shapes={t.name: (t.rows, t.width) for t in plan.placement.tables},
+            dtype=leaves[plan.tables[0]].dtype,
+        )
         self._train = jax.jit(self._advance, donate_argnums=0)
         self._eval = jax.jit(self._evaluate)
         self._bounds = jax.jit(
@@ -130,7 +143,7 @@ class TableStep:
 
     @without_mesh
     def init(self, make_model: Callable[..., Any], *, rng: Any) -> TablesState:
-        """A fresh state, of a model that is built in host memory.
+        """A fresh state; of its tables host memory holds one at a time.
 
         Args:
             make_model: Builds the model; takes the key, or nothing.
@@ -145,9 +158,29 @@ class TableStep:
                 "key, or of nothing, that builds the model"
             )
         key = typed_key(rng, for_loss=self.adapter.takes_rng)
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+
+        def leaves(key: Any) -> tuple[dict[str, Any], list[Any]]:
             model = make_model(key) if wants_key(make_model) else make_model()
-        return self.init_from(model, rng=jax.random.fold_in(key, 0x5EED))
+            params, rest = self.adapter.take_apart(model)
+            paths = self.adapter.param_paths
+            values = dict(zip(paths, jax.tree.leaves(params), strict=True))
+            return values, jax.tree.leaves(rest)
+
+        def dense(key: Any) -> tuple[dict[str, Any], list[Any]]:
+            values, rest = leaves(key)
+            return {p: x for p, x in values.items() if p not in tables}, rest
+
+        tables = set(self.plan.tables)
+        arrays = self.store.empty()
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            key_here = jax.device_put(key, jax.local_devices(backend="cpu")[0])
+            params, rest = jax.jit(dense)(key_here)
+            # What is not asked for is not computed: one table at a time.
+            for name in self.plan.tables:
+                table = jax.jit(lambda key, name=name: leaves(key)[0][name])(key_here)
+                arrays = self.store.write(arrays, name, np.asarray(table), None)
+        key = jax.random.fold_in(key, 0x5EED)
+        return self._state(params, rest, arrays, key, None)
 
     @without_mesh
     def init_from(self, model: Any, *, rng: Any = None) -> TablesState:
@@ -160,59 +193,36 @@ class TableStep:
         key = jax.random.key(0) if rng is None else rng
         key = typed_key(key, for_loss=self.adapter.takes_rng)
         params, rest = self.adapter.take_apart(model)
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+        leaves = jax.tree.leaves(params)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             raise WhaleError(
                 "init_from was given an abstract model, which has shapes and no "
                 "values. Use init(make_model, rng=jax.random.key(seed))"
             )
-        leaves = [host_copy(leaf) for leaf in jax.tree.leaves(params)]
         values = dict(zip(self.adapter.param_paths, leaves, strict=True))
-        tables = {name: np.asarray(values[name]) for name in self.plan.tables}
-        state = {
-            name: {kind: self._initial_rows(kind, table) for kind in self._state_names}
-            for name, table in tables.items()
-        }
-        return self._state(params, jax.tree.leaves(rest), tables, state, key, None)
-
-    @property
-    def _state_names(self) -> tuple[str, ...]:
-        return self.plan.rows.state_names
-
-    def _initial_rows(self, kind: str, table: np.ndarray) -> np.ndarray:
-        width = self.plan.rows.state_width(kind, table.shape[1])
-        value = self.plan.rows.initial_value(kind)
-        return np.broadcast_to(np.asarray(value, table.dtype), (len(table), width))
+        arrays = self.store.empty()
+        for name in self.plan.tables:
+            arrays = self.store.write(arrays, name, host_copy(values.pop(name)), None)
+        return self._state(values, jax.tree.leaves(rest), arrays, key, None)
 
     def _state(
         self,
-        params: Any,
+        params: Mapping[str, Any],
         rest: list[Any],
-        tables: Mapping[str, np.ndarray],
-        states: Mapping[str, Mapping[str, np.ndarray]],
+        tables: TableArrays,
         key: Any,
         done: tuple[Any, int] | None,
     ) -> TablesState:
-        """A state from a model.
+        """A state from its parts.
 
         Args:
-            params, rest: Trained and other leaves; tables among the first are ignored.
-            tables, states: Whole tables and state arrays, by path.
+            params: Trained leaves that are no tables, by their paths.
+            rest: Other leaves.
+            tables: Tables and the state of their rows.
             key: The run's key.
             done: State of the optimizer and number of steps, or None to begin.
         """
-        dense = dense_params(self.adapter, self.programs.program, params)
-        return self._state_of(dense, rest, tables, states, key, done)
-
-    def _state_of(
-        self,
-        params: Mapping[str, Any],
-        rest: list[Any],
-        tables: Mapping[str, np.ndarray],
-        states: Mapping[str, Mapping[str, np.ndarray]],
-        key: Any,
-        done: tuple[Any, int] | None,
-    ) -> TablesState:
-        """A state from host arrays; ``params`` are the dense ones, by path."""
+        params = dict(params) or {UNUSED: np.zeros((), np.float32)}
         dense = {
             path: jax.device_put(host_copy(leaf), self._dense_sharding(path))
             for path, leaf in params.items()
@@ -226,7 +236,7 @@ class TableStep:
             params=dense,
             rest=[jax.device_put(host_copy(leaf), whole) for leaf in rest],
             opt_state=opt_state,
-            tables=self._place_tables(tables, states),
+            tables=tables,
             step=jax.device_put(np.int32(step), whole),
             rng=jax.device_put(key, whole),
         )
@@ -250,60 +260,6 @@ class TableStep:
     def _dense_sharding(self, path: str) -> NamedSharding:
         specs = self.plan.dense.partition_specs()
         return NamedSharding(self.mesh, specs.get(f"dense.{path}", PartitionSpec()))
-
-    def _place_tables(
-        self,
-        tables: Mapping[str, np.ndarray],
-        states: Mapping[str, Mapping[str, np.ndarray]],
-    ) -> TableArrays:
-        layout, whole = self.programs.layout, NamedSharding(self.mesh, PartitionSpec())
-        own = {name: x for name, x in tables.items() if name not in layout.replicated}
-
-        def place(name: str | None) -> dict[int, Any]:
-            values = own if name is None else {t: states[t][name] for t in own}
-            by_row = name is not None and self._by_row(name)
-            return {width: self._buffer(width, values, by_row) for width in widths}
-
-        widths = list(layout.widths)
-        arrays = {kind: place(kind) for kind in self._state_names}
-        return TableArrays(
-            buffers=place(None),
-            states={w: {kind: arrays[kind][w] for kind in arrays} for w in widths},
-            replicated={
-                name: jax.device_put(tables[name], whole) for name in layout.replicated
-            },
-            replicated_states={
-                name: {
-                    kind: jax.device_put(np.array(states[name][kind]), whole)
-                    for kind in self._state_names
-                }
-                for name in layout.replicated
-            },
-        )
-
-    def _by_row(self, kind: str) -> bool:
-        return self.plan.rows.state_width(kind, 2) == 1
-
-    def _buffer(
-        self, width: int, values: Mapping[str, np.ndarray], by_row: bool
-    ) -> Any:
-        """The buffer of one width, each device's part made for itself."""
-        layout = self.programs.layout
-        rows = layout.widths[width].rows
-        shape = (layout.ranks * rows, 1 if by_row else width)
-        held = {
-            each.shard.table: values[each.shard.table]
-            for shards in layout.stored.values()
-            for each in shards
-            if each.width == width
-        }
-
-        def part(index: Any) -> np.ndarray:
-            start, _, _ = index[0].indices(shape[0])
-            return fill_buffer(layout, width, start // max(rows, 1), held, by_row)
-
-        sharding = NamedSharding(self.mesh, PartitionSpec(self.programs.axes, None))
-        return jax.make_array_from_callback(shape, sharding, part)
 
     # Running.
 
@@ -499,15 +455,14 @@ class TableStep:
         }
         structure: Any = jax.tree.structure(self._abstract_optimizer())
         opt_state = structure.unflatten(flat["opt_state"])
-        tables = {name: np.asarray(x) for name, x in found["tables"].items()}
-        states: dict[str, dict[str, np.ndarray]] = {name: {} for name in tables}
-        for kind in self._state_names:
-            for name, array in found[f"tables.{kind}"].items():
-                states[name][kind] = np.asarray(array)
+        arrays = self.store.empty()
+        for kind in (None, *self.plan.rows.state_names):
+            section = found["tables" if kind is None else f"tables.{kind}"]
+            for name, values in section.items():
+                arrays = self.store.write(arrays, name, np.asarray(values), kind)
         done = jax.jit(self._shared_like_params)(opt_state), int(found["step"]["step"])
-        return self._state_of(
-            found["params"], flat["rest"], tables, states, found["rng"]["rng"], done
-        )
+        rest = flat["rest"]
+        return self._state(found["params"], rest, arrays, found["rng"]["rng"], done)
 
     def _sections(self, state: TablesState) -> Sections:
         """Every array of a state in host memory, by section and path."""
@@ -523,7 +478,7 @@ class TableStep:
             "step": {"step": np.asarray(state.step)},
             "rng": {"rng": state.rng},
         }
-        for kind in self._state_names:
+        for kind in self.plan.rows.state_names:
             sections[f"tables.{kind}"] = {name: rows[name][kind] for name in rows}
         return sections
 
@@ -552,7 +507,7 @@ class TableStep:
             "step": {"step": jax.ShapeDtypeStruct((), np.int32)},
             "rng": {"rng": jax.eval_shape(lambda: jax.random.key(0))},
         }
-        for kind in self._state_names:
+        for kind in self.plan.rows.state_names:
             sections[f"tables.{kind}"] = {
                 name: jax.ShapeDtypeStruct(
                     (x.shape[0], self.plan.rows.state_width(kind, x.shape[1])), x.dtype
@@ -569,7 +524,7 @@ class TableStep:
         Args:
             state: Is kept.
         """
-        return self._collected(state.tables.buffers, state.tables.replicated, False)
+        return self.store.collect(state.tables, None)
 
     def row_states(self, state: TablesState) -> dict[str, dict[str, np.ndarray]]:
         """State arrays of every table's rows, whole, by path and name.
@@ -577,25 +532,12 @@ class TableStep:
         Args:
             state: Is kept.
         """
-        by_kind = {
-            kind: self._collected(
-                {w: arrays[kind] for w, arrays in state.tables.states.items()},
-                {n: s[kind] for n, s in state.tables.replicated_states.items()},
-                self._by_row(kind),
-            )
-            for kind in self._state_names
-        }
+        kinds = self.plan.rows.state_names
+        by_kind = {kind: self.store.collect(state.tables, kind) for kind in kinds}
         return {
-            name: {kind: by_kind[kind][name] for kind in by_kind}
+            name: {kind: by_kind[kind][name] for kind in kinds}
             for name in self.plan.tables
         }
-
-    def _collected(
-        self, buffers: Mapping[int, Any], replicated: Mapping[str, Any], by_row: bool
-    ) -> dict[str, np.ndarray]:
-        host = {width: np.asarray(array) for width, array in buffers.items()}
-        found = collect_tables(self.programs.layout, host, by_row)
-        return found | {name: np.asarray(x) for name, x in replicated.items()}
 
     def model(self, state: TablesState) -> Any:
         """The model in the user's own type, its tables whole in host memory.

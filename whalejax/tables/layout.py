@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -256,42 +255,6 @@ class _Tasks:
                 count=count,
                 columns=each.shard.columns,
             )
-
-
-def fill_buffer(
-    layout: TableLayout, width: int, rank: int, tables: Mapping[str, Any], by_row: bool
-) -> np.ndarray:
-    """The part of a rank in the buffer of one width, or in a state array of it.
-
-    Args:
-        layout: Where shards lie.
-        width: Columns of the shards.
-        rank: The rank.
-        tables: Whole tables by name, or their state.
-        by_row: The arrays have one number a row.
-    """
-    dtype = np.asarray(next(iter(tables.values()))).dtype
-    columns = 1 if by_row else width
-    buffer = np.zeros((layout.widths[width].rows, columns), dtype)
-    for each in shards_in(layout, width, rank):
-        part = slice(0, 1) if by_row else slice(*each.shard.columns)
-        rows = tables[each.shard.table][each.row_numbers, part]
-        buffer[each.base : each.base + len(rows)] = rows
-    return buffer
-
-
-def shards_in(layout: TableLayout, width: int, rank: int) -> Iterator[StoredShard]:
-    """The shards of one width on one rank.
-
-    Args:
-        layout: Where shards lie.
-        width: Columns of the shards.
-        rank: The rank.
-    """
-    for places in layout.stored.values():
-        for each in places:
-            if each.width == width and each.shard.rank == rank:
-                yield each
 
 
 def collect_tables(
