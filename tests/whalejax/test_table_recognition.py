@@ -82,6 +82,17 @@ def masked_out(net: Any, batch: Any) -> jax.Array:
     return jnp.tanh(rows.sum(1) @ net["w"]).mean()
 
 
+def multiplied(net: Any, batch: Any) -> jax.Array:
+    kept = batch["mask"][..., None].astype(jnp.float32)
+    return jnp.tanh((net["table"][batch["bags"]] * kept).sum(1) @ net["w"]).mean()
+
+
+def multiplied_late(net: Any, batch: Any) -> jax.Array:
+    rows = net["table"][batch["bags"]]
+    kept = jnp.broadcast_to(batch["mask"][..., None], rows.shape)
+    return jnp.tanh((kept.astype(jnp.float32) * rows).sum(1) @ net["w"]).mean()
+
+
 @pytest.mark.parametrize(
     ("loss", "pooled", "masks"),
     [
@@ -91,6 +102,8 @@ def masked_out(net: Any, batch: Any) -> jax.Array:
         (mean_bag, True, 0),
         (masked, True, 1),
         (masked_out, True, 1),
+        (multiplied, True, 1),
+        (multiplied_late, True, 1),
     ],
 )
 def test_lookups_are_found(loss: Any, pooled: bool, masks: int) -> None:
@@ -110,6 +123,12 @@ def other_fill(net: Any, batch: Any) -> jax.Array:
     return jnp.tanh(rows.sum(1) @ net["w"]).mean()
 
 
+def by_column(net: Any, batch: Any) -> jax.Array:
+    mask = (batch["ids"][:, None, None] + jnp.arange(4)[None, None]) % 2 > 0
+    rows = net["table"][batch["bags"]] * mask.astype(jnp.float32)
+    return jnp.tanh(rows.sum(1) @ net["w"]).mean()
+
+
 def over_all(net: Any, batch: Any) -> jax.Array:
     return jnp.tanh(net["table"][batch["bags"]].sum((0, 1)) @ net["w"]).mean()
 
@@ -125,7 +144,9 @@ def segments(net: Any, batch: Any) -> jax.Array:
     return jnp.tanh(sums @ net["w"]).mean()
 
 
-@pytest.mark.parametrize("loss", [weighted, other_fill, over_all, read_twice, segments])
+@pytest.mark.parametrize(
+    "loss", [weighted, other_fill, by_column, over_all, read_twice, segments]
+)
 def test_what_is_no_plain_sum_of_rows_is_not_pooled(loss: Any) -> None:
     (lookup,) = check_same(loss).lookups
     assert not lookup.pooled and not lookup.masks

@@ -364,18 +364,32 @@ class _Finder:
             return None
         other = next(v for v in equation.invars if v is not vectors)
         mask = self._boolean(other)
-        return None if mask is None or not self._same_in_row(mask) else (mask, True)
+        return None if mask is None else (mask, True)
 
     def _boolean(self, variable: Any) -> Any:
-        """The boolean of full shape that a factor of 0 and 1 is made of, or None."""
-        if _compat.is_literal(variable):
+        """The boolean that a factor of 0 and 1 is made of, equal in a row; or None."""
+        is_row = False
+        shape = variable.aval.shape
+        while not _compat.is_literal(variable) and variable.aval.dtype != bool:
+            maker: Any = self.makers.get(variable)
+            name = "" if maker is None else maker.primitive.name
+            if name == "broadcast_in_dim" and self._repeats_row(maker):
+                is_row = True
+            elif name != "convert_element_type":
+                return None
+            (variable, *_) = maker.invars
+        if _compat.is_literal(variable) or variable not in self.origins:
             return None
-        maker = self.makers.get(variable)
-        if maker is None or maker.primitive.name != "convert_element_type":
-            return None
-        (source,) = maker.invars
-        same = source.aval.shape == variable.aval.shape
-        return source if same and source.aval.dtype == bool else None
+        here = variable.aval.shape
+        same = here[:-1] == shape[:-1] and (is_row or self._same_in_row(variable))
+        return variable if same else None
+
+    def _repeats_row(self, maker: Any) -> bool:
+        """Whether a broadcast lengthens the last dimension alone, from 1."""
+        source, result = maker.invars[0].aval.shape, maker.outvars[0].aval.shape
+        dims = tuple(maker.params["broadcast_dimensions"])
+        whole = len(source) == len(result) and dims == tuple(range(len(result)))
+        return whole and source[:-1] == result[:-1] and source[-1] == 1
 
     def _is_zero(self, variable: Any) -> bool:
         while not _compat.is_literal(variable):
