@@ -19,6 +19,9 @@ line is one JSON object, each value the worst over the cases:
     time_padding the same where the time of a step is balanced
     seconds      to place 26 to 1,000 tables
     v4_gap       DLRMv4's largest load over the bound of every placement, minus 1
+    step_growth  time of a step of Kaggle's model with a tenth of its rows over that
+                 with a hundredth, on four virtual devices; plan_growth the same of a
+                 step by wh.plan, whose optimizer goes through whole tables
     lpt          largest rank over the mean of LPT, by case
     torchrec     the same of TorchRec's rule
 """
@@ -27,16 +30,25 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import jax  # noqa: E402
 
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import whalejax as wh  # noqa: E402
+from whalejax import models  # noqa: E402
 from whalejax.planner.tables.place import place_tables  # noqa: E402
 from whalejax.planner.tables.placement import TablePlacement  # noqa: E402
 from whalejax.planner.tables.published import (  # noqa: E402
@@ -98,15 +110,55 @@ def many_tables(count: int) -> list[Table]:
     ]
 
 
-def main() -> None:
-    kaggle, v2 = kaggle_tables(), dlrm_v2_tables()
-    cases = [
+def step_seconds(scale: float) -> tuple[float, float]:
+    """Least seconds of a step with tables, and of one by ``wh.plan``."""
+    job = models.job("dlrm", scale=scale, batch_size=1024)
+    model, batch = job.make_model(jax.random.key(0)), job.batch_at(0)
+    rows = wh.sparse_optimizer("adagrad", 0.02)
+    options: dict[str, Any] = {"optimizer": job.optimizer, "cluster": "cpu:4"}
+    tables = wh.plan_tables(job.loss_fn, model, batch, rows=rows, **options)
+    whole = wh.plan(job.loss_fn, model, batch, mesh={"data": 4}, **options)
+    given = job.loss_fn, model
+    steps = (
+        wh.compile_tables(tables, *given, optimizer=job.optimizer),
+        wh.compile(whole, *given, optimizer=job.optimizer),
+    )
+    found = []
+    for step in steps:
+        state, times = step.init_from(model), []
+        for number in range(8):
+            batch = job.batch_at(number)
+            start = time.perf_counter()
+            state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+            times.append(time.perf_counter() - start)
+        found.append(min(times))
+    return found[0], found[1]
+
+
+def balance_cases(
+    kaggle: list[Table], v2: list[Table]
+) -> list[tuple[str, list[Table], str]]:
+    """(Key, tables, objective)."""
+    return [
         ("kaggle_rows", kaggle, "rows"),
         ("v2_lookups", v2, "lookups"),
         ("v2_rows", v2, "rows"),
         ("both", kaggle, "both"),
         ("both", v2, "both"),
     ]
+
+
+def growths() -> list[tuple[str, float, float]]:
+    """(Key, seconds of a step, seconds with ten times the rows)."""
+    names = "step_growth", "plan_growth"
+    small, large = step_seconds(0.01), step_seconds(0.1)
+    return list(zip(names, small, large, strict=True))
+
+
+def main() -> None:
+    kaggle, v2 = kaggle_tables(), dlrm_v2_tables()
+    cases = balance_cases(kaggle, v2)
     worst: dict[str, float] = {}
     peers: dict[str, dict[str, list[float]]] = {"lpt": {}, "torchrec": {}}
 
@@ -156,6 +208,9 @@ def main() -> None:
         note("v4_gap", found.gap)
         note("seconds", seconds)
         print(f"DLRMv4 on {text}: gap {found.gap:.2%}, {seconds:.2f} s")
+    for key, few, many in growths():
+        note(key, many / few)
+        print(f"{key}: {few * 1e3:.1f} ms to {many * 1e3:.1f} ms")
     print(json.dumps({**{k: round(v, 4) for k, v in worst.items()}, **peers}))
 
 

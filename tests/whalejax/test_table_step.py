@@ -172,7 +172,7 @@ def check_equal(
             )
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.smoke), 8])
 def test_steps_are_those_of_one_device(ranks: int) -> None:
     check_equal(ranks, "adagrad", np.float32, 1e-6)
 
