@@ -3,6 +3,9 @@
 Lookups, the dense part and updates are one ``jax.jit`` program, in three sections:
 ``whalejax.tables.programs`` has them. Ids are checked before a step runs, since an
 array takes any id without a word.
+
+The module is long because ``TableStep`` has the whole public life of a step: state,
+training, evaluation, checkpoints and the model.
 """
 
 from __future__ import annotations
