@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import whalejax as wh
 from tests.misuse import ALL, Entry
 from tests.misuse_hardware import HARDWARE
+from tests.misuse_recommenders import RECOMMENDERS
 from tests.misuse_world import (
     FILE,
     NONE,
@@ -566,7 +567,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         of=lambda w: w.step,
         given=lambda w: {"path": w.folder / "checkpoint", "state": w.state},
         legal={"path": FILE},
-        stops=("whalejax.runtime.checkpoint:_write_arrays",),
+        stops=("whalejax.runtime.checkpoint:write_arrays",),
     ),
     "TrainStep.shares=": Entry(of=lambda w: w.step, given=given(shares=[1])),
     "TrainState": Entry(
@@ -604,4 +605,5 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         kept=("whalejax.elastic.init_distributed:_join",),
     ),
     **HARDWARE,
+    **RECOMMENDERS,
 }

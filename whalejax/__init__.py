@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from whalejax.api.plan import plan as plan
     from whalejax.api.plan_request import PlanRequest as PlanRequest
     from whalejax.api.search import search as search
+    from whalejax.api.table_plans import count_lookups as count_lookups
+    from whalejax.api.table_plans import plan_tables as plan_tables
     from whalejax.api.volumes import Volumes as Volumes
     from whalejax.display.elastic_runs import run_timeline as run_timeline
     from whalejax.elastic.init_distributed import (
@@ -36,8 +38,12 @@ if TYPE_CHECKING:
     from whalejax.planner import PlanError as PlanError
     from whalejax.planner.plan.goodput import goodput as goodput
     from whalejax.planner.plan.square_cube_of_plan import square_cube as square_cube
+    from whalejax.runtime.table_step import compile_tables as compile_tables
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
+    from whalejax.tables.sparse_optimizers import (
+        sparse_optimizer as sparse_optimizer,
+    )
     from whalejax.user_code.annotations import pipeline as pipeline
     from whalejax.user_code.annotations import replicate as replicate
     from whalejax.user_code.annotations import split as split
@@ -64,13 +70,17 @@ _MODULE_OF_NAME = {
     "check": "whalejax.equality.check_plan",
     "cluster": "whalejax.meshes",
     "compile": "whalejax.runtime.train_step",
+    "compile_tables": "whalejax.runtime.table_step",
+    "count_lookups": "whalejax.api.table_plans",
     "goodput": "whalejax.planner.plan.goodput",
     "init_distributed": "whalejax.elastic.init_distributed",
     "pipeline": "whalejax.user_code.annotations",
     "plan": "whalejax.api.plan",
+    "plan_tables": "whalejax.api.table_plans",
     "replicate": "whalejax.user_code.annotations",
     "run_timeline": "whalejax.display.elastic_runs",
     "search": "whalejax.api.search",
+    "sparse_optimizer": "whalejax.tables.sparse_optimizers",
     "split": "whalejax.user_code.annotations",
     "square_cube": "whalejax.planner.plan.square_cube_of_plan",
     "stage": "whalejax.user_code.annotations",
@@ -95,13 +105,17 @@ __all__ = [
     "check",
     "cluster",
     "compile",
+    "compile_tables",
+    "count_lookups",
     "goodput",
     "init_distributed",
     "pipeline",
     "plan",
+    "plan_tables",
     "replicate",
     "run_timeline",
     "search",
+    "sparse_optimizer",
     "split",
     "square_cube",
     "stage",

@@ -592,6 +592,11 @@ def is_key_dtype(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
+def key_algorithm_name(dtype: Any) -> str:
+    """Name of the algorithm of random keys of a dtype, such as ``"threefry2x32"``."""
+    return str(dtype._impl.name)
+
+
 def dtype_name(dtype: Any) -> str:
     """A dtype's name, such as ``"float32"`` or, for random keys, ``"key<fry>"``."""
     return str(dtype)

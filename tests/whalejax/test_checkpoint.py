@@ -340,7 +340,7 @@ step.save(sys.argv[1], state)
 
 @pytest.mark.full
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("after", ["_write_arrays", "write_record"])
+@pytest.mark.parametrize("after", ["write_arrays", "write_record"])
 def test_a_kill_while_saving_leaves_no_checkpoint(tmp_path: Path, after: str) -> None:
     path = tmp_path / "a"
     done = run_script(KILLED_WHILE_SAVING, path, after, cwd=tmp_path)

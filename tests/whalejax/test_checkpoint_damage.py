@@ -71,7 +71,7 @@ def test_one_bit_is_found_in_any_file(copy: Path) -> None:
 def test_nothing_is_read_of_a_damaged_checkpoint(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(checkpoint, "_read")
+    monkeypatch.delattr(checkpoint, "read_leaves")
     biggest = max(data_files(copy), key=lambda file: file.stat().st_size)
     content = bytearray(biggest.read_bytes())
     content[-1] ^= 1
@@ -281,7 +281,7 @@ def test_files_that_cannot_be_written_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "number", "remedy"),
     [
-        ("_write_arrays", 28, "The disk is full: free some space, or save to another"),
+        ("write_arrays", 28, "The disk is full: free some space, or save to another"),
         ("hashed", 5, "Save to another path, or mend the file system"),
         ("write_record", 122, "The quota is used up: remove something, or save else"),
         ("mkdir", 30, "The file system is read-only: save to another one"),

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 _SCALE: Final = "loss_scale"
 _KEPT_WITH_MODEL: Final = (*MODEL_SECTIONS, "step", "rng")
 _SECTIONS: Final = (*MODEL_SECTIONS, "opt_state", "step", "rng", _SCALE)
-_ARRAYS: Final = "arrays"
+ARRAYS: Final = "arrays"
 
 
 class UncheckedCheckpoint(UserWarning):
@@ -110,7 +110,7 @@ def save(
         WhaleError: something is at that path already, it cannot be written, or the
             state was consumed.
     """
-    target = _path_of(path)
+    target = new_path(path)
     check_alive(state)
     settle()
     leaves = _leaves(state, plan)
@@ -118,9 +118,9 @@ def save(
         mesh = _between(state)
         if mesh is not None:
             leaves = [(leaf, spread(x, mesh)) for leaf, x in leaves]
-        arrays = _nested([(leaf, _raw(array)) for leaf, array in leaves])
+        arrays = nested([(leaf, raw_array(array)) for leaf, array in leaves])
         try:
-            _write_arrays(building / _ARRAYS, arrays)
+            write_arrays(building / ARRAYS, arrays)
         except Exception as error:  # Orbax tells of a full disk by many classes
             raise WhaleError(unwritten(target, error)) from error
         hashes = hashed(building)
@@ -131,9 +131,9 @@ def save(
             before_it_appears()
 
 
-def _path_of(path: Any) -> Path:
+def new_path(path: Any) -> Path:
     """Where a new checkpoint goes."""
-    target = _place(path)
+    target = existing_path(path)
     if "://" in os.fspath(path):
         raise WhaleError(
             f"{os.fspath(path)}: checkpoints are written to a mounted file system, not "
@@ -152,7 +152,7 @@ def _path_of(path: Any) -> Path:
     return target
 
 
-def _place(path: Any) -> Path:
+def existing_path(path: Any) -> Path:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise WhaleError(
             f"path is {path!r:.60}; expected the path of a checkpoint, such as "
@@ -185,7 +185,7 @@ def restore(
         WhaleError: there is no checkpoint at that path, or it is another model's;
             every leaf that differs is listed.
     """
-    target = _place(path)
+    target = existing_path(path)
     record = checked(target)
     saved = {leaf.place: leaf for leaf in record.leaves}
     wanted = _leaves(abstract_state, plan)
@@ -204,7 +204,7 @@ def restore(
         (saved[leaf.place], array.sharding if mesh is None else dealt(leaf.shape, mesh))
         for leaf, array in wanted
     ]
-    values = _read(target, record, entries)
+    values = read_leaves(target, record, entries)
     if mesh is not None:
         pairs = zip(values, wanted, strict=True)
         values = [collected(x, array.sharding, mesh) for x, (_, array) in pairs]
@@ -233,7 +233,7 @@ def restore_model(
     Raises:
         WhaleError: as for ``restore``.
     """
-    target = _place(path)
+    target = existing_path(path)
     record = checked(target)
     # In the order that the state flattens in.
     parts = tuple(getattr(abstract_state, name) for name in _KEPT_WITH_MODEL)
@@ -250,7 +250,7 @@ def restore_model(
         for leaf, array in wanted
     ]
     counters = [(leaf, None) for leaf in record.leaves if _counts_updates(leaf)]
-    values = _read(target, record, [*entries, *counters])
+    values = read_leaves(target, record, [*entries, *counters])
     tree: Any = jax.tree.structure(parts)
     params, rest, number, rng = tree.unflatten(values[: len(entries)])
     step = int(number)
@@ -345,19 +345,19 @@ def _leaves(state: Any, plan: Plan) -> list[tuple[Leaf, Any]]:
                 name=unique,
                 shape=tuple(array.shape),
                 dtype=str(array.dtype),
-                key_impl=_key_impl(array),
+                key_impl=key_algorithm(array),
             )
             found.append((leaf, array))
     return found
 
 
-def _key_impl(array: Any) -> str:
+def key_algorithm(array: Any) -> str:
     if not _compat.is_key_dtype(array.dtype) or not isinstance(array, jax.Array):
         return ""
     return str(jax.random.key_impl(array))
 
 
-def _nested(entries: Iterable[tuple[Leaf, Any]]) -> dict[str, dict[str, Any]]:
+def nested(entries: Iterable[tuple[Leaf, Any]]) -> dict[str, dict[str, Any]]:
     """Arrays as they are stored: by section and name, those that hold anything."""
     tree: dict[str, dict[str, Any]] = {}
     for leaf, value in entries:
@@ -366,7 +366,7 @@ def _nested(entries: Iterable[tuple[Leaf, Any]]) -> dict[str, dict[str, Any]]:
     return tree
 
 
-def _raw(array: Any) -> Any:
+def raw_array(array: Any) -> Any:
     """The array itself; of random keys, their words."""
     is_key = _compat.is_key_dtype(array.dtype)
     return jax.random.key_data(array) if is_key else array
@@ -406,18 +406,18 @@ def _orbax() -> Any:
     return importlib.import_module("orbax.checkpoint")
 
 
-def _write_arrays(path: Path, arrays: dict[str, dict[str, Any]]) -> None:
+def write_arrays(path: Path, arrays: dict[str, dict[str, Any]]) -> None:
     ocp = _orbax()
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         checkpointer.save(path, args=ocp.args.StandardSave(arrays))
 
 
-def _read(
+def read_leaves(
     target: Path, record: Record, entries: Sequence[tuple[Leaf, Any]]
 ) -> list[Any]:
     """Leaves of a checkpoint, each in a layout; NumPy arrays where that is None."""
     ocp = _orbax()
-    requests = _nested([(leaf, _request(leaf, place)) for leaf, place in entries])
+    requests = nested([(leaf, _request(leaf, place)) for leaf, place in entries])
     how = jax.tree.map(
         lambda x: (
             ocp.RestoreArgs(restore_type=np.ndarray, dtype=x.dtype)
@@ -431,7 +431,7 @@ def _read(
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             found: Mapping[str, Any] = checkpointer.restore(
-                target / _ARRAYS,
+                target / ARRAYS,
                 args=ocp.args.PyTreeRestore(
                     item=requests, restore_args=how, partial_restore=True
                 ),

@@ -1,0 +1,378 @@
+"""``place_tables``: from tables and devices to the placement of least largest load.
+
+A greedy placement comes first. Where it reaches what no placement can go below, it is
+the answer. Otherwise an integer program looks for a better one, as long as there are at
+most 200 shards, and says how good the best can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.cluster import Cluster, cluster
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.tables.greedy import Assignment, Scale, assign, largest_load
+from whalejax.planner.tables.placement import (
+    TablePlacement,
+    TableShard,
+    gap_over,
+    table_shards,
+)
+from whalejax.planner.tables.program import Solution, solve
+from whalejax.planner.tables.ranks import Ranks
+from whalejax.planner.tables.table import Table
+from whalejax.planner.tables.ways import (
+    OBJECTIVES,
+    SPLITS,
+    Item,
+    Objective,
+    Way,
+    list_ways,
+)
+
+
+MOST_EXACT_SHARDS: Final = 200
+"""Beyond so many shards no integer program is solved."""
+
+_SHARDS_PER_TABLE: Final = 2.5
+_MOST_VARIABLES: Final = 4000
+_NODES: Final = 400
+_LONGEST_SECONDS: Final = 0.4
+_REACHED: Final = 1e-4
+_POOR: Final = 0.2
+
+
+def place_tables(
+    tables: Sequence[Table],
+    ranks: Ranks | Cluster | str,
+    *,
+    batch_size: int,
+    objective: Objective = "time",
+    splits: Collection[str] = SPLITS,
+    together: Sequence[Sequence[str]] = (),
+    pins: Mapping[str, int | str] | None = None,
+    most_shards: int | None = None,
+    seconds: float = _LONGEST_SECONDS,
+) -> TablePlacement:
+    """Choose where embedding tables are stored.
+
+    Args:
+        tables: Tables, each with a name of its own.
+        ranks: Devices: a ``Ranks``, a cluster, or its text such as ``"h100:8"``.
+        batch_size: Samples of a global batch, over all ranks.
+        objective: What of the most loaded rank is least: ``"time"`` (lookups, exchange
+            and update of a step), ``"rows"`` (table elements stored), ``"lookups"``
+            (elements looked up) or ``"both"`` (the worse of the last two, each over
+            its mean).
+        splits: Ways of dividing a table that may be used: ``"whole"``, ``"rows"``,
+            ``"columns"``, ``"node_rows"`` (by rows over the ranks of one node),
+            ``"replicate"`` and ``"host"`` (whole, in host memory).
+        together: Groups of tables that must be on one rank, by their names.
+        pins: What you fix, by table: its rank, or the way in which it is divided.
+        most_shards: Largest number of shards in all; None takes 2.5 a table or four a
+            rank, whichever is more, and twice that where it gains much.
+        seconds: Time after which the integer program gives the best placement so far.
+
+    Raises:
+        PlanError: nothing fits, pins contradict each other, or an argument is wrong.
+
+    >>> tables = [Table(name="user", rows=1_000_000, width=64),
+    ...           Table(name="item", rows=50_000, width=64)]
+    >>> placement = place_tables(tables, "h100:4", batch_size=4096)
+    >>> sorted({shard.table for shard in placement.shards})
+    ['item', 'user']
+    """
+    _check(tables, batch_size, objective, splits, together, pins, most_shards, seconds)
+    if isinstance(ranks, str):
+        ranks = cluster(ranks)
+    if isinstance(ranks, Cluster):
+        ranks = Ranks.of(ranks)
+    pins = dict(pins or {})
+    groups = _groups(tables, together, pins, ranks)
+    items = _items(tables, groups, pins, ranks, batch_size, objective, splits)
+    _check_room(tables, items, ranks)
+    scale = Scale(items, ranks)
+    limit = most_shards or max(int(_SHARDS_PER_TABLE * len(tables)), 4 * ranks.count)
+    found = assign(items, ranks, scale, limit)
+    if most_shards is None and _is_poor(items, found, ranks, scale):
+        limit = 2 * max(limit, 4 * ranks.count)
+        finer = assign(items, ranks, scale, limit)
+        found = found if finer is None else finer
+    assignment, bound, optimal = _proven(found, items, ranks, scale, limit, seconds)
+    if assignment is None:
+        raise _full(tables, items, ranks, limit)
+    load = largest_load(items, assignment, ranks, scale)
+    return TablePlacement(
+        tables=tuple(tables),
+        ranks=ranks,
+        batch_size=batch_size,
+        objective=objective,
+        shards=_shards(tables, items, assignment),
+        **_sums(items, assignment, ranks, len(scale.mean)),
+        bound=bound,
+        gap=gap_over(load, bound),
+        is_optimal=optimal or gap_over(load, bound) <= _REACHED,
+        items=items,
+        chosen=assignment.ways,
+        mean=scale.mean,
+    )
+
+
+def _is_poor(
+    items: Sequence[Item], found: Assignment | None, ranks: Ranks, scale: Scale
+) -> bool:
+    """Whether more shards may gain much."""
+    if found is None:
+        return True
+    load = largest_load(items, found, ranks, scale)
+    return gap_over(load, scale.bound) > _POOR
+
+
+def _proven(
+    found: Assignment | None,
+    items: Sequence[Item],
+    ranks: Ranks,
+    scale: Scale,
+    limit: int,
+    seconds: float,
+) -> tuple[Assignment | None, float, bool]:
+    """(Best assignment, bound of the largest load, whether it is optimal).
+
+    Args:
+        found: Greedy assignment, or None.
+        items, ranks, scale: What is placed, on what, and units of loads.
+        limit: Largest number of shards.
+        seconds: Time of the integer program.
+    """
+    load = None if found is None else largest_load(items, found, ranks, scale)
+    if load is not None and gap_over(load, scale.bound) <= _REACHED:
+        return found, scale.bound, True
+    least = sum(min(way.shards * way.slots for way in item.ways) for item in items)
+    variables = sum(ranks.count * len(item.ways) for item in items)
+    if min(limit, least) > MOST_EXACT_SHARDS or variables > _MOST_VARIABLES:
+        return found, scale.bound, False
+    solution: Solution = solve(
+        items,
+        ranks,
+        scale,
+        most_shards=limit,
+        at_most=load,
+        node_limit=_NODES,
+        time_limit=seconds,
+    )
+    if solution.assignment is None:
+        return found, solution.bound, False
+    exact = largest_load(items, solution.assignment, ranks, scale)
+    if load is None or exact < load * (1 - 1e-9):
+        found = solution.assignment
+    return found, solution.bound, solution.is_optimal
+
+
+def _check(
+    tables: Sequence[Table],
+    batch_size: int,
+    objective: str,
+    splits: Collection[str],
+    together: Sequence[Sequence[str]],
+    pins: Mapping[str, int | str] | None,
+    most_shards: int | None,
+    seconds: float,
+) -> None:
+    problems = Arguments("place_tables")
+    if not tables or not all(isinstance(table, Table) for table in tables):
+        problems.refuse("tables", tables, "one or more Table")
+        problems.raise_if_any()
+    names = [table.name for table in tables]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        problems.add(f"{names.count(name)} tables are named {name!r}; expected one")
+    problems.whole("batch_size", batch_size, least=1)
+    problems.whole("most_shards", most_shards, least=len(tables), none=True)
+    problems.number("seconds", seconds, above=0)
+    if objective not in OBJECTIVES:
+        problems.refuse("objective", objective, f"one of {', '.join(OBJECTIVES)}")
+    if not splits or not set(splits) <= set(SPLITS):
+        problems.refuse("splits", splits, f"some of {', '.join(SPLITS)}")
+    for group in together:
+        for name in group:
+            if name not in names:
+                problems.add(f"together names {shown(name)}, which is no table")
+    for name, pin in (pins or {}).items():
+        if name not in names:
+            problems.add(f"pins names {shown(name)}, which is no table")
+        if not is_whole(pin, 0) and pin not in SPLITS:
+            problems.refuse(
+                f"pins[{name!r}]", pin, f"a rank or one of {', '.join(SPLITS)}"
+            )
+    problems.raise_if_any()
+
+
+def _groups(
+    tables: Sequence[Table],
+    together: Sequence[Sequence[str]],
+    pins: Mapping[str, int | str],
+    ranks: Ranks,
+) -> list[tuple[int, ...]]:
+    """Numbers of the tables that stay together; contradictory pins are refused."""
+    number = {table.name: i for i, table in enumerate(tables)}
+    group = list(range(len(tables)))
+    for names in together:
+        wanted = {group[number[name]] for name in names}
+        group = [min(wanted) if g in wanted else g for g in group]
+    members = [
+        tuple(i for i, g in enumerate(group) if g == k) for k in range(len(group))
+    ]
+    problems = Arguments("place_tables")
+    for each in filter(None, members):
+        names_text = ", ".join(repr(tables[i].name) for i in each)
+        fixed = {i: pins[tables[i].name] for i in each if tables[i].name in pins}
+        numbers = {pin for pin in fixed.values() if not isinstance(pin, str)}
+        ways = {pin for pin in fixed.values() if isinstance(pin, str)}
+        if len(numbers) > 1:
+            problems.add(
+                f"{names_text} are to be together, and pins puts them on ranks "
+                f"{', '.join(map(str, sorted(numbers)))}; leave one of these out"
+            )
+        if len(each) > 1 and ways - {"whole"}:
+            problems.add(
+                f"{names_text} are to be together on one rank, and pins divides one of "
+                f"them by {', '.join(sorted(ways - {'whole'}))}; leave one of these out"
+            )
+        for pin in numbers:
+            if int(pin) >= ranks.count:
+                problems.add(
+                    f"pins puts {names_text} on rank {pin}; there are {ranks.count} "
+                    "ranks, from 0"
+                )
+    problems.raise_if_any()
+    return [each for each in members if each]
+
+
+def _items(
+    tables: Sequence[Table],
+    groups: Sequence[tuple[int, ...]],
+    pins: Mapping[str, int | str],
+    ranks: Ranks,
+    batch_size: int,
+    objective: Objective,
+    splits: Collection[str],
+) -> tuple[Item, ...]:
+    items = []
+    for group in groups:
+        fixed = [pins[tables[i].name] for i in group if tables[i].name in pins]
+        rank = next((int(pin) for pin in fixed if not isinstance(pin, str)), None)
+        way = next((pin for pin in fixed if isinstance(pin, str)), None)
+        allowed = [way] if way is not None else splits
+        if len(group) > 1 or rank is not None:
+            allowed = ["whole"]
+        listed = [
+            list(
+                list_ways(
+                    tables[i],
+                    ranks,
+                    batch_size=batch_size,
+                    objective=objective,
+                    splits=allowed,
+                )
+            )
+            for i in group
+        ]
+        if not listed[0]:
+            table = tables[group[0]]
+            raise PlanError(
+                f"table {table.name!r} ({table.rows:,} rows × {table.width}) cannot be "
+                f"stored as {', '.join(allowed)} on {ranks.count} ranks with "
+                f"{batch_size:,} samples a batch; allow other splits"
+            )
+        ways = listed[0] if len(group) == 1 else [_sum_of([w[0] for w in listed])]
+        items.append(Item(tables=group, ways=tuple(ways), rank=rank))
+    return tuple(items)
+
+
+def _sum_of(ways: Sequence[Way]) -> Way:
+    return Way(
+        split="whole",
+        shards=1,
+        slots=len(ways),
+        loads=tuple(np.sum([way.loads for way in ways], axis=0).tolist()),
+        exchange_bytes=sum(way.exchange_bytes for way in ways),
+        memory_bytes=sum(way.memory_bytes for way in ways),
+    )
+
+
+def _check_room(tables: Sequence[Table], items: Sequence[Item], ranks: Ranks) -> None:
+    """Refuses what is larger than any device and any host."""
+    for item in items:
+        least = min(way.memory_bytes + way.host_bytes for way in item.ways)
+        fits = any(
+            way.memory_bytes <= ranks.memory_bytes
+            and way.host_bytes <= ranks.host_bytes
+            for way in item.ways
+        )
+        if fits:
+            continue
+        names = ", ".join(repr(tables[i].name) for i in item.tables)
+        size = sum(tables[i].nbytes for i in item.tables)
+        room = max(ranks.memory_bytes, ranks.host_bytes)
+        raise NothingFits(
+            f"table {names} takes {gigabytes(size)} with its optimizer state; its "
+            f"smallest shard takes {gigabytes(least)}, a device has "
+            f"{gigabytes(ranks.memory_bytes)} for tables and a host "
+            f"{gigabytes(ranks.host_bytes)} for each: {gigabytes(least - room)} short. "
+            "Use more devices, allow splits by rows, or store fewer bytes a row",
+            lacks_bytes=int(least - room),
+            of_bytes=int(room),
+            nearest="tables over ranks",
+        )
+
+
+def _full(
+    tables: Sequence[Table], items: Sequence[Item], ranks: Ranks, limit: int
+) -> PlanError:
+    size = sum(table.nbytes for table in tables)
+    room = ranks.count * (ranks.memory_bytes + ranks.host_bytes)
+    short = size - room
+    reason = f"{gigabytes(short)} short" if short > 0 else "no division of them fits"
+    text = (
+        f"{len(tables)} tables take {gigabytes(size)} with their optimizer state, and "
+        f"{ranks.count} ranks have {gigabytes(room)} for them: {reason}, with at most "
+        f"{limit} shards. Use more devices, allow more splits or shards, or store "
+        "fewer bytes a row"
+    )
+    return NothingFits(
+        text,
+        lacks_bytes=int(max(0, short)),
+        of_bytes=int(room),
+        nearest="tables over ranks",
+    )
+
+
+def _shards(
+    tables: Sequence[Table], items: Sequence[Item], assignment: Assignment
+) -> tuple[TableShard, ...]:
+    found: dict[int, list[TableShard]] = {}
+    for item, way, held in zip(items, assignment.ways, assignment.ranks, strict=True):
+        chosen = item.ways[way]
+        for i in item.tables:
+            shards = table_shards(tables[i], chosen.split, chosen.shards, held)
+            found[i] = list(shards)
+    return tuple(shard for i in sorted(found) for shard in found[i])
+
+
+def _sums(
+    items: Sequence[Item], assignment: Assignment, ranks: Ranks, measures: int
+) -> dict[str, np.ndarray]:
+    sums = {
+        "loads": np.zeros((ranks.count, measures)),
+        "memory_bytes": np.zeros(ranks.count),
+        "host_bytes": np.zeros(ranks.count),
+        "exchange_bytes": np.zeros(ranks.count),
+    }
+    for item, way, held in zip(items, assignment.ways, assignment.ranks, strict=True):
+        for name, total in sums.items():
+            np.add.at(total, list(held), getattr(item.ways[way], name))
+    return sums

@@ -1,0 +1,253 @@
+"""A placement of tables: which rank stores what, how loaded it is, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from whalejax.meshes.checks import shown
+from whalejax.meshes.units import count_text, gigabytes, milliseconds
+from whalejax.planner.errors import PlanError
+from whalejax.planner.tables.ranks import Ranks
+from whalejax.planner.tables.table import Table, range_edges
+from whalejax.planner.tables.ways import Item, Objective, Split
+
+
+_BAR: Final = 24
+_MOST_LINES: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableShard:
+    """A part of a table on one rank.
+
+    Attributes:
+        table: Name of the table.
+        rank: Rank that stores it.
+        split: How the table is divided.
+        index, shards: Number of this shard, and of how many.
+        hashed: Of row shards: it has the rows ``index``, ``index + shards``, … and not
+            one range.
+        rows: First row and the row behind the last one; all rows if hashed.
+        columns: First column and the column behind the last one.
+    """
+
+    table: str
+    rank: int
+    split: Split
+    index: int
+    shards: int
+    hashed: bool
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that are stored."""
+        first, last = self.rows
+        return (
+            len(range(first + self.index, last, self.shards))
+            if self.hashed
+            else (last - first)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TablePlacement:
+    """Where tables are stored; ``print`` shows the load of each rank.
+
+    Attributes:
+        tables: Tables that were placed, in the order given.
+        ranks: Devices.
+        batch_size: Samples of a global batch.
+        objective: What was balanced.
+        shards: Every shard, by table and then by its number.
+        loads: ``[ranks, measures]``: seconds of a step, table elements or elements
+            looked up per sample, as the objective says.
+        memory_bytes, host_bytes: Stored bytes of each rank and in its host memory.
+        exchange_bytes: Bytes that each rank gives to all-to-alls in a step.
+        bound: No placement has a smaller largest load, in units of the least mean.
+        gap: Largest load over that bound, minus 1.
+        is_optimal: Whether no placement is better; otherwise ``gap`` says by how much
+            one might be.
+        items: Ways that were compared, for ``why``.
+        chosen: Number of the chosen way of each item.
+        mean: Least possible mean load, by measure.
+    """
+
+    tables: tuple[Table, ...]
+    ranks: Ranks
+    batch_size: int
+    objective: Objective
+    shards: tuple[TableShard, ...]
+    loads: np.ndarray
+    memory_bytes: np.ndarray
+    host_bytes: np.ndarray
+    exchange_bytes: np.ndarray
+    bound: float
+    gap: float
+    is_optimal: bool
+    items: tuple[Item, ...]
+    chosen: tuple[int, ...]
+    mean: np.ndarray
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load of a rank over the mean load, in the worst measure."""
+        return float(np.max(self.loads.max(0) / np.maximum(self.loads.mean(0), 1e-300)))
+
+    @property
+    def padding(self) -> float:
+        """Bytes of an exchange that is padded to the fullest rank, over its mean."""
+        mean = float(self.exchange_bytes.mean())
+        return float(self.exchange_bytes.max()) / mean if mean else 1.0
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Number of shards that each rank exchanges; replicated tables are none."""
+        held = [shard.rank for shard in self.shards if shard.split != "replicate"]
+        return tuple(np.bincount(held, minlength=self.ranks.count).tolist())
+
+    def shards_of(self, table: str) -> tuple[TableShard, ...]:
+        """The shards of one table.
+
+        Args:
+            table: Name of the table.
+
+        Raises:
+            PlanError: there is no such table.
+        """
+        found = tuple(shard for shard in self.shards if shard.table == table)
+        if not found:
+            names = ", ".join(t.name for t in self.tables[:8])
+            raise PlanError(f"no table is named {shown(table)}; there are {names}")
+        return found
+
+    def why(self, table: str) -> str:
+        """Says where a table is stored, and what the other ways would cost.
+
+        Args:
+            table: Name of the table.
+
+        Raises:
+            PlanError: there is no such table.
+        """
+        shards = self.shards_of(table)
+        number = next(i for i, t in enumerate(self.tables) if t.name == table)
+        place = next(i for i, item in enumerate(self.items) if number in item.tables)
+        item, chosen = self.items[place], self.chosen[place]
+        subject = self.tables[number]
+        lines = [
+            f"{table}: {subject.rows:,} rows × {subject.width}, "
+            f"{gigabytes(subject.nbytes)} with its optimizer state, "
+            f"{subject.lookups_per_sample:g} lookups a sample",
+            f"stored {_where(shards)}",
+        ]
+        if len(item.tables) > 1:
+            others = [self.tables[i].name for i in item.tables if i != number]
+            lines.append(f"together with {', '.join(others)}, as you fixed it")
+        if item.rank is not None:
+            lines.append(f"on rank {item.rank}, as you fixed it")
+        mean = ", ".join(self._amount(k, x) for k, x in enumerate(self.mean))
+        lines.append(f"an even share of all tables is {mean} a rank; of one shard:")
+        for n, way in enumerate(item.ways):
+            name = f"{way.split} × {way.shards}" if way.shards > 1 else way.split
+            cost = ", ".join(self._amount(k, x) for k, x in enumerate(way.loads))
+            mark = "  ← chosen" if n == chosen else ""
+            if way.memory_bytes > self.ranks.memory_bytes:
+                mark = f"  (does not fit: {gigabytes(way.memory_bytes)})"
+            lines.append(f"  {name:<15} {cost}{mark}")
+        return "\n".join(lines)
+
+    def _amount(self, measure: int, load: float) -> str:
+        if self.objective == "time":
+            return milliseconds(load)
+        if self.objective == "rows" or (self.objective == "both" and measure == 0):
+            return f"{load:.3g} elements stored"
+        return f"{load:.3g} elements looked up"
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        ranks = self.ranks
+        yield (
+            f"{count_text(len(self.tables), 'table')} in "
+            f"{count_text(len(self.shards), 'shard')} on "
+            f"{count_text(ranks.count, 'rank')}; {self._quality()}"
+        )
+        largest = np.maximum(self.loads.max(0), 1e-300)
+        for rank in range(min(ranks.count, _MOST_LINES)):
+            part = float(np.max(self.loads[rank] / largest))
+            bar = "█" * max(1, round(part * _BAR)) if part > 0 else ""
+            load = ", ".join(self._amount(k, x) for k, x in enumerate(self.loads[rank]))
+            held = sorted({s.table for s in self.shards if s.rank == rank})
+            names = ", ".join(held[:3]) + (f" + {len(held) - 3}" if held[3:] else "")
+            yield (
+                f"  {rank:>3} {bar:<{_BAR}} {load}, "
+                f"{gigabytes(self.memory_bytes[rank])}  {names}"
+            )
+        if ranks.count > _MOST_LINES:
+            yield f"  … and {ranks.count - _MOST_LINES} more ranks"
+
+    def _quality(self) -> str:
+        text = f"the most loaded rank has {self.imbalance:.3f} of the mean"
+        if self.is_optimal:
+            return f"{text}, and no placement is better"
+        return f"{text}; a better placement gains at most {self.gap:.1%}"
+
+
+def _where(shards: Sequence[TableShard]) -> str:
+    first = shards[0]
+    listed = sorted({shard.rank for shard in shards})
+    ranks = "rank " if len(listed) == 1 else "ranks "
+    ranks += ", ".join(str(rank) for rank in listed[:16])
+    ranks += f" and {len(listed) - 16} more" if listed[16:] else ""
+    rows = "hashed rows" if first.hashed else "row ranges"
+    return {
+        "whole": f"whole on {ranks}",
+        "rows": f"as {first.shards} shards of {rows} on {ranks}",
+        "node_rows": f"as {first.shards} shards of {rows} within a node, on {ranks}",
+        "columns": f"as {first.shards} column shards on {ranks}",
+        "replicate": "on every rank: it is small enough that its gradient is reduced "
+        "for less than its lookups are exchanged",
+        "host": f"in the host memory of {ranks}",
+    }[first.split]
+
+
+def table_shards(
+    table: Table, split: Split, shards: int, ranks: Sequence[int]
+) -> Iterator[TableShard]:
+    """The shards of a table that is divided in one way.
+
+    Args:
+        table: The table.
+        split: How it is divided.
+        shards: Number of shards.
+        ranks: Rank of each shard; all ranks if replicated.
+    """
+    by_rows = split in ("rows", "node_rows")
+    hashed = by_rows and not table.range_imbalance(shards) <= 1.05
+    edges = range_edges(table.rows, shards) if by_rows and not hashed else ()
+    columns = table.width // shards if split == "columns" else table.width
+    for index, rank in enumerate(sorted(ranks)):
+        first = index * columns if split == "columns" else 0
+        yield TableShard(
+            table=table.name,
+            rank=rank,
+            split=split,
+            index=index,
+            shards=shards,
+            hashed=hashed,
+            rows=(edges[index], edges[index + 1]) if edges else (0, table.rows),
+            columns=(first, first + columns),
+        )
+
+
+def gap_over(load: float, bound: float) -> float:
+    """How much larger a load is than a bound; 0 where rounding makes it smaller."""
+    return max(0.0, load / bound - 1.0) if math.isfinite(bound) and bound > 0 else 0.0

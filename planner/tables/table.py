@@ -1,0 +1,128 @@
+"""An embedding table as the placement sees it: its size and how often it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from whalejax.meshes.checks import Arguments
+from whalejax.planner.errors import PlanError
+
+
+ID_BYTES: Final = 4
+"""Bytes of one id as ranks exchange it: int32."""
+
+LEAST_COLUMNS: Final = 16
+"""Columns of the narrowest shard: one cache line of float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Table:
+    """One embedding table.
+
+    Attributes:
+        name: Name, unique among the tables that are placed together.
+        rows: Number of rows.
+        width: Elements of a row.
+        element_bytes: Bytes of an element; 4 by default.
+        optimizer_bytes_per_row: Bytes of optimizer state of one row; 4 by default, as
+            for row-wise Adagrad.
+        lookups_per_sample: Mean number of rows that a sample reads; 1 by default.
+        pooled: Whether the rows of a sample are summed before they are exchanged.
+            Otherwise every row that is looked up is exchanged.
+        vectors: Vectors that are exchanged for a sample, where neither holds, as with
+            several lookups; None follows ``pooled``.
+        splits_columns: Whether columns may be stored apart. False where the optimizer's
+            state belongs to a whole row, as in row-wise Adagrad.
+        counts: How often each row was looked up in a sample of the data, or None.
+    """
+
+    name: str
+    rows: int
+    width: int
+    element_bytes: int = 4
+    optimizer_bytes_per_row: int = 4
+    lookups_per_sample: float = 1.0
+    pooled: bool = True
+    vectors: float | None = None
+    splits_columns: bool = True
+    counts: Sequence[int] | np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        problems = Arguments(f"Table {self.name!r}")
+        problems.words("name", self.name)
+        for name in ("rows", "width", "element_bytes"):
+            problems.whole(name, getattr(self, name), least=1)
+        problems.whole("optimizer_bytes_per_row", self.optimizer_bytes_per_row)
+        problems.number("lookups_per_sample", self.lookups_per_sample, least=0)
+        problems.switch("pooled", self.pooled)
+        problems.number("vectors", self.vectors, least=0, none=True)
+        problems.switch("splits_columns", self.splits_columns)
+        problems.raise_if_any()
+        if self.counts is None:
+            return
+        counts = np.asarray(self.counts)
+        if counts.shape != (self.rows,):
+            raise PlanError(
+                f"the counts of table {self.name!r} have shape {counts.shape}, and the "
+                f"table has {self.rows:,} rows; expected one count a row. Are these "
+                "the counts of another table?"
+            )
+        if counts.dtype.kind not in "iuf" or (counts < 0).any():
+            raise PlanError(
+                f"the counts of table {self.name!r} are {counts.dtype}, least "
+                f"{counts.min()}; expected numbers, 0 or more"
+            )
+        object.__setattr__(self, "counts", counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table and its optimizer state."""
+        row = self.width * self.element_bytes + self.optimizer_bytes_per_row
+        return self.rows * row
+
+    @property
+    def vectors_per_sample(self) -> float:
+        """Vectors of the table's width that a sample needs from another rank."""
+        if self.vectors is not None:
+            return self.vectors
+        return 1.0 if self.pooled else self.lookups_per_sample
+
+    def distinct_rows(self, lookups: float) -> float:
+        """Expected number of different rows among so many lookups.
+
+        Args:
+            lookups: Lookups of all samples of a batch. Without counts ids are taken as
+                uniform, the most distinct that there can be.
+
+        >>> round(Table(name="a", rows=10, width=4).distinct_rows(10), 2)
+        6.51
+        """
+        if self.counts is None or not np.sum(self.counts):
+            if self.rows == 1:
+                return min(1.0, lookups)
+            return float(-self.rows * np.expm1(lookups * np.log1p(-1.0 / self.rows)))
+        share = np.asarray(self.counts, float) / float(np.sum(self.counts))
+        return float(np.sum(-np.expm1(-lookups * share)))
+
+    def range_imbalance(self, parts: int) -> float:
+        """Lookups of the busiest of equal row ranges over the mean; inf if unknown."""
+        if self.counts is None or not np.sum(self.counts):
+            return float("inf")
+        edges = range_edges(self.rows, parts)
+        cumulative = np.concatenate([[0.0], np.cumsum(self.counts, dtype=float)])
+        loads = np.diff(cumulative[list(edges)])
+        return float(loads.max() * parts / cumulative[-1])
+
+
+def range_edges(rows: int, parts: int) -> tuple[int, ...]:
+    """Borders of row ranges, of which the first are longer by one.
+
+    >>> range_edges(10, 3)
+    (0, 4, 7, 10)
+    """
+    size, longer = divmod(rows, parts)
+    return tuple(i * size + min(i, longer) for i in range(parts + 1))

@@ -1,0 +1,193 @@
+"""The ways in which a table may be stored, and what each costs the ranks that hold it.
+
+With N samples in a global batch, R ranks, q bytes an element, L lookups a sample and E
+columns, the owner of a whole table reads N·L·E·q bytes, exchanges N·L ids and, forward
+and backward, N·E·q bytes (times L where lookups are not pooled), and reads and writes
+the rows that occur, with their optimizer state (Naumov et al., arXiv:1906.00091, for
+the exchange). Of c column shards each has E/c columns and all ids. Of c row shards each
+has 1/c of the lookups and gives a partial sum of full size. A replicated table
+exchanges nothing and all-reduces a gradient of its own size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from whalejax.planner.tables.ranks import Ranks
+from whalejax.planner.tables.table import ID_BYTES, LEAST_COLUMNS, Table
+
+
+Split = Literal["whole", "rows", "columns", "node_rows", "replicate", "host"]
+SPLITS: Final[tuple[Split, ...]] = get_args(Split)
+
+Objective = Literal["time", "rows", "lookups", "both"]
+OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
+
+_ROW_SHARDS: Final = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way of storing tables that stay together, usually one table.
+
+    Attributes:
+        split: How the table is divided.
+        shards: Number of shards; on every rank that holds one the load is that of one.
+        slots: Shards that the exchange counts on each such rank; 0 if replicated.
+        loads: Load of one shard in each measure of the objective.
+        exchange_bytes: Bytes that a rank gives to all-to-alls for one shard.
+        memory_bytes, host_bytes: Bytes that one shard stores on a rank and on its host.
+    """
+
+    split: Split
+    shards: int
+    slots: int
+    loads: tuple[float, ...]
+    exchange_bytes: float
+    memory_bytes: float
+    host_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """Tables that are placed as one, and the ways in which that can be done.
+
+    Attributes:
+        tables: Numbers of the tables.
+        ways: Possible ways, at least one.
+        rank: Rank that the user fixed, or None.
+    """
+
+    tables: tuple[int, ...]
+    ways: tuple[Way, ...]
+    rank: int | None = None
+
+
+def rank_groups(way: Way, ranks: Ranks, fixed: int | None) -> Sequence[Sequence[int]]:
+    """Sets of ranks that one choice covers: single ranks, nodes, or all ranks.
+
+    Args:
+        way: Way of storing the table.
+        ranks: All ranks.
+        fixed: Rank that the user fixed, or None.
+    """
+    if way.split == "replicate":
+        return [range(ranks.count)]
+    if way.split == "node_rows":
+        size = ranks.per_node
+        return [range(i, i + size) for i in range(0, ranks.count, size)]
+    return [[rank] for rank in (range(ranks.count) if fixed is None else [fixed])]
+
+
+def times_chosen(way: Way) -> int:
+    """How many of the ``rank_groups`` a way takes."""
+    return 1 if way.split in ("replicate", "node_rows") else way.shards
+
+
+def list_ways(
+    table: Table,
+    ranks: Ranks,
+    *,
+    batch_size: int,
+    objective: Objective,
+    splits: Collection[str],
+) -> Iterator[Way]:
+    """The ways of storing one table, cheapest shards last.
+
+    Args:
+        table: The table.
+        ranks: Devices that may hold it.
+        batch_size: Samples of a global batch.
+        objective: What is balanced; see ``place_tables``.
+        splits: Splits that are allowed.
+    """
+    for split in SPLITS:
+        if split not in splits:
+            continue
+        for shards in _shard_numbers(split, table, ranks, batch_size):
+            yield _way(split, shards, table, ranks, batch_size, objective)
+
+
+def _shard_numbers(
+    split: Split, table: Table, ranks: Ranks, batch_size: int
+) -> Sequence[int]:
+    if split == "columns":
+        most = table.width // LEAST_COLUMNS if table.splits_columns else 0
+        fine = range(2, min(most, max(2, 2 * ranks.count)) + 1)
+        return [c for c in fine if table.width % c == 0]
+    if split == "rows":
+        most = min(table.rows, max(2, 2 * ranks.count))
+        numbers = {*_ROW_SHARDS, ranks.count, 2 * ranks.count}
+        return sorted(c for c in numbers if 1 < c <= most)
+    if split == "node_rows":
+        several = 1 < ranks.per_node < ranks.count and table.rows >= ranks.per_node
+        return [ranks.per_node] if several else []
+    if split == "replicate":
+        cheap = table.rows * ranks.count < batch_size
+        return [ranks.count] if ranks.count > 1 and cheap else []
+    return [1] if split == "whole" or ranks.host_bytes > 0 else []
+
+
+def _way(
+    split: Split,
+    shards: int,
+    table: Table,
+    ranks: Ranks,
+    batch_size: int,
+    objective: Objective,
+) -> Way:
+    parts = 1 if split == "replicate" else shards
+    row_parts = parts if split in ("rows", "node_rows") else 1
+    memory = table.nbytes / parts
+    lookups = table.lookups_per_sample * table.width / parts
+    seconds, exchanged = _seconds(split, parts, row_parts, table, ranks, batch_size)
+    measures: dict[str, tuple[float, ...]] = {
+        "time": (seconds,),
+        "rows": (table.rows * table.width / parts,),
+        "lookups": (lookups / (ranks.count if split == "replicate" else 1),),
+    }
+    measures["both"] = (*measures["rows"], *measures["lookups"])
+    hosted = split == "host"
+    return Way(
+        split=split,
+        shards=shards,
+        slots=0 if split == "replicate" else 1,
+        loads=measures[objective],
+        exchange_bytes=exchanged,
+        memory_bytes=0.0 if hosted else memory,
+        host_bytes=memory if hosted else 0.0,
+    )
+
+
+def _seconds(
+    split: Split,
+    parts: int,
+    row_parts: int,
+    table: Table,
+    ranks: Ranks,
+    batch_size: int,
+) -> tuple[float, float]:
+    """Seconds of one shard in a step, and bytes that it gives to all-to-alls."""
+    element = table.width * table.element_bytes
+    lookups = batch_size * table.lookups_per_sample
+    distinct = table.distinct_rows(lookups)
+    state = element + table.optimizer_bytes_per_row
+    moved = lookups * element / parts + 2 * distinct * state / parts
+    if split == "replicate":
+        local = lookups * element / ranks.count + 2 * distinct * state
+        gradient = table.rows * element
+        return local * ranks.read_seconds + gradient * ranks.reduce_seconds, 0.0
+    vectors = batch_size * table.vectors_per_sample * element * row_parts / parts
+    ids = lookups * ID_BYTES
+    if split == "node_rows":
+        crossing = ids + 2 * vectors / ranks.per_node
+        seconds = 2 * vectors * ranks.node_reduce_seconds
+        seconds += crossing * ranks.cross_seconds + moved * ranks.read_seconds
+        return seconds, crossing
+    speed = ranks.host_seconds if split == "host" else ranks.read_seconds
+    exchanged = ids + 2 * vectors
+    if ranks.count == 1:
+        return moved * speed, 0.0
+    return moved * speed + exchanged * ranks.exchange_seconds, exchanged

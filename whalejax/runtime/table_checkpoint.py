@@ -1,0 +1,107 @@
+"""Checkpoints of states with tables: whole tables, whatever placement wrote them.
+
+Tables and the state of their rows are written row by row in their own order, under
+their paths, so that a checkpoint of any placement can be read into any other. Files,
+hashes and records are those of all checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from whalejax import _compat
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.checkpoint import (
+    ARRAYS,
+    checked,
+    existing_path,
+    nested,
+    new_path,
+    raw_array,
+    read_leaves,
+    write_arrays,
+)
+from whalejax.runtime.checkpoint_files import being_built, hashed, unwritten
+from whalejax.runtime.checkpoint_record import Leaf, check_same, write_record
+
+
+Sections = dict[str, dict[str, Any]]
+"""Arrays of a state by section and by path."""
+
+
+def save_sections(
+    path: str | os.PathLike[str], sections: Sections, plan: Plan, batch_size: int
+) -> None:
+    """Write a checkpoint; it appears whole or not at all.
+
+    Args:
+        path: Directory that does not exist yet.
+        sections: Arrays.
+        plan: Plan of the dense part, for the record.
+        batch_size: Samples of a global batch.
+
+    Raises:
+        WhaleError: something is at that path already, or it cannot be written.
+    """
+    target = new_path(path)
+    leaves = [
+        (_leaf(section, name, array), array)
+        for section, arrays in sections.items()
+        for name, array in arrays.items()
+    ]
+    with being_built(target) as building:
+        try:
+            arrays = nested([(leaf, raw_array(array)) for leaf, array in leaves])
+            write_arrays(building / ARRAYS, arrays)
+        except Exception as error:  # Orbax tells of a full disk by many classes
+            raise WhaleError(unwritten(target, error)) from error
+        described = [leaf for leaf, _ in leaves]
+        write_record(building, described, plan, hashed(building), None, batch_size)
+
+
+def restore_sections(path: str | os.PathLike[str], wanted: Sections) -> Sections:
+    """Read a checkpoint as host arrays; its files are compared with their hashes.
+
+    Args:
+        path: What ``save_sections`` wrote.
+        wanted: Arrays, real or abstract, of the shapes and types that it must have.
+
+    Raises:
+        WhaleError: no checkpoint is there, it is damaged, or it is another model's.
+    """
+    target = existing_path(path)
+    record = checked(target)
+    leaves = [
+        _leaf(section, name, array)
+        for section, arrays in wanted.items()
+        for name, array in arrays.items()
+    ]
+    saved = {leaf.place: leaf for leaf in record.leaves}
+    check_same(target, saved, {leaf.place: leaf for leaf in leaves})
+    values = read_leaves(target, record, [(leaf, None) for leaf in leaves])
+    return nested(list(zip(leaves, values, strict=True)))
+
+
+def _leaf(section: str, name: str, array: Any) -> Leaf:
+    is_key = _compat.is_key_dtype(array.dtype)
+    return Leaf(
+        section=section,
+        name=name,
+        shape=tuple(np.shape(array)),
+        dtype=str(array.dtype),
+        key_impl=_compat.key_algorithm_name(array.dtype) if is_key else "",
+    )
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """A name for each leaf of a tree, by its path."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [
+        jax.tree_util.keystr(path, simple=True, separator=".") or "value"
+        for path, _ in flat
+    ]

@@ -1,0 +1,647 @@
+"""The compiled step of a model with tables: ``wh.compile_tables`` and its state.
+
+Lookups, the dense part and updates are one ``jax.jit`` program, in three sections:
+``whalejax.tables.programs`` has them. Ids are checked before a step runs, since an
+array takes any id without a word.
+
+The module is long because ``TableStep`` has the whole public life of a step: state,
+training, evaluation, checkpoints and the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from whalejax.adapters.base import Adapter, adapt, wants_key
+from whalejax.capture.batch import aval_of
+from whalejax.lowering.state import host_copy, typed_key
+from whalejax.meshes.checks import Arguments, shown
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.errors import PlanError
+from whalejax.runtime.table_checkpoint import (
+    Sections,
+    leaf_names,
+    restore_sections,
+    save_sections,
+)
+from whalejax.runtime.validate import devices_of
+from whalejax.tables.dense import UNUSED, dense_outputs, dense_params
+from whalejax.tables.layout import make_layout
+from whalejax.tables.plan import TablesPlan, cut_program
+from whalejax.tables.programs import TableArrays, TablePrograms
+from whalejax.tables.recognize import check_divisible
+from whalejax.tables.store import TableStore
+from whalejax.user_code.ambient_mesh import without_mesh
+from whalejax.user_code.argument_checks import refuse_bad_optimizer
+
+
+_OUT_OF_RANGE: Final = ("error", "clip")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "rest", "opt_state", "tables", "step", "rng"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TablesState:
+    """Everything that a step with tables changes, as sharded arrays.
+
+    A step consumes the state that it is given and returns the next one.
+
+    Attributes:
+        params: Trained leaves that are no tables, by their paths.
+        rest: Leaves that are not trained.
+        opt_state: State of their optimizer.
+        tables: Tables and the state of their rows.
+        step: Number of steps done, an int32 scalar.
+        rng: The run's random key.
+    """
+
+    params: dict[str, Any]
+    rest: list[Any]
+    opt_state: Any
+    tables: TableArrays
+    step: Any
+    rng: Any
+
+
+class TableStep:
+    """A plan with tables, compiled: call it with a state and a global batch.
+
+    Attributes:
+        plan: What it runs.
+        mesh: Devices, with the axes ``data`` and ``fsdp``.
+        programs: The sections of the step, and the layout of the tables.
+        store: What brings tables to the devices and back.
+        adapter: How the model divides into parameters and the rest.
+    """
+
+    def __init__(
+        self,
+        plan: TablesPlan,
+        adapter: Adapter,
+        optimizer: optax.GradientTransformation | None,
+        out_of_range: str,
+        devices: Any,
+    ) -> None:
+        """Trace what is needed to know shapes; compile nothing.
+
+        Args:
+            plan, adapter, optimizer, out_of_range, devices: As for ``compile_tables``.
+        """
+        self.plan, self.adapter = plan, adapter
+        self._trains = optimizer is not None
+        self._optimizer = optax.identity() if optimizer is None else optimizer
+        self.mesh = _mesh(plan, devices)
+        program = cut_program(adapter, plan.batch)
+        names = tuple(adapter.param_paths[one.param] for one in program.lookups)
+        if tuple(adapter.param_paths[n] for n in program.tables) != plan.tables:
+            raise PlanError(
+                f"this plan has the tables {', '.join(plan.tables)}, and the loss "
+                f"looks up {', '.join(dict.fromkeys(names))}. Plan again for this loss"
+            )
+        check_divisible(program.lookups, plan.placement.ranks.count)
+        rows = {table.name: table.rows for table in plan.placement.tables}
+        self.programs = TablePrograms(
+            program=program,
+            layout=make_layout(plan.placement, program.lookups, names),
+            names=names,
+            rows=tuple(rows[name] for name in names),
+            optimizer=plan.rows,
+            mesh=self.mesh,
+            axes=tuple(plan.axes),
+            clips=out_of_range == "clip",
+        )
+        leaves = dict(
+            zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
+        )
+        self.store = TableStore(
+            layout=self.programs.layout,
+            optimizer=plan.rows,
+            mesh=self.mesh,
+            axes=self.programs.axes,
+            shapes={t.name: (t.rows, t.width) for t in plan.placement.tables},
+            dtype=leaves[plan.tables[0]].dtype,
+        )
+        self._train = jax.jit(self._advance, donate_argnums=0)
+        self._eval = jax.jit(self._evaluate)
+        self._bounds = jax.jit(
+            self.programs.id_bounds,
+            out_shardings=NamedSharding(self.mesh, PartitionSpec()),
+        )
+
+    # Starting.
+
+    @without_mesh
+    def init(self, make_model: Callable[..., Any], *, rng: Any) -> TablesState:
+        """A fresh state; of its tables host memory holds one at a time.
+
+        Args:
+            make_model: Builds the model; takes the key, or nothing.
+            rng: A random key; the run's own keys derive from it too.
+
+        Raises:
+            WhaleError: it builds another model than the plan is for.
+        """
+        if not callable(make_model):
+            raise WhaleError(
+                f"make_model is {shown(make_model)}; expected a function of a random "
+                "key, or of nothing, that builds the model"
+            )
+        key = typed_key(rng, for_loss=self.adapter.takes_rng)
+
+        def leaves(key: Any) -> tuple[dict[str, Any], list[Any]]:
+            model = make_model(key) if wants_key(make_model) else make_model()
+            params, rest = self.adapter.take_apart(model)
+            paths = self.adapter.param_paths
+            values = dict(zip(paths, jax.tree.leaves(params), strict=True))
+            return values, jax.tree.leaves(rest)
+
+        def dense(key: Any) -> tuple[dict[str, Any], list[Any]]:
+            values, rest = leaves(key)
+            return {p: x for p, x in values.items() if p not in tables}, rest
+
+        tables = set(self.plan.tables)
+        arrays = self.store.empty()
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            key_here = jax.device_put(key, jax.local_devices(backend="cpu")[0])
+            params, rest = jax.jit(dense)(key_here)
+            # What is not asked for is not computed: one table at a time.
+            for name in self.plan.tables:
+                table = jax.jit(lambda key, name=name: leaves(key)[0][name])(key_here)
+                arrays = self.store.write(arrays, name, np.asarray(table), None)
+        key = jax.random.fold_in(key, 0x5EED)
+        return self._state(params, rest, arrays, key, None)
+
+    @without_mesh
+    def init_from(self, model: Any, *, rng: Any = None) -> TablesState:
+        """A state with the values of an existing model, which stays the user's own.
+
+        Args:
+            model: The model, with real arrays.
+            rng: A random key for losses that take one; key 0 if left out.
+        """
+        key = jax.random.key(0) if rng is None else rng
+        key = typed_key(key, for_loss=self.adapter.takes_rng)
+        params, rest = self.adapter.take_apart(model)
+        leaves = jax.tree.leaves(params)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            raise WhaleError(
+                "init_from was given an abstract model, which has shapes and no "
+                "values. Use init(make_model, rng=jax.random.key(seed))"
+            )
+        values = dict(zip(self.adapter.param_paths, leaves, strict=True))
+        arrays = self.store.empty()
+        for name in self.plan.tables:
+            arrays = self.store.write(arrays, name, host_copy(values.pop(name)), None)
+        return self._state(values, jax.tree.leaves(rest), arrays, key, None)
+
+    def _state(
+        self,
+        params: Mapping[str, Any],
+        rest: list[Any],
+        tables: TableArrays,
+        key: Any,
+        done: tuple[Any, int] | None,
+    ) -> TablesState:
+        """A state from its parts.
+
+        Args:
+            params: Trained leaves that are no tables, by their paths.
+            rest: Other leaves.
+            tables: Tables and the state of their rows.
+            key: The run's key.
+            done: State of the optimizer and number of steps, or None to begin.
+        """
+        params = dict(params) or {UNUSED: np.zeros((), np.float32)}
+        dense = {
+            path: jax.device_put(host_copy(leaf), self._dense_sharding(path))
+            for path, leaf in params.items()
+        }
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        if done is None:
+            opt_state, step = jax.jit(self._initial_optimizer)(dense), 0
+        else:
+            opt_state, step = done
+        return TablesState(
+            params=dense,
+            rest=[jax.device_put(host_copy(leaf), whole) for leaf in rest],
+            opt_state=opt_state,
+            tables=tables,
+            step=jax.device_put(np.int32(step), whole),
+            rng=jax.device_put(key, whole),
+        )
+
+    def _initial_optimizer(self, params: dict[str, Any]) -> Any:
+        return self._shared_like_params(self._optimizer.init(params))
+
+    def _shared_like_params(self, opt_state: Any) -> Any:
+        """State of the dense optimizer, each array shared out as its parameter is."""
+        names = dense_params(self.adapter, self.programs.program, self.adapter.params)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        constrain: Any = jax.lax.with_sharding_constraint
+        return _map_params(
+            self._optimizer,
+            constrain,
+            opt_state,
+            {path: self._dense_sharding(path) for path in names},
+            transform_non_params=lambda leaf: constrain(leaf, whole),
+        )
+
+    def _dense_sharding(self, path: str) -> NamedSharding:
+        specs = self.plan.dense.partition_specs()
+        return NamedSharding(self.mesh, specs.get(f"dense.{path}", PartitionSpec()))
+
+    # Running.
+
+    @without_mesh
+    def __call__(
+        self, state: TablesState, batch: Any
+    ) -> tuple[TablesState, dict[str, Any]]:
+        """One step of both optimizers.
+
+        Args:
+            state: Is consumed: its buffers are reused.
+            batch: The global batch.
+
+        Returns:
+            The new state, and metrics: ``loss`` and what the loss function reports.
+
+        Raises:
+            WhaleError: an id is out of range, or the batch has another shape than the
+                plan is for.
+        """
+        if not self._trains:
+            raise PlanError(
+                "this step was compiled without an optimizer and can only evaluate. "
+                "Pass optimizer= to wh.compile_tables to train"
+            )
+        new, metrics = self._train(self._checked(state), self._placed(batch))
+        return new, metrics
+
+    @without_mesh
+    def eval(self, state: TablesState, batch: Any) -> dict[str, Any]:
+        """The loss and metrics of a batch; nothing changes.
+
+        Args:
+            state: Is kept.
+            batch: As for a step.
+        """
+        metrics: dict[str, Any] = self._eval(self._checked(state), self._placed(batch))
+        return metrics
+
+    @without_mesh
+    def lower(self, state: TablesState, batch: Any) -> Any:
+        """The lowered step (``jax.stages.Lowered``), for looking at the program.
+
+        Args:
+            state, batch: As for a step.
+        """
+        return self._train.lower(self._checked(state), self._placed(batch))
+
+    def _checked(self, state: Any) -> TablesState:
+        if not isinstance(state, TablesState):
+            raise WhaleError(
+                f"state is {shown(state)}; expected what this step's init, init_from "
+                "or restore gave"
+            )
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            raise WhaleError(
+                "this state was consumed by a step, which reused its memory. Go on "
+                "with the state that the step returned"
+            )
+        return state
+
+    def _placed(self, batch: Any) -> list[Any]:
+        """The leaves of a batch on the devices, with ids that are in range."""
+        structure: Any = jax.tree.structure(self.plan.batch)
+        expected = jax.tree.leaves(self.plan.batch)
+        try:
+            same = bool(jax.tree.structure(batch) == structure)
+            given = [aval_of(leaf) for leaf in jax.tree.leaves(batch)] if same else []
+        except (TypeError, AttributeError):
+            given, same = [], False
+        shapes = [(leaf.shape, leaf.dtype) for leaf in expected]
+        if not same or [(leaf.shape, leaf.dtype) for leaf in given] != shapes:
+            raise PlanError(
+                f"batch is {shown(batch)}; this step is for leaves of the shapes "
+                f"{', '.join(str(shape) for shape, _ in shapes)}, in the same "
+                "containers and types. Plan again for another batch"
+            )
+        shared = NamedSharding(self.mesh, PartitionSpec(self.programs.axes))
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        ranks = self.programs.layout.ranks
+        leaves = [
+            jax.device_put(leaf, shared if _divides(leaf, ranks) else whole)
+            for leaf in jax.tree.leaves(batch)
+        ]
+        if not self.programs.clips:
+            self._check_ids(leaves)
+        return leaves
+
+    def _check_ids(self, leaves: list[Any]) -> None:
+        bounds = np.asarray(self._bounds(leaves))
+        problems = Arguments("batch")
+        for number, (least, most) in enumerate(bounds):
+            rows, name = self.programs.rows[number], self.programs.names[number]
+            if least < 0 or most >= rows:
+                value = most if most >= rows else least
+                problems.add(
+                    f"{self.programs.program.lookups[number].feature} has the id "
+                    f"{value}, and {name} has {rows:,} rows, from 0; correct the data, "
+                    'or compile with out_of_range="clip" to take the nearest row'
+                )
+        problems.raise_if_any()
+
+    def _loss(
+        self, state: TablesState, batch: list[Any]
+    ) -> Callable[[Any, Any], tuple[Any, Any]]:
+        program, adapter = self.programs.program, self.adapter
+        tree: Any = jax.tree.structure(adapter.rest)
+        rest = adapter.fold_rest(tree.unflatten(state.rest), state.step)
+        rest = adapter.fold_rest(rest, 0)  # as micro-batch 0 of any plan
+        key = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), 0)
+
+        def loss(params: Any, vectors: Any) -> tuple[Any, Any]:
+            total, weight, metrics, changed = dense_outputs(
+                adapter, program, params, jax.tree.leaves(rest), batch, vectors, key
+            )
+            value = total / jax.lax.stop_gradient(weight)
+            kept = adapter.restore_keys(
+                tree.unflatten(changed), tree.unflatten(state.rest)
+            )
+            return value, (program.metrics.unflatten(metrics), jax.tree.leaves(kept))
+
+        return loss
+
+    def _advance(
+        self, state: TablesState, batch: list[Any]
+    ) -> tuple[TablesState, dict[str, Any]]:
+        params, opt_state, tables, value, (metrics, rest) = self.programs.train(
+            self._loss(state, batch),
+            self._optimizer,
+            batch,
+            state.params,
+            state.opt_state,
+            state.tables,
+            state.step,
+        )
+        params = {
+            path: jax.lax.with_sharding_constraint(leaf, self._dense_sharding(path))
+            for path, leaf in params.items()
+        }
+        new = dataclasses.replace(
+            state,
+            params=params,
+            rest=rest,
+            opt_state=self._shared_like_params(opt_state),
+            tables=tables,
+            step=state.step + 1,
+        )
+        return new, {"loss": value, **metrics}
+
+    def _evaluate(self, state: TablesState, batch: list[Any]) -> dict[str, Any]:
+        ids = self.programs.shared_out(self.programs.all_ids(batch))
+        vectors, _ = self.programs.look_up(state.tables, ids)
+        value, (metrics, _) = self._loss(state, batch)(state.params, vectors)
+        return {"loss": value, **metrics}
+
+    # Checkpoints.
+
+    @without_mesh
+    def save(self, path: str | os.PathLike[str], state: TablesState) -> None:
+        """Write a checkpoint; it appears whole or not at all.
+
+        Args:
+            path: Directory that does not exist yet; its parents are made.
+            state: Is kept.
+
+        Raises:
+            WhaleError: something is at that path already, or it cannot be written.
+        """
+        sections = self._sections(self._checked(state))
+        samples = self.plan.placement.batch_size
+        save_sections(path, sections, self.plan.dense, samples)
+
+    @without_mesh
+    def restore(self, path: str | os.PathLike[str]) -> TablesState:
+        """Read a checkpoint into this plan's placement, whatever placement wrote it.
+
+        Args:
+            path: What ``save`` wrote.
+
+        Raises:
+            WhaleError: no checkpoint is there, it is damaged, or it is another model's
+                or optimizer's.
+        """
+        wanted = self._abstract_sections()
+        found = restore_sections(path, wanted)
+        names = {
+            "opt_state": leaf_names(self._abstract_optimizer()),
+            "rest": list(self.adapter.rest_paths),
+        }
+        flat = {
+            section: [found.get(section, {})[name] for name in listed]
+            for section, listed in names.items()
+        }
+        structure: Any = jax.tree.structure(self._abstract_optimizer())
+        opt_state = structure.unflatten(flat["opt_state"])
+        arrays = self.store.empty()
+        for kind in (None, *self.plan.rows.state_names):
+            section = found["tables" if kind is None else f"tables.{kind}"]
+            for name, values in section.items():
+                arrays = self.store.write(arrays, name, np.asarray(values), kind)
+        done = jax.jit(self._shared_like_params)(opt_state), int(found["step"]["step"])
+        rest = flat["rest"]
+        return self._state(found["params"], rest, arrays, found["rng"]["rng"], done)
+
+    def _sections(self, state: TablesState) -> Sections:
+        """Every array of a state in host memory, by section and path."""
+        rows = self.row_states(state)
+        opt_names = leaf_names(state.opt_state)
+        opt_leaves = map(np.asarray, jax.tree.leaves(state.opt_state))
+        rest = zip(self.adapter.rest_paths, state.rest, strict=True)
+        sections: Sections = {
+            "params": {path: np.asarray(x) for path, x in state.params.items()},
+            "rest": dict(rest),
+            "opt_state": dict(zip(opt_names, opt_leaves, strict=True)),
+            "tables": self.table_values(state),
+            "step": {"step": np.asarray(state.step)},
+            "rng": {"rng": state.rng},
+        }
+        for kind in self.plan.rows.state_names:
+            sections[f"tables.{kind}"] = {name: rows[name][kind] for name in rows}
+        return sections
+
+    def _abstract_optimizer(self) -> Any:
+        return jax.eval_shape(self._optimizer.init, self._abstract_params())
+
+    def _abstract_params(self) -> dict[str, Any]:
+        own = dense_params(self.adapter, self.programs.program, self.adapter.params)
+        return {path: aval_of(leaf) for path, leaf in own.items()}
+
+    def _abstract_sections(self) -> Sections:
+        """The shapes and types of ``_sections``."""
+        leaves = zip(
+            self.adapter.param_paths, jax.tree.leaves(self.adapter.params), strict=True
+        )
+        tables = {p: aval_of(x) for p, x in leaves if p in self.plan.tables}
+        rest = jax.tree.map(aval_of, jax.tree.leaves(self.adapter.rest))
+        optimizer = self._abstract_optimizer()
+        sections: Sections = {
+            "params": self._abstract_params(),
+            "rest": dict(zip(self.adapter.rest_paths, rest, strict=True)),
+            "opt_state": dict(
+                zip(leaf_names(optimizer), jax.tree.leaves(optimizer), strict=True)
+            ),
+            "tables": tables,
+            "step": {"step": jax.ShapeDtypeStruct((), np.int32)},
+            "rng": {"rng": jax.eval_shape(lambda: jax.random.key(0))},
+        }
+        for kind in self.plan.rows.state_names:
+            sections[f"tables.{kind}"] = {
+                name: jax.ShapeDtypeStruct(
+                    (x.shape[0], self.plan.rows.state_width(kind, x.shape[1])), x.dtype
+                )
+                for name, x in tables.items()
+            }
+        return sections
+
+    # The model.
+
+    def table_values(self, state: TablesState) -> dict[str, np.ndarray]:
+        """Every table whole, in host memory, by its path.
+
+        Args:
+            state: Is kept.
+        """
+        return self.store.collect(state.tables, None)
+
+    def row_states(self, state: TablesState) -> dict[str, dict[str, np.ndarray]]:
+        """State arrays of every table's rows, whole, by path and name.
+
+        Args:
+            state: Is kept.
+        """
+        kinds = self.plan.rows.state_names
+        by_kind = {kind: self.store.collect(state.tables, kind) for kind in kinds}
+        return {
+            name: {kind: by_kind[kind][name] for kind in kinds}
+            for name in self.plan.tables
+        }
+
+    def model(self, state: TablesState) -> Any:
+        """The model in the user's own type, its tables whole in host memory.
+
+        Args:
+            state: Is kept.
+        """
+        values = {**self.table_values(self._checked(state)), **state.params}
+        params = [jnp.asarray(values[path]) for path in self.adapter.param_paths]
+        trees: list[Any] = [
+            jax.tree.structure(self.adapter.params),
+            jax.tree.structure(self.adapter.rest),
+        ]
+        parts = trees[0].unflatten(params), trees[1].unflatten(state.rest)
+        return self.adapter.rebuild(*parts)
+
+
+_map_params: Final[Any] = optax.tree_map_params
+
+
+def _divides(leaf: Any, ranks: int) -> bool:
+    shape = np.shape(leaf)
+    return bool(shape) and shape[0] % ranks == 0
+
+
+def _mesh(plan: TablesPlan, devices: Any) -> Mesh:
+    """The devices along ``data`` and ``fsdp``, in the plan's order."""
+    found = devices_of(plan.dense, devices)
+    order = plan.dense.device_order or range(len(found))
+    ordered = np.array([found[number] for number in order], dtype=object)
+    return Mesh(ordered.reshape(tuple(plan.axes.values())), tuple(plan.axes))
+
+
+@without_mesh
+def compile_tables(
+    plan: TablesPlan,
+    loss_fn: Callable[..., Any],
+    model: Any,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    out_of_range: str = "error",
+    trainable: Any = None,
+    devices: Any = None,
+) -> TableStep:
+    """Turns a plan with tables into a step that runs.
+
+    Args:
+        plan: From ``wh.plan_tables``.
+        loss_fn: The loss that the plan was made for.
+        model: The same model, abstract or real.
+        optimizer: Optimizer of the parameters that are no tables; plain evaluation
+            needs none.
+        out_of_range: What becomes of ids that have no row: ``"error"`` checks every
+            batch before it is used, ``"clip"`` takes the nearest row.
+        trainable: As given to ``wh.plan_tables``.
+        devices: Devices to run on, in node order; all of them if left out.
+
+    Returns:
+        The step. Nothing is compiled before it is called.
+
+    Raises:
+        PlanError: the plan is for another model, batch or machine.
+    """
+    problems = Arguments("wh.compile_tables")
+    problems.of("plan", plan, TablesPlan, "what wh.plan_tables gave")
+    problems.choice("out_of_range", out_of_range, _OUT_OF_RANGE)
+    problems.raise_if_any()
+    refuse_bad_optimizer(optimizer)
+    if jax.process_count() > 1:
+        raise PlanError(
+            f"{jax.process_count()} processes are running; steps with tables run in "
+            "one process with all devices. Start one process"
+        )
+    adapter = adapt(model, loss_fn, trainable=trainable).without_values()
+    if adapter.param_paths != plan.model_paths:
+        other = set(adapter.param_paths) ^ set(plan.model_paths)
+        raise PlanError(
+            f"this plan is for another model: {', '.join(sorted(other)[:4])} "
+            f"{'is' if len(other) == 1 else 'are'} in one of them only. Plan again"
+        )
+    _check_shapes(plan, adapter)
+    return TableStep(plan, adapter, optimizer, out_of_range, devices)
+
+
+def _check_shapes(plan: TablesPlan, adapter: Adapter) -> None:
+    """Refuses a model whose parameters have other shapes than planned."""
+    leaves = dict(
+        zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
+    )
+    planned: dict[str, tuple[int, ...]] = {
+        table.name: (table.rows, table.width) for table in plan.placement.tables
+    }
+    planned |= {
+        leaf.path.removeprefix("dense."): tuple(leaf.shape)
+        for leaf in plan.dense.leaves
+        if leaf.path.startswith("dense.")
+    }
+    for path, shape in planned.items():
+        found = tuple(leaves[path].shape) if path in leaves else shape
+        if found != shape:
+            raise PlanError(
+                f"this plan is for another model: {path} has the shape {found}, and "
+                f"{shape} was planned. Plan again"
+            )

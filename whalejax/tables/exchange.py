@@ -1,0 +1,288 @@
+"""Lookups where the rows are, and updates of the rows that were looked up.
+
+Each function runs on one rank inside ``shard_map``. A step has one all-to-all of ids,
+one of vectors and, backwards, one of their gradients, whatever the number of tables.
+No array has the size of a table but the buffers and their state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax.tables.layout import TableLayout, WidthLayout
+from whalejax.tables.recognize import NO_ID, Lookup
+from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
+
+
+def exchange_ids(layout: TableLayout, ids: Any, axes: tuple[str, ...]) -> Any:
+    """Sends the ids of this rank's samples to where their rows are.
+
+    Args:
+        layout: Buffers and columns.
+        ids: ``int32[samples / ranks, ids]``, those of all lookups side by side.
+        axes: Mesh axes that the ranks are numbered along.
+
+    Returns:
+        ``int32[samples, columns]``: the ids that this rank looks up for all samples.
+    """
+    none = jnp.full((ids.shape[0], 1), NO_ID, ids.dtype)
+    padded = jnp.concatenate([ids, none], axis=1)
+    parts = [each.source for each in layout.widths.values()]
+    source = jnp.concatenate([jnp.asarray(part) for part in parts], axis=1)
+    sent = jnp.moveaxis(padded[:, source], 1, 0)  # [ranks, samples / ranks, columns]
+    return _all_to_all(sent, layout.ranks, axes)
+
+
+def give_vectors(
+    layout: TableLayout, buffers: Mapping[int, Any], ids: Any, axes: tuple[str, ...]
+) -> Any:
+    """Looks rows up and sends the vectors to the samples that they are for.
+
+    Args:
+        layout: Buffers and columns.
+        buffers: This rank's buffers by width.
+        ids: From ``exchange_ids``.
+        axes: Mesh axes that the ranks are numbered along.
+
+    Returns:
+        ``[ranks, samples / ranks, elements]``: what each rank gave for these samples.
+    """
+    dtype = jnp.result_type(*(buffer.dtype for buffer in buffers.values()))
+    given = []
+    for width, each in layout.widths.items():
+        place, slot = _places(each, ids, axes)
+        rows = buffers[width].at[place].get(mode="fill", fill_value=0)
+        sums = _sum_columns(rows, slot, each.slots)
+        given.append(sums.reshape(len(ids), each.slots * width).astype(dtype))
+    vectors = jnp.concatenate(given, axis=1)
+    sent = vectors.reshape(layout.ranks, len(ids) // layout.ranks, -1)
+    return _all_to_all(sent, layout.ranks, axes).reshape(sent.shape)
+
+
+def assemble(layout: TableLayout, number: int, lookup: Lookup, received: Any) -> Any:
+    """The vectors of one lookup for this rank's samples.
+
+    Args:
+        layout: Buffers and columns.
+        number: Number of the lookup.
+        lookup: The lookup.
+        received: From ``give_vectors``.
+    """
+    samples = received.shape[1]
+    parts: dict[tuple[int, int], Any] = {}
+    for each in layout.received[number]:
+        width = each.columns[1] - each.columns[0]
+        stop = each.start + each.count * width
+        part = received[each.rank, :, each.start : stop]
+        part = part.reshape(samples, each.count, width)
+        held = parts.get(each.columns)
+        parts[each.columns] = part if held is None else held + part
+    whole = jnp.concatenate([parts[columns] for columns in sorted(parts)], axis=2)
+    return whole.reshape(samples, *lookup.vectors_shape[1:]).astype(lookup.dtype)
+
+
+def return_gradients(
+    layout: TableLayout, gradients: Sequence[Any], axes: tuple[str, ...], dtype: Any
+) -> Any:
+    """Sends gradients of vectors to where their rows are.
+
+    Args:
+        layout: Buffers and columns.
+        gradients: Gradient of each lookup's vectors, for this rank's samples.
+        axes: Mesh axes that the ranks are numbered along.
+        dtype: Element type of the exchange.
+
+    Returns:
+        ``[samples, elements]`` for the vectors that this rank gave.
+    """
+    samples = gradients[0].shape[0]
+    pieces: list[list[tuple[int, Any]]] = [[] for _ in range(layout.ranks)]
+    for places, gradient in zip(layout.received, gradients, strict=True):
+        for each in places:
+            vectors = gradient.reshape(samples, each.count, -1)
+            part = vectors[:, :, slice(*each.columns)].reshape(samples, -1)
+            pieces[each.rank].append((each.start, part.astype(dtype)))
+    sent = jnp.stack(
+        [_joined(each, samples, layout.vector_elements, dtype) for each in pieces]
+    )
+    return _all_to_all(sent, layout.ranks, axes)
+
+
+def _joined(
+    pieces: Sequence[tuple[int, Any]], samples: int, length: int, dtype: Any
+) -> Any:
+    """Parts side by side at their places, zeros between them."""
+    row, end = [], 0
+    for start, part in sorted(pieces, key=lambda piece: piece[0]):
+        row += [jnp.zeros((samples, start - end), dtype), part]
+        end = start + part.shape[1]
+    row.append(jnp.zeros((samples, length - end), dtype))
+    return jnp.concatenate(row, axis=1)
+
+
+def update_buffers(
+    layout: TableLayout,
+    optimizer: SparseOptimizer,
+    buffers: Mapping[int, Any],
+    states: Mapping[int, RowState],
+    ids: Any,
+    gradients: Any,
+    step: Any,
+    axes: tuple[str, ...],
+) -> tuple[dict[int, Any], dict[int, RowState]]:
+    """Updates the rows of this rank that were looked up.
+
+    Args:
+        layout: Buffers and columns.
+        optimizer: How rows change.
+        buffers, states: This rank's buffers and their state, by width.
+        ids: From ``exchange_ids``.
+        gradients: From ``return_gradients``.
+        step: Number of steps before this one.
+        axes: Mesh axes that the ranks are numbered along.
+    """
+    new_buffers: dict[int, Any] = {}
+    new_states: dict[int, RowState] = {}
+    for width, each in layout.widths.items():
+        place, slot = _places(each, ids, axes)
+        stop = each.offset + each.slots * width
+        vectors = gradients[:, each.offset : stop].reshape(-1, each.slots, width)
+        by_column = vectors[:, slot].reshape(-1, width).astype(buffers[width].dtype)
+        new_buffers[width], new_states[width] = update_rows(
+            optimizer, buffers[width], states[width], place.reshape(-1), by_column, step
+        )
+    return new_buffers, new_states
+
+
+def update_rows(
+    optimizer: SparseOptimizer,
+    table: Any,
+    state: RowState,
+    places: Any,
+    gradients: Any,
+    step: Any,
+) -> tuple[Any, RowState]:
+    """Updates rows of one array, those that occur several times once.
+
+    Gradients of a row are summed in the order in which they are given.
+
+    Args:
+        optimizer: How rows change.
+        table: ``[rows, width]``.
+        state: State arrays of as many rows.
+        places: Row of each gradient; the number of rows for none.
+        gradients: ``[gradients, width]``.
+        step: Number of steps before this one.
+    """
+    rows = table.shape[0]
+    order = jnp.argsort(places, stable=True)
+    sorted_places = places[order]
+    before = jnp.concatenate([jnp.full((1,), -1, places.dtype), sorted_places[:-1]])
+    segment = jnp.cumsum(sorted_places != before) - 1
+    count = places.shape[0]
+    sums = jax.ops.segment_sum(
+        gradients[order], segment, num_segments=count, indices_are_sorted=True
+    )
+    touched = jnp.full((count,), rows, places.dtype).at[segment].set(sorted_places)
+    held = table.at[touched].get(mode="fill", fill_value=0)
+    held_state = {
+        name: array.at[touched].get(mode="fill", fill_value=0)
+        for name, array in state.items()
+    }
+    new, new_state = optimizer.update(held, held_state, sums, step)
+    table = table.at[touched].set(new.astype(table.dtype), mode="drop")
+    written = {
+        name: array.at[touched].set(new_state[name].astype(array.dtype), mode="drop")
+        for name, array in state.items()
+    }
+    return table, written
+
+
+def look_up_replicated(table: Any, lookup: Lookup, ids: Any) -> Any:
+    """The vectors of this rank's samples from a table that it holds whole.
+
+    Args:
+        table: The table.
+        lookup: The lookup.
+        ids: ``int32[samples / ranks, ids]``.
+    """
+    place = jnp.where(ids >= 0, ids, table.shape[0])
+    rows = table.at[place].get(mode="fill", fill_value=0)
+    vectors = rows.sum(1) if lookup.pooled else rows
+    return vectors.reshape(len(ids), *lookup.vectors_shape[1:]).astype(lookup.dtype)
+
+
+def replicated_gradient(table: Any, lookup: Lookup, ids: Any, gradient: Any) -> Any:
+    """The sum of this rank's gradients by row, and how often each row occurs.
+
+    Args:
+        table: The table.
+        lookup: The lookup.
+        ids: ``int32[samples / ranks, ids]``.
+        gradient: Gradient of the vectors.
+
+    Returns:
+        ``[rows, width + 1]``; the last column counts.
+    """
+    rows, width = table.shape
+    vectors = gradient.reshape(len(ids), lookup.num_vectors, width).astype(table.dtype)
+    by_id = jnp.broadcast_to(vectors, (len(ids), lookup.num_ids, width))
+    ones = jnp.ones((len(ids), lookup.num_ids, 1), table.dtype)
+    given = jnp.concatenate([by_id, ones], axis=2).reshape(-1, width + 1)
+    place = jnp.where(ids >= 0, ids, rows).reshape(-1)
+    return jnp.zeros((rows, width + 1), table.dtype).at[place].add(given, mode="drop")
+
+
+def update_replicated(
+    optimizer: SparseOptimizer, table: Any, state: RowState, sums: Any, step: Any
+) -> tuple[Any, RowState]:
+    """Updates the rows of a replicated table that occurred on some rank.
+
+    Args:
+        optimizer: How rows change.
+        table, state: The table and its state.
+        sums: ``replicated_gradient``, summed over lookups and ranks.
+        step: Number of steps before this one.
+    """
+    touched = sums[:, -1:] > 0
+    new, new_state = optimizer.update(table, state, sums[:, :-1], step)
+    table = jnp.where(touched, new, table).astype(table.dtype)
+    return table, {
+        name: jnp.where(touched, new_state[name], array).astype(array.dtype)
+        for name, array in state.items()
+    }
+
+
+def _places(each: WidthLayout, ids: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
+    """Row of the buffer of each id, the number of rows for none; and its slot."""
+    rank = jax.lax.axis_index(axes)
+
+    def mine(array: Any) -> Any:
+        return jax.lax.dynamic_index_in_dim(jnp.asarray(array), rank, keepdims=True)
+
+    own = ids[:, each.first_id : each.first_id + each.num_ids]
+    low, high = mine(each.low), mine(each.high)
+    modulus = mine(each.modulus)
+    modulus = jnp.broadcast_to(modulus, own.shape)
+    residue = jax.lax.rem(own, modulus)  # of negative ids it is not asked
+    inside = (own >= low) & (own < high) & (residue == mine(each.residue))
+    place = mine(each.base) + jax.lax.div(own, modulus)
+    return jnp.where(inside, place, each.rows), mine(each.slot)[0]
+
+
+def _sum_columns(rows: Any, slot: Any, slots: int) -> Any:
+    """``[samples, columns, width]`` summed by slot: ``[samples, slots, width]``."""
+    by_column = jnp.moveaxis(rows, 1, 0)
+    sums = jax.ops.segment_sum(by_column, slot, num_segments=slots)
+    return jnp.moveaxis(sums, 0, 1)
+
+
+def _all_to_all(sent: Any, ranks: int, axes: tuple[str, ...]) -> Any:
+    """``[ranks, n, m]`` by receiver to ``[ranks · n, m]`` by sender."""
+    if ranks > 1:
+        sent = jax.lax.all_to_all(sent, axes, 0, 0)
+    return sent.reshape(-1, sent.shape[-1])

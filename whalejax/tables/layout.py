@@ -1,0 +1,281 @@
+"""A placement as arrays: one buffer a column width, padded to the fullest rank.
+
+All shards of one width lie in one buffer, those of a rank one behind the other, and all
+lookups of a rank are columns of ids, so that every rank runs the same program with
+other numbers in it. Exchanges are padded to the rank that has most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from whalejax.planner.tables.placement import TablePlacement, TableShard
+from whalejax.tables.recognize import Lookup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WidthLayout:
+    """The shards of one width.
+
+    Attributes:
+        width: Columns.
+        rows: Rows of the buffer on each rank.
+        slots: Vectors that a rank gives for each sample.
+        source: ``[ranks, ids]``: column of the sample's ids that is sent to a rank, or
+            the number of columns for none.
+        modulus, residue, low, high: The rows of each column's shard: ids of that
+            residue between two limits.
+        base: Row of the buffer at which the shard begins.
+        slot: Slot that the column's row is added to.
+        offset: Where the width's vectors begin in what a rank gives for a sample.
+        first_id: Where its columns begin among those that are sent.
+    """
+
+    width: int
+    rows: int
+    slots: int
+    source: np.ndarray
+    modulus: np.ndarray
+    residue: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    base: np.ndarray
+    slot: np.ndarray
+    offset: int
+    first_id: int
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that a rank takes for each sample."""
+        return int(self.source.shape[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredShard:
+    """Where a shard lies.
+
+    Attributes:
+        shard: The shard.
+        width: Columns, which name the buffer.
+        base: First row in the rank's part of the buffer.
+    """
+
+    shard: TableShard
+    width: int
+    base: int
+
+    @property
+    def row_numbers(self) -> slice:
+        """Rows of the table that it holds."""
+        first, last = self.shard.rows
+        if self.shard.hashed:
+            return slice(first + self.shard.index, last, self.shard.shards)
+        return slice(first, last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedVectors:
+    """Where vectors of a lookup are in what one rank gives.
+
+    Attributes:
+        rank: The rank.
+        start: First element, for each sample.
+        count: Number of vectors.
+        columns: Columns of the table that they have.
+    """
+
+    rank: int
+    start: int
+    count: int
+    columns: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TableLayout:
+    """Buffers of a placement, and where each lookup finds its rows.
+
+    Attributes:
+        ranks: Number of ranks.
+        widths: Layout of each buffer, by its width.
+        stored: Where each shard lies, by the name of its table.
+        replicated: Names of tables that every rank holds.
+        received: For each lookup, where its vectors are; empty if replicated.
+        vector_elements: Elements that a rank gives for each sample.
+        id_columns: Ids that are sent to a rank for each sample.
+    """
+
+    ranks: int
+    widths: Mapping[int, WidthLayout]
+    stored: Mapping[str, tuple[StoredShard, ...]]
+    replicated: frozenset[str]
+    received: tuple[tuple[ReceivedVectors, ...], ...]
+    vector_elements: int
+    id_columns: int
+
+    def exchanged_bytes(self, samples: int, element_bytes: int) -> int:
+        """Bytes that all ranks send to others in one exchange of vectors.
+
+        With N samples, R ranks and at most V elements a sample from one rank:
+        N · V · q · (R - 1).
+
+        Args:
+            samples: Samples of a global batch.
+            element_bytes: Bytes of an element.
+        """
+        return samples * self.vector_elements * element_bytes * (self.ranks - 1)
+
+
+def make_layout(
+    placement: TablePlacement, lookups: Sequence[Lookup], names: Sequence[str]
+) -> TableLayout:
+    """Lays the shards of a placement out in buffers.
+
+    Args:
+        placement: Where tables are stored.
+        lookups: All lookups of the loss.
+        names: Name of the table of each lookup.
+    """
+    ranks = placement.ranks.count
+    replicated = frozenset(s.table for s in placement.shards if s.split == "replicate")
+    shards = [s for s in placement.shards if s.table not in replicated]
+    stored, rows = _stored(shards, ranks)
+    tasks = _Tasks(ranks)
+    firsts = np.cumsum([0, *(one.num_ids for one in lookups)])
+    for number, (lookup, name) in enumerate(zip(lookups, names, strict=True)):
+        for each in () if name in replicated else stored[name]:
+            tasks.add(number, lookup, each, int(firsts[number]))
+    widths: dict[int, WidthLayout] = {}
+    offset = first_id = 0
+    for width in sorted(rows):
+        layout = tasks.layout(width, rows[width], int(firsts[-1]), offset, first_id)
+        widths[width] = layout
+        offset += layout.slots * width
+        first_id += layout.num_ids
+    return TableLayout(
+        ranks=ranks,
+        widths=widths,
+        stored=stored,
+        replicated=replicated,
+        received=tuple(
+            tuple(tasks.received(number, widths)) for number in range(len(lookups))
+        ),
+        vector_elements=offset,
+        id_columns=first_id,
+    )
+
+
+def _stored(
+    shards: Sequence[TableShard], ranks: int
+) -> tuple[dict[str, tuple[StoredShard, ...]], dict[int, int]]:
+    """Where shards lie, and rows of each buffer on a rank."""
+    filled: dict[int, list[int]] = {}
+    stored: dict[str, list[StoredShard]] = {}
+    for shard in shards:
+        width = shard.columns[1] - shard.columns[0]
+        rows = filled.setdefault(width, [0] * ranks)
+        place = StoredShard(shard=shard, width=width, base=rows[shard.rank])
+        rows[shard.rank] += shard.num_rows
+        stored.setdefault(shard.table, []).append(place)
+    most = {width: max(rows) for width, rows in filled.items()}
+    return {name: tuple(each) for name, each in stored.items()}, most
+
+
+class _Tasks:
+    """Lookups of each rank, in the order of its columns of ids and of its slots."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.columns: dict[int, list[list[tuple[int, ...]]]] = {}
+        self.slots: dict[int, list[int]] = {}
+        self.given: dict[int, list[tuple[StoredShard, int, int]]] = {}
+
+    def add(self, number: int, lookup: Lookup, each: StoredShard, first: int) -> None:
+        """Lets a shard's rank do a lookup.
+
+        Args:
+            number: Number of the lookup.
+            lookup: The lookup.
+            each: The shard.
+            first: Its first column among the ids of a sample.
+        """
+        shard, rank = each.shard, each.shard.rank
+        columns = self.columns.setdefault(each.width, [[] for _ in range(self.ranks)])
+        slots = self.slots.setdefault(each.width, [0] * self.ranks)
+        modulus, residue = (shard.shards, shard.index) if shard.hashed else (1, 0)
+        # Local row: base + id // modulus - (first row of a range).
+        base = each.base - (0 if shard.hashed else shard.rows[0])
+        for i in range(lookup.num_ids):
+            slot = slots[rank] + (0 if lookup.pooled else i)
+            columns[rank].append((first + i, modulus, residue, *shard.rows, base, slot))
+        self.given.setdefault(number, []).append(
+            (each, slots[rank], lookup.num_vectors)
+        )
+        slots[rank] += lookup.num_vectors
+
+    def layout(
+        self, width: int, rows: int, none: int, offset: int, first_id: int
+    ) -> WidthLayout:
+        """The padded columns of one width."""
+        columns = self.columns.get(width, [[] for _ in range(self.ranks)])
+        slots = max(self.slots.get(width, [0]))
+        most = max(len(each) for each in columns)
+        padding = (none, 1, 0, 0, 0, 0, max(slots - 1, 0))
+        table = np.full((self.ranks, most, len(padding)), padding, np.int32)
+        for rank, each in enumerate(columns):
+            if each:
+                table[rank, : len(each)] = each
+        source, modulus, residue, low, high, base, slot = np.moveaxis(table, 2, 0)
+        return WidthLayout(
+            width=width,
+            rows=rows,
+            slots=slots,
+            source=source,
+            modulus=modulus,
+            residue=residue,
+            low=low,
+            high=high,
+            base=base,
+            slot=slot,
+            offset=offset,
+            first_id=first_id,
+        )
+
+    def received(
+        self, number: int, widths: Mapping[int, WidthLayout]
+    ) -> Iterator[ReceivedVectors]:
+        """Where the vectors of a lookup are in what ranks give."""
+        for each, slot, count in self.given.get(number, []):
+            start = widths[each.width].offset + slot * each.width
+            yield ReceivedVectors(
+                rank=each.shard.rank,
+                start=start,
+                count=count,
+                columns=each.shard.columns,
+            )
+
+
+def collect_tables(
+    layout: TableLayout, buffers: Mapping[int, np.ndarray], by_row: bool
+) -> dict[str, np.ndarray]:
+    """Whole tables, or state arrays of them, from the shards.
+
+    Args:
+        layout: Where shards lie.
+        buffers: By width, ``[ranks · rows, columns]`` in host memory.
+        by_row: The arrays have one number a row.
+    """
+    found: dict[str, np.ndarray] = {}
+    for name, shards in layout.stored.items():
+        rows = max(each.shard.rows[1] for each in shards)
+        width = 1 if by_row else max(each.shard.columns[1] for each in shards)
+        whole = np.zeros((rows, width), buffers[shards[0].width].dtype)
+        for each in shards:
+            start = each.shard.rank * layout.widths[each.width].rows + each.base
+            columns = slice(0, 1) if by_row else slice(*each.shard.columns)
+            part = buffers[each.width][start : start + each.shard.num_rows]
+            whole[each.row_numbers, columns] = part
+        found[name] = whole
+    return found

@@ -1,0 +1,116 @@
+"""What was decided for a model with tables: a placement and a plan of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax.adapters.base import Adapter
+from whalejax.meshes.checks import shown
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.tables.placement import TablePlacement
+from whalejax.tables.recognize import TableProgram
+from whalejax.tables.sparse_optimizers import SparseOptimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TablesPlan:
+    """How a model with embedding tables runs; ``wh.plan_tables`` makes one.
+
+    ``print`` shows it, ``why(path)`` explains a table or a parameter, and
+    ``wh.compile_tables`` makes a step of it.
+
+    Attributes:
+        placement: Where tables are stored.
+        dense: Plan of everything else, which shares out the batch.
+        rows: How rows of tables change.
+        refused: By path of a parameter that is looked up, why it is no table.
+        model_paths: Path of every trained leaf.
+        batch: Structure of a global batch, of abstract arrays.
+    """
+
+    placement: TablePlacement
+    dense: Plan
+    rows: SparseOptimizer
+    refused: dict[str, str]
+    model_paths: tuple[str, ...]
+    batch: Any
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Paths of the tables."""
+        return tuple(table.name for table in self.placement.tables)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Mesh axes that share out the batch, and the tables, with their sizes."""
+        sizes = {"data": 1, "fsdp": 1} | dict(self.dense.axes)
+        return {name: sizes[name] for name in ("data", "fsdp")}
+
+    def why(self, path: str) -> str:
+        """Says why a table or another parameter is stored as it is.
+
+        Args:
+            path: Dotted path of a parameter, or its beginning.
+
+        Raises:
+            PlanError: no parameter has that path.
+        """
+        if not isinstance(path, str):
+            raise PlanError(f"path is {shown(path)}; expected the path of a parameter")
+        for name in self.tables:
+            if name == path or name.startswith(f"{path}."):
+                return self.placement.why(name)
+        others = [name for name in self.model_paths if name not in self.tables]
+        for name in others:
+            if name == path or name.startswith(f"{path}."):
+                beside = self.refused.get(name)
+                return self.dense.why(f"dense.{name}") + (
+                    f"\n{beside}" if beside else ""
+                )
+        raise PlanError(
+            f"no parameter has the path {shown(path)}; there are "
+            f"{', '.join(self.model_paths[:8])}"
+        )
+
+    def __str__(self) -> str:
+        refused = "".join(f"\nno table: {text}" for text in self.refused.values())
+        return f"{self.placement}{refused}\n\n{self.dense}"
+
+
+def cut_program(adapter: Adapter, batch: Any) -> TableProgram:
+    """The loss of an adapted model, cut at its lookups.
+
+    Args:
+        adapter: The model, without values.
+        batch: A global batch, abstract or real.
+    """
+    import jax
+
+    from whalejax.capture.batch import aval_of
+    from whalejax.tables.recognize import split_loss
+
+    trees: list[Any] = [adapter.params, adapter.rest, jax.tree.map(aval_of, batch)]
+    flat = [jax.tree.leaves(tree) for tree in trees]
+    structures: list[Any] = [jax.tree.structure(tree) for tree in trees]
+
+    metrics: list[Any] = []
+
+    def loss(params: Any, rest: Any, batch: Any, *key: Any) -> list[Any]:
+        given = zip(structures, (params, rest, batch), strict=True)
+        result = adapter.loss(*(tree.unflatten(leaves) for tree, leaves in given), *key)
+        metrics.append(jax.tree.structure(result.metrics))
+        return jax.tree.leaves(
+            (result.total, result.weight, result.metrics, result.rest)
+        )
+
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, _ in jax.tree_util.tree_flatten_with_path(batch)[0]
+    ]
+    key = [jax.eval_shape(lambda: jax.random.key(0))] if adapter.takes_rng else []
+    paths_of = {"paths": adapter.param_paths, "batch_paths": paths}
+    program = split_loss(loss, *flat, *key, **paths_of)
+    return dataclasses.replace(program, metrics=metrics[-1])

@@ -1,0 +1,261 @@
+"""The programs of a step with tables: lookups, the dense part, updates, in this order.
+
+Lookups and updates run in ``shard_map`` over the axes that share out the batch. The
+dense part between them is one global program, which the compiler divides as the plan's
+shardings say: it computes what one device would, with gradients of the vectors that
+were looked up beside those of the parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from whalejax.tables.exchange import (
+    assemble,
+    exchange_ids,
+    give_vectors,
+    look_up_replicated,
+    replicated_gradient,
+    return_gradients,
+    update_buffers,
+    update_replicated,
+)
+from whalejax.tables.layout import TableLayout
+from whalejax.tables.recognize import NO_ID, TableProgram
+from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["buffers", "states", "replicated", "replicated_states"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableArrays:
+    """All tables and their optimizer state.
+
+    Attributes:
+        buffers: By width, ``[ranks · rows, width]``, rows shared out over the ranks.
+        states: State arrays of each buffer, by name.
+        replicated: Tables that every rank holds, by name.
+        replicated_states: Their state arrays, by name.
+    """
+
+    buffers: dict[int, Any]
+    states: dict[int, RowState]
+    replicated: dict[str, Any]
+    replicated_states: dict[str, RowState]
+
+
+DenseLoss = Callable[[Any, Sequence[Any]], tuple[Any, Any]]
+"""Of the parameters and the vectors; gives the mean loss, and what else is wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TablePrograms:
+    """The sections of a step, each a function of arrays.
+
+    Attributes:
+        program: The loss, cut at its lookups.
+        layout: Where rows are.
+        names: Name of the table of each lookup.
+        rows: Rows of that table.
+        optimizer: How rows change.
+        mesh: Devices.
+        axes: Mesh axes that share out the batch, which the ranks are numbered along.
+        clips: Ids out of range are taken as the nearest id.
+    """
+
+    program: TableProgram
+    layout: TableLayout
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    optimizer: SparseOptimizer
+    mesh: Mesh
+    axes: tuple[str, ...]
+    clips: bool
+
+    def all_ids(self, batch: Sequence[Any]) -> Any:
+        """The ids of all lookups side by side, ``int32[samples, ids]``.
+
+        Args:
+            batch: Leaves of a global batch.
+        """
+        found = []
+        for ids, rows in zip(self.program.ids(batch), self.rows, strict=True):
+            if self.clips:
+                ids = jnp.where(ids == NO_ID, ids, jnp.clip(ids, 0, rows - 1))
+            found.append(ids)
+        return jnp.concatenate(found, axis=1)
+
+    def id_bounds(self, batch: Sequence[Any]) -> Any:
+        """Least and largest id of each lookup, ``int32[lookups, 2]``; 0 for none.
+
+        Args:
+            batch: Leaves of a global batch.
+        """
+        bounds = []
+        for ids in self.program.ids(batch):
+            known = jnp.where(ids == NO_ID, 0, ids)
+            bounds.append(jnp.stack([known.min(), known.max()]))
+        return jnp.stack(bounds)
+
+    def look_up(self, tables: TableArrays, ids: Any) -> tuple[list[Any], Any]:
+        """The vectors of every lookup, and the ids as their owners have them.
+
+        Args:
+            tables: All tables.
+            ids: From ``all_ids``.
+        """
+
+        def run(tables: TableArrays, ids: Any) -> tuple[list[Any], Any]:
+            taken = received = jnp.zeros((ids.shape[0], 0), ids.dtype)
+            if self.layout.widths:
+                taken = exchange_ids(self.layout, ids, self.axes)
+                received = give_vectors(self.layout, tables.buffers, taken, self.axes)
+            vectors = []
+            for number, own in enumerate(self._by_lookup(ids)):
+                lookup, name = self.program.lookups[number], self.names[number]
+                if name in self.layout.replicated:
+                    table = tables.replicated[name]
+                    vectors.append(look_up_replicated(table, lookup, own))
+                else:
+                    vectors.append(assemble(self.layout, number, lookup, received))
+            return vectors, taken
+
+        shared = PartitionSpec(self.axes)
+        mapped = self._mapped(run, (self.specs(tables), shared), shared)
+        found: tuple[list[Any], Any] = mapped(tables, ids)
+        return found
+
+    def update(
+        self, tables: TableArrays, ids: Any, taken: Any, gradients: Any, step: Any
+    ) -> TableArrays:
+        """The tables after the rows that were looked up changed.
+
+        Args:
+            tables: All tables.
+            ids, taken: From ``all_ids`` and ``look_up``.
+            gradients: Gradient of each lookup's vectors.
+            step: Number of steps before this one.
+        """
+
+        def run(
+            tables: TableArrays, ids: Any, taken: Any, gradients: list[Any], step: Any
+        ) -> TableArrays:
+            buffers, states = dict(tables.buffers), dict(tables.states)
+            if self.layout.widths:
+                dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
+                returned = return_gradients(self.layout, gradients, self.axes, dtype)
+                buffers, states = update_buffers(
+                    self.layout,
+                    self.optimizer,
+                    *(buffers, states, taken, returned, step, self.axes),
+                )
+            replicated, replicated_states = self._update_replicated(
+                tables, ids, gradients, step
+            )
+            return TableArrays(
+                buffers=buffers,
+                states=states,
+                replicated=replicated,
+                replicated_states=replicated_states,
+            )
+
+        specs = self.specs(tables)
+        shared, whole = PartitionSpec(self.axes), PartitionSpec()
+        given = (specs, shared, shared, shared, whole)
+        mapped = self._mapped(run, given, specs)
+        found: TableArrays = mapped(tables, ids, taken, gradients, step)
+        return found
+
+    def _update_replicated(
+        self, tables: TableArrays, ids: Any, gradients: Sequence[Any], step: Any
+    ) -> tuple[dict[str, Any], dict[str, RowState]]:
+        sums: dict[str, Any] = {}
+        for number, own in enumerate(self._by_lookup(ids)):
+            name, lookup = self.names[number], self.program.lookups[number]
+            if name in self.layout.replicated:
+                one = replicated_gradient(
+                    tables.replicated[name], lookup, own, gradients[number]
+                )
+                sums[name] = sums[name] + one if name in sums else one
+        sums = jax.lax.psum(sums, self.axes) if sums else sums
+        arrays, states = {}, {}
+        for name, total in sums.items():
+            arrays[name], states[name] = update_replicated(
+                self.optimizer,
+                tables.replicated[name],
+                tables.replicated_states[name],
+                total,
+                step,
+            )
+        return arrays, states
+
+    def _by_lookup(self, ids: Any) -> list[Any]:
+        """Each lookup's columns of all ids."""
+        found, first = [], 0
+        for lookup in self.program.lookups:
+            found.append(ids[:, first : first + lookup.num_ids])
+            first += lookup.num_ids
+        return found
+
+    def specs(self, tables: TableArrays) -> TableArrays:
+        """How tables are shared out: buffers by rows, the others whole."""
+        shared, whole = PartitionSpec(self.axes, None), PartitionSpec()
+        return TableArrays(
+            buffers=jax.tree.map(lambda _: shared, tables.buffers),
+            states=jax.tree.map(lambda _: shared, tables.states),
+            replicated=jax.tree.map(lambda _: whole, tables.replicated),
+            replicated_states=jax.tree.map(lambda _: whole, tables.replicated_states),
+        )
+
+    def _mapped(self, run: Callable[..., Any], given: Any, result: Any) -> Any:
+        return jax.shard_map(
+            run, mesh=self.mesh, in_specs=given, out_specs=result, check_vma=False
+        )
+
+    def shared_out(self, array: Any) -> Any:
+        """An array whose dimension 0 is shared out like the batch."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
+        return jax.lax.with_sharding_constraint(array, sharding)
+
+    def train(
+        self,
+        loss: DenseLoss,
+        optimizer: optax.GradientTransformation,
+        batch: Sequence[Any],
+        params: Any,
+        opt_state: Any,
+        tables: TableArrays,
+        step: Any,
+    ) -> tuple[Any, Any, TableArrays, Any, Any]:
+        """One step of the optimizer.
+
+        Args:
+            loss: The dense part.
+            optimizer: Of the parameters that are no tables.
+            batch: Leaves of a global batch.
+            params, opt_state, tables: The state.
+            step: Number of steps before this one.
+
+        Returns:
+            Parameters, optimizer state, tables, the loss, and what it gave beside.
+        """
+        ids = self.shared_out(self.all_ids(batch))
+        vectors, taken = self.look_up(tables, ids)
+        (value, more), (dense, by_vector) = jax.value_and_grad(
+            loss, argnums=(0, 1), has_aux=True
+        )(params, vectors)
+        by_vector = [self.shared_out(one) for one in by_vector]
+        tables = self.update(tables, ids, taken, by_vector, step)
+        updates, opt_state = optimizer.update(dense, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, tables, value, more

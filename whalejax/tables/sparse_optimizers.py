@@ -1,0 +1,163 @@
+"""Optimizers of table rows: they see the rows that a batch looked up, and no others.
+
+Gradients of a row that occurs several times are summed before the optimizer sees them.
+``sgd`` and ``adagrad`` give what ``optax.sgd`` and ``optax.adagrad`` give for the whole
+table, since a gradient of zero changes nothing there. ``row_adagrad`` keeps one number
+a row, the sum of the mean squares of its gradients. ``lazy_adam`` is not Adam: moments
+of a row decay only in steps in which it occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from whalejax.meshes.checks import Arguments, is_number
+
+
+Kind: TypeAlias = Literal["sgd", "adagrad", "row_adagrad", "lazy_adam"]
+RowState: TypeAlias = dict[str, Any]
+
+_KINDS: Final = ("sgd", "adagrad", "row_adagrad", "lazy_adam")
+_STATES: Final[Mapping[str, tuple[tuple[str, bool], ...]]] = {
+    "sgd": (),
+    "adagrad": (("sum_of_squares", False),),
+    "row_adagrad": (("sum_of_squares", True),),
+    "lazy_adam": (("mu", False), ("nu", False)),
+}
+"""By kind: names of state arrays, and whether they have one number a row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseOptimizer:
+    """How rows change that were looked up; ``wh.sparse_optimizer`` makes one.
+
+    Attributes:
+        kind: ``"sgd"``, ``"adagrad"``, ``"row_adagrad"`` or ``"lazy_adam"``.
+        learning_rate: Learning rate.
+        initial_accumulator: First value of Adagrad's sums of squares.
+        epsilon: Added under the root (Adagrad) or to it (row-wise Adagrad, Adam).
+        b1, b2: Decay of lazy Adam's moments.
+    """
+
+    kind: Kind
+    learning_rate: float
+    initial_accumulator: float = 0.1
+    epsilon: float = 1e-7
+    b1: float = 0.9
+    b2: float = 0.999
+
+    def __post_init__(self) -> None:
+        problems = Arguments("wh.sparse_optimizer")
+        problems.choice("kind", self.kind, _KINDS)
+        problems.number("learning_rate", self.learning_rate, least=0)
+        problems.number("initial_accumulator", self.initial_accumulator, least=0)
+        problems.number("epsilon", self.epsilon, least=0)
+        for name in ("b1", "b2"):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value < 1:
+                problems.refuse(name, value, "a number, 0 or more and below 1")
+        problems.raise_if_any()
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the state arrays."""
+        return tuple(name for name, _ in _STATES[self.kind])
+
+    @property
+    def is_row_wise(self) -> bool:
+        """Whether the state belongs to whole rows, whose columns stay together."""
+        return any(by_row for _, by_row in _STATES[self.kind])
+
+    def state_width(self, name: str, width: int) -> int:
+        """Numbers of a row in a state array.
+
+        Args:
+            name: One of ``state_names``.
+            width: Columns of the table.
+        """
+        return 1 if dict(_STATES[self.kind])[name] else width
+
+    def state_bytes_per_row(self, width: int, element_bytes: int) -> int:
+        """Bytes of state of one row."""
+        widths = (self.state_width(name, width) for name in self.state_names)
+        return sum(widths) * element_bytes
+
+    def initial_value(self, name: str) -> float:
+        """First value of every element of a state array."""
+        return self.initial_accumulator if name == "sum_of_squares" else 0.0
+
+    def update(
+        self, rows: Any, state: RowState, gradient: Any, step: Any
+    ) -> tuple[Any, RowState]:
+        """New rows and their new state.
+
+        Args:
+            rows: Rows, ``[rows, width]``.
+            state: Their state, by name.
+            gradient: Summed gradient of each row.
+            step: Number of steps before this one.
+        """
+        rate = self.learning_rate
+        if self.kind == "sgd":
+            return rows + -rate * gradient, {}
+        if self.kind == "adagrad":
+            squares = gradient * gradient + state["sum_of_squares"]
+            root = jax.lax.rsqrt(squares + self.epsilon)
+            inverse = jnp.where(squares > 0, root, 0.0)
+            return rows + -rate * (inverse * gradient), {"sum_of_squares": squares}
+        if self.kind == "row_adagrad":
+            mean = jnp.mean(gradient * gradient, axis=1, keepdims=True)
+            squares = state["sum_of_squares"] + mean
+            scale = rate / (jnp.sqrt(squares) + self.epsilon)
+            return rows - scale * gradient, {"sum_of_squares": squares}
+        count = (step + 1).astype(rows.dtype)
+        mu = self.b1 * state["mu"] + (1 - self.b1) * gradient
+        nu = self.b2 * state["nu"] + (1 - self.b2) * gradient * gradient
+        mean = mu / (1 - self.b1**count)
+        variance = nu / (1 - self.b2**count)
+        new = rows - rate * mean / (jnp.sqrt(variance) + self.epsilon)
+        return new, {"mu": mu, "nu": nu}
+
+
+def sparse_optimizer(
+    kind: Kind,
+    learning_rate: float,
+    *,
+    initial_accumulator: float = 0.1,
+    epsilon: float | None = None,
+    b1: float = 0.9,
+    b2: float = 0.999,
+) -> SparseOptimizer:
+    """Choose how rows of embedding tables change.
+
+    Args:
+        kind: ``"sgd"`` and ``"adagrad"`` give what optax's give for the whole table;
+            ``"row_adagrad"`` keeps one number a row; ``"lazy_adam"`` lets the moments
+            of a row decay only in steps in which it occurs, which Adam does not.
+        learning_rate: Learning rate.
+        initial_accumulator: First value of Adagrad's sums of squares.
+        epsilon: Added to the root, or under it by ``"adagrad"``; None takes 1e-7, for
+            ``"row_adagrad"`` and ``"lazy_adam"`` 1e-8.
+        b1, b2: Decay of lazy Adam's moments.
+
+    Raises:
+        WhaleError: no such kind, or a number out of range.
+
+    >>> sparse_optimizer("row_adagrad", 0.05).state_bytes_per_row(128, 4)
+    4
+    """
+    small = isinstance(kind, str) and kind in ("row_adagrad", "lazy_adam")
+    usual = 1e-8 if small else 1e-7
+    return SparseOptimizer(
+        kind=kind,
+        learning_rate=learning_rate,
+        initial_accumulator=initial_accumulator,
+        epsilon=usual if epsilon is None else epsilon,
+        b1=b1,
+        b2=b2,
+    )

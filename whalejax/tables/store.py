@@ -1,0 +1,192 @@
+"""Tables on their way to the devices and back, one after the other.
+
+Buffers are born in the devices' memory, and every shard of a table is written to its
+place in them, so that host memory holds one whole table at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from whalejax.tables.layout import StoredShard, TableLayout, collect_tables
+from whalejax.tables.programs import TableArrays
+from whalejax.tables.sparse_optimizers import SparseOptimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TableStore:
+    """Where tables and the state of their rows are, and how they get there.
+
+    Attributes:
+        layout: Buffers of the placement.
+        optimizer: How rows change, which says what state they have.
+        mesh: Devices.
+        axes: Mesh axes that the ranks are numbered along.
+        shapes: Shape of each table, by its path.
+        dtype: Element type of all tables.
+    """
+
+    layout: TableLayout
+    optimizer: SparseOptimizer
+    mesh: Mesh
+    axes: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, int]]
+    dtype: Any
+
+    def by_row(self, kind: str) -> bool:
+        """Whether a state array has one number a row.
+
+        Args:
+            kind: Name of the state array.
+        """
+        return self.optimizer.state_width(kind, 2) == 1
+
+    def empty(self) -> TableArrays:
+        """Buffers of zeros, and the initial state of all rows."""
+        layout, names = self.layout, self.optimizer.state_names
+
+        def full(rows: int, width: int, value: float) -> Any:
+            return jnp.full((rows, width), value, self.dtype)
+
+        def states(rows: int, width: int) -> dict[str, Any]:
+            return {
+                kind: full(
+                    rows,
+                    self.optimizer.state_width(kind, width),
+                    self.optimizer.initial_value(kind),
+                )
+                for kind in names
+            }
+
+        rows = {w: layout.ranks * each.rows for w, each in layout.widths.items()}
+        whole = {name: self.shapes[name] for name in layout.replicated}
+
+        def build() -> TableArrays:
+            return TableArrays(
+                buffers={w: full(n, w, 0.0) for w, n in rows.items()},
+                states={w: states(n, w) for w, n in rows.items()},
+                replicated={name: full(*s, 0.0) for name, s in whole.items()},
+                replicated_states={name: states(*s) for name, s in whole.items()},
+            )
+
+        shared = NamedSharding(self.mesh, PartitionSpec(self.axes, None))
+        single = NamedSharding(self.mesh, PartitionSpec())
+        abstract = jax.eval_shape(build)
+        shardings = TableArrays(
+            buffers=jax.tree.map(lambda _: shared, abstract.buffers),
+            states=jax.tree.map(lambda _: shared, abstract.states),
+            replicated=jax.tree.map(lambda _: single, abstract.replicated),
+            replicated_states=jax.tree.map(
+                lambda _: single, abstract.replicated_states
+            ),
+        )
+        arrays: TableArrays = jax.jit(build, out_shardings=shardings)()
+        return arrays
+
+    def write(
+        self, arrays: TableArrays, name: str, values: np.ndarray, kind: str | None
+    ) -> TableArrays:
+        """The arrays with a table, or a state array of its rows, written to them.
+
+        Args:
+            arrays: All tables; what is replaced is consumed.
+            name: Path of the table.
+            values: The whole table, or the state array.
+            kind: Name of the state array, or None for the table.
+        """
+        if name in self.layout.replicated:
+            whole = jax.device_put(values, NamedSharding(self.mesh, PartitionSpec()))
+            return self._replaced_whole(arrays, name, whole, kind)
+        by_rank: dict[int, list[StoredShard]] = defaultdict(list)
+        for each in self.layout.stored[name]:
+            by_rank[each.shard.rank].append(each)
+        for number in range(max(map(len, by_rank.values()))):
+            turn = {r: held[number] for r, held in by_rank.items() if held[number:]}
+            width = next(iter(turn.values())).width
+            held = arrays.states[width][kind] if kind else arrays.buffers[width]
+            written = self._write_shards(held, turn, values, kind)
+            arrays = _replaced(arrays, width, written, kind)
+        return arrays
+
+    def _replaced_whole(
+        self, arrays: TableArrays, name: str, whole: Any, kind: str | None
+    ) -> TableArrays:
+        if kind is None:
+            tables = arrays.replicated | {name: whole}
+            return dataclasses.replace(arrays, replicated=tables)
+        states = arrays.replicated_states[name] | {kind: whole}
+        every = arrays.replicated_states | {name: states}
+        return dataclasses.replace(arrays, replicated_states=every)
+
+    def _write_shards(
+        self,
+        buffer: Any,
+        turn: Mapping[int, StoredShard],
+        values: np.ndarray,
+        kind: str | None,
+    ) -> Any:
+        """A buffer with at most one shard of each rank written to it."""
+        ranks, axes = self.layout.ranks, PartitionSpec(self.axes)
+        most = max(each.shard.num_rows for each in turn.values())
+        places = np.full((ranks, most), buffer.shape[0] // ranks, np.int32)
+        for rank, each in turn.items():
+            count = each.shard.num_rows
+            places[rank, :count] = each.base + np.arange(count)
+        by_row = kind is not None and self.by_row(kind)
+
+        def part(index: Any) -> np.ndarray:
+            rank = index[0].indices(ranks * most)[0] // most
+            rows = np.zeros((most, buffer.shape[1]), buffer.dtype)
+            if rank in turn:
+                each = turn[rank]
+                columns = slice(0, 1) if by_row else slice(*each.shard.columns)
+                rows[: each.shard.num_rows] = values[each.row_numbers, columns]
+            return rows
+
+        sharding = NamedSharding(self.mesh, axes)
+        shape = ranks * most, buffer.shape[1]
+        parts = jax.make_array_from_callback(shape, sharding, part)
+        place = jax.device_put(places.reshape(-1), sharding)
+        mapped = jax.shard_map(
+            lambda held, place, rows: held.at[place].set(rows, mode="drop"),
+            mesh=self.mesh,
+            in_specs=(axes, axes, axes),
+            out_specs=axes,
+        )
+        return jax.jit(mapped, donate_argnums=0)(buffer, place, parts)
+
+    def collect(self, arrays: TableArrays, kind: str | None) -> dict[str, np.ndarray]:
+        """Every table whole, or a state array of each, in host memory, by path.
+
+        Args:
+            arrays: All tables.
+            kind: Name of the state array, or None for the tables.
+        """
+        if kind is None:
+            buffers, whole = arrays.buffers, arrays.replicated
+        else:
+            buffers = {width: held[kind] for width, held in arrays.states.items()}
+            whole = {name: x[kind] for name, x in arrays.replicated_states.items()}
+        host = {width: np.asarray(array) for width, array in buffers.items()}
+        by_row = kind is not None and self.by_row(kind)
+        found = collect_tables(self.layout, host, by_row)
+        return found | {name: np.asarray(x) for name, x in whole.items()}
+
+
+def _replaced(
+    arrays: TableArrays, width: int, written: Any, kind: str | None
+) -> TableArrays:
+    """The arrays with another buffer, or another state array of it."""
+    if kind is None:
+        return dataclasses.replace(arrays, buffers=arrays.buffers | {width: written})
+    states = arrays.states | {width: arrays.states[width] | {kind: written}}
+    return dataclasses.replace(arrays, states=states)
