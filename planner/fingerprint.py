@@ -21,6 +21,7 @@ _NOT_THE_PROGRAM = (
     "memory",
     "candidates",
     "notes",
+    "gap",
     "collectives",
     "product_flops",
     "optimizer_bytes",

@@ -178,6 +178,7 @@ def test_a_plan_says_by_how_much_another_can_be_faster() -> None:
     assert words in str(plan) and words in plan.explain()
     data = plan.document()
     assert wh.Plan.from_document(data).gap == plan.gap
+    assert dataclasses.replace(plan, gap=None).hash == plan.hash
     with pytest.raises(wh.PlanError, match="gap is 2"):
         dataclasses.replace(plan, gap=2.0)
 

@@ -23,7 +23,7 @@ from whalejax.capture.programs import Programs
 from whalejax.capture.units import units_of
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import Problems, warn
-from whalejax.planner.errors import NotFaster, NothingFits, PlanError
+from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import stacked_loop, stacked_loops
 from whalejax.planner.pipeline.layer_stack import STAGE
@@ -377,21 +377,19 @@ class _Staging:
             # Of cuts between layers the bound leaves out waiting and uneven stages.
             more = 1.0 if stacked_loop(graph) else 1 + SURE
             near = [n for n, bound in bounds.items() if bound * more < known]
-            staged: dict[int, list[Plan]] = {}
-            for n in near:
-                alone = functools.partial(self.of(n, known).alone, *given, **options)
-                staged[n], problem = _made(alone)
-                if isinstance(problem, NotFaster):
-                    staged.pop(n)
-            plans = [one for several in staged.values() for one in several]
-            if any(_seconds(one) < known for one in plans):
-                plan = _fastest([plan, *plans], None)
-            scans = len(stacked_loops(graph))
-            left = [n for n, several in staged.items() if not several]
-            # Of several scans lockstep stages share out one that run; without any there
-            # are programs of stages, which run.
-            left = near if scans > 1 else left if scans else []
-            return self._with_paper_note(plan, left, *given, **options)
+            staged, _ = _made(
+                *(
+                    functools.partial(self.of(n, known).alone, *given, **options)
+                    for n in near
+                )
+            )
+            if any(_seconds(one) < known for one in staged):
+                plan = _fastest([plan, *staged], None)
+            # Of several scans lockstep stages share out one that run.
+            several = len(stacked_loops(graph)) > 1
+            return self._with_paper_note(
+                plan, near if several else (), *given, **options
+            )
 
         return found
 
