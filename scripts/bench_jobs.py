@@ -136,7 +136,9 @@ def class_tables(one: JobClass) -> dict[str, Any]:
     )
     plans = plans_by_number(job, machine, numbers, batch=one.batch[0], precision="bf16")
     fixed = {
-        str(number): [_row(o) for o in fixed_plan_options(plan, machine, numbers)]
+        str(number): [
+            _row(o) for o in fixed_plan_options(plan, machine, numbers, one.batch[0])
+        ]
         for number, plan in plans.items()
     }
     return {"free": [_row(o) for o in free], "fixed": fixed}

@@ -43,12 +43,12 @@ def planned_options(
         An option for each kind, number and batch for which there is a plan.
     """
     found = []
-    own = batches[0] if batches else job.batch_size
+    own = batches[0] if batches else job.batch_size or 1
     for kind in {node.kind.name: node.kind for node in cluster.nodes}.values():
         name = kind.name if len(cluster.kinds) > 1 else ""
         part = devices_of_kind(cluster, kind, _count(cluster, kind))
         for batch in batches or (own,):
-            efficiency = batch_efficiency(batch or 1, own or 1, noise_scale)
+            efficiency = batch_efficiency(batch, own, noise_scale)
             plans = plans_by_number(job, part, numbers, batch=batch, **settings)
             found += [
                 option_of(plan, name, number, batch, efficiency)
@@ -96,7 +96,7 @@ def option_of(
     plan: Plan,
     kind: str,
     number: int,
-    batch: int | None = None,
+    batch: int,
     efficiency: float = 1.0,
 ) -> JobOption:
     """A plan as an option of a job.
@@ -108,12 +108,11 @@ def option_of(
         batch: Samples of a global batch.
         efficiency: Progress of a sample over that at the job's own batch.
     """
-    size = batch or plan.roles[0].size
     return JobOption(
         place=(kind, number),
-        samples_per_second=size / plan.time.step_seconds,
+        samples_per_second=batch / plan.time.step_seconds,
         efficiency=efficiency,
-        batch=size,
+        batch=batch,
         layout=layout_text(plan),
     )
 
@@ -147,7 +146,7 @@ def _plan_on(
 
 
 def fixed_plan_options(
-    plan: Plan, cluster: Cluster, numbers: Iterable[int]
+    plan: Plan, cluster: Cluster, numbers: Iterable[int], batch: int
 ) -> Iterator[JobOption]:
     """What a job does where its plan is kept, and more or fewer share its batch.
 
@@ -155,6 +154,7 @@ def fixed_plan_options(
         plan: The plan, on some devices of one kind.
         cluster: Devices on which it may run, of the same kind.
         numbers: Numbers of devices.
+        batch: Samples of a global batch.
 
     Yields:
         An option for each multiple of the plan's other axes that divides the batch.
@@ -163,7 +163,14 @@ def fixed_plan_options(
     spread = "fsdp" if "fsdp" in sizes else "data"
     kept = {axis: size for axis, size in sizes.items() if axis != spread}
     size = math.prod(kept.values())
-    fixed = {"zero": plan.zero, "num_micro_batches": None, **options_of(plan)}
+    fixed = {
+        **options_of(plan),
+        "zero": plan.zero,
+        "num_micro_batches": None,
+        "remat": dict(plan.remat) or "none",
+        "attention": dict(plan.attention) or "gather",
+        "offload": plan.offload or "none",
+    }
     for number in sorted({n for n in numbers if n % size == 0}):
         part = devices_of_kind(cluster, cluster.kinds[0], number)
         mesh = {**kept, spread: number // size}
@@ -171,7 +178,7 @@ def fixed_plan_options(
             other = plan.what_if(cluster=part, mesh=mesh, **fixed)
         except PlanError:
             continue
-        yield option_of(other, "", number)
+        yield option_of(other, "", number, batch)
 
 
 def tried_numbers(least: int, most: int) -> list[int]:

@@ -75,11 +75,16 @@ def test_a_table_is_of_the_best_plans() -> None:
 
 def test_a_kept_plan_is_no_faster_than_the_best() -> None:
     job, machine = models.job("gpt-test"), cluster("h100:4")
-    plans = plans_by_number(job, machine, [1, 2, 4], batch=32)
-    for plan in plans.values():
-        for option in fixed_plan_options(plan, machine, [1, 2, 4]):
-            best = 32 / plans[option.place[1]].time.step_seconds
-            assert option.samples_per_second <= best * 1.005
+    sizes = {"mesh": {"tensor": 2}, "remat": "full"}
+    plan = plans_by_number(job, machine, [2], batch=32, **sizes)[2]
+    options = [*fixed_plan_options(plan, machine, [1, 2, 4], 32)]
+    assert [o.place for o in options] == [("", 2), ("", 4)]
+    assert all("remat full" in o.layout and "tensor 2" in o.layout for o in options)
+    best = plans_by_number(job, machine, [2, 4], batch=32)
+    for option in options:
+        seconds = best[option.place[1]].time.step_seconds
+        assert option.samples_per_second <= 32 / seconds * 1.005
+    assert options[0].samples_per_second == pytest.approx(32 / plan.time.step_seconds)
 
 
 def test_a_trace_is_played_through(
