@@ -130,10 +130,9 @@ def sum_bags(table: nnx.Embed, ids: Array) -> Array:
 
     Args:
         table: the table.
-        ids: ``int32[batch]``, or ``int32[batch, bag]`` in which -1 is no id.
+        ids: ``int32[batch]`` or ``int32[batch, bag]``; -1 is no id.
     """
-    if ids.ndim == 1:
-        return table(ids)
+    ids = ids.reshape(len(ids), -1)
     rows = table(jnp.maximum(ids, 0))
     return jnp.sum(jnp.where((ids >= 0)[..., None], rows, 0), axis=1)
 

@@ -133,3 +133,12 @@ def test_area_under_curve_counts_pairs() -> None:
     assert area_under_curve(labels, scores) == pytest.approx(np.mean(wins))
     with pytest.raises(wh.WhaleError, match="0 of 3 labels are 1"):
         area_under_curve([0, 0, 0], [1, 2, 3])
+
+
+def test_a_missing_id_has_no_row() -> None:
+    table = nnx.Embed(5, 4, rngs=nnx.Rngs(0))
+    ids = np.array([2, -1, 4], np.int32)
+    single = np.asarray(dlrm.sum_bags(table, ids))
+    assert not single[1].any()
+    np.testing.assert_array_equal(single[[0, 2]], table.embedding[...][ids[[0, 2]]])
+    np.testing.assert_array_equal(dlrm.sum_bags(table, ids[:, None]), single)

@@ -7,6 +7,7 @@ part of its batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from whalejax.api.plan_settings import parsed_cluster
 from whalejax.capture.batch import aval_of, check_batch
 from whalejax.meshes.checks import Arguments, is_array, is_whole, shown
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.tables.place import place_tables
@@ -30,6 +31,7 @@ from whalejax.tables.dense import dense_loss, dense_model
 from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.recognize import NO_ID, TableProgram
 from whalejax.tables.sparse_optimizers import SparseOptimizer
+from whalejax.tables.wide_ids import check_32_bits
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import check_optimizer
 
@@ -102,6 +104,7 @@ def plan_tables(
     batch = jax.tree.map(aval_of, batch)
     program = cut_program(adapter, batch)
     _check_tables(adapter, program, counts)
+    _check_lengths(batch, program)
     known = parsed_cluster(cluster)
     dense = _dense_plan(adapter, program, batch, optimizer, known, mesh)
     tables = _tables(adapter, program, rows, counts or {})
@@ -224,6 +227,23 @@ def _dense_plan(
     )
 
 
+def _check_lengths(batch: Any, program: TableProgram) -> None:
+    """Refuse lookups whose ids do not have a sample of the batch in each row."""
+    lengths = Counter(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape)
+    ((samples, _),) = lengths.most_common(1)
+    problems = Problems("loss_fn", PlanError)
+    for one in program.lookups:
+        if one.shape[0] != samples:
+            problems.add(
+                f"{one.feature} is looked up by ids of shape {one.shape}, and the "
+                f"batch has {samples} samples, which devices share out by the first "
+                "dimension; look ids up in the shape that they have in the batch, "
+                f"({samples}, …), padded where samples have unlike numbers of them, "
+                "and reshape what was looked up"
+            )
+    problems.raise_if_any()
+
+
 def _tables(
     adapter: Adapter,
     program: TableProgram,
@@ -303,6 +323,7 @@ def count_lookups(
                 adapter.param_paths[n]: np.zeros(leaves[n].shape[0], np.int64)
                 for n in program.tables
             }
+        check_32_bits(batch)
         for lookup, ids in zip(
             program.lookups, program.ids(jax.tree.leaves(batch)), strict=True
         ):

@@ -34,7 +34,10 @@ UNFINISHED_SUFFIX: Final = ".unfinished"
 RECORD: Final = "whalejax.json"
 """Name of the record's file."""
 
-SAME_MODEL: Final = 'step.restore(path, only="model")'
+OTHER_OPTIMIZER: Final = (
+    'step.restore(path, only="model") takes it, keeps the step counter and begins the '
+    "optimizer anew; keep_schedule=True lets its schedule go on"
+)
 """How a model is taken from a checkpoint without its optimizer."""
 
 _HASH: Final = "record_sha256"
@@ -335,8 +338,14 @@ def check_same(
     target: Path,
     saved: Mapping[Place, Leaf],
     wanted: Mapping[Place, Leaf],
+    remedy: str = OTHER_OPTIMIZER,
 ) -> None:
     """Refuse a checkpoint whose leaves are not those that are wanted.
+
+    Args:
+        target: Folder of the checkpoint.
+        saved, wanted: Leaves that it has, and those that it should have.
+        remedy: What helps where only the optimizer is another.
 
     Raises:
         WhaleError: every leaf that differs.
@@ -369,8 +378,5 @@ def check_same(
         )
     title = f"{target} is a checkpoint of another model or optimizer"
     if not is_model:
-        title += (
-            f". The model is the same: {SAME_MODEL} takes it, keeps the step counter "
-            "and begins the optimizer anew; keep_schedule=True lets its schedule go on"
-        )
+        title += f". The model is the same: {remedy}"
     problems.raise_if_any(title=title)

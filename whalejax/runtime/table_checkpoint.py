@@ -82,7 +82,8 @@ def restore_sections(path: str | os.PathLike[str], wanted: Sections) -> Sections
         for name, array in arrays.items()
     ]
     saved = {leaf.place: leaf for leaf in record.leaves}
-    check_same(target, saved, {leaf.place: leaf for leaf in leaves})
+    asked = {leaf.place: leaf for leaf in leaves}
+    check_same(target, saved, asked, "compile with the optimizers that saved it")
     values = read_leaves(target, record, [(leaf, None) for leaf in leaves])
     return nested(list(zip(leaves, values, strict=True)))
 

@@ -42,6 +42,7 @@ from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.programs import TableArrays, TablePrograms
 from whalejax.tables.recognize import check_divisible
 from whalejax.tables.store import TableStore
+from whalejax.tables.wide_ids import check_32_bits
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import refuse_bad_optimizer
 
@@ -241,7 +242,7 @@ class TableStep:
             opt_state=opt_state,
             tables=tables,
             step=jax.device_put(np.int32(step), whole),
-            rng=jax.device_put(key, whole),
+            rng=jax.device_put(host_copy(key), whole),
         )
 
     def _initial_optimizer(self, params: dict[str, Any]) -> Any:
@@ -340,6 +341,7 @@ class TableStep:
                 f"{', '.join(str(shape) for shape, _ in shapes)}, in the same "
                 "containers and types. Plan again for another batch"
             )
+        check_32_bits(batch)
         shared = NamedSharding(self.mesh, PartitionSpec(self.programs.axes))
         whole = NamedSharding(self.mesh, PartitionSpec())
         ranks = self.programs.layout.ranks
@@ -549,12 +551,16 @@ class TableStep:
             state: Is kept.
         """
         values = {**self.table_values(self._checked(state)), **state.params}
-        params = [jnp.asarray(values[path]) for path in self.adapter.param_paths]
+        # The next step takes the buffers of the state.
+        params = [
+            jnp.asarray(host_copy(values[path])) for path in self.adapter.param_paths
+        ]
+        rest = [jax.device_put(host_copy(leaf)) for leaf in state.rest]
         trees: list[Any] = [
             jax.tree.structure(self.adapter.params),
             jax.tree.structure(self.adapter.rest),
         ]
-        parts = trees[0].unflatten(params), trees[1].unflatten(state.rest)
+        parts = trees[0].unflatten(params), trees[1].unflatten(rest)
         return self.adapter.rebuild(*parts)
 
 

@@ -64,7 +64,8 @@ def read_job_trace(path: Path) -> list[TracedJob]:
         said = getattr(error, "strerror", None) or error
         raise JobError(f"trace {path}: it cannot be read ({said})") from error
     reader = csv.DictReader(text.splitlines())
-    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+    missing = [name for name in COLUMNS if name not in reader.fieldnames]
     if missing:
         raise JobError(
             f"trace {path} has no column {', '.join(missing)}; expected "
@@ -80,9 +81,9 @@ def read_job_trace(path: Path) -> list[TracedJob]:
                 arrival=cells.number("arrival", _MOST_SECONDS),
                 model=cells.word("model"),
                 batch=cells.span("batch", _MOST_SAMPLES),
-                steps=int(cells.number("steps", _MOST_STEPS)),
+                steps=cells.whole("steps", 1, _MOST_STEPS),
                 devices=cells.span("devices", MAX_DEVICES),
-                priority=int(cells.number("priority", 100, default=0)),
+                priority=cells.whole("priority", 0, 100, default=0),
                 noise_scale=cells.number("noise_scale", _MOST_SAMPLES, default=0),
             )
             if len(problems) == before:
@@ -126,6 +127,19 @@ class _Cells:
         if not 0 <= value <= most:
             self._refuse(name, f"a number from 0 to {most:g}")
             return 0.0
+        return value
+
+    def whole(
+        self, name: str, least: int, most: int, default: int | None = None
+    ) -> int:
+        """A whole number; the default where the cell is empty or not there."""
+        text = (self.row.get(name) or "").strip()
+        if not text and default is not None:
+            return default
+        value = int(text) if text.isdecimal() and text.isascii() else -1
+        if not least <= value <= most:
+            self._refuse(name, f"a whole number from {least} to {most}")
+            return least
         return value
 
     def span(self, name: str, most: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -175,9 +176,14 @@ def simulate(
     Raises:
         JobError: A decision takes more devices than there are, or nothing ever runs.
     """
-    coming = sorted(jobs, key=lambda job: (job.arrival, job.name))
+    order = sorted(jobs, key=lambda job: (job.arrival, job.name))
+    if not order:
+        raise JobError("there is no job to be played through")
+    # Clocks that begin long ago, as Unix time does, are too coarse for short jobs.
+    zero = order[0].arrival
+    coming = [dataclasses.replace(job, arrival=job.arrival - zero) for job in order]
     running: list[_Running] = []
-    ended: dict[str, JobRecord] = {}
+    ended: dict[str, tuple[list[Interval], float]] = {}
     now, tick = 0.0, 0.0
     while coming or running:
         if not running:
@@ -200,17 +206,27 @@ def simulate(
             following = min(following, coming[0].arrival)
         after = min(following, tick)
         for one in running:
+            if one.end(now) <= after:
+                one.left = 0.0
             one.advance(now, after)
-        now = after
+        now = max(after, math.nextafter(now, math.inf))
         for one in [r for r in running if r.left <= 1e-9 * r.job.samples]:
             running.remove(one)
             one.leave(now)
-            ended[one.job.name] = JobRecord(
-                job=one.job, intervals=tuple(one.intervals), end=now
-            )
-    order = sorted(jobs, key=lambda job: (job.arrival, job.name))
-    records = tuple(ended[job.name] for job in order)
+            ended[one.job.name] = one.intervals, now
+    records = tuple(_record(job, *ended[job.name], zero) for job in order)
     return Simulated(records=records, devices=sum(devices.values()))
+
+
+def _record(
+    job: ScheduledJob, intervals: Sequence[Interval], end: float, zero: float
+) -> JobRecord:
+    """What became of a job, by the clock of its trace."""
+    moved = (
+        dataclasses.replace(one, begin=one.begin + zero, end=one.end + zero)
+        for one in intervals
+    )
+    return JobRecord(job=job, intervals=tuple(moved), end=end + zero)
 
 
 def _check_places(places: Mapping[str, Place], devices: Mapping[str, int]) -> None:

@@ -282,12 +282,30 @@ class _Finder:
                 self.origins |= {v: origins for v in equation.outvars}
         self.results = {v for v in self.jaxpr.outvars if not _compat.is_literal(v)}
 
+    def _hidden_lookup(self, table: Any, readers: Sequence[Any]) -> list[Lookup] | str:
+        """Why a leaf that is looked up behind another operation is no table."""
+        for equation in readers:
+            name = equation.primitive.name
+            after = [e for v in equation.outvars for e in self.readers.get(v, [])]
+            cast = name == "convert_element_type"
+            if cast and any(e.primitive.name == "gather" for e in after):
+                return (
+                    "is cast as a whole before it is looked up, as nnx.Embed does with "
+                    "dtype=; cast what was looked up instead"
+                )
+            if name in ("checkpoint", "remat2") and _looks_up(equation, table):
+                return (
+                    "is looked up inside jax.checkpoint; look it up outside, and give "
+                    "what was looked up to the function that is computed again"
+                )
+        return []
+
     def lookups_of(self, number: int) -> list[Lookup] | str:
         """The lookups of a trained leaf, or why it is no table."""
         table = self.jaxpr.invars[number]
         readers = self.readers.get(table, [])
         if not any(e.primitive.name == "gather" for e in readers):
-            return []
+            return self._hidden_lookup(table, readers)
         if table in self.results:
             return "is also a result of the loss"
         found = []
@@ -447,3 +465,13 @@ def check_divisible(lookups: Iterable[Lookup], ranks: int) -> None:
             f"ids are shared out over {ranks} devices along their first dimension, "
             f"which they must divide: {named}. Use another batch size or fewer devices"
         )
+
+
+def _looks_up(equation: Any, table: Any) -> bool:
+    """Whether the program inside an equation looks up rows of what it is given."""
+    inner = equation.params["jaxpr"]
+    pairs = zip(equation.invars, inner.invars, strict=True)
+    given = {own for value, own in pairs if value is table}
+    return any(
+        e.primitive.name == "gather" and e.invars[0] in given for e in inner.eqns
+    )

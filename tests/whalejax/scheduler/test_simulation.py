@@ -107,3 +107,10 @@ def test_a_decision_takes_no_more_than_there_is() -> None:
         simulate([job("a", 1)], EIGHT, lambda states: {"a": ("", 9)})
     with pytest.raises(JobError, match="no job gets devices"):
         simulate([job("a", 1)], EIGHT, lambda states: {})
+
+
+def test_clocks_that_began_long_ago_end_short_jobs() -> None:
+    jobs = [job(f"{n}", 1e-3 * (n + 1), 1.7e9 + 1e-3 * n) for n in range(8)]
+    found = simulate(jobs, EIGHT, elastic(EIGHT, "throughput", 600.0))
+    assert len(found.records) == 8
+    assert all(0 <= one.completion < 1 for one in found.records)

@@ -159,6 +159,12 @@ def _clock(seconds: float) -> str:
 
 
 def _course(record: JobRecord) -> str:
-    places = [f"{n} {kind}".strip() for kind, n in (i.place for i in record.intervals)]
+    places: list[str] = []
+    before = record.intervals[0].begin
+    for one in record.intervals:
+        kind, number = one.place
+        places += ["0"] * (one.begin > before)  # It stands still for others.
+        places.append(f"{number} {kind}".strip())
+        before = one.end
     more = f" … {len(places) - 8} more" if len(places) > 8 else ""
     return " → ".join(places[:8]) + more

@@ -1,0 +1,37 @@
+"""Ids of 64 bits, which JAX makes 32 bits wide unless it is told otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from whalejax.meshes.checks import Arguments
+
+
+def check_32_bits(batch: Any) -> None:
+    """Refuse integers that JAX would replace by others.
+
+    Args:
+        batch: A batch with values; leaves on devices are narrow already.
+
+    Raises:
+        WhaleError: an integer does not fit in 32 bits, and ``jax_enable_x64`` is off.
+    """
+    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
+        return
+    problems = Arguments("batch")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not isinstance(leaf, np.ndarray) or leaf.dtype not in (np.int64, np.uint64):
+            continue
+        narrow = np.iinfo(np.int32 if leaf.dtype == np.int64 else np.uint32)
+        least, most = int(leaf.min(initial=0)), int(leaf.max(initial=0))
+        if least < narrow.min or most > narrow.max:
+            value = most if most > narrow.max else least
+            problems.add(
+                f"{jax.tree_util.keystr(path)} has the value {value}, which does not "
+                "fit in 32 bits, and JAX would take another one; hash it into the rows "
+                "of its table, or set jax_enable_x64"
+            )
+    problems.raise_if_any()
