@@ -98,7 +98,8 @@ class TrainState:
 
         It is made anew from the state's values each time. Modes that were set on it
         (``state.model.eval()``) stay, also in the states of later steps; they change
-        nothing of what a step computes.
+        nothing of what a step computes. It shares the buffers of the state, which the
+        next step takes: take the model anew then, or keep a copy of its arrays.
 
         What lies on devices of several stages is copied to all of them together, in
         shards where a dimension divides, so that one function can take it.
