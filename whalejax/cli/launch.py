@@ -6,7 +6,7 @@ import sys
 
 from whalejax.cli.options import LaunchCommand
 from whalejax.meshes.errors import WhaleError
-from whalejax.processes import launcher
+from whalejax.processes import launcher, script_process
 from whalejax.processes.launch_spec import shell_words
 
 
@@ -48,7 +48,12 @@ def launch(command: LaunchCommand) -> int:
         )
     return launcher.run(
         launcher.Launch(
-            command=(sys.executable, str(command.script), *command.arguments),
+            command=(
+                sys.executable,
+                script_process.__file__,
+                str(command.script),
+                *command.arguments,
+            ),
             processes=least,
             hosts=tuple(command.hosts.split(",")),
             quotas=_percents(command.cpu_quota),

@@ -211,6 +211,21 @@ class Hearing:
         return self._beats.get(number, Beat(count=0, host="", pid=0))
 
 
+def _last_error() -> BaseException | None:
+    """What ends this process, as far as it is known; None where it ends well."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return None if error is None or _exit_status(error) == 0 else error
+
+
+def _exit_status(error: BaseException | None) -> int:
+    """The status with which Python ends a process for what nobody has caught."""
+    if not isinstance(error, SystemExit):
+        return 1
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
 def _silent(seconds: float) -> str:
     return f"has said nothing for {seconds:.0f} s: it is gone or stands still"
 
@@ -310,16 +325,18 @@ class Beats:
                 blame(behind[0], "is behind the others")
             return "; ".join(words)
 
-    def leave(self, status: int) -> None:
+    def leave(self, status: int, *, at_once: bool = False) -> None:
         """End without JAX, which would wait for the others.
 
-        With process 0 goes the service: the others must have seen why before.
+        With process 0 goes the service: the others must have seen why before, if
+        nobody else tells them.
 
         Args:
             status: of the process; below 0 it ends by that signal, as Python ends one
                 that Ctrl-C has interrupted.
+            at_once: whether process 0 does not wait until the others have seen why.
         """
-        if self._mine == 0:
+        if self._mine == 0 and not at_once:
             time.sleep((GRACE_LOOKS + 2) * self._pause)
         for stream in (sys.stdout, sys.stderr):
             # One that is closed or full keeps nobody from ending.
@@ -440,8 +457,11 @@ class Beats:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
-        error = getattr(sys, "last_value", None)
-        if error is not None and tells_of_loss(error) and not self._blames:
+        error = _last_error()
+        exits = isinstance(error, SystemExit)
+        # Who catches what a loss raises, and exits for it, is not the cause either.
+        cause = error.__context__ if error is not None and exits else error
+        if cause is not None and tells_of_loss(cause) and not self._blames:
             # It came where nothing of ours was looking on.
             said = self.missing()
             if said:
@@ -461,7 +481,9 @@ class Beats:
             self._say_briefly(failed=failed.splitlines()[0][:200])
         if failed:
             interrupted = isinstance(error, KeyboardInterrupt)
-            self.leave(-signal.SIGINT if interrupted else 1)
+            status = -signal.SIGINT if interrupted else _exit_status(error)
+            # Under a launcher, which sees the status and tells of it.
+            self.leave(status, at_once=exits)
         if self._together:
             threading.Thread(target=self._cut_short, daemon=True).start()
 
@@ -483,7 +505,10 @@ class Beats:
                 late = time.monotonic() > end
                 where = self._hearing.where(left[0])
             if late:
-                why = f"has not come to its end {seconds:.0f} s after others had"
+                why = (
+                    f"has not come to its end {seconds:.0f} s after others had: it "
+                    "stands still, or waits for one that has ended too early"
+                )
                 blame(left[0], why)
                 self._end(f"{where} {why}")
 
