@@ -1347,7 +1347,10 @@ class Search:
         if fixed is not None:
             return (fixed,)
         parts = max(self.options.batch_parts(t, mesh) for t in tables.values())
-        return tuple(divisors(self.graph.batch_size // parts))
+        size = self.graph.batch_size
+        # A program for one sample has no dimension that tells what is set apart.
+        most = size if self.split is None else max(1, size - 1)
+        return tuple(n for n in divisors(size // parts) if n <= most)
 
     def product_flops(self, scored: Scored) -> int:
         """FLOPs of matrix products on one device in one step."""

@@ -478,6 +478,8 @@ class ProgramSearches:
             plain.scored = []  # Nor do they bound those that are asked for.
         found = []
         for split in splits_between(analysed.graph, analysed.dims, near):
+            if not split.parents:
+                continue  # Nothing has a batch dimension: there is one sample.
             apart = Search(
                 split.graph,
                 analysed.dims,
@@ -537,7 +539,13 @@ def _no_sequence(search: Search) -> str:
     options, mesh = search.options, search.request.mesh or {}
     sizes = ", ".join(str(options.sizes[r]) for r in options.sequence)
     used = math.prod(mesh.values()) == search.request.num_devices
-    if not sizes:
+    if search.graph.batch_size == 1:
+        why = (
+            "a micro-batch has one sample, and what stands between products is told by "
+            "its dimension of samples. Take fewer micro-batches, or fix context in "
+            "mesh= to shard the sequence everywhere"
+        )
+    elif not sizes:
         why = (
             "the model has no sequence: no dimension that can be sharded meets itself "
             "in a product, as attention's does"

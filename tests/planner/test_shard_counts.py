@@ -254,6 +254,8 @@ def test_sharding_the_sequence_takes_no_less_than_its_bound(
             split=split,
         )
         twins = apart.at_every_count(allowed)
+        # A program for one sample has no dimension by which they are told.
+        assert twins.count.max(initial=0) < plain.graph.batch_size
         steps = apart.evaluator.times(twins).step
         for place, seconds in enumerate(steps.tolist()):
             key = _layout_key(twins, place, split.parents)

@@ -166,3 +166,12 @@ def test_it_is_taken_where_it_is_asked_for_though_slower() -> None:
     assert plan.sequence_parallel
     other = plan.what_if(sequence_parallel=False)
     assert plan.time.step_seconds > other.time.step_seconds
+
+
+def test_it_needs_two_samples_in_a_micro_batch() -> None:
+    """A program for one has no dimension by which residual streams are told."""
+    fixed: dict[str, Any] = {"mesh": {"tensor": 8}, "sequence_parallel": True}
+    with pytest.raises(wh.WhaleError, match="a micro-batch has one sample"):
+        asked("gpt-test", batch=16, num_micro_batches=16, **fixed)
+    plan = asked("gpt-test", batch=16, num_micro_batches=8, **fixed)
+    assert any(region.task_graph.endswith(SUFFIX) for region in plan.compute)
