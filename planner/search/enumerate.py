@@ -436,10 +436,19 @@ class Search:
             if fitting and len(every) > MANY_SPACES:
                 most = model
 
+    @property
+    def has_one_sample(self) -> bool:
+        """A micro-batch has one sample, in any layout."""
+        graph = self.graph
+        count = self.request.num_micro_batches or graph.num_micro_batches
+        return graph.batch_size * graph.num_micro_batches == count
+
     def _evenly_shared(self) -> float:
         """Seconds that all devices compute, each an even part of the step."""
         ones = dict.fromkeys(SEARCHED_AXES, 1)
-        tables = next(iter(self._combinations(ones, 1, 1, (1, 1, 1))))
+        tables = next(iter(self._combinations(ones, 1, 1, (1, 1, 1))), None)
+        if tables is None:
+            return 0.0  # Marks leave no layout of one device, by which it is told.
         case = self.evaluator.case(ones, tables, 0, self.graph.num_micro_batches)
         compute = self.evaluator.times(case).terms["compute"]
         return float(compute[0]) / self.request.num_devices

@@ -2,6 +2,9 @@
 
 Checks what can be checked before searching, searches, and writes down what was
 decided with everything needed to explain it.
+
+The module is long because ``ProgramSearches`` tries the programs of a loss in an order
+in which each bounds those behind it.
 """
 
 from __future__ import annotations
@@ -457,7 +460,7 @@ class ProgramSearches:
             every: all that may be the best plan, not only the likeliest.
         """
         options, asked = plain.options, self.request.sequence_parallel
-        if asked is False or not options.sequence:
+        if asked is False or not options.sequence or plain.has_one_sample:
             plain.scored = [] if asked else plain.scored
             return []
         tried = self.tried.setdefault(id(plain), {})
@@ -479,7 +482,7 @@ class ProgramSearches:
         found = []
         for split in splits_between(analysed.graph, analysed.dims, near):
             if not split.parents:
-                continue  # Nothing has a batch dimension: there is one sample.
+                continue  # Nothing stands between products.
             apart = Search(
                 split.graph,
                 analysed.dims,
@@ -539,7 +542,7 @@ def _no_sequence(search: Search) -> str:
     options, mesh = search.options, search.request.mesh or {}
     sizes = ", ".join(str(options.sizes[r]) for r in options.sequence)
     used = math.prod(mesh.values()) == search.request.num_devices
-    if search.graph.batch_size == 1:
+    if search.has_one_sample:
         why = (
             "a micro-batch has one sample, and what stands between products is told by "
             "its dimension of samples. Take fewer micro-batches, or fix context in "

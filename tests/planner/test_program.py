@@ -11,9 +11,11 @@ from tests.planner.graphs import gpt
 from tests.planner.one_layout import layout_shard_counts
 from tests.planner.plans import WIDE, search_of
 from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.errors import PlanError
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.layout_memory import StepLayout
+from whalejax.planner.search.spmd import decided_on
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.parameter_layout import lay_out
 from whalejax.planner.sharding.sequence_parallel import (
@@ -118,3 +120,22 @@ def _peak(search: Search, tables: dict[int, Table], sizes: dict[str, int]) -> ob
         accumulates=np.array([False]),
     )
     return search.evaluator.layout_memory.of(laid, search.setting(sizes, 1)).at(0)
+
+
+@pytest.mark.parametrize(("parts", "refused"), [(16, False), (64, True)])
+def test_one_sample_at_a_time_leaves_nothing_to_set_apart(
+    plain: Search, parts: int, refused: bool
+) -> None:
+    """As of replicas, which fix micro-batches of a graph that was traced whole."""
+    asked = dataclasses.replace(
+        plain.request,
+        mesh={"tensor": plain.request.num_devices},
+        num_micro_batches=parts,
+        sequence_parallel=True,
+    )
+    if not refused:
+        found = decided_on(plain.graph, plain.cluster, asked)
+        assert found.search.split is not None
+        return
+    with pytest.raises(PlanError, match="a micro-batch has one sample"):
+        decided_on(plain.graph, plain.cluster, asked)

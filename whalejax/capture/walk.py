@@ -9,6 +9,8 @@ recurses with ``recursion`` and ``inner_jaxprs`` meets the same positions.
 
 A loop's carries and slices are tied together by operations of kind ``scan`` and
 ``while`` at the loop's own position, which compute nothing.
+
+The module is long because one walk reads every kind of equation, nested as they are.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The header is that of the tables people publish: an architecture, a device, a layout,
 and what was measured. What a row leaves out is filled in by the rules below, and every
 rule that was used is named beside the row.
+
+The module is long because it has all of these rules, each beside the columns it fills.
 """
 
 from __future__ import annotations

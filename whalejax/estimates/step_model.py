@@ -4,6 +4,8 @@ Everything is an array over the runs, so that a table takes one pass and a fit o
 constants evaluates the very formulas that users get. What the runs do comes from
 ``workload``; what devices deliver comes from ``meshes.fitted_constants``; how stages
 wait for each other comes from the schedule's rows.
+
+The module is long because all terms of one step are computed from the same arrays.
 """
 
 from __future__ import annotations

@@ -78,6 +78,13 @@ class ScheduledJob:
                 problems.refuse(name, value, "0 or more")
         problems.whole("priority", self.priority, least=0, most=100)
         problems.raise_if_any()
+        for place, one in self.options.items():
+            if not one.progress > 0:
+                problems.add(
+                    f"its option for {place} makes {one.progress:g} samples of "
+                    "progress a second; expected more than 0"
+                )
+        problems.raise_if_any()
         if not self.options:
             raise JobError(
                 f"job {self.name!r}: no number of devices holds it. Give it more "
@@ -158,8 +165,8 @@ def with_measured(job: ScheduledJob, measured: Mapping[Place, float]) -> Schedul
         measured: Samples a second, by place.
     """
     ratios = [
-        seconds / job.options[place].samples_per_second
-        for place, seconds in measured.items()
+        speed / job.options[place].samples_per_second
+        for place, speed in measured.items()
         if place in job.options
     ]
     ratio = sum(ratios) / len(ratios) if ratios else 1.0

@@ -162,6 +162,9 @@ def test_what_nothing_holds_is_refused() -> None:
         allocate([one, one], {"h100": 16})
     with pytest.raises(JobError, match="no number of devices holds it"):
         ScheduledJob(name="x", options={}, samples=1)
+    idle = {place: JobOption(place=place, samples_per_second=0.0)}
+    with pytest.raises(JobError, match="makes 0 samples of progress a second"):
+        ScheduledJob(name="x", options=idle, samples=1)
     with pytest.raises(JobError, match="samples is -1; expected 0 or more"):
         ScheduledJob(name="x", options=job.options, samples=-1)
 
