@@ -31,3 +31,35 @@ def count_text(count: int, noun: str) -> str:
     ('1 sample', '3 samples')
     """
     return f"{count} {noun}" + "s" * (count != 1)
+
+
+def count_digits(count: float) -> str:
+    """A large number with three digits: thousands, millions, billions.
+
+    >>> count_digits(1_210), count_digits(124_475_904), count_digits(8.03e9)
+    ('1,210', '124M', '8.03B')
+    """
+    if count < 10_000:
+        return f"{count:,.0f}"
+    size = float(count)
+    for unit in ("", "k", "M", "B", "T"):
+        if size < 999.5 or unit == "T":
+            break
+        size /= 1000
+    return f"{size:.3g}{unit}"
+
+
+def duration_text(seconds: float) -> str:
+    """A time of any length: as ``milliseconds`` below a minute, then larger units.
+
+    >>> duration_text(0.25), duration_text(272), duration_text(5_400)
+    ('250 ms', '4.5 min', '1.5 h')
+    >>> duration_text(864_000)
+    '10 days'
+    """
+    if seconds < 60:
+        return milliseconds(seconds)
+    for limit, size, unit in ((3600, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{seconds / 86_400:,.3g} days"

@@ -25,6 +25,7 @@ _NOT_THE_PROGRAM = (
     "collectives",
     "product_flops",
     "optimizer_bytes",
+    "work",
     "source",
     "paces",
     "handed_seconds",

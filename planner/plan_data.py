@@ -39,6 +39,7 @@ from whalejax.planner.entries import (
 )
 from whalejax.planner.errors import PlanError
 from whalejax.planner.fingerprint import program_data
+from whalejax.planner.model.model_work import ModelWork
 from whalejax.planner.step_options import COMBINATIONS, StepOptions, option_counts
 from whalejax.planner.swarm_data import Swarm
 from whalejax.planner.terms import Chosen, MemoryTerms, TimeTerms
@@ -150,6 +151,9 @@ class PlanData(StepOptions):
     batch_tree: str = ""
     product_flops: int = 0
     optimizer_bytes: int | None = None
+    work: ModelWork | None = dataclasses.field(
+        default=None, metadata={"unless_default": True}
+    )
     stages: StagesData | None = None
     shares: tuple[int, ...] = ()
     pipelines: tuple[PlanData, ...] = ()

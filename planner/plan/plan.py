@@ -16,8 +16,9 @@ from whalejax.meshes.checks import Arguments
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.plan import plan_file
-from whalejax.planner.plan.report import describe, export, page, why
+from whalejax.planner.plan.report import describe, export, headline, page, why
 from whalejax.planner.plan.report.diff import PlanDiff, diff
+from whalejax.planner.plan.report.headline import Throughput
 from whalejax.planner.plan.report.pictures import Pictured
 from whalejax.planner.plan_data import PLAN_VERSION as PLAN_VERSION
 from whalejax.planner.plan_data import Question, StagesData
@@ -67,6 +68,8 @@ class Plan(Pictured):
         product_flops: of matrix products, on one device in one step; 0 in estimates.
         optimizer_bytes: state that the planned optimizer keeps of all parameters,
             whole; None where that is not known.
+        work: Size of the model and FLOPs of a step, before anything is sharded; None in
+            files of older versions.
         stages: the pipeline, if there is one.
         shares: micro-batches of each rank of ``data``, where ranks are unlike and each
             takes whole micro-batches; empty where every rank has a part of each.
@@ -170,6 +173,27 @@ class Plan(Pictured):
                 "nothing to work on. Make it with wh.plan(...)"
             )
         return self.question
+
+    def throughput(self, step_seconds: float | None = None) -> Throughput:
+        """Speed and price of a step: tokens a second, FLOP/s, MFU, price of a run.
+
+        Args:
+            step_seconds: Measured seconds of a step; None takes the predicted ones.
+
+        Raises:
+            PlanError: the plan is from a file that does not say its model's work, or
+                the seconds are not above 0.
+
+        >>> import jax, jax.numpy as jnp
+        >>> import whalejax as wh
+        >>> net = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+        >>> x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+        >>> found = wh.plan(lambda net, x: (x @ net["w"]).mean(), net, x,
+        ...                 cluster="h100:8")
+        >>> found.throughput(step_seconds=0.5).samples_per_second
+        128.0
+        """
+        return headline.throughput(self, step_seconds)
 
     def explain(self) -> str:
         """Why this plan: what decided, what would change the choice, what stays whole.

@@ -69,6 +69,7 @@ from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.errors import NothingFits, PlanError, Unobeyed
 from whalejax.planner.memory.prediction_band import MemoryBand, memory_band
+from whalejax.planner.model.model_work import model_work
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
@@ -400,7 +401,6 @@ class PlanQuestion:
             programs: the loss.
         """
         request = self.request
-        leaves, _ = micro_leaves(self.batch, request.batch_axes, 1)
         marks = {m for g in programs.graph.task_graphs for m in g.marks}
         texts = [*filter(None, (m.get("num_micro_batches") for m in marks))]
         asked = [(int(text), f"num_micro_batches={text} of a mark") for text in texts]
@@ -412,11 +412,17 @@ class PlanQuestion:
             asked.append((max(1, sum(shares)), f"shares={shares!r:.60}"))
         return SplitRules(
             loss=functools.cache(lambda: self._judged(programs)),
-            whole=next(x.shape[x.axis] for x in leaves if x.axis is not None),
+            whole=self._samples,
             group_size=request.group_size,
             per_micro_batch=request.per_micro_batch,
             asked=asked,
         )
+
+    @property
+    def _samples(self) -> int:
+        """Samples of the global batch."""
+        leaves, _ = micro_leaves(self.batch, self.request.batch_axes, 1)
+        return next(x.shape[x.axis] for x in leaves if x.axis is not None)
 
     def _judged(self, programs: Programs) -> Captured:
         """The loss as it is run: in evaluation mode where nothing is trained."""
@@ -515,6 +521,7 @@ class PlanQuestion:
             cluster=self.cluster,
             batch_tree=batch_tree(self.batch),
             optimizer_bytes=wanted.optimizer.followed_bytes,
+            work=model_work(graph, self._samples),
             notes=notes,
             question=self,
         )

@@ -5,14 +5,10 @@ The command line prints both; scripts read the numbers, so their names are fixed
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
-import jax
-
-from whalejax.adapters.base import dotted
 from whalejax.cli.show import seconds_text
+from whalejax.planner.plan.report.headline import flops_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +24,14 @@ class TrainReport:
         mesh: mesh axes and sizes.
         predicted_step_s: seconds of a step, by the plan.
         measured_step_s: median seconds of a step, or None where too few were done.
-        tokens_per_s, samples_per_s: measured speed; tokens where the batch has any.
+        tokens_per_s, samples_per_s: Measured speed; no tokens where the batch has none.
         seconds: since the command began, everything counted.
         checked_error: largest error of a gradient or parameter of the plan at reduced
             sizes; None where it was not checked.
+        parameters: Number of elements of all parameters.
+        device_flops_per_s: Measured FLOP/s of one device on average, nothing counted
+            that is computed again.
+        utilization: Part of the devices' peak that is used (MFU).
     """
 
     model: str
@@ -46,23 +46,9 @@ class TrainReport:
     samples_per_s: float | None
     seconds: float
     checked_error: float | None = None
-
-
-def units_of(batch: Any) -> tuple[str, int]:
-    """What the speed of training counts, and how many of it a global batch holds.
-
-    Tokens are the elements of the leaf that is named after them; without such a leaf
-    samples are counted, along dimension 0.
-
-    >>> import numpy as np
-    >>> units_of({"tokens": np.zeros((4, 9)), "mask": np.zeros((4, 8))})
-    ('tokens', 36)
-    """
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    for path, leaf in leaves:
-        if dotted(path).rpartition(".")[2] in ("tokens", "token_ids", "input_ids"):
-            return "tokens", math.prod(leaf.shape)
-    return "samples", leaves[0][1].shape[0]
+    parameters: int | None = None
+    device_flops_per_s: float | None = None
+    utilization: float | None = None
 
 
 def words_of(report: TrainReport) -> list[str]:
@@ -81,9 +67,21 @@ def words_of(report: TrainReport) -> list[str]:
             f"step {seconds_text(report.measured_step_s)} measured, "
             f"{seconds_text(report.predicted_step_s)} predicted ({ratio:.2f} times)"
         )
+        lines.append(_speed_text(report))
     if report.max_rel_diff_vs_one_device is not None:
         lines.append(
             "largest relative difference of a loss to one device's: "
             f"{report.max_rel_diff_vs_one_device:.1e}"
         )
     return lines
+
+
+def _speed_text(report: TrainReport) -> str:
+    """Measured throughput and utilization in one line."""
+    unit = "tokens" if report.tokens_per_s else "samples"
+    rate = report.tokens_per_s or report.samples_per_s or 0.0
+    words = [f"{rate:,.0f} {unit}/s" if rate >= 1000 else f"{rate:.3g} {unit}/s"]
+    if report.device_flops_per_s and report.utilization:
+        words.append(f"{flops_text(report.device_flops_per_s)}/s a device")
+        words.append(f"MFU {report.utilization:.1%}")
+    return f"speed {' · '.join(words)}"

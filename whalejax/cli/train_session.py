@@ -30,7 +30,7 @@ from whalejax.cli.options import (
 )
 from whalejax.cli.progress import Meter, Working, make_console, progress_words, remark
 from whalejax.cli.show import print_plan
-from whalejax.cli.train_report import TrainReport, units_of, words_of
+from whalejax.cli.train_report import TrainReport, words_of
 from whalejax.distributed.standard_streams import say
 from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import Problems
@@ -270,7 +270,7 @@ class _Session:
                 save_dir=options.save,
                 save_every=options.save_every,
                 resumed_from=checkpoint,
-                on_step=functools.partial(self._show, meter, *units_of(batch)),
+                on_step=functools.partial(self._show, meter, *self._units),
                 is_held=True,
             )
         scaling = done.state.loss_scale
@@ -303,6 +303,12 @@ class _Session:
         if found:
             return found.state, found.checkpoint
         return self.start(step), None
+
+    @property
+    def _units(self) -> tuple[str, int]:
+        """What throughput counts, and how many of it a global batch has."""
+        work = self.plan.work
+        return (work.unit, work.units) if work else ("samples", self.batch_size)
 
     def _warn(self, text: str) -> None:
         """Say something that should be known even to who asked for no progress."""
@@ -346,8 +352,9 @@ class _Session:
         started: float,
     ) -> TrainReport:
         """What was found, in numbers."""
-        unit, amount = units_of(self.batch_at(0))
+        work = self.plan.work
         speed = 1 / step_seconds if step_seconds else None
+        measured = self.plan.throughput(step_seconds) if speed and work else None
         return TrainReport(
             model=self.job.name,
             steps=len(losses),
@@ -357,7 +364,10 @@ class _Session:
             mesh=self.plan.axis_sizes or {"data": 1},
             predicted_step_s=self.plan.time.step_seconds,
             measured_step_s=step_seconds,
-            tokens_per_s=speed * amount if speed and unit == "tokens" else None,
+            tokens_per_s=measured.tokens_per_second if measured else None,
             samples_per_s=speed * self.batch_size if speed else None,
             seconds=time.monotonic() - started,
+            parameters=work.parameters if work else None,
+            device_flops_per_s=measured.device_flops_per_second if measured else None,
+            utilization=measured.utilization if measured else None,
         )

@@ -25,7 +25,7 @@ from whalejax.display.page import (
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes
 from whalejax.meshes.units import milliseconds as seconds_text
-from whalejax.planner.plan.report.search_data import FoundData, price_text
+from whalejax.planner.plan.report.search_data import FoundData
 from whalejax.planner.plan_data import PlanData
 
 
@@ -197,7 +197,7 @@ def points(found: FoundData) -> list[dict[str, Any]]:
                 "of": gigabytes(one.capacity_bytes),
                 "fits": candidate.fits,
                 "verdict": candidate.verdict,
-                "price": price_text(one.step_price),
+                "price": one.step_price_text,
                 "costs": ", ".join(
                     f"{name} {seconds_text(seconds)}" for name, seconds in one.costs(3)
                 ),

@@ -15,6 +15,7 @@ from itertools import groupby
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.cost.collectives import axis_parts
+from whalejax.planner.plan.report.headline import headline
 from whalejax.planner.plan.report.parameter_table import parameter_rows
 from whalejax.planner.plan.report.text_layout import (
     Line,
@@ -30,11 +31,13 @@ from whalejax.planner.plan.report.why import (
     mesh_words,
     pipeline_words,
     shape_text,
+    sharded_bytes,
     spec_text,
     whole_dimensions,
     whole_reasons,
 )
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.sharding.layout import STAGE
 from whalejax.planner.terms import NO_EFFECT, OBEYED
 
 
@@ -76,6 +79,7 @@ def plan_lines(plan: PlanData, width: int | None, *, all_rows: bool) -> list[Lin
     """
     lines = [
         *paragraph("Plan", _head(plan), width, " · "),
+        *headline(plan, width),
         *_step(plan, width),
         *_memory(plan, width),
         *paragraph("mesh", crossings(plan), width, " · "),
@@ -161,19 +165,28 @@ def _memory(plan: PlanData, width: int | None) -> list[Line]:
 def crossings(plan: PlanData) -> list[str]:
     """Every axis with the links that it crosses and how fast these are."""
     mesh = mesh_of(plan)
-    found = [_crossing(axis, mesh, plan.cluster) for axis in mesh if axis != INSIDE]
+    found = [
+        _crossing(axis, mesh, plan.cluster, plan) for axis in mesh if axis != INSIDE
+    ]
     for one in plan.pipelines or (plan,):
         for own in one.apart:
             for axis, _ in own.axes:
-                found.append(_crossing(axis, own.axis_sizes, own.cluster))
+                found.append(_crossing(axis, own.axis_sizes, own.cluster, own))
     return list(dict.fromkeys(found)) or ["one device, nothing to cross"]
 
 
-def _crossing(axis: str, mesh: dict[str, int], cluster: Cluster) -> str:
+def _crossing(axis: str, mesh: dict[str, int], cluster: Cluster, plan: PlanData) -> str:
     parts = axis_parts((axis,), mesh, cluster)
     rates = {part.level.name: part.level.bandwidth_bytes_per_second for part in parts}
     words = [f"{name} at {gigabytes(rate)}/s" for name, rate in rates.items()]
-    return f"{axis} {mesh[axis]} crosses {' and '.join(words) or 'nothing'}"
+    text = f"{axis} {mesh[axis]} crosses {' and '.join(words) or 'nothing'}"
+    if axis in (STAGE, "data"):  # Their names say what each device has.
+        return text
+    shares = sharded_bytes(plan, axis)
+    whole = sum(leaf.nbytes for leaf in plan.leaves)
+    if not shares:
+        return f"{text}, shards no parameter"
+    return f"{text}, shards {gigabytes(shares)} of {gigabytes(whole)} of parameters"
 
 
 def _regions(plan: PlanData, width: int | None) -> Iterator[Line]:

@@ -14,10 +14,12 @@ from typing import Any, overload
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.prices import hourly_price
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.entries import Candidate
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.headline import speed_words
 from whalejax.planner.plan.report.page import page_width
 from whalejax.planner.plan.report.text_layout import (
     Line,
@@ -87,7 +89,12 @@ class Weighed:
     @property
     def step_price(self) -> float | None:
         """Price of one step; None where a kind of device has no price."""
-        return _price(self.cluster, self.candidate.step_seconds)
+        return price_of(self.cluster, self.candidate.step_seconds)
+
+    @property
+    def step_price_text(self) -> str:
+        """Price of one step with its currency, or a dash."""
+        return price_text(self.cluster, self.step_price)
 
     def costs(self, n: int = 3) -> tuple[tuple[str, float], ...]:
         """The largest terms of the step time, with their seconds, largest first.
@@ -151,7 +158,7 @@ class FoundData(Sequence[Plan]):
                 "plans, from 0"
             )
         plan = self[index]
-        return _price(plan.cluster, plan.time.step_seconds)
+        return price_of(plan.cluster, plan.time.step_seconds)
 
     def rows(self) -> list[tuple[str, ...]]:
         """What the table shows of every plan, under ``head()``."""
@@ -166,19 +173,28 @@ class FoundData(Sequence[Plan]):
                 milliseconds(plan.time.step_seconds),
                 f"{gigabytes(plan.memory.total_bytes)} of {gigabytes(limit)}",
             ]
+            row += _speed_cells(plan)
             if self._priced:
-                row.append(price_text(self.step_price(index)))
+                price = plan.throughput().million_price if plan.work else None
+                row += [
+                    price_text(plan.cluster, self.step_price(index)),
+                    price_text(plan.cluster, price),
+                ]
             found.append(tuple(row))
         return found
 
     def head(self) -> tuple[str, ...]:
         """Names of the columns of the table."""
-        names = ("", "cluster", "devices", "layout", "step", "memory per device")
-        return (*names, *(["price a step"] if self._priced else []))
+        names = ["", "cluster", "devices", "layout", "step", "memory per device"]
+        names += ["speed", "MFU"]
+        if self._priced:
+            unit = next((p.work.unit for p in self.plans if p.work), "samples")
+            names += ["price a step", f"a million {unit}"]
+        return tuple(names)
 
     @property
     def _priced(self) -> bool:
-        return any(plan.cluster.price_per_hour is not None for plan in self.plans)
+        return any(hourly_price(plan.cluster) is not None for plan in self.plans)
 
     def document(self) -> dict[str, Any]:
         """Everything as plain JSON data: plans, what else was weighed, refusals."""
@@ -242,15 +258,28 @@ class FoundData(Sequence[Plan]):
         return str(self)
 
 
-def price_text(price: float | None) -> str:
-    """A price with three digits, or a dash.
+def price_of(cluster: Cluster, seconds: float) -> float | None:
+    """Price of a cluster for some seconds; None where a kind of device has no price."""
+    price = hourly_price(cluster)
+    return None if price is None else price.amount * seconds / 3600
 
-    >>> price_text(0.012345), price_text(None)
-    ('0.0123', '–')
+
+def price_text(cluster: Cluster, amount: float | None) -> str:
+    """An amount with three digits and the currency of a cluster's price, or a dash.
+
+    >>> from whalejax.meshes import cluster
+    >>> price_text(cluster("h100:8"), 0.012345), price_text(cluster("cpu:8"), None)
+    ('0.0123 USD', '–')
     """
-    return "–" if price is None else f"{price:,.3g}"
+    price = hourly_price(cluster)
+    return "–" if price is None or amount is None else price.text(amount)
 
 
-def _price(cluster: Cluster, seconds: float) -> float | None:
-    hour = cluster.price_per_hour
-    return None if hour is None else hour * seconds / 3600
+def _speed_cells(plan: Plan) -> list[str]:
+    """Tokens or samples a second, and the utilization; dashes where not known."""
+    if plan.work is None:
+        return ["–", "–"]
+    speed = plan.throughput()
+    rate, *rest = speed_words(speed)
+    utilization = f"{speed.utilization:.1%}" if rest else "–"
+    return [rate, utilization]

@@ -37,9 +37,45 @@ def mesh_words(mesh: Mapping[str, int]) -> str:
     return " × ".join(words) or "one device"
 
 
+def named_axes(plan: PlanData) -> dict[str, str]:
+    """Axes above size 1 with sizes, by name, those first that do what they say.
+
+    An axis that shards the batch and no weight is data parallelism, however the user
+    has named it: ``"data 8 (named tensor)"``.
+    """
+    return {
+        axis: f"data {size} (named {axis})"
+        if axis == "tensor" and only_shards_batch(plan, axis)
+        else f"{axis} {size}"
+        for axis, size in plan.axis_sizes.items()
+        if size > 1
+    }
+
+
+def only_shards_batch(plan: PlanData, axis: str) -> bool:
+    """Whether a mesh axis shards samples alone: no weight and no other dimension."""
+    roles = {
+        role
+        for region in plan.compute
+        for name, names in region.axes
+        if name == axis
+        for role in names
+    }
+    return roles == {"batch"} and not sharded_bytes(plan, axis)
+
+
+def sharded_bytes(plan: PlanData, axis: str) -> int:
+    """Bytes of the parameters of which a mesh axis shards some dimension."""
+    return sum(
+        leaf.nbytes
+        for leaf in plan.leaves
+        if any(axis in axes for axes in (*leaf.param_spec, *leaf.compute_spec))
+    )
+
+
 def layout_text(plan: PlanData) -> str:
     """Mesh, ZeRO level and micro-batches in one line."""
-    words = mesh_words(plan.axis_sizes)
+    words = " × ".join(named_axes(plan).values()) or "one device"
     inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in plan.apart)
     if len(inner) > 1:
         words += f" ({' | '.join(inner)})"

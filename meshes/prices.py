@@ -1,0 +1,93 @@
+"""Prices of devices, from the user or from a dated list of public ones.
+
+A user's price of a kind is ``kinds.NAME.price_per_hour`` of a cluster file or an entry
+of ``prices=`` of ``wh.search``; its currency is not known. ``prices.toml`` has prices
+of kinds that the user gave none for; those say their currency and their day.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import tomllib
+from dataclasses import dataclass
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.device_kinds import DeviceKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HourlyPrice:
+    """What the devices of a cluster cost for an hour.
+
+    Attributes:
+        amount: Price of all devices, used or not.
+        currency: Such as ``"USD"``; empty where the user gave the prices.
+        as_of: Day of the oldest price, as ``"2026-05-01"``; empty where the user gave
+            them.
+    """
+
+    amount: float
+    currency: str = ""
+    as_of: str = ""
+
+    def text(self, amount: float) -> str:
+        """An amount of this currency, with three digits.
+
+        >>> HourlyPrice(amount=1.0, currency="USD").text(0.012345)
+        '0.0123 USD'
+        """
+        digits = f"{amount:,.0f}" if amount >= 1000 else f"{amount:.3g}"
+        return f"{digits} {self.currency}".rstrip()
+
+
+def hourly_price(cluster: Cluster) -> HourlyPrice | None:
+    """What a cluster costs for an hour; None where a kind has no price.
+
+    Prices of a user's are not added to listed ones, since their currency is not known.
+
+    >>> from whalejax.meshes import cluster
+    >>> hourly_price(cluster("h100:8")).currency
+    'USD'
+    >>> hourly_price(cluster("h100:8").with_prices({"h100": 2.0})).amount
+    16.0
+    """
+    given = cluster.price_per_hour
+    if given is not None:
+        return HourlyPrice(amount=given)
+    if any(kind.price_per_hour is not None for kind in cluster.kinds):
+        return None
+    listed = [listed_price(kind) for kind in cluster.kinds]
+    if any(price is None for price in listed):
+        return None
+    by_kind = cluster.with_prices(
+        {
+            kind.name: price.amount
+            for kind, price in zip(cluster.kinds, listed, strict=True)
+            if price is not None
+        }
+    )
+    amount = by_kind.price_per_hour
+    assert amount is not None
+    days = [price.as_of for price in listed if price is not None]
+    return HourlyPrice(amount=amount, currency=_listed()[0], as_of=min(days))
+
+
+def listed_price(kind: DeviceKind) -> HourlyPrice | None:
+    """The public price of one device of a kind; None for kinds that are not listed."""
+    currency, listed = _listed()
+    if kind.name not in listed:
+        return None
+    amount, as_of = listed[kind.name]
+    return HourlyPrice(amount=amount, currency=currency, as_of=as_of)
+
+
+@functools.cache
+def _listed() -> tuple[str, dict[str, tuple[float, str]]]:
+    text = importlib.resources.files(__package__).joinpath("prices.toml").read_text()
+    data = tomllib.loads(text)
+    currency = data.pop("currency")
+    return currency, {
+        name: (float(entry["price_per_hour"]), entry["as_of"])
+        for name, entry in data.items()
+    }

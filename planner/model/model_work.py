@@ -1,0 +1,204 @@
+"""The size of a model and the work of one of its steps, before anything is sharded.
+
+These are what people quote of a model and divide throughput by. They follow from the
+captured loss alone, so they are the same for every plan of it.
+
+The FLOPs of a step are those of the "model FLOPs utilization" of Chowdhery et al.,
+"PaLM" (2022, appendix B): matrix products of one forward and one backward pass, scores
+of masked positions included, and nothing that is computed a second time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from whalejax.meshes.checks import Arguments
+from whalejax.meshes.dtypes import dtype_name
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, RAGGED, Graph, Op
+
+
+TOKEN_NAMES = ("tokens", "token_ids", "input_ids", "input_tokens", "inputs")
+"""Names of a leaf of the batch whose whole numbers are tokens, the surest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWork:
+    """How large a model is, and what a step of it computes.
+
+    Attributes:
+        parameters: Number of elements of all parameters.
+        trained: Number of those that are trained.
+        active: Number of those that a token meets; fewer than all where there are
+            experts, of which a token takes some.
+        samples: Samples of a global batch.
+        tokens: Tokens of a global batch; 0 where its leaves are no tokens.
+        step_flops: FLOPs of the matrix products of a step over the global batch, with
+            nothing computed again.
+        dtype: Type of the operands of most products, such as ``"bf16"``.
+    """
+
+    parameters: int
+    trained: int
+    active: int
+    samples: int
+    tokens: int
+    step_flops: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        problems = Arguments("model work", PlanError)
+        for name in ("parameters", "trained", "active", "tokens", "step_flops"):
+            problems.whole(name, getattr(self, name))
+        problems.whole("samples", self.samples, least=1)
+        problems.words("dtype", self.dtype)
+        problems.raise_if_any()
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts: ``"tokens"``, or ``"samples"`` without such."""
+        return "tokens" if self.tokens else "samples"
+
+    @property
+    def units(self) -> int:
+        """Number of tokens, or samples without such, of a global batch."""
+        return self.tokens or self.samples
+
+
+def model_work(graph: Graph, samples: int) -> ModelWork:
+    """The size of a captured loss, and its work on a global batch.
+
+    Args:
+        graph: Captured loss, on any number of samples.
+        samples: Samples of the global batch.
+    """
+    products = [op for op in graph.ops if op.flops]
+    rows = _common_rows(graph, products)
+    # Work grows with the samples: that of a few says what that of all is.
+    scale = samples / max(1, graph.batch_size)
+    params = graph.params
+    return ModelWork(
+        parameters=sum(math.prod(t.shape) for t in params),
+        trained=sum(math.prod(t.shape) for t in params if not t.frozen),
+        active=_active_parameters(graph, products, rows),
+        samples=samples,
+        tokens=round(_tokens(graph, rows) * scale),
+        step_flops=round(sum(_both_passes(graph, op) for op in products) * scale),
+        dtype=_product_dtype(graph, products),
+    )
+
+
+def _both_passes(graph: Graph, op: Op) -> int:
+    """FLOPs of an operation and of the gradients of its operands."""
+    gradients = sum(graph.tensors[t].differentiable for t in op.operands)
+    # Attention is two products, of which each has two gradients.
+    behind = min(2, gradients)
+    return op.flops * op.trip * (1 + behind)
+
+
+def _product_dtype(graph: Graph, products: Sequence[Op]) -> str:
+    work: dict[str, int] = {}
+    for op in products:
+        name = graph.tensors[op.operands[0]].dtype
+        work[name] = work.get(name, 0) + op.flops * op.trip
+    return dtype_name(max(work, key=lambda name: work[name], default="float32"))
+
+
+def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
+    """Rows that most of the work with weights is done on: tokens, where there are any.
+
+    Returns:
+        Number of rows; 0 without products of weights.
+    """
+    weight = graph.weight_tensors()
+    work: dict[int, int] = {}
+    for op in products:
+        if op.matmul is None or op.kind in (CONVOLUTION, ATTENTION, *RAGGED):
+            continue
+        m, _, n, batch = op.matmul
+        left, right = (weight[t] for t in op.operands[:2])
+        if left != right and batch == 1:
+            rows = n if left else m
+            work[rows] = work.get(rows, 0) + op.flops * op.trip
+    return max(work, key=lambda rows: work[rows], default=0)
+
+
+def _tokens(graph: Graph, rows: int) -> int:
+    """Tokens of the batch that was traced, by the names of its leaves."""
+    leaves = {
+        tensor.path.rpartition(".")[2].partition("[")[0]: tensor.shape
+        for tensor in graph.tensors
+        if tensor.kind == "batch"
+        and "int" in tensor.dtype
+        and math.prod(tensor.shape) > graph.batch_size
+    }
+    for name in TOKEN_NAMES:
+        if name in leaves:
+            count = math.prod(leaves[name])
+            # The last token of a sample is often predicted and not read.
+            return rows if 0 <= count - rows <= graph.batch_size else count
+    return 0
+
+
+def _active_parameters(graph: Graph, products: Sequence[Op], rows: int) -> int:
+    """Elements of parameters that a token meets."""
+    shares = _expert_shares(graph, products, rows)
+    return round(sum(math.prod(t.shape) * shares.get(t.id, 1.0) for t in graph.params))
+
+
+def _expert_shares(
+    graph: Graph, products: Sequence[Op], rows: int
+) -> Mapping[int, float]:
+    """Parameters of which a token meets a part: by tensor, the part."""
+    weight = graph.weight_tensors()
+    origin = _parameter_of(graph, weight)
+    chosen = {
+        graph.tensors[op.operands[0]].shape[-1]: graph.tensors[op.results[0]].shape[-1]
+        for op in graph.ops
+        if op.kind in ("top_k", "approx_top_k") and op.operands
+    }
+    found: dict[int, float] = {}
+    for op in products:
+        if op.matmul is None or op.kind == ATTENTION:
+            continue
+        sides = [weight[t] for t in op.operands[:2]]
+        experts = _experts(graph, op)
+        if sum(sides) != 1 or experts == 1:
+            continue
+        param = origin.get(op.operands[sides.index(True)])
+        if param is None:
+            continue
+        m, _, n, _ = op.matmul
+        met = n if sides[0] else m
+        if op.kind in RAGGED:
+            met //= experts
+        taken = chosen.get(experts)
+        share = taken / experts if taken else met / max(1, rows)
+        found[param] = min(1.0, max(found.get(param, 0.0), share))
+    return found
+
+
+def _experts(graph: Graph, op: Op) -> int:
+    """Number of matrices that a product has, each for some rows."""
+    if op.kind in RAGGED:
+        return graph.tensors[op.operands[2]].shape[-1]
+    assert op.matmul is not None
+    return op.matmul[3]
+
+
+def _parameter_of(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
+    """By tensor that follows from one parameter alone, this parameter."""
+    found = {t.id: t.id for t in graph.params}
+    for op in graph.ops:
+        origins = {found[t] for t in op.operands if t in found}
+        for slot, result in enumerate(op.results):
+            if not weight[result]:
+                continue
+            if len(origins) == 1:
+                found[result] = next(iter(origins))
+            elif slot < len(op.operands) and op.operands[slot] in found:
+                # A loop ties its results to what goes in, one by one.
+                found[result] = found[op.operands[slot]]
+    return found

@@ -1,0 +1,213 @@
+"""What is asked of a plan first: the model's size, its speed and what it costs.
+
+FLOP/s and the utilization of devices (MFU) follow ``planner.model.model_work``.
+A utilization is of the peaks of the devices that the plan uses, in the type that most
+of the model's products run in, such as TensorFloat-32 for float32 on an H100.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whalejax.meshes.checks import Arguments
+from whalejax.meshes.device_kinds import DeviceKind
+from whalejax.meshes.prices import HourlyPrice, hourly_price
+from whalejax.meshes.units import count_digits, count_text, duration_text
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.model_work import ModelWork
+from whalejax.planner.plan.report.text_layout import Line, paragraph
+from whalejax.planner.plan_data import PlanData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """How fast a step is, and what it costs.
+
+    Attributes:
+        work: Size of the model and work of a step.
+        step_seconds: Seconds of a step, predicted or measured.
+        num_devices: Number of devices that the plan uses.
+        dtype: Type that most products run in, such as ``"bf16"``.
+        peak_flops_per_second: Sum of the devices' peaks in that type.
+        price: Price of the cluster for an hour; None where it is not known.
+    """
+
+    work: ModelWork
+    step_seconds: float
+    num_devices: int
+    dtype: str
+    peak_flops_per_second: float
+    price: HourlyPrice | None
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples that are trained on in a second."""
+        return self.work.samples / self.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens that are trained on in a second; None where a batch has none."""
+        return self.work.tokens / self.step_seconds if self.work.tokens else None
+
+    @property
+    def units_per_second(self) -> float:
+        """Tokens a second, or samples where a batch has no tokens."""
+        return self.work.units / self.step_seconds
+
+    @property
+    def device_flops_per_second(self) -> float:
+        """FLOP/s of one device on average, nothing counted that is computed again."""
+        return self.work.step_flops / self.step_seconds / self.num_devices
+
+    @property
+    def utilization(self) -> float:
+        """Part of the devices' peak that is used (MFU), from 0 to 1."""
+        return self.work.step_flops / self.step_seconds / self.peak_flops_per_second
+
+    @property
+    def step_price(self) -> float | None:
+        """Price of a step; None where a device has no price."""
+        return None if self.price is None else self.run_price(self.work.units)
+
+    @property
+    def million_price(self) -> float | None:
+        """Price of a million tokens, or samples; None where a device has no price."""
+        return None if self.price is None else self.run_price(1_000_000)
+
+    def run_seconds(self, units: float) -> float:
+        """Seconds that a run takes.
+
+        Args:
+            units: Tokens of the run, or samples where a batch has no tokens.
+        """
+        problems = Arguments("Throughput", PlanError)
+        problems.number("units", units, above=0)
+        problems.raise_if_any()
+        return units / self.units_per_second
+
+    def run_price(self, units: float) -> float | None:
+        """Price of a run; None where a device has no price.
+
+        Args:
+            units: Tokens of the run, or samples where a batch has no tokens.
+        """
+        seconds = self.run_seconds(units)
+        return None if self.price is None else self.price.amount * seconds / 3600
+
+    def __str__(self) -> str:
+        return " · ".join([*speed_words(self), *price_words(self)])
+
+
+def throughput(plan: PlanData, step_seconds: float | None = None) -> Throughput:
+    """The speed and the price of a plan's step.
+
+    Args:
+        plan: the plan.
+        step_seconds: Measured seconds of a step; the predicted ones if None.
+
+    Raises:
+        PlanError: the plan does not know its model's work, as those of older files and
+            estimates, or the seconds are no number above 0.
+    """
+    problems = Arguments("throughput", PlanError)
+    problems.number("step_seconds", step_seconds, above=0, none=True)
+    problems.raise_if_any()
+    if plan.work is None:
+        raise PlanError(
+            "this plan does not say what work its model is: its file was written by a "
+            "version before 1.1. Make it again with wh.plan(...)"
+        )
+    dtype = plan.work.dtype
+    kinds = _devices(plan)
+    return Throughput(
+        work=plan.work,
+        step_seconds=step_seconds or plan.time.step_seconds,
+        num_devices=plan.num_devices,
+        dtype=plan.cluster.kinds[0].multiplies_in(dtype),
+        peak_flops_per_second=sum(
+            kind.peak_flops(kind.multiplies_in(dtype)) for kind in kinds
+        ),
+        price=hourly_price(plan.cluster),
+    )
+
+
+def _devices(plan: PlanData) -> list[DeviceKind]:
+    """The kind of each device that a plan uses."""
+    every = [node.kind for node in plan.cluster.nodes for _ in range(node.count)]
+    order = plan.device_order or range(plan.num_devices)
+    return [every[number] for number in order]
+
+
+def model_words(work: ModelWork) -> list[str]:
+    """The size of a model and what a step of it takes, in words."""
+    size = f"{count_digits(work.parameters)} parameters"
+    if work.trained < work.parameters:
+        size += f", {count_digits(work.trained)} trained"
+    if work.active < work.parameters:
+        size += f", {count_digits(work.active)} active for a token"
+    batch = count_text(work.samples, "sample")
+    if work.tokens:
+        batch += f", {work.tokens:,} tokens"
+    return [size, f"{batch} a step", f"{flops_text(work.step_flops)} a step"]
+
+
+def speed_words(speed: Throughput) -> list[str]:
+    """Throughput, FLOP/s of a device and their part of its peak, in words."""
+    words = [f"{_rate(speed.units_per_second)} {speed.work.unit}/s"]
+    if speed.work.step_flops:
+        words.append(f"{flops_text(speed.device_flops_per_second)}/s a device")
+        words.append(f"MFU {speed.utilization:.1%} ({speed.dtype})")
+    return words
+
+
+def price_words(speed: Throughput) -> list[str]:
+    """What a step and a million tokens or samples cost, in words; empty without it."""
+    price, step, million = speed.price, speed.step_price, speed.million_price
+    if price is None or step is None or million is None:
+        return []
+    noun = "tokens" if speed.work.tokens else "samples"
+    words = [f"{price.text(step)} a step", f"{price.text(million)} a million {noun}"]
+    since = f", list prices of {price.as_of}" if price.as_of else ""
+    return [*words, f"{price.text(price.amount)} an hour{since}"]
+
+
+def run_words(speed: Throughput, units: float) -> str:
+    """How long a run of so many tokens or samples takes, and what it costs.
+
+    Args:
+        speed: of a step.
+        units: Tokens of the run, or samples where a batch has no tokens.
+    """
+    text = f"{count_digits(units)} {speed.work.unit} in "
+    text += duration_text(speed.run_seconds(units))
+    cost = speed.run_price(units)
+    if speed.price is None or cost is None:
+        return text
+    return f"{text} for {speed.price.text(cost)}"
+
+
+def headline(plan: PlanData, width: int | None) -> list[Line]:
+    """The model's size, the predicted speed and the price, in lines."""
+    if plan.work is None:
+        return []
+    speed = throughput(plan)
+    lines = [
+        *paragraph("model", model_words(plan.work), width, " · "),
+        *paragraph("speed", speed_words(speed), width, " · "),
+    ]
+    words = price_words(speed)
+    return [*lines, *(paragraph("price", words, width, " · ") if words else ())]
+
+
+def flops_text(flops: float) -> str:
+    """FLOPs, or FLOP/s without the second, with three digits: ``"28 TFLOP"``."""
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if flops < 999.5 or unit == "E":
+            break
+        flops /= 1000
+    return f"{flops:.3g} {unit}FLOP"
+
+
+def _rate(number: float) -> str:
+    """A rate with three digits, or whole above a thousand."""
+    return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"
