@@ -32,6 +32,7 @@ from whalejax.planner.entries import (
     Candidates,
     Collective,
     LeafPlan,
+    ModelWork,
     Pace,
     RegionTable,
     RoleInfo,
@@ -39,7 +40,6 @@ from whalejax.planner.entries import (
 )
 from whalejax.planner.errors import PlanError
 from whalejax.planner.fingerprint import program_data
-from whalejax.planner.model.model_work import ModelWork
 from whalejax.planner.step_options import COMBINATIONS, StepOptions, option_counts
 from whalejax.planner.swarm_data import Swarm
 from whalejax.planner.terms import Chosen, MemoryTerms, TimeTerms

@@ -155,21 +155,38 @@ def _is_kind(name: str) -> bool:
     return True
 
 
+def _meant(term: str) -> str:
+    """A cluster as others write it in our form: of ``"h100-8"`` or ``"8xh100"``.
+
+    >>> _meant("h100x8"), _meant("8 x h100"), _meant("tpu-v5litepod-16")
+    ('h100:8', 'h100:8', 'v5e:16')
+    """
+    bare = term.removeprefix("tpu-").removeprefix("nvidia-")
+    found = re.fullmatch(r"([a-z][a-z0-9-]*?)(?: *x *|[-_ ]+)(\d+)", bare)
+    name, count = (found[1], found[2]) if found else ("", "")
+    if not found:
+        turned = re.fullmatch(r"(\d+)(?: *[x×*] *|[-_ ]+)([a-z][a-z0-9-]*)", bare)
+        name, count = (turned[2], turned[1]) if turned else ("", "")
+    if not name or not _is_kind(name):
+        return ""
+    kind, number = entry(name).kind.name, int(count)
+    if kind in ("v4", "v5p") and number >= 8:  # Google counts cores there, two a chip.
+        number //= 2
+    return f"{kind}:{number}"
+
+
 def _malformed(term: str) -> str:
     if not term:
         return "an empty part, expected KIND:N on both sides of every +"
     name, colon, rest = term.partition(":")
-    joined = re.fullmatch(r"([a-z][a-z0-9-]*)x(\d+)", term)
-    if joined and _is_kind(joined[1]):
-        return f"{term!r} has no colon. Write {joined[1]}:{joined[2]}"
+    meant = _meant(term)
+    if meant:
+        return f"{term!r} has no colon. Write {meant}"
     if term == "local":
         return (
             "'local' stands alone. To join other devices to those of this machine, "
             "describe all in one file (whalejax calibrate -o cluster.toml, --append)"
         )
-    spaced = re.fullmatch(r"([a-z][a-z0-9-]*) +(\d+)", term)
-    if spaced and _is_kind(spaced[1]):
-        return f"{term!r} has no colon. Write {spaced[1]}:{spaced[2]}"
     if re.fullmatch(r"[a-z0-9-]+", name) and not _is_kind(name):
         return f"{unknown_kind(name)}{DESCRIBE_IN_TOML}"
     if not colon and re.fullmatch(r"[a-z0-9 -]+", name):

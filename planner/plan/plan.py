@@ -13,17 +13,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.checks import Arguments
+from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
+from whalejax.planner.near_names import near_hint
 from whalejax.planner.plan import plan_file
 from whalejax.planner.plan.report import describe, export, headline, page, why
 from whalejax.planner.plan.report.diff import PlanDiff, diff
 from whalejax.planner.plan.report.headline import Throughput
 from whalejax.planner.plan.report.pictures import Pictured
+from whalejax.planner.plan.report.why import layout_text
 from whalejax.planner.plan_data import PLAN_VERSION as PLAN_VERSION
 from whalejax.planner.plan_data import Question, StagesData
 from whalejax.planner.search.micro_batches import noted
 from whalejax.planner.search.zero1_slices import slices_of
+
+
+_INTERNAL_NAMES = frozenset(
+    "apart asked_precision batch_tree beyond compute device_order group_size home "
+    "model_hash optimizer_bytes per_micro_batch precisions product_flops question "
+    "replica roles room_bytes scales_loss source storage times trained version".split()
+)
+"""Attributes of a plan that completion does not offer: other modules read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +44,7 @@ class Stages(StagesData):
     plans: tuple[Plan, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(Pictured):
     """How to run one model on one cluster.
 
@@ -91,6 +102,20 @@ class Plan(Pictured):
 
     stages: Stages | None = None
     pipelines: tuple[Plan, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        hint = near_hint(name, (one for one in dir(self) if not one.startswith("_")))
+        raise AttributeError(f"a plan has no {name!r}.{hint}", name=name, obj=self)
+
+    def __dir__(self) -> list[str]:
+        return [one for one in dir(type(self)) if one not in _INTERNAL_NAMES]
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {layout_text(self)}, on {self.cluster.describe()}: "
+            f"{milliseconds(self.time.step_seconds)} a step, "
+            f"{gigabytes(self.memory.total_bytes)} per device>"
+        )
 
     def batch_slices(self, node: int) -> tuple[slice, ...]:
         """The samples that a node takes of every global batch, with shares as planned.

@@ -385,6 +385,45 @@ def wants_key(make_model: Callable[..., Any]) -> bool:
     )
 
 
+def check_needed(make_model: Callable[..., Any], takes_key: bool) -> None:
+    """Refuse what makes a model and needs more than a random key, or under a name.
+
+    Args:
+        make_model: Function or class that makes the model.
+        takes_key: It is given a key as its first argument.
+
+    Raises:
+        WhaleError: which arguments it needs, and how to give them.
+    """
+    made = isinstance(make_model, type)
+    try:
+        signature = inspect.signature(make_model.__init__ if made else make_model)
+    except (TypeError, ValueError):
+        return
+    parameters = list(signature.parameters.values())[made:]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in variadic
+    ][takes_key:]
+    first = parameters[0].name if takes_key and parameters else ""
+    if not needed and not (made and first == "rngs"):
+        return
+    name = getattr(make_model, "__name__", "make_model")
+    if made and "rngs" in (*needed, first):
+        others = [one for one in needed if one != "rngs"]
+        given = "".join(f"{one}=…, " for one in others)
+        raise WhaleError(
+            f"make_model is the class {name}, whose constructor needs "
+            f"{' and '.join(dict.fromkeys([*others, 'rngs']))}. Give a function of a "
+            f"key: step.init(lambda key: {name}({given}rngs=nnx.Rngs(key)), rng=…)"
+        )
+    raise WhaleError(
+        f"make_model needs {' and '.join(needed)}, and is called with "
+        f"{'a random key' if takes_key else 'nothing'}. Bind them, as in "
+        f"functools.partial({name}, …)"
+    )
+
+
 def _takes_rng(loss_fn: Callable[..., Any], problems: Problems) -> bool:
     if not is_function(loss_fn):
         problems.add(

@@ -11,6 +11,7 @@ import numpy as np
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
+from whalejax.planner.near_names import AXIS_SYNONYMS, near_hint
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.layout import MESH_AXES
 
@@ -42,7 +43,7 @@ def check_axes(mesh: Mapping[str, int] | None) -> None:
         if axis not in MESH_AXES:
             problems.add(
                 f"there is no mesh axis {shown(axis)} to fix; expected one of "
-                f"{', '.join(MESH_AXES)}"
+                f"{', '.join(MESH_AXES)}.{near_hint(axis, MESH_AXES, AXIS_SYNONYMS)}"
             )
         elif not isinstance(size, int) or not is_whole(size, 1):
             problems.add(f"{axis} is {shown(size)}; expected a whole number, 1 or more")

@@ -12,9 +12,11 @@ import optax
 
 from whalejax.api.plan_request import PlanRequest
 from whalejax.meshes import Cluster
+from whalejax.planner.near_names import names_arguments
 from whalejax.planner.plan.plan import Plan
 
 
+@names_arguments("wh.plan")
 def plan(
     loss_fn: Callable[..., Any],
     model: Any,

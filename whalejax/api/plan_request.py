@@ -67,9 +67,9 @@ from whalejax.meshes import Cluster
 from whalejax.meshes.checks import Arguments, is_whole
 from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.progress_events import tell
+from whalejax.planner.cost.model_work import model_work
 from whalejax.planner.errors import NothingFits, PlanError, Unobeyed
 from whalejax.planner.memory.prediction_band import MemoryBand, memory_band
-from whalejax.planner.model.model_work import model_work
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
@@ -87,6 +87,7 @@ from whalejax.runtime.compiler_options import (
     option_note,
 )
 from whalejax.user_code.ambient_mesh import without_mesh
+from whalejax.user_code.argument_checks import check_order
 
 
 NO_OPTIMIZER: Final = optax.identity()
@@ -541,6 +542,7 @@ def question_about(
         request: the settings.
         loss_fn, model, batch: as for ``wh.plan``; no array of them is kept.
     """
+    check_order("(loss_fn, model, batch)", loss_fn, model, batch)
     check_batch(batch, request.batch_axes)
     trainable, names = request.trainable, request.axis_names
     adapter = adapt(model, loss_fn, trainable=trainable, axis_names=names)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -20,6 +21,7 @@ from whalejax.meshes.checks import Arguments, is_number, is_whole, plain, shown
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
+from whalejax.planner.near_names import PRECISION_SYNONYMS, near_hint
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
 from whalejax.planner.step_options import UserOptions, by_task_graph, check_user_options
 from whalejax.planner.swarm_data import SUM_WIRES, WIRES
@@ -159,14 +161,24 @@ def _check_precision(precision: object, problems: Arguments) -> None:
     known = ", ".join(PRECISIONS)
     if isinstance(precision, str):
         if precision not in PRECISIONS:
-            problems.refuse("precision", precision, f"one of {known}")
+            hint = near_hint(precision, PRECISIONS, PRECISION_SYNONYMS)
+            problems.refuse("precision", precision, f"one of {known}.{hint}")
     elif not by_task_graph(precision):
         problems.refuse(
             "precision",
             precision,
             f"one of {known}, or one for each TaskGraph by its name, such as "
-            "{'*': 'bf16', 'split': 'f32'}",
+            "{'*': 'bf16', 'split': 'f32'}."
+            + near_hint(_type_name(precision), PRECISIONS, PRECISION_SYNONYMS),
         )
+
+
+def _type_name(value: Any) -> str:
+    """The name of an element type, such as ``jnp.bfloat16``; empty for other things."""
+    try:
+        return str(jnp.dtype(value).name)
+    except TypeError:
+        return ""
 
 
 def _check_numbers(settings: PlanSettings, problems: Arguments) -> None:

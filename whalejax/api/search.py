@@ -25,12 +25,14 @@ from whalejax.meshes.progress_events import tell
 from whalejax.meshes.texts import visible
 from whalejax.planner.entries import Candidate
 from whalejax.planner.errors import PlanError
+from whalejax.planner.near_names import names_arguments
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.micro_batches import samples_at_a_time, unlike_note
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.sharding.layout import GRID_AXES, MESH_AXES, STAGE
 
 
+@names_arguments("wh.search")
 def search(
     loss_fn: Callable[..., Any],
     model: Any,

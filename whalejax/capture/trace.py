@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import jax
 
@@ -668,11 +670,39 @@ def _traced(
         message = mesh_error_text(error)
         if message:
             raise WhaleError(message) from error
+        if isinstance(error, VALUE_ERRORS):
+            raise WhaleError(_value_read(error, part)) from error
         if not isinstance(error, WhaleError):
             error.add_note(f"whalejax: raised in loss_fn, traced without values{part}")
         raise
     refuse_explicit_axes(jaxpr)
     return jaxpr, axes
+
+
+VALUE_ERRORS: Final = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises where the value of a traced array is asked for."""
+
+
+def _value_read(error: Exception, part: str) -> str:
+    """What to say of a loss that reads a value while it is traced, and where."""
+    ours = Path(__file__).parents[1]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename
+        and not Path(frame.filename).is_relative_to(ours)
+    ]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    line = f": {frames[-1].line}" if frames and frames[-1].line else ""
+    return (
+        f"loss_fn reads the value of an array{where}{part}{line}. It is traced with "
+        "shapes alone, as jax.jit does: float(), bool(), int(), if, .item() and numpy "
+        "need values. Use jnp functions, jnp.where or jax.lax.cond"
+    )
 
 
 @contextlib.contextmanager

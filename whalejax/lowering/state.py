@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from whalejax.lowering.spmd.parameter_offload import out_of_host
 from whalejax.lowering.stage_arrays import spread
 from whalejax.meshes.checks import is_array, shown
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_digits
 from whalejax.planner.errors import PlanError
 
 
@@ -62,7 +64,7 @@ class Shown:
     # A program that the number is traced in would be compiled for each number.
     drop_fields=["samples"],
 )
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrainState:
     """Everything that a step changes, as sharded arrays.
 
@@ -91,6 +93,17 @@ class TrainState:
     origin: Origin
     samples: int | None = None
     _shown: Shown = field(init=False, repr=False, compare=False, default_factory=Shown)
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
+        count = count_digits(sum(math.prod(shape) for shape in shapes))
+        step = self.step
+        if isinstance(step, jax.Array) and _compat.is_concrete(step):
+            step = "(consumed)" if step.is_deleted() else int(step)
+        elif not isinstance(step, int):
+            step = "(abstract)"
+        return f"<TrainState of step {step}: {count} parameters, {len(leaves)} arrays>"
 
     @property
     def model(self) -> Any:

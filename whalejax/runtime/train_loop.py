@@ -27,6 +27,7 @@ from whalejax.lowering.global_arrays import is_here, settle
 from whalejax.lowering.multihost.watchdog import lost
 from whalejax.lowering.state import TrainState
 from whalejax.membership.heartbeat import tells_of_loss
+from whalejax.meshes.checks import shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.runtime.resume import checkpoints, held, steps_of
@@ -113,6 +114,11 @@ def train(
             Before the first step: a checkpoint that is to be written is there already,
             or another run saves into the same directory.
     """
+    if not callable(batches):
+        raise WhaleError(
+            f"batches is {shown(batches)}; expected a function from the number of a "
+            "step, counted from 0, to its global batch, such as lambda step: batches[step]"
+        )
     first = int(state.step)
     checkpoint = resumed_from
     losses = _Losses(on_step)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ import numpy as np
 import optax
 
 from whalejax import _compat
-from whalejax.adapters.base import Adapter, adapt, wants_key
+from whalejax.adapters.base import Adapter, adapt, check_needed, wants_key
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
@@ -36,6 +37,7 @@ from whalejax.lowering.uneven.adaptive_shares import Following
 from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
+from whalejax.planner.near_names import names_arguments
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
 from whalejax.runtime.ragged_batch import (
@@ -57,7 +59,11 @@ from whalejax.runtime.validate import (
     devices_of,
 )
 from whalejax.user_code.ambient_mesh import without_mesh
-from whalejax.user_code.argument_checks import refuse_bad_optimizer
+from whalejax.user_code.argument_checks import (
+    check_order,
+    is_module,
+    refuse_bad_optimizer,
+)
 from whalejax.user_code.losses import Job as Job
 
 
@@ -140,6 +146,7 @@ class TrainStep:
     # Starting.
 
     @without_mesh
+    @names_arguments("step.init")
     def init(self, make_model: Callable[..., Any], *, rng: Any) -> TrainState:
         """A fresh state, every array born in its own layout.
 
@@ -150,13 +157,14 @@ class TrainStep:
         Raises:
             WhaleError: it builds another model than the plan is for.
         """
-        if not callable(make_model):
+        if not callable(make_model) or is_module(make_model):
             raise WhaleError(
                 f"make_model is {shown(make_model)}; expected a function of a random "
                 "key, or of nothing, that builds the model. Of a model that is there: "
                 "init_from(model)"
             )
         takes_key = wants_key(make_model)
+        check_needed(make_model, takes_key)
 
         def build(key: Any) -> tuple[Any, Any, Any]:
             with _compat.short_sharding_errors():
@@ -167,6 +175,7 @@ class TrainStep:
         return self._begun(self._runner.born(build, self._key(rng)), 0)
 
     @without_mesh
+    @names_arguments("step.init_from")
     def init_from(self, model: Any, *, rng: Any = None) -> TrainState:
         """A state with the values of an existing model, which stays the user's own.
 
@@ -174,6 +183,12 @@ class TrainStep:
             model: the model, with real arrays.
             rng: a random key for losses that take one; key 0 if left out.
         """
+        if inspect.isclass(model):
+            raise WhaleError(
+                f"init_from was given the class {model.__name__}; expected a model "
+                "with real arrays. Of a function or class that makes one: "
+                "init(make_model, rng=jax.random.key(seed))"
+            )
         key = jax.random.key(0) if rng is None else self._key(rng)
         params, rest = self.adapter.take_apart(model)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
@@ -202,11 +217,15 @@ class TrainStep:
     def _key(self, rng: Any) -> Any:
         return typed_key(rng, for_loss=self.adapter.takes_rng)
 
+    def __repr__(self) -> str:
+        kind = "trains" if self._trains else "evaluates"
+        return f"<TrainStep that {kind}: {self.plan!r}>"
+
     # Running.
 
     @without_mesh
     def __call__(
-        self, state: TrainState, batch: Any
+        self, state: TrainState, batch: Any = None
     ) -> tuple[TrainState, dict[str, Any]]:
         """One step of the optimizer.
 
@@ -222,6 +241,11 @@ class TrainStep:
             PlanError: the batch has another shape than the plan is for, or the state
                 another layout, for which there is ``adopt``.
         """
+        if batch is None:
+            raise PlanError(
+                "the step was called with one argument; it takes the state and the "
+                "global batch: state, metrics = step(state, batch)"
+            )
         if not self._trains:
             raise PlanError(
                 "this step was compiled without an optimizer and can only evaluate. "
@@ -564,6 +588,7 @@ class TrainStep:
 
 
 @without_mesh
+@names_arguments("wh.compile")
 def compile(
     plan: Plan,
     loss_fn: Callable[..., Any],
@@ -597,6 +622,11 @@ def compile(
     """
     from whalejax.lowering.batch_record import batch_of
 
+    if isinstance(loss_fn, Plan) or isinstance(model, Plan):
+        raise PlanError(
+            "the plan stands where the loss or the model is expected. The order is "
+            "wh.compile(plan, loss_fn, model)"
+        )
     if not isinstance(plan, Plan):
         raise PlanError(
             f"plan is {shown(plan)}; expected what wh.plan gives, or wh.Plan.load of a "
@@ -608,6 +638,7 @@ def compile(
             "without runnable=False"
         )
     refuse_bad_optimizer(optimizer)
+    check_order("wh.compile(plan, loss_fn, model)", loss_fn, model, batch)
     if batch is not None:
         check_planned(plan, batch, batch_axes)
     devices_of(plan, devices)  # before anything takes time

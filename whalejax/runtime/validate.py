@@ -213,17 +213,31 @@ def _shape_text(entry: tuple[tuple[int, ...], str, bool] | None) -> str:
 def check_planned_state(
     plan: Plan, adapter: Adapter, optimizer: optax.GradientTransformation | None
 ) -> None:
-    """Warn where an optimizer keeps more than the plan's memory was counted with."""
+    """Refuse an optimizer that keeps other state than the plan was made with.
+
+    A plan that was made without any is warned of: its memory lacks the state.
+
+    Raises:
+        PlanError: how much each of them keeps.
+    """
     planned = plan.optimizer_bytes
     if planned is None or optimizer is None:
         return
     given = optimizer_bytes(adapter, optimizer).followed_bytes
-    if given > planned:
+    if given and not planned:
         warn(
             f"the optimizer keeps {gigabytes(given)} beside the parameters, and the "
-            f"plan counts {gigabytes(planned)} (all of it, not one device's part): "
-            "more memory is needed than was predicted. Give wh.plan the optimizer "
-            "that wh.compile is given"
+            "plan was made without one: more memory is needed than was predicted. Give "
+            "wh.plan the optimizer that wh.compile is given"
+        )
+    elif given != planned:
+        more = "more" if given > planned else "less"
+        raise PlanError(
+            f"this plan was made for another optimizer: the one given keeps "
+            f"{gigabytes(given)} beside the parameters, and the plan counts "
+            f"{gigabytes(planned)} (all of it, not one device's part), so that "
+            f"{more} memory is needed than was predicted. Plan again with "
+            "wh.plan(…, optimizer=…), and give wh.compile the same"
         )
 
 

@@ -24,6 +24,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import Mark, MarkKind
+from whalejax.planner.near_names import names_arguments
 
 
 P = ParamSpec("P")
@@ -134,6 +135,7 @@ class Annotation:
         return f"wh.{self.mark}"
 
 
+@names_arguments("wh.replicate")
 def replicate(devices: int | None = None) -> Annotation:
     """Mark a region as data-parallel: each device computes it for its own samples.
 
@@ -153,6 +155,7 @@ def replicate(devices: int | None = None) -> Annotation:
     return _annotation("replicate", devices=_positive("replicate", "devices", devices))
 
 
+@names_arguments("wh.split")
 def split(devices: int | None = None, axis: str | None = None) -> Annotation:
     """Mark a region whose tensors are sharded over devices.
 
@@ -183,6 +186,7 @@ def split(devices: int | None = None, axis: str | None = None) -> Annotation:
     )
 
 
+@names_arguments("wh.stage")
 def stage(devices: int | None = None) -> Annotation:
     """Mark a region as one pipeline stage, on devices of its own.
 
@@ -203,6 +207,7 @@ def stage(devices: int | None = None) -> Annotation:
     return _annotation("stage", devices=_positive("stage", "devices", devices))
 
 
+@names_arguments("wh.pipeline")
 def pipeline(
     num_stages: int | None = None,
     num_micro_batches: int | None = None,

@@ -6,6 +6,7 @@ this, so that importing it starts no JAX.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -22,6 +23,9 @@ def check_optimizer(problems: Arguments, optimizer: Any) -> None:
     """
     parts = (getattr(optimizer, name, None) for name in ("init", "update"))
     if optimizer is None or (all(map(callable, parts)) and not _is_class(optimizer)):
+        return
+    if hasattr(optimizer, "tx"):
+        problems.refuse("optimizer", optimizer, "its transformation, optimizer.tx")
         return
     problems.refuse(
         "optimizer",
@@ -40,6 +44,55 @@ def refuse_bad_optimizer(optimizer: Any) -> None:
     check_optimizer(problems, optimizer)
     if problems:
         raise WhaleError(problems.messages[0])
+
+
+def check_order(name: str, loss_fn: Any, model: Any, batch: Any) -> None:
+    """Refuse a loss, a model and a batch that stand in each other's places.
+
+    Args:
+        name: Arguments of the public function that was called, in their order.
+        loss_fn: What stands for the loss.
+        model: What stands for the model.
+        batch: What stands for the batch.
+
+    Raises:
+        WhaleError: what is where, and what goes there.
+    """
+    found = []
+    if _is_plain_function(model):
+        found.append(f"model is the function {_name(model)}")
+    if is_module(loss_fn) or not callable(loss_fn):
+        found.append(f"loss_fn is {_kind(loss_fn)}")
+    if is_module(batch) or _is_plain_function(batch):
+        found.append(f"batch is {_kind(batch)}")
+    if len(found) > 1 or (found and (is_module(batch) or _is_plain_function(model))):
+        raise WhaleError(f"{'; '.join(found)}. The order is {name}")
+
+
+def _is_plain_function(value: Any) -> bool:
+    """A function, or one with some arguments bound; not a module, which is one too."""
+    if isinstance(value, functools.partial):
+        return type(value) is functools.partial
+    return inspect.isfunction(value) or inspect.ismethod(value)
+
+
+def is_module(value: Any) -> bool:
+    """Whether it is an instance of a network's module, of whichever library."""
+    return any(
+        base.__name__ == "Module" and base.__module__.partition(".")[0] != "builtins"
+        for base in type(value).__mro__
+    )
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in a few words: its class, or the function that it is."""
+    if _is_plain_function(value):
+        return f"the function {_name(value)}"
+    return f"a {type(value).__name__}"
 
 
 def is_function(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """What is asked of a plan first: the model's size, its speed and what it costs.
 
-FLOP/s and the utilization of devices (MFU) follow ``planner.model.model_work``.
+FLOP/s and the utilization of devices (MFU) follow ``planner.cost.model_work``.
 A utilization is of the peaks of the devices that the plan uses, in the type that most
 of the model's products run in, such as TensorFloat-32 for float32 on an H100.
 """
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.device_kinds import DeviceKind
-from whalejax.meshes.prices import HourlyPrice, hourly_price
 from whalejax.meshes.units import count_digits, count_text, duration_text
+from whalejax.planner.entries import ModelWork
 from whalejax.planner.errors import PlanError
-from whalejax.planner.model.model_work import ModelWork
+from whalejax.planner.plan.report.prices import HourlyPrice, hourly_price
 from whalejax.planner.plan.report.text_layout import Line, paragraph
 from whalejax.planner.plan_data import PlanData
 

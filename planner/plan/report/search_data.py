@@ -14,13 +14,13 @@ from typing import Any, overload
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.prices import hourly_price
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.entries import Candidate
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.headline import speed_words
 from whalejax.planner.plan.report.page import page_width
+from whalejax.planner.plan.report.prices import hourly_price
 from whalejax.planner.plan.report.text_layout import (
     Line,
     check_lines,

@@ -12,59 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from whalejax.meshes.checks import Arguments
 from whalejax.meshes.dtypes import dtype_name
-from whalejax.planner.errors import PlanError
+from whalejax.planner.entries import ModelWork
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, RAGGED, Graph, Op
 
 
 TOKEN_NAMES = ("tokens", "token_ids", "input_ids", "input_tokens", "inputs")
 """Names of a leaf of the batch whose whole numbers are tokens, the surest first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelWork:
-    """How large a model is, and what a step of it computes.
-
-    Attributes:
-        parameters: Number of elements of all parameters.
-        trained: Number of those that are trained.
-        active: Number of those that a token meets; fewer than all where there are
-            experts, of which a token takes some.
-        samples: Samples of a global batch.
-        tokens: Tokens of a global batch; 0 where its leaves are no tokens.
-        step_flops: FLOPs of the matrix products of a step over the global batch, with
-            nothing computed again.
-        dtype: Type of the operands of most products, such as ``"bf16"``.
-    """
-
-    parameters: int
-    trained: int
-    active: int
-    samples: int
-    tokens: int
-    step_flops: int
-    dtype: str
-
-    def __post_init__(self) -> None:
-        problems = Arguments("model work", PlanError)
-        for name in ("parameters", "trained", "active", "tokens", "step_flops"):
-            problems.whole(name, getattr(self, name))
-        problems.whole("samples", self.samples, least=1)
-        problems.words("dtype", self.dtype)
-        problems.raise_if_any()
-
-    @property
-    def unit(self) -> str:
-        """What throughput counts: ``"tokens"``, or ``"samples"`` without such."""
-        return "tokens" if self.tokens else "samples"
-
-    @property
-    def units(self) -> int:
-        """Number of tokens, or samples without such, of a global batch."""
-        return self.tokens or self.samples
 
 
 def model_work(graph: Graph, samples: int) -> ModelWork:

@@ -84,8 +84,8 @@ def listed_price(kind: DeviceKind) -> HourlyPrice | None:
 
 @functools.cache
 def _listed() -> tuple[str, dict[str, tuple[float, str]]]:
-    text = importlib.resources.files(__package__).joinpath("prices.toml").read_text()
-    data = tomllib.loads(text)
+    file = importlib.resources.files("whalejax.meshes") / "prices.toml"
+    data = tomllib.loads(file.read_text())
     currency = data.pop("currency")
     return currency, {
         name: (float(entry["price_per_hour"]), entry["as_of"])
