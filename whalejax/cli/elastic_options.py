@@ -8,18 +8,20 @@ from typing import Annotated
 
 from tyro import conf
 
+from whalejax.cli.launch_options import Switch, option
 
-Number = Annotated[int | None, conf.arg(metavar="N")]
-Seconds = Annotated[float, conf.arg(metavar="SECONDS")]
+
+Number = Annotated[int | None, option(metavar="N")]
+Seconds = Annotated[float, option(metavar="SECONDS")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusCommand:
     """Show an elastic run: its generations, who is there, goodput, what was lost."""
 
-    folder: Annotated[conf.Positional[Path], conf.arg(metavar="FOLDER")]
+    folder: Annotated[conf.Positional[Path], option(metavar="FOLDER")]
     """of --save, or of --logs where a script saves nothing"""
-    json: bool = False
+    json: Switch = False
     """print it as one line of JSON and nothing else"""
 
 
@@ -31,18 +33,18 @@ class AgentCommand:
     this folder. SIGTERM or Ctrl-C lets them leave after a step.
     """
 
-    supervisor: Annotated[conf.Positional[str], conf.arg(metavar="HOST:PORT")]
+    supervisor: Annotated[conf.Positional[str], option(metavar="HOST:PORT")]
     """what whalejax launch says it listens at"""
-    key: Annotated[Path, conf.arg(metavar="FILE")] = Path("logs/elastic/key")
+    key: Annotated[Path, option(metavar="FILE")] = Path("logs/elastic/key")
     """file of the key of the run, or a copy; waited for where it is not there yet"""
-    processes: Annotated[int, conf.arg(metavar="N")] = 1
+    processes: Annotated[int, option(metavar="N")] = 1
     """how many it may hold; each takes all devices that it sees"""
-    name: Annotated[str | None, conf.arg(metavar="NAME")] = None
+    name: Annotated[str | None, option(metavar="NAME")] = None
     """unlike that of any other agent; the name of this host if left out"""
-    host: Annotated[str | None, conf.arg(metavar="ADDRESS")] = None
+    host: Annotated[str | None, option(metavar="ADDRESS")] = None
     """address of this machine at which other members reach those here; that from
     which it reaches the supervisor if left out"""
-    logs: Annotated[Path, conf.arg(metavar="FOLDER")] = Path("logs")
+    logs: Annotated[Path, option(metavar="FOLDER")] = Path("logs")
     """one file per process, in its folder elastic"""
     patience: Seconds = 120.0
     """to wait for a supervisor that does not answer; then the processes are ended"""
@@ -56,7 +58,7 @@ class GoodputCommand:
     those that are left.
     """
 
-    plan: Annotated[conf.Positional[Path], conf.arg(metavar="PLAN.json")]
+    plan: Annotated[conf.Positional[Path], option(metavar="PLAN.json")]
     """a file that whalejax plan wrote"""
     mtbf: Seconds
     """mean time between failures of one node"""
@@ -64,7 +66,7 @@ class GoodputCommand:
     """from a process's start to its first step"""
     snapshot_every: Number = None
     """steps between snapshots for a restart; the best if left out"""
-    spares: Annotated[int, conf.arg(metavar="N")] = 1
+    spares: Annotated[int, option(metavar="N")] = 1
     """nodes that stand by"""
     snapshot: Seconds = 1.0
     """that a step waits for a snapshot"""
@@ -74,7 +76,7 @@ class GoodputCommand:
     """after which a lost node can be started again; 0 where only a process crashed"""
     nodes: Number = None
     """that fail one by one; those of the plan's cluster if left out"""
-    trace: Annotated[Path | None, conf.arg(metavar="TRACE.csv")] = None
+    trace: Annotated[Path | None, option(metavar="TRACE.csv")] = None
     """failures to play through: columns time, node, event (down or up)"""
-    json: bool = False
+    json: Switch = False
     """print the result as one line of JSON and nothing else"""

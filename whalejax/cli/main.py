@@ -73,11 +73,10 @@ if TYPE_CHECKING:
 _DESCRIPTION = """Train a model that is written for one device on many: WhaleJAX plans
 how to spread it, says why in numbers, and runs it.
 
-swarm serve, swarm join and swarm show train over peers that come and go; see whalejax
-swarm --help.
+Two more commands have commands of their own: swarm trains over peers that come and go
+(whalejax swarm --help), and jobs shares a cluster among jobs (whalejax jobs --help).
 
-jobs simulate plays a trace of jobs that share a cluster through; see whalejax jobs
---help."""
+MODEL is FILE.py:FUNCTION or a reference model: {models}."""
 _USER_ERROR = 2
 _INTERRUPTED = 130
 
@@ -128,6 +127,7 @@ def _answered(argv: Sequence[str], started: float, *, closed: bool) -> int:
             from whalejax.cli.jobs import play_trace
 
             return play_trace.simulated(parse_jobs(argv), find_job)
+        _check_command_name(argv)
         command = _parse(argv)
     except SystemExit as stop:  # after --help, or an error that was printed
         return stop.code if isinstance(stop.code, int) else _USER_ERROR
@@ -139,6 +139,25 @@ def _answered(argv: Sequence[str], started: float, *, closed: bool) -> int:
     return _run(command, started)
 
 
+COMMAND_NAMES = (
+    "train plan show diff why search estimate verify check calibrate completion launch "
+    "agent status goodput doctor swarm jobs".split()
+)
+"""Commands, in the order of the help."""
+
+
+def _check_command_name(argv: Sequence[str]) -> None:
+    """Refuse a first word that is no command, with the nearest one."""
+    if not argv or argv[0].startswith("-") or argv[0] in COMMAND_NAMES:
+        return
+    from whalejax.planner.near_names import near_hint
+
+    raise WhaleError(
+        f"there is no command {argv[0]!r}.{near_hint(argv[0], COMMAND_NAMES)} "
+        f"Commands: {', '.join(COMMAND_NAMES)}"
+    )
+
+
 def _parse(argv: Sequence[str]) -> Command:
     if argv[:1] == ["launch"]:
         from whalejax.processes.launcher import words_after
@@ -148,11 +167,20 @@ def _parse(argv: Sequence[str]) -> Command:
     parsed: Command = tyro.cli(
         Command,
         prog="whalejax",
-        description=_DESCRIPTION,
+        description=_description(argv),
         args=list(argv),
         config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
     )
     return parsed
+
+
+def _description(argv: Sequence[str]) -> str:
+    """What the help says first, with the names of the reference models."""
+    if not {"-h", "--help"} & {*argv}:
+        return ""
+    from whalejax.models import available
+
+    return _DESCRIPTION.format(models=", ".join(available()))
 
 
 def parse_swarm(argv: Sequence[str]) -> SwarmCommand:
@@ -258,9 +286,7 @@ def _run(command: Command, started: float) -> int:
 
             return status.show(command.folder, json=command.json)
         case GoodputCommand():
-            from whalejax.cli import goodput
-
-            goodput.show(command)
+            _goodput(command)
         case DoctorCommand():
             from whalejax.cli import doctor
 
@@ -458,8 +484,21 @@ MOST_STATUS = 100
 
 def _complete(shell: str) -> None:
     """Print what makes a shell complete our words."""
-    with contextlib.suppress(SystemExit):  # it ends the process when it has printed
-        _parse(["--tyro-print-completion", shell])
+    from whalejax.cli.completion import completion_script
+
+    groups = {"swarm": lambda words: parse_swarm(["swarm", *words])}
+    print(completion_script(shell, _parse, groups), end="")
+
+
+def _goodput(command: GoodputCommand) -> None:
+    """Print what failures would cost a plan, on paper."""
+    from whalejax.planner.plan.goodput import goodput
+    from whalejax.planner.plan.plan import Plan
+
+    options = dataclasses.asdict(command)
+    as_json = options.pop("json")
+    found = goodput(Plan.load(options.pop("plan")), **options)
+    print(json.dumps(asdict(found)) if as_json else found)
 
 
 def _described(path: Path) -> Cluster | None:

@@ -7,6 +7,7 @@ no terminal should show. What an option means is checked where it is used.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -88,6 +89,31 @@ def check_words(argv: Sequence[str]) -> None:
                 f"most {LONGEST_WORD} characters"
             )
         before = word if word.startswith("--") else before
+    _check_numbers(argv[: argv.index("--") if "--" in argv else len(argv)])
+
+
+def _check_numbers(argv: Sequence[str]) -> None:
+    """Refuse words that are no numbers behind options that take one."""
+    for place, word in enumerate(argv):
+        if not word.startswith("--"):
+            continue
+        option, equals, value = word[2:].partition("=")
+        behind = value if equals else "".join(argv[place + 1 : place + 2])
+        name = option.replace("-", "_")
+        if not behind or behind.startswith("--") or ":" in behind:
+            continue
+        if name in _WHOLE and not re.fullmatch(r"[+-]?\d+", behind):
+            raise WhaleError(f"--{option} is {shown(behind)}; expected a whole number")
+        if name in (*_SECONDS, *_SECONDS_OR_NONE) and not _is_float(behind):
+            raise WhaleError(f"--{option} is {shown(behind)}; expected a number")
+
+
+def _is_float(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def check_command(command: Any, problems: Problems) -> None:

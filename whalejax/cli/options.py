@@ -26,6 +26,8 @@ from whalejax.cli.launch_options import (
     Hosts,
     RayAddress,
     RemoteShell,
+    Switch,
+    option,
 )
 from whalejax.cli.launch_options import DoctorCommand as DoctorCommand
 from whalejax.cli.launch_options import LaunchCommand as LaunchCommand
@@ -33,14 +35,14 @@ from whalejax.meshes.checks import LARGEST, MOST_SAMPLES
 from whalejax.meshes.errors import Problems, WhaleError
 
 
-Model = Annotated[conf.Positional[str], conf.arg(metavar="MODEL")]
-PlanFile = Annotated[conf.Positional[Path], conf.arg(metavar="PLAN.json")]
-OptionalText = Annotated[str | None, conf.arg(metavar="TEXT")]
-OptionalNumber = Annotated[int | None, conf.arg(metavar="N")]
-Settings = Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE")]
+Model = Annotated[conf.Positional[str], option(metavar="MODEL")]
+PlanFile = Annotated[conf.Positional[Path], option(metavar="PLAN.json")]
+OptionalText = Annotated[str | None, option(metavar="TEXT")]
+OptionalNumber = Annotated[int | None, option(metavar="N")]
+Settings = Annotated[tuple[str, ...], option(metavar="NAME=VALUE")]
 Precision = Annotated[
     tuple[str, ...],
-    conf.arg(
+    option(
         metavar="[NAME=]f32|bf16|f16",
         help="f32: the model's own types, as if left out; bf16 or f16, with float32 "
         "masters; or one for each TaskGraph, * for all others: '*=bf16' split=f32",
@@ -48,7 +50,7 @@ Precision = Annotated[
 ]
 Remat = Annotated[
     tuple[str, ...],
-    conf.arg(
+    option(
         metavar="[NAME=]POLICY",
         help="what layers compute again: none; all but dots; all but what is named; "
         "full; or one of them for each TaskGraph, as in --precision",
@@ -56,7 +58,7 @@ Remat = Annotated[
 ]
 Attention = Annotated[
     tuple[str, ...],
-    conf.arg(
+    option(
         metavar="[NAME=]ring|gather",
         help="ring: in blocks, keys going round; gather: as the model does; or one of "
         "them for each TaskGraph, as in --precision",
@@ -64,7 +66,7 @@ Attention = Annotated[
 ]
 Mesh = Annotated[
     tuple[str, ...],
-    conf.arg(
+    option(
         metavar="AXIS=N",
         help="sizes of mesh axes that are fixed, one or several: stage=2 tensor=4; the "
         "planner chooses those left out, but for stage. With train --processes: -1 for "
@@ -73,7 +75,7 @@ Mesh = Annotated[
 ]
 Shares = Annotated[
     str | None,
-    conf.arg(
+    option(
         metavar="N,N",
         help="micro-batches of each replica (a rank of data, or a pipeline), such as "
         "5,3; or even: as many of each; by speed if left out",
@@ -81,7 +83,7 @@ Shares = Annotated[
 ]
 Offload = Annotated[
     tuple[Literal["optimizer", "activations", "params", "none"], ...],
-    conf.arg(
+    option(
         metavar="optimizer|activations|params|none",
         help="in host memory, one or several: state of the optimizer, activations of "
         "layers that are computed again, params of scans over layers; or none; if "
@@ -104,7 +106,7 @@ class TrainCommand:
     set: Settings = ()
     """options of the model, or of your function: layers=96 hidden=12288; those that
     --plan was made with, if left out"""
-    plan: Annotated[Path | None, conf.arg(metavar="PLAN.json")] = None
+    plan: Annotated[Path | None, option(metavar="PLAN.json")] = None
     """run this plan, which whalejax plan made, instead of making one"""
     cluster: OptionalText = None
     """what the devices are, if not to be measured: h100:8, h100:4x8, a .toml file"""
@@ -112,17 +114,17 @@ class TrainCommand:
     """samples in a global batch; the job's own number if left out"""
     steps: int = 100
     """steps to be done in all, those before a resumption counted"""
-    save: Annotated[Path | None, conf.arg(metavar="DIR")] = None
+    save: Annotated[Path | None, option(metavar="DIR")] = None
     """write checkpoints into this directory"""
     save_every: int = 100
     """steps between checkpoints; there is one after the last step too"""
-    resume: bool = False
+    resume: Switch = False
     """go on from the latest whole checkpoint in the directory of --save, if any"""
     mesh: Mesh = ()
     precision: Precision = ()
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
-    per_micro_batch: bool = False
+    per_micro_batch: Switch = False
     """each part's own loss is meant, where samples of a batch are not independent"""
     group_size: OptionalNumber = None
     """neighbouring samples that stay together in every part of a batch"""
@@ -139,9 +141,9 @@ class TrainCommand:
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     seed: int = 0
     """of the model's initial values and of dropout"""
-    processes: Annotated[str | None, conf.arg(metavar="MIN:MAX")] = None
+    processes: Annotated[str | None, option(metavar="MIN:MAX")] = None
     """train with as many processes, which may be lost and come back; needs --save"""
-    spares: Annotated[int, conf.arg(metavar="N")] = 0
+    spares: Annotated[int, option(metavar="N")] = 0
     """of --processes: further ones that stand by and step in at once"""
     hosts: Hosts = "localhost"
     host: AgentsAddress = None
@@ -149,14 +151,14 @@ class TrainCommand:
     port: OptionalNumber = None
     """of --processes: where the supervisor listens; a free one, or 8476 for agents"""
     remote_shell: RemoteShell = SSH
-    replay: Annotated[int, conf.arg(metavar="N")] = 0
+    replay: Annotated[int, option(metavar="N")] = 0
     """then do the first N steps (at most all) on one device and compare the losses"""
-    check: bool = False
+    check: Switch = False
     """first run the plan at reduced sizes and compare it with one device, for at most a
     minute; ends where something differs"""
-    json: bool = False
+    json: Switch = False
     """print the results as one JSON object in the last line"""
-    quiet: bool = False
+    quiet: Switch = False
     """print no plan and no progress"""
 
 
@@ -172,13 +174,13 @@ class PlanCommand:
     """h100:8, h100:4x8, v5p:4x4x4, a .toml file, or local; local if left out"""
     batch: OptionalNumber = None
     """samples in a global batch; the job's own number if left out"""
-    output: Annotated[Path | None, conf.arg(aliases=["-o"], metavar="PLAN.json")] = None
+    output: Annotated[Path | None, option(aliases=["-o"], metavar="PLAN.json")] = None
     """write the plan to this file"""
     mesh: Mesh = ()
     precision: Precision = ()
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
-    per_micro_batch: bool = False
+    per_micro_batch: Switch = False
     """each part's own loss is meant, where samples of a batch are not independent"""
     group_size: OptionalNumber = None
     """neighbouring samples that stay together in every part of a batch"""
@@ -193,15 +195,15 @@ class PlanCommand:
     nodes' means), adasum_updates (of what each rank's optimizer makes of them)"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
-    margin: Annotated[float | None, conf.arg(metavar="PART")] = None
+    margin: Annotated[float | None, option(metavar="PART")] = None
     """part of the predicted memory that stays free on top of it, such as 0.1"""
-    verify: bool = False
+    verify: Switch = False
     """compile the plan, and take the next one where the compiler refuses it"""
-    allow_idle: bool = False
+    allow_idle: Switch = False
     """accept a plan that leaves devices idle where none uses all"""
-    estimate: bool = False
+    estimate: Switch = False
     """weigh what cannot be run, too; a plan that does not run says so"""
-    swarm: bool = False
+    swarm: Switch = False
     """plan for peers that come and go, each device one of them; needs --bandwidth"""
     bandwidth: OptionalText = None
     """of each peer's link, with --swarm: 200Mb/s, 25MB/s"""
@@ -210,9 +212,9 @@ class PlanCommand:
     sum_wire: OptionalText = None
     """gradients while the peers of a stage add them up, with --swarm: f32, which is
     taken if left out, f16 or int8"""
-    json: bool = False
+    json: Switch = False
     """print the plan as one line of JSON and nothing else"""
-    quiet: bool = False
+    quiet: Switch = False
     """show no progress on the terminal"""
 
 
@@ -222,11 +224,11 @@ class ShowCommand:
 
     plan: PlanFile
     """a file that whalejax plan wrote"""
-    all: bool = False
+    all: Switch = False
     """show every kind of parameter, not only the largest"""
-    describe: bool = False
+    describe: Switch = False
     """say instead what is parallel, who is synchronous, and what is exchanged"""
-    json: bool = False
+    json: Switch = False
     """print the plan as one line of JSON and nothing else"""
 
 
@@ -237,13 +239,13 @@ class DiffCommand:
     Prints only what differs.
     """
 
-    before: Annotated[conf.Positional[Path], conf.arg(metavar="A.json")]
+    before: Annotated[conf.Positional[Path], option(metavar="A.json")]
     """a file that whalejax plan wrote"""
-    after: Annotated[conf.Positional[Path], conf.arg(metavar="B.json")]
+    after: Annotated[conf.Positional[Path], option(metavar="B.json")]
     """another such file, of the same model or not"""
-    all: bool = False
+    all: Switch = False
     """show every parameter that differs, not only those that change most"""
-    json: bool = False
+    json: Switch = False
     """print the differences as one line of JSON and nothing else"""
 
 
@@ -253,9 +255,9 @@ class WhyCommand:
 
     plan: PlanFile
     """a file that whalejax plan wrote"""
-    path: Annotated[conf.Positional[str], conf.arg(metavar="PATH")]
+    path: Annotated[conf.Positional[str], option(metavar="PATH")]
     """dotted path of a parameter, such as head.kernel"""
-    json: bool = False
+    json: Switch = False
     """print the answer as one line of JSON and nothing else"""
 
 
@@ -268,34 +270,32 @@ class SearchCommand:
 
     model: Model
     """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
-    on: Annotated[
-        conf.UseAppendAction[tuple[str, ...]], conf.arg(metavar="CLUSTER")
-    ] = ()
+    on: Annotated[conf.UseAppendAction[tuple[str, ...]], option(metavar="CLUSTER")] = ()
     """a cluster: h100:8, h100:4x8, v5p:4x4x4, a .toml file; give it once for each"""
     price: Annotated[
-        conf.UseAppendAction[tuple[str, ...]], conf.arg(metavar="KIND=PRICE")
+        conf.UseAppendAction[tuple[str, ...]], option(metavar="KIND=PRICE")
     ] = ()
     """of one device for an hour, such as h100=2.5; once for each kind, one currency"""
     set: Settings = ()
     """options of the model, or of your function: layers=96 hidden=12288"""
     batch: OptionalNumber = None
     """samples in a global batch; the job's own number if left out"""
-    each: Annotated[int, conf.arg(metavar="N")] = 1
+    each: Annotated[int, option(metavar="N")] = 1
     """at most so many plans of each cluster, on different meshes"""
     precision: Precision = ()
     remat: Remat = ()
     attention: Attention = ()
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
-    per_micro_batch: bool = False
+    per_micro_batch: Switch = False
     """each part's own loss is meant, where samples of a batch are not independent"""
     group_size: OptionalNumber = None
     """neighbouring samples that stay together in every part of a batch"""
-    estimate: bool = False
+    estimate: Switch = False
     """weigh what cannot be run, too; a plan that does not run says so"""
-    json: bool = False
+    json: Switch = False
     """print plans, candidates and refusals as one line of JSON and nothing else"""
-    quiet: bool = False
+    quiet: Switch = False
     """show no progress on the terminal"""
 
 
@@ -308,7 +308,7 @@ class VerifyCommand:
     plan does not fit.
     """
 
-    plan: Annotated[conf.Positional[Path | None], conf.arg(metavar="PLAN.json")] = None
+    plan: Annotated[conf.Positional[Path | None], option(metavar="PLAN.json")] = None
     """a file that whalejax plan wrote"""
     topology: OptionalText = None
     """v5p:4x4x4, v5e:16x16, v6e:8x8, h100:2x8, local; the plan's own if left out"""
@@ -317,15 +317,15 @@ class VerifyCommand:
     plan itself: a file of code is run if it is named here"""
     set: Settings = ()
     """options of --model"""
-    timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 1800.0
+    timeout: Annotated[float, option(metavar="SECONDS")] = 1800.0
     """stop the compiler after so long"""
-    output: Annotated[Path | None, conf.arg(aliases=["-o"], metavar="PLAN.json")] = None
+    output: Annotated[Path | None, option(aliases=["-o"], metavar="PLAN.json")] = None
     """if the plan does not fit, write the next one that is expected to"""
-    json: bool = False
+    json: Switch = False
     """print the result as one line of JSON and nothing else"""
-    setup_gpu: bool = False
+    setup_gpu: Switch = False
     """first install the GPU compiler, about 5 GB, into a folder of its own"""
-    quiet: bool = False
+    quiet: Switch = False
     """show no progress on the terminal"""
 
 
@@ -338,22 +338,22 @@ class CheckCommand:
     something differs.
     """
 
-    plan: Annotated[conf.Positional[Path], conf.arg(metavar="PLAN.json")]
+    plan: Annotated[conf.Positional[Path], option(metavar="PLAN.json")]
     """a file that whalejax plan wrote"""
     model: OptionalText = None
     """the model: gpt, or file.py:function. Only a reference model is taken from the
     plan itself: a file of code is run if it is named here"""
     set: Settings = ()
     """options of --model"""
-    even: bool = False
+    even: Switch = False
     """leave out extents that are odd on each device; takes half the time"""
     seed: int = 0
     """of random numbers"""
-    timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 600.0
+    timeout: Annotated[float, option(metavar="SECONDS")] = 600.0
     """stop the check after so long"""
-    json: bool = False
+    json: Switch = False
     """print the result as one line of JSON and nothing else"""
-    quiet: bool = False
+    quiet: Switch = False
     """show no progress on the terminal"""
 
 
@@ -361,11 +361,11 @@ class CheckCommand:
 class CalibrateCommand:
     """Measure the devices of this machine and write a description of them."""
 
-    output: Annotated[Path, conf.arg(aliases=["-o"], metavar="CLUSTER.toml")]
+    output: Annotated[Path, option(aliases=["-o"], metavar="CLUSTER.toml")]
     """where to write the description, which --cluster takes"""
     kind: OptionalText = None
     """the name of this kind of device; what JAX calls it if left out"""
-    append: bool = False
+    append: Switch = False
     """keep the kinds that the file holds, and add this one on nodes behind them"""
     seconds: float = 18.0
     """stop measuring after about this long"""
@@ -376,7 +376,7 @@ class CalibrateCommand:
     samples: OptionalNumber = None
     """of that micro-batch; the job's whole batch if left out"""
     precision: Precision = ()
-    json: bool = False
+    json: Switch = False
     """print the description as one line of JSON and nothing else"""
 
 
@@ -390,13 +390,13 @@ class EstimateCommand:
     status is how many there were (at most 100).
     """
 
-    table: Annotated[conf.Positional[Path], conf.arg(metavar="TABLE.csv")]
+    table: Annotated[conf.Positional[Path], option(metavar="TABLE.csv")]
     """the runs, one a line"""
-    output: Annotated[Path, conf.arg(aliases=["-o"], metavar="OUT.csv")]
+    output: Annotated[Path, option(aliases=["-o"], metavar="OUT.csv")]
     """where to write the same table with step time, memory and notes appended"""
-    strict: bool = False
+    strict: Switch = False
     """refuse a table that has rows which cannot be read, and write nothing"""
-    json: bool = False
+    json: Switch = False
     """print how many runs were predicted as one line of JSON"""
 
 
@@ -592,11 +592,11 @@ def plan_settings(command: Any) -> dict[str, Any]:
     {'precision': {'*': 'bf16', 'split': 'f32'}}
     """
     found, wrong = {}, list[str]()
-    for option, (setting, read) in _PLAN_OPTIONS.items():
-        if getattr(command, option, None) in (None, ()):
+    for name, (setting, read) in _PLAN_OPTIONS.items():
+        if getattr(command, name, None) in (None, ()):
             continue
         try:
-            found[setting] = read(getattr(command, option))
+            found[setting] = read(getattr(command, name))
         except WhaleError as error:
             wrong.append(str(error))
     if wrong:
@@ -623,9 +623,9 @@ def given_plan_options(command: TrainCommand) -> list[tuple[str, str]]:
         command: its options.
     """
     found = []
-    for option in ("cluster", "batch", *_PLAN_OPTIONS):
-        value = getattr(command, option)
+    for name in ("cluster", "batch", *_PLAN_OPTIONS):
+        value = getattr(command, name)
         if value not in (None, ()) and value is not False:
             words = " ".join(value) if isinstance(value, tuple) else str(value)
-            found.append((f"--{option.replace('_', '-')}", words))
+            found.append((f"--{name.replace('_', '-')}", words))
     return found

@@ -8,15 +8,15 @@ from typing import Annotated, Literal
 
 from tyro import conf
 
-from whalejax.cli.launch_options import SSH, Hosts, RemoteShell
+from whalejax.cli.launch_options import SSH, Hosts, RemoteShell, Switch, option
 from whalejax.cli.options import Model, OptionalNumber, Settings
 
 
-Registry = Annotated[conf.Positional[str], conf.arg(metavar="HOST:PORT")]
-Key = Annotated[Path, conf.arg(metavar="FILE")]
-Host = Annotated[str, conf.arg(metavar="HOST")]
-Seconds = Annotated[float, conf.arg(metavar="SECONDS")]
-Number = Annotated[int, conf.arg(metavar="N")]
+Registry = Annotated[conf.Positional[str], option(metavar="HOST:PORT")]
+Key = Annotated[Path, option(metavar="FILE")]
+Host = Annotated[str, option(metavar="HOST")]
+Seconds = Annotated[float, option(metavar="SECONDS")]
+Number = Annotated[int, option(metavar="N")]
 Wire = Literal["f32", "bf16", "int8"]
 SumWire = Literal["f32", "f16", "int8"]
 Narrow = Literal["f32", "bf16"]
@@ -45,12 +45,12 @@ class SwarmServeCommand:
     """activations and their gradients between stages: whole, or in 16 or 8 bits"""
     sum_wire: SumWire = "f32"
     """gradients while the peers of a stage add them up: whole, or in 16 or 8 bits"""
-    delayed_updates: bool = False
+    delayed_updates: Switch = False
     """add up and apply the gradients of each step while the next is computed, which
     therefore computes with the parameters of one step before"""
     seed: Number = 0
     """of the model's initial values and of dropout"""
-    save: Annotated[Path | None, conf.arg(metavar="DIR")] = None
+    save: Annotated[Path | None, option(metavar="DIR")] = None
     """write checkpoints and the ledger's journal into this directory, and go on from
     the newest checkpoint in it"""
     save_every: Number = 100
@@ -77,9 +77,9 @@ class SwarmServeCommand:
     fail; so is the registry where it is killed, which goes on from --save"""
     hosts: Hosts = "localhost"
     remote_shell: RemoteShell = SSH
-    logs: Annotated[Path, conf.arg(metavar="FOLDER")] = Path("logs")
+    logs: Annotated[Path, option(metavar="FOLDER")] = Path("logs")
     """of --processes: one file for each peer, peer-1.log and so on"""
-    json: bool = False
+    json: Switch = False
     """print events and steps as lines of JSON and nothing else"""
 
 
@@ -98,7 +98,7 @@ class SwarmTrainCommand:
     """file of the swarm's key, a copy of that of serve"""
     host: Host = "127.0.0.1"
     """address of this machine at which peers reach this trainer"""
-    port: Annotated[int | None, conf.arg(metavar="N")] = None
+    port: Annotated[int | None, option(metavar="N")] = None
     """where this trainer listens; a free one if left out"""
     patience: Seconds = 3600.0
     """to wait for a registry that does not answer any more before this trainer ends"""
@@ -120,7 +120,7 @@ class SwarmJoinCommand:
     """to serve; the one that lacks peers most if left out"""
     host: Host = "127.0.0.1"
     """address of this machine at which others reach this peer"""
-    port: Annotated[int | None, conf.arg(metavar="N")] = None
+    port: Annotated[int | None, option(metavar="N")] = None
     """where this peer listens; a free one if left out"""
     patience: Seconds = 3600.0
     """to wait for a registry that does not answer any more before this peer ends"""
@@ -134,7 +134,7 @@ class SwarmShowCommand:
     """what whalejax swarm serve says it listens at"""
     key: Key = Path("swarm.key")
     """file of the swarm's key"""
-    json: bool = False
+    json: Switch = False
     """print it as one line of JSON and nothing else"""
 
 

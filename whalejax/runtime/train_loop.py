@@ -117,7 +117,7 @@ def train(
     if not callable(batches):
         raise WhaleError(
             f"batches is {shown(batches)}; expected a function from the number of a "
-            "step, counted from 0, to its global batch, such as lambda step: batches[step]"
+            "step, counted from 0, to its global batch: lambda step: batches[step]"
         )
     first = int(state.step)
     checkpoint = resumed_from

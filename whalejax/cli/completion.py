@@ -1,0 +1,113 @@
+"""What a shell completes the words of the command line by: ``whalejax completion``.
+
+tyro writes the script, with commands and options as one Python literal. Here the names
+that it cannot know are put into that literal: reference models, kinds of devices, mesh
+axes, and the commands of ``whalejax swarm`` and ``whalejax jobs``.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from whalejax.meshes.catalogue import entries
+from whalejax.meshes.dtypes import PRECISIONS
+from whalejax.planner.sharding.layout import MESH_AXES
+from whalejax.planner.step_options import REMAT_POLICIES
+
+
+_LITERAL: Final = re.compile(r"^COMPLETION_SPEC = (.*)$", re.MULTILINE)
+_TAKING_MODELS: Final = ("train", "plan", "search", "batch", "join", "serve", "add")
+"""Commands whose first word is a model."""
+
+
+def completion_script(
+    shell: str,
+    parse: Callable[[list[str]], Any],
+    groups: Mapping[str, Callable[[list[str]], Any]],
+) -> str:
+    """The script that a shell reads.
+
+    Args:
+        shell: ``"bash"``, ``"zsh"`` or ``"fish"``.
+        parse: Parses the words of a command, as tyro does.
+        groups: By their first word, the same for commands that have commands of their
+            own.
+    """
+    text = _printed(shell, parse)
+    found = _LITERAL.search(text)
+    if found is None:
+        return text
+    spec = ast.literal_eval(found[1])
+    for name, parse_group in groups.items():
+        other = _LITERAL.search(_printed(shell, parse_group))
+        if other is not None:
+            spec["subcommands"][name] = ast.literal_eval(other[1])
+    models = _model_names()
+    for command in _commands(spec):
+        _with_choices(command)
+    for name, command in _by_name(spec):
+        if name in _TAKING_MODELS:
+            options = command["options"]
+            command["subcommands"] = {
+                model: {"description": model, "options": options, "subcommands": {}}
+                for model in models
+            }
+    return text[: found.start(1)] + repr(spec) + text[found.end(1) :]
+
+
+def _printed(shell: str, parse: Callable[[list[str]], Any]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        parse(["--tyro-print-completion", shell])
+    return printed.getvalue()
+
+
+def _model_names() -> Sequence[str]:
+    from whalejax.models import available
+
+    return available()
+
+
+def _choices() -> dict[str, list[str]]:
+    """What may stand behind an option, by its name."""
+    clusters = [f"{kind}:8" for kind in entries()]
+    return {
+        "--cluster": [*clusters, "local"],
+        "--on": clusters,
+        "--topology": [*clusters, "local"],
+        "--remat": list(REMAT_POLICIES),
+        "--precision": list(PRECISIONS),
+        "--attention": ["ring", "gather"],
+        "--mesh": [f"{axis}=" for axis in MESH_AXES],
+        "--combine": ["mean", "adasum", "adasum_nodes", "adasum_updates"],
+        "--wire": ["f32", "bf16", "int8"],
+        "--sum-wire": ["f32", "f16", "int8"],
+        "--price": [f"{kind}=" for kind in entries()],
+    }
+
+
+def _with_choices(command: dict[str, Any]) -> None:
+    choices = _choices()
+    for option in command["options"]:
+        for flag in option["flags"]:
+            if flag in choices:
+                option["type"] = "choice"
+                option["choices"] = choices[flag]
+
+
+def _by_name(spec: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Every command with its name, those of groups too."""
+    found = []
+    for name, command in spec["subcommands"].items():
+        found.append((name, command))
+        found += _by_name(command)
+    return found
+
+
+def _commands(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return [command for _, command in _by_name(spec)]
