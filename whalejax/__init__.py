@@ -18,6 +18,7 @@ from whalejax._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from whalejax.api.feed import Feed as Feed
+    from whalejax.api.largest_batch import largest_batch as largest_batch
     from whalejax.api.plan import plan as plan
     from whalejax.api.plan_request import PlanRequest as PlanRequest
     from whalejax.api.search import search as search
@@ -74,6 +75,7 @@ _MODULE_OF_NAME = {
     "count_lookups": "whalejax.api.table_plans",
     "goodput": "whalejax.planner.plan.goodput",
     "init_distributed": "whalejax.elastic.init_distributed",
+    "largest_batch": "whalejax.api.largest_batch",
     "pipeline": "whalejax.user_code.annotations",
     "plan": "whalejax.api.plan",
     "plan_tables": "whalejax.api.table_plans",
@@ -109,6 +111,7 @@ __all__ = [
     "count_lookups",
     "goodput",
     "init_distributed",
+    "largest_batch",
     "pipeline",
     "plan",
     "plan_tables",

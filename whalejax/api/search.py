@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from whalejax.meshes.progress_events import tell
 from whalejax.meshes.texts import visible
 from whalejax.planner.entries import Candidate
 from whalejax.planner.errors import PlanError
-from whalejax.planner.near_names import names_arguments
+from whalejax.planner.near_names import ARGUMENT_SYNONYMS, names_arguments, near_hint
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.micro_batches import samples_at_a_time, unlike_note
 from whalejax.planner.search.ranking import best_first
@@ -199,15 +198,37 @@ def _places(
 ) -> list[tuple[str, Cluster]]:
     """The clusters with their names and prices, or every problem of what was given."""
     problems = Arguments("wh.search")
+    problems.whole("each", each, least=1)
+    return named_clusters("wh.search", clusters, prices, options, problems)
+
+
+def named_clusters(
+    function: str,
+    clusters: Sequence[Cluster | str],
+    prices: Mapping[str, float],
+    options: Mapping[str, Any],
+    problems: Arguments | None = None,
+) -> list[tuple[str, Cluster]]:
+    """Clusters with their names and prices.
+
+    Args:
+        function: Public function that was given them.
+        clusters: Clusters or their texts.
+        prices: Of one device for an hour, by the name of its kind.
+        options: What else was given by name, of which ``wh.plan`` has to know all.
+        problems: What is wrong besides.
+
+    Raises:
+        WhaleError: every problem of what was given.
+    """
+    problems = Arguments(function) if problems is None else problems
     known = [f.name for f in dataclasses.fields(PlanRequest)]
     for name in options:
         if name == "cluster":
             problems.add("cluster= is wh.plan's; give clusters=, a list")
         elif name not in known:
-            near = difflib.get_close_matches(name, known, n=2)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            problems.add(f"there is no option {shown(name)}{hint}")
-    problems.whole("each", each, least=1)
+            hint = near_hint(name, known, ARGUMENT_SYNONYMS)
+            problems.add(f"there is no option {shown(name)}.{hint}")
     if isinstance(clusters, str | bytes | Cluster | type) or not isinstance(
         clusters, Sequence
     ):

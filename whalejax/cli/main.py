@@ -31,6 +31,7 @@ from whalejax.cli.jobs.jobs_options import JobsSimulateCommand
 from whalejax.cli.option_checks import check_words, checked
 from whalejax.cli.options import (
     AgentCommand,
+    BatchCommand,
     CalibrateCommand,
     CheckCommand,
     Command,
@@ -140,8 +141,8 @@ def _answered(argv: Sequence[str], started: float, *, closed: bool) -> int:
 
 
 COMMAND_NAMES = (
-    "train plan show diff why search estimate verify check calibrate completion launch "
-    "agent status goodput doctor swarm jobs".split()
+    "train plan show diff why search batch estimate verify check calibrate completion "
+    "launch agent status goodput doctor swarm jobs".split()
 )
 """Commands, in the order of the help."""
 
@@ -260,6 +261,8 @@ def _run(command: Command, started: float) -> int:
             _diff(command)
         case SearchCommand():
             _search(command)
+        case BatchCommand():
+            _batch(command)
         case EstimateCommand():
             return _estimate(command)
         case VerifyCommand():
@@ -328,6 +331,31 @@ def _plan(command: PlanCommand) -> None:
     show.print_plan(plan, console)
     if command.output is not None:
         console.print(f"\nwritten to {command.output}", markup=False)
+
+
+def _batch(command: BatchCommand) -> None:
+    from whalejax import jobs
+    from whalejax.api.largest_batch import largest_batch
+    from whalejax.cli import show
+    from whalejax.cli.progress import Working, make_console
+
+    if not command.on:
+        raise WhaleError("--on is missing; expected --on h100:8 v5e:4x4")
+    job = find_job(command.model, named_values(command.set))
+    with Working("planning", quiet=command.quiet):
+        found = largest_batch(
+            job.loss_fn,
+            jobs.abstract_model(job),
+            jobs.first_batch(job, None),
+            clusters=command.on,
+            optimizer=job.optimizer,
+            **jobs.split_settings(job),
+            **plan_settings(command),
+        )
+    if command.json:
+        print(json.dumps(found.document()))
+    else:
+        make_console().print(show.Lines(found.lines))
 
 
 def _show(command: ShowCommand) -> None:

@@ -300,6 +300,30 @@ class SearchCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCommand:
+    """Find the largest batch that fits on each of several clusters; needs no device.
+
+    Prints the largest global batch that is computed at once, its plan and its speed.
+    """
+
+    model: Model
+    """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
+    on: Annotated[tuple[str, ...], option(metavar="CLUSTER")] = ()
+    """clusters, one after the other: h100:8 a100-40:16 v5e:4x4, or .toml files"""
+    set: Settings = ()
+    """options of the model, or of your function: layers=96 hidden=12288"""
+    precision: Precision = ()
+    remat: Remat = ()
+    attention: Attention = ()
+    micro_batches: OptionalNumber = None
+    """parts of a global batch, one after the other; 1 if left out"""
+    json: Switch = False
+    """print what was found as one line of JSON and nothing else"""
+    quiet: Switch = False
+    """show no progress on the terminal"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyCommand:
     """Compile a plan with the real compiler of its hardware, which need not be here.
 
@@ -418,6 +442,7 @@ Command = (
     | Annotated[DiffCommand, conf.subcommand("diff")]
     | Annotated[WhyCommand, conf.subcommand("why")]
     | Annotated[SearchCommand, conf.subcommand("search")]
+    | Annotated[BatchCommand, conf.subcommand("batch")]
     | Annotated[EstimateCommand, conf.subcommand("estimate")]
     | Annotated[VerifyCommand, conf.subcommand("verify")]
     | Annotated[CheckCommand, conf.subcommand("check")]

@@ -1,0 +1,272 @@
+"""The largest batch that fits on each of several clusters: ``wh.largest_batch``.
+
+A batch that is computed in parts may be of any size, so the question is of the largest
+part: the samples that all devices together take at a time. It is found with few plans:
+the sizes grow sixteenfold until one does not fit. What that one needs says where memory
+is full; sizes about there are tried until what fits and what does not are within an
+eighth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import optax
+
+from whalejax.api.plan_request import PlanQuestion, PlanRequest, question_about
+from whalejax.api.search import named_clusters
+from whalejax.meshes import Cluster
+from whalejax.meshes.progress_events import tell
+from whalejax.meshes.units import gigabytes, milliseconds
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.near_names import names_arguments
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.headline import speed_words
+from whalejax.planner.plan.report.page import page_width
+from whalejax.planner.plan.report.text_layout import Line, paragraph, plain, table
+from whalejax.planner.plan.report.why import layout_text
+from whalejax.planner.search.micro_batches import samples_at_a_time
+
+
+GROWTH: Final = 16
+"""How much larger the next batch is while everything fits."""
+
+CLOSENESS: Final = 1.125
+"""Ratio of a batch that does not fit to one that does at which the search ends."""
+
+MOST_PLANS: Final = 16
+"""Plans that are made for one cluster at most."""
+
+MOST_SAMPLES: Final = 2**24
+"""Samples beyond which no larger batch is tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestBatch:
+    """The largest batch on one cluster.
+
+    Attributes:
+        name: The cluster, as it was asked for.
+        samples: Samples of the largest global batch that fits; 0 where none does.
+        micro_batch: Samples that one replica of the model takes at a time.
+        plan: Its plan; None where none fits.
+        next_samples: Samples of the smallest batch that was tried and does not fit;
+            None where all did.
+        problem: Why that one does not fit; None where all did.
+        num_plans: Number of plans that were made.
+    """
+
+    name: str
+    samples: int
+    micro_batch: int
+    plan: Plan | None
+    next_samples: int | None
+    problem: PlanError | None
+    num_plans: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LargestBatches(Sequence[LargestBatch]):
+    """The largest batch on each of several clusters, in the order they were given.
+
+    Attributes:
+        batches: One for each cluster.
+    """
+
+    batches: tuple[LargestBatch, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.batches[index]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """What the table shows of each cluster where something fits."""
+        rows: list[tuple[str, ...]] = []
+        for one in self.batches:
+            plan = one.plan
+            if plan is None:
+                continue
+            limit = plan.cluster.memory_bytes
+            rate, *rest = speed_words(plan.throughput())
+            rows.append(
+                (
+                    one.name,
+                    f"{one.samples:,}",
+                    f"{one.micro_batch:,}",
+                    layout_text(plan),
+                    milliseconds(plan.time.step_seconds),
+                    rate,
+                    rest[-1] if rest else "–",
+                    f"{gigabytes(plan.memory.total_bytes)} of {gigabytes(limit)}",
+                )
+            )
+        return rows
+
+    def document(self) -> dict[str, Any]:
+        """Everything as plain JSON data."""
+        return {
+            "whalejax_largest_batch": 1,
+            "batches": [
+                {
+                    "cluster": one.name,
+                    "samples": one.samples,
+                    "micro_batch": one.micro_batch,
+                    "does_not_fit": one.next_samples,
+                    "reason": None if one.problem is None else str(one.problem),
+                    "plan": None if one.plan is None else one.plan.document(),
+                }
+                for one in self.batches
+            ],
+        }
+
+    def lines(self, width: int | None) -> list[Line]:
+        """The table, and clusters where nothing fits, in lines.
+
+        Args:
+            width: Columns of a line; None breaks none.
+        """
+        head = ["cluster", "largest batch", "micro-batch", "layout", "step"]
+        head += ["speed", "utilization", "memory per device"]
+        rows = self.rows()
+        lines = table(head, rows, width, right=[1, 2]) if rows else []
+        for one in self.batches:
+            if one.plan is None:
+                text = f"on {one.name}: {' '.join(str(one.problem).split())}"
+                lines += paragraph("none", [text], width)
+        text = (
+            "a global batch of any multiple can be computed in parts, one after the "
+            "other: num_micro_batches="
+        )
+        return [*lines, *(paragraph("note", [text], width) if rows else ())]
+
+    def __str__(self) -> str:
+        return plain(self.lines(page_width()))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@names_arguments("wh.largest_batch")
+def largest_batch(
+    loss_fn: Callable[..., Any],
+    model: Any,
+    batch: Any,
+    *,
+    clusters: Sequence[Cluster | str],
+    optimizer: optax.GradientTransformation | None = None,
+    prices: Mapping[str, float] | None = None,
+    **options: Any,
+) -> LargestBatches:
+    """The largest batch that fits on each cluster, with its plan and throughput.
+
+    Args:
+        loss_fn, model, optimizer: As for ``wh.plan``.
+        batch: A batch of any size, for the shapes of its samples.
+        clusters: Clusters, or their texts such as ``"h100:8"``.
+        prices: Of one device for an hour, by the name of its kind.
+        options: What else ``wh.plan`` takes, such as ``precision="bf16"``. With
+            ``num_micro_batches=n``, other than 1, the batch is computed in so many
+            parts; ``remat="none"`` asks for the largest batch of which nothing is
+            computed again. Nothing is kept in host memory unless ``offload=`` says
+            what.
+
+    Returns:
+        A sequence with one entry for each cluster; ``print`` shows a table.
+
+    Raises:
+        WhaleError: What was given cannot be used; every problem is listed.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> import whalejax as wh
+    >>> net = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+    >>> x = jax.ShapeDtypeStruct((8, 4096), jnp.float32)
+    >>> found = wh.largest_batch(lambda net, x: (jnp.tanh(x @ net["w"]) ** 2).mean(),
+    ...                          net, x, clusters=["t4:1"], optimizer=optax.sgd(0.1))
+    >>> found[0].samples > 100_000
+    True
+    """
+    options.setdefault("num_micro_batches", 1)
+    options.setdefault("offload", ())
+    places = named_clusters(
+        "wh.largest_batch", clusters, {} if prices is None else prices, options
+    )
+    request = PlanRequest(optimizer=optimizer, cluster=places[0][1], **options)
+    question = question_about(request, loss_fn, model, batch)
+    return LargestBatches(tuple(_largest(question, *place) for place in places))
+
+
+def _largest(question: PlanQuestion, name: str, cluster: Cluster) -> LargestBatch:
+    """The largest batch on a cluster, by as few plans as it takes."""
+    parts = cluster.num_devices * (question.num_micro_batches or 1)
+    tried: dict[int, Plan | PlanError] = {}
+
+    def fits(samples: int) -> bool:
+        if samples not in tried:
+            tell(f"{name}: a batch of {samples:,}")
+            try:
+                tried[samples] = question.again(cluster=cluster, batch=samples)
+            except NothingFits as problem:
+                tried[samples] = problem
+        return isinstance(tried[samples], Plan)
+
+    low, high = _smallest(parts, fits), 0
+    while low and not high and low * GROWTH <= MOST_SAMPLES:
+        if fits(low * GROWTH):
+            low *= GROWTH
+        else:
+            high = low * GROWTH
+    unit = parts if low >= parts else 1
+    while high > low * CLOSENESS and len(tried) < MOST_PLANS:
+        middle = _between(low, high, tried) // unit * unit
+        if not low < middle < high:
+            break
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    plan = tried.get(low)
+    not_fitting = [n for n, one in tried.items() if not isinstance(one, Plan)]
+    refused = min(not_fitting, default=0)
+    problem = tried.get(refused)
+    found = plan if isinstance(plan, Plan) else None
+    return LargestBatch(
+        name=name,
+        samples=low if found else 0,
+        micro_batch=math.ceil(samples_at_a_time(found)) if found else 0,
+        plan=found,
+        next_samples=refused or None,
+        problem=problem if isinstance(problem, PlanError) else None,
+        num_plans=len(tried),
+    )
+
+
+def _between(low: int, high: int, tried: Mapping[int, Plan | PlanError]) -> int:
+    """The batch to try next: where memory is full if it grows with the samples.
+
+    What the smallest plan of the batch that does not fit needs is known, and so is
+    what does not grow with the samples. The estimate is kept within the middle of the
+    two in the logarithm, so that it ends.
+    """
+    fitting, problem = tried[low], tried[high]
+    assert isinstance(fitting, Plan)
+    middle = math.sqrt(low * high)
+    if not isinstance(problem, NothingFits):
+        return int(middle)
+    memory = fitting.memory
+    constant = memory.params_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    needed = problem.lacks_bytes + problem.of_bytes - constant
+    guess = high * (problem.of_bytes - constant) / max(1, needed)
+    closest = math.sqrt(CLOSENESS)
+    if guess < low * closest:
+        return math.ceil(low * closest)
+    return min(int(guess * 0.98), int(high / closest))
+
+
+def _smallest(parts: int, fits: Callable[[int], bool]) -> int:
+    """A batch to begin with: a sample for each part, or fewer; 0 where none fits."""
+    samples = parts
+    while samples and not fits(samples):
+        samples = samples // 2
+    return samples
