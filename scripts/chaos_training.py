@@ -65,7 +65,7 @@ def main() -> None:
     import optax
 
     import whalejax as wh
-    from whalejax.runtime import train_loop
+    from whalejax.runtime import loop
 
     say("imported")
     count = wh.init_distributed(timeout_seconds=120, heartbeat_seconds=10)
@@ -85,7 +85,7 @@ def main() -> None:
     plan = wh.plan(loss_fn, model, batch_at(0), optimizer=tx, cluster=cluster, **asked)
     say("planned")
     step = wh.compile(plan, loss_fn, model, optimizer=tx, devices=jax.devices())
-    found = train_loop.latest(folder) if folder.exists() else None
+    found = loop.latest(folder) if folder.exists() else None
     state = step.init_from(model) if found is None else step.restore(found)
     say("compiled")
 
@@ -95,12 +95,12 @@ def main() -> None:
         rows = step.batch_rows()
         return {name: array[rows] for name, array in batch_at(index).items()}
 
-    def on_step(progress: train_loop.Progress) -> None:
+    def on_step(progress: loop.Progress) -> None:
         print(f"chaos loss {progress.step} {progress.loss!r}", flush=True)
         say(f"step {progress.step}")
         time.sleep(STEP_SECONDS)
 
-    train_loop.train(
+    loop.train(
         step,
         state,
         mine,

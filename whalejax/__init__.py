@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from whalejax.planner import PlanError as PlanError
     from whalejax.planner.plan.goodput import goodput as goodput
     from whalejax.planner.plan.square_cube_of_plan import square_cube as square_cube
+    from whalejax.runtime import loop as loop
     from whalejax.runtime.table_step import compile_tables as compile_tables
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
@@ -76,6 +77,7 @@ _MODULE_OF_NAME = {
     "goodput": "whalejax.planner.plan.goodput",
     "init_distributed": "whalejax.elastic.init_distributed",
     "largest_batch": "whalejax.api.largest_batch",
+    "loop": "whalejax.runtime.loop",
     "pipeline": "whalejax.user_code.annotations",
     "plan": "whalejax.api.plan",
     "plan_tables": "whalejax.api.table_plans",
@@ -112,6 +114,7 @@ __all__ = [
     "goodput",
     "init_distributed",
     "largest_batch",
+    "loop",
     "pipeline",
     "plan",
     "plan_tables",
@@ -126,13 +129,18 @@ __all__ = [
 ]
 
 
+_MODULES = ("loop",)
+"""Names that are modules, with functions of their own."""
+
+
 def __getattr__(name: str) -> object:
     module_name = _MODULE_OF_NAME.get(name)
     if module_name is None:
         raise AttributeError(_unknown(name), name=name)
     import importlib
 
-    value: object = getattr(importlib.import_module(module_name), name)
+    module = importlib.import_module(module_name)
+    value: object = module if name in _MODULES else getattr(module, name)
     globals()[name] = value  # the next use does not come through here
     return value
 

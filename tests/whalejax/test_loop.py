@@ -28,7 +28,7 @@ from tests.whalejax.runs import (
     step_of,
 )
 from whalejax.lowering.state import check_alive, consuming
-from whalejax.runtime import train_loop
+from whalejax.runtime import loop
 from whalejax.runtime.train_step import TrainState, TrainStep
 
 
@@ -53,10 +53,8 @@ def plain_losses(steps: int) -> tuple[list[float], TrainState]:
 
 def test_trains_as_plain_steps_do() -> None:
     step = shared_step()
-    seen: list[train_loop.Progress] = []
-    run = train_loop.train(
-        step, fresh_state(step), batches, steps=6, on_step=seen.append
-    )
+    seen: list[loop.Progress] = []
+    run = loop.train(step, fresh_state(step), batches, steps=6, on_step=seen.append)
     losses, state = plain_losses(6)
     assert list(run.losses) == losses
     assert host_leaves(run.state) == host_leaves(state)
@@ -68,30 +66,30 @@ def test_trains_as_plain_steps_do() -> None:
 
 def test_goes_on_where_the_state_stands() -> None:
     step = shared_step()
-    half = train_loop.train(step, fresh_state(step), batches, steps=3)
-    rest = train_loop.train(step, half.state, batches, steps=6)
+    half = loop.train(step, fresh_state(step), batches, steps=3)
+    rest = loop.train(step, half.state, batches, steps=6)
     assert rest.first_step == 3
     assert [*half.losses, *rest.losses] == plain_losses(6)[0]
 
 
 def test_nothing_to_do() -> None:
     step = shared_step()
-    done = train_loop.train(step, fresh_state(step), batches, steps=2)
-    run = train_loop.train(step, done.state, batches, steps=2)
+    done = loop.train(step, fresh_state(step), batches, steps=2)
+    run = loop.train(step, done.state, batches, steps=2)
     assert (run.losses, run.step_seconds, run.checkpoint) == ((), None, None)
 
 
 def test_checkpoints_hold_the_states_they_are_named_after(tmp_path: Path) -> None:
     step = shared_step()
-    run = train_loop.train(
+    run = loop.train(
         step, fresh_state(step), batches, steps=7, save_dir=tmp_path, save_every=3
     )
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step_000003", "step_000006", "step_000007"]
-    assert run.checkpoint == train_loop.latest(tmp_path) == tmp_path / "step_000007"
+    assert run.checkpoint == loop.latest(tmp_path) == tmp_path / "step_000007"
     after_six = step.restore(tmp_path / "step_000006")
     assert host_leaves(after_six) == host_leaves(plain_losses(6)[1])
-    again = train_loop.train(step, after_six, batches, steps=7)
+    again = loop.train(step, after_six, batches, steps=7)
     assert again.losses == run.losses[6:]
 
 
@@ -100,10 +98,8 @@ def test_the_latest_checkpoints_stay(tmp_path: Path) -> None:
     for name in ("step_000001.deleted", "step_000002.unfinished", "notes"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
-    start = train_loop.train(
-        step, fresh_state(step), batches, steps=1, save_dir=tmp_path
-    )
-    train_loop.train(
+    start = loop.train(step, fresh_state(step), batches, steps=1, save_dir=tmp_path)
+    loop.train(
         step,
         start.state,
         batches,
@@ -125,7 +121,7 @@ def test_a_checkpoint_that_is_there_already_is_said_before_any_step(
         (tmp_path / name).mkdir()
     asked: list[int] = []
     with pytest.raises(wh.WhaleError) as caught:
-        train_loop.train(
+        loop.train(
             step,
             fresh_state(step),
             lambda index: asked.append(index),
@@ -143,8 +139,8 @@ def test_a_checkpoint_that_is_there_already_is_said_before_any_step(
 
 
 def test_latest_takes_no_leftovers(tmp_path: Path) -> None:
-    assert train_loop.latest(tmp_path) is None
-    assert train_loop.latest(tmp_path / "none") is None
+    assert loop.latest(tmp_path) is None
+    assert loop.latest(tmp_path / "none") is None
     for name in (
         "step_000009",
         "step_000010",
@@ -154,7 +150,7 @@ def test_latest_takes_no_leftovers(tmp_path: Path) -> None:
         "other",
     ):
         (tmp_path / name).mkdir()
-    assert train_loop.latest(tmp_path) == tmp_path / "step_1000000"
+    assert loop.latest(tmp_path) == tmp_path / "step_1000000"
 
 
 # What is not finite.
@@ -170,7 +166,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     step = shared_step()
     seen: list[int] = []
     with pytest.raises(wh.WhaleError) as caught:
-        train_loop.train(
+        loop.train(
             step,
             fresh_state(step),
             poisoned,
@@ -194,7 +190,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
 def test_a_bad_loss_just_before_a_checkpoint_is_not_saved(tmp_path: Path) -> None:
     step = shared_step()
     with pytest.raises(wh.WhaleError, match="step 8 of 8: the loss is nan"):
-        train_loop.train(
+        loop.train(
             step, fresh_state(step), poisoned, steps=8, save_dir=tmp_path, save_every=4
         )
     assert [path.name for path in tmp_path.iterdir()] == ["step_000004"]
@@ -203,7 +199,7 @@ def test_a_bad_loss_just_before_a_checkpoint_is_not_saved(tmp_path: Path) -> Non
 def test_without_checkpoints_the_message_says_so() -> None:
     step = shared_step()
     with pytest.raises(wh.WhaleError, match="No checkpoint was written; --save DIR"):
-        train_loop.train(step, fresh_state(step), poisoned, steps=9)
+        loop.train(step, fresh_state(step), poisoned, steps=9)
 
 
 @pytest.mark.full
@@ -219,7 +215,7 @@ def test_parameters_spoilt_by_the_last_update_are_not_saved(
     step = step_of(make_job(optimizer=optax.sgd(rate)), mesh=mesh)
     assert len(step.plan.apart) == (2 if mesh else 0)
     with pytest.raises(wh.WhaleError) as caught:
-        train_loop.train(
+        loop.train(
             step, fresh_state(step), batches, steps=6, save_dir=tmp_path, save_every=3
         )
     assert str(caught.value).startswith(
@@ -269,9 +265,9 @@ class _Loss:
         return 1.0
 
 
-def train_on(machine: Machine, steps: int, **options: Any) -> train_loop.LoopResult:
+def train_on(machine: Machine, steps: int, **options: Any) -> loop.LoopResult:
     state = cast(TrainState, SimpleNamespace(step=0, params={}))
-    return train_loop.train(
+    return loop.train(
         cast(TrainStep, machine),
         state,
         lambda index: index,
@@ -317,7 +313,7 @@ TRAINED_UNTIL_KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.whalejax import runs
-from whalejax.runtime import train_loop
+from whalejax.runtime import loop
 
 def batches(index):
     if index == int(sys.argv[2]):
@@ -325,7 +321,7 @@ def batches(index):
     return runs.batch_at(index, 16)
 
 step = runs.shared_step()
-train_loop.train(step, runs.fresh_state(step), batches, steps=12,
+loop.train(step, runs.fresh_state(step), batches, steps=12,
                  save_dir=Path(sys.argv[1]), save_every=4)
 """
 
@@ -334,10 +330,10 @@ train_loop.train(step, runs.fresh_state(step), batches, steps=12,
 def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     done = run_script(TRAINED_UNTIL_KILLED, tmp_path / "run", 10, cwd=tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert train_loop.latest(tmp_path / "run") == tmp_path / "run" / "step_000008"
+    assert loop.latest(tmp_path / "run") == tmp_path / "run" / "step_000008"
     step = shared_step()
     state = step.restore(tmp_path / "run" / "step_000008")
-    run = train_loop.train(step, state, batches, steps=12, save_dir=tmp_path / "run")
+    run = loop.train(step, state, batches, steps=12, save_dir=tmp_path / "run")
     losses, uninterrupted = plain_losses(12)
     assert list(run.losses) == losses[8:]
     assert host_leaves(run.state) == host_leaves(uninterrupted)
@@ -368,7 +364,7 @@ def test_a_lost_process_that_shows_in_a_loss(
     kind = wh.WhaleError if processes > 1 else jax.errors.JaxRuntimeError
     says = "process of this step is gone.*step 1" if processes > 1 else "Gloo"
     with pytest.raises(kind, match=says):
-        train_loop.train(cast(TrainStep, step), state, batches, steps=1)
+        loop.train(cast(TrainStep, step), state, batches, steps=1)
 
 
 def test_a_state_that_an_error_left_half_taken_is_not_alive() -> None:

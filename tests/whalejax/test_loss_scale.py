@@ -21,7 +21,7 @@ from whalejax.lowering.loss_scale import (
     LossScale,
     all_finite,
 )
-from whalejax.runtime import train_loop
+from whalejax.runtime import loop
 
 
 pytestmark = pytest.mark.relaxed_promotion  # optax relies on it
@@ -169,7 +169,7 @@ def test_checkpoints_move_between_precisions(tmp_path: Path) -> None:
 def test_training_goes_on_after_an_overflow(tmp_path: Path) -> None:
     step = step_of()
     wild = 2
-    found = train_loop.train(
+    found = loop.train(
         step,
         step.init_from(net()),
         lambda i: data(1e6 if i == wild else 1.0),
@@ -179,7 +179,7 @@ def test_training_goes_on_after_an_overflow(tmp_path: Path) -> None:
     assert found.state.loss_scale is not None
     assert int(found.state.loss_scale.skipped_steps) == 1
     with pytest.raises(wh.WhaleError, match="the loss is"):
-        train_loop.train(step, step.init_from(net()), lambda i: data(np.nan), steps=30)
+        loop.train(step, step.init_from(net()), lambda i: data(np.nan), steps=30)
 
 
 def test_the_command_line_shows_skipped_steps(

@@ -33,7 +33,7 @@ from tests.whalejax.test_checkpoint import data_files, without_hashes
 from whalejax.cli import train_session
 from whalejax.cli.options import TrainCommand
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime import folder_lock, resume, train_loop
+from whalejax.runtime import folder_lock, loop, resume
 from whalejax.runtime.folder_lock import LOCK, FolderLock
 from whalejax.runtime.resume import batches_from, checkpoints, resumed
 from whalejax.runtime.train_step import TrainState, TrainStep
@@ -52,9 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the checkpoints of three steps, that tests only read."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     step = shared_step()
-    train_loop.train(
-        step, fresh_state(step), batches, steps=3, save_dir=folder, save_every=1
-    )
+    loop.train(step, fresh_state(step), batches, steps=3, save_dir=folder, save_every=1)
     return folder
 
 
@@ -276,7 +274,7 @@ def test_a_resumed_session_says_what_is_damaged(
 def wh_losses(steps: int) -> list[float]:
     """The losses of a run that nothing happened to."""
     step = shared_step()
-    run = train_loop.train(step, fresh_state(step), batches, steps=steps)
+    run = loop.train(step, fresh_state(step), batches, steps=steps)
     return list(run.losses)
 
 
@@ -318,7 +316,7 @@ def test_a_directory_is_one_runs_alone(
     folder, step = tmp_path / "run", shared_step()
     asked: list[int] = []
     with pytest.raises(wh.WhaleError) as caught:
-        train_loop.train(
+        loop.train(
             step,
             fresh_state(step),
             asked.append,
@@ -363,9 +361,7 @@ def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:
         raise KeyError(index)
 
     with pytest.raises(KeyError):
-        train_loop.train(
-            step, fresh_state(step), fail, steps=2, save_dir=tmp_path / "run"
-        )
+        loop.train(step, fresh_state(step), fail, steps=2, save_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -457,7 +453,7 @@ def test_checkpoints_that_cannot_be_listed_or_removed(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", fail)
         with pytest.raises(wh.WhaleError, match="cannot be listed .Permission denied"):
-            train_loop.latest(run)
+            loop.latest(run)
     state = step.restore(run / "step_000003")
     rename: Any = Path.rename
 
@@ -466,8 +462,8 @@ def test_checkpoints_that_cannot_be_listed_or_removed(
 
     monkeypatch.setattr(Path, "rename", fail_to_remove)
     with pytest.raises(wh.WhaleError, match="older checkpoints cannot be removed"):
-        train_loop.train(step, state, batches, steps=4, save_dir=run, keep=1)
-    assert train_loop.latest(run) == run / "step_000004"
+        loop.train(step, state, batches, steps=4, save_dir=run, keep=1)
+    assert loop.latest(run) == run / "step_000004"
 
 
 # Several processes.

@@ -36,6 +36,9 @@ MOST_MEMBERS: Final = 4096
 _WHOLE: Final = {
     "batch": (1, MOST_SAMPLES),
     "each": (1, 10**6),
+    "eval_every": (1, LARGEST),
+    "keep": (1, 10**6),
+    "patience": (1, 10**6),
     "nodes": (1, 2**20),
     **PLAN_NUMBERS,
     "port": (1, 65535),

@@ -118,6 +118,17 @@ class TrainCommand:
     """write checkpoints into this directory"""
     save_every: int = 100
     """steps between checkpoints; there is one after the last step too"""
+    keep: Annotated[int, option(metavar="K")] = 3
+    """checkpoints that stay in the directory of --save, the latest ones"""
+    csv: Annotated[Path | None, option(metavar="FILE.csv")] = None
+    """write a row for each step: loss, metrics, seconds"""
+    eval_every: OptionalNumber = None
+    """steps between evaluations, where the job has eval_batches; those of --save-every
+    if left out"""
+    best: OptionalText = None
+    """metric of evaluations, such as loss, whose best checkpoint stays too"""
+    patience: OptionalNumber = None
+    """end when so many evaluations in a row are no better"""
     resume: Switch = False
     """go on from the latest whole checkpoint in the directory of --save, if any"""
     mesh: Mesh = ()

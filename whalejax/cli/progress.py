@@ -1,68 +1,29 @@
-"""Progress on the terminal: what is being done, how far it is, and for how long.
+"""What plans or compiles shows its parts on a terminal, and for how long they took.
 
-What plans or compiles shows its parts on a terminal; what trains, a bar there and
-elsewhere a line every few seconds. Under continuous integration nothing is shown.
-What runs calls ``Meter.show`` after every step and need not know where the output goes.
 It stands apart from ``show`` because it lives while something runs.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from whalejax.meshes.progress_events import listening
 from whalejax.meshes.units import milliseconds as seconds_text
+from whalejax.runtime.progress_meter import Meter as Meter
+from whalejax.runtime.progress_meter import make_console as make_console
+from whalejax.runtime.progress_meter import progress_words as progress_words
+from whalejax.runtime.progress_meter import unattended
 
 
-_LINE_SECONDS = 5.0
 _REMARK_SECONDS = 1.0
 _LEAST_SHARE = 0.02
-_PLAIN_WIDTH = 110
-
-
-def make_console(*, quiet: bool = False) -> Console:
-    """A console on standard output, as wide as the terminal or as ``COLUMNS`` says.
-
-    What is no terminal gets no colour, and room for a table where nobody says how wide
-    it is.
-
-    Args:
-        quiet: print nothing.
-    """
-    columns = os.environ.get("COLUMNS", "")
-    width: int | None = None
-    if not sys.stdout.isatty() and not columns.strip("0").isdecimal():
-        width = _PLAIN_WIDTH
-    elif columns.isdecimal() and not int(columns):  # a terminal that does not know
-        width = shutil.get_terminal_size().columns
-    return Console(
-        quiet=quiet,
-        highlight=False,
-        soft_wrap=False,
-        width=width,
-    )
-
-
-def unattended() -> bool:
-    """Nobody watches: continuous integration sets ``CI``, and then nothing is shown."""
-    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 
 
 def remark(console: Console, text: str) -> None:
@@ -144,121 +105,3 @@ class Working:
             if part >= _LEAST_SHARE * seconds
         ]
         return f"{self._title} {seconds_text(seconds)}: {', '.join(parts)}".rstrip(": ")
-
-
-class Meter:
-    """How far a run is: a bar on a terminal, elsewhere a line every few seconds.
-
-    Used as a context manager. Under continuous integration nothing is shown.
-
-    Args:
-        console: where to; a quiet one shows nothing.
-        title: such as ``"training"``.
-        first: steps done before.
-        steps: to be done in all.
-        waiting: what happens before the first step is done, such as ``"compiling"``;
-            then a line says how long that took.
-        clock: seconds, rising.
-    """
-
-    def __init__(
-        self,
-        console: Console,
-        title: str,
-        *,
-        first: int,
-        steps: int,
-        waiting: str = "",
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._console = console
-        self._title = title
-        self._steps = steps
-        self._clock = clock
-        self._printed: float | None = None
-        self._bar: Progress | None = None
-        self._waiting = waiting
-        self._shows = not (console.quiet or unattended())
-        if console.is_terminal and self._shows:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[words]}"),
-                console=console,
-            )
-            self._task = self._bar.add_task(
-                waiting or title, total=steps, completed=first, words=""
-            )
-
-    def show(self, step: int, words: str = "") -> None:
-        """So many steps are done.
-
-        Args:
-            step: counted from 1.
-            words: what else to say of it.
-        """
-        if not self._shows:
-            return
-        now = self._clock()
-        if self._waiting:
-            spent = seconds_text(now - self._started)
-            line = f"the first step was done after {spent}, {self._waiting} included"
-            self._console.print(Text(line))
-            self._waiting = ""
-        if self._bar is not None:
-            self._bar.update(
-                self._task, completed=step, words=words, description=self._title
-            )
-            return
-        due = self._printed is None or now - self._printed >= _LINE_SECONDS
-        if due or step == self._steps:
-            self._printed = now
-            line = f"{self._title} {step}/{self._steps}  {words}".rstrip()
-            self._console.print(Text(line))
-
-    def __enter__(self) -> Meter:
-        self._started = self._clock()
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def progress_words(
-    loss: float,
-    *,
-    unit: str,
-    units_per_step: int,
-    predicted_seconds: float,
-    measured_seconds: float | None,
-) -> str:
-    """Loss, speed and step time of a run in one line.
-
-    Args:
-        loss: of the latest step.
-        unit: what the speed counts, ``"tokens"`` or ``"samples"``.
-        units_per_step: how many of it a global batch holds.
-        predicted_seconds: of a step, by the plan.
-        measured_seconds: of a step, or None while nothing is measured.
-
-    >>> progress_words(2.5, unit="tokens", units_per_step=4096,
-    ...                predicted_seconds=0.4, measured_seconds=0.5)
-    'loss 2.5000 · 8,192 tokens/s · step 500 ms, predicted 400 ms'
-    """
-    predicted = f"predicted {seconds_text(predicted_seconds)}"
-    if measured_seconds is None:
-        return f"loss {loss:.4f} · step not measured yet, {predicted}"
-    speed = f"{units_per_step / measured_seconds:,.0f} {unit}/s"
-    step = f"step {seconds_text(measured_seconds)}, {predicted}"
-    return f"loss {loss:.4f} · {speed} · {step}"

@@ -35,7 +35,7 @@ from whalejax.distributed.standard_streams import say
 from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime import train_loop
+from whalejax.runtime import loop
 from whalejax.runtime.resume import agreed_checkpoints, batches_from, held, resumed
 from whalejax.runtime.train_step import TrainStep
 from whalejax.runtime.train_step import compile as compile_step
@@ -163,7 +163,7 @@ def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
     if problem:
         problems.add(f"--save {options.save}{problem}")
         return None
-    found = train_loop.latest(options.save)
+    found = loop.latest(options.save)
     if found is not None and not options.resume:
         problems.add(
             f"--save {options.save} holds checkpoints already, the latest "
@@ -262,17 +262,24 @@ class _Session:
             steps=options.steps,
             waiting="compiling",
         ) as meter:
-            done = train_loop.train(
+            done = loop.train(
                 step,
                 state,
                 self.batches_from(state),
                 steps=options.steps,
                 save_dir=options.save,
                 save_every=options.save_every,
+                keep=options.keep,
+                eval_batches=job.eval_batches,
+                eval_every=options.eval_every,
+                best=options.best,
+                patience=options.patience,
+                csv=options.csv,
                 resumed_from=checkpoint,
                 on_step=functools.partial(self._show, meter, *self._units),
                 is_held=True,
             )
+        self._tell_evaluations(done)
         scaling = done.state.loss_scale
         skipped = 0 if scaling is None else int(scaling.skipped_steps)
         if scaling is not None and skipped:
@@ -283,6 +290,21 @@ class _Session:
                 markup=False,
             )
         return done.losses, done.step_seconds, checkpoint
+
+    def _tell_evaluations(self, done: loop.LoopResult) -> None:
+        """Say what the last evaluation gave, and where the best checkpoint is."""
+        if done.evaluations:
+            number, metrics = done.evaluations[-1]
+            words = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            self.console.print(f"evaluation at step {number}: {words}", markup=False)
+        if done.stopped_early:
+            self.console.print("ended early: evaluations became no better")
+        if done.best is not None:
+            best = done.best
+            self.console.print(
+                f"best {best.metric} {best.value:.4f} at step {best.step}: {best.path}",
+                markup=False,
+            )
 
     def _resumed(self, step: TrainStep) -> tuple[TrainState, Path | None]:
         """The state to begin with, and the checkpoint it is from; says which."""
@@ -322,7 +344,7 @@ class _Session:
         meter: Meter,
         unit: str,
         units_per_step: int,
-        progress: train_loop.Progress,
+        progress: loop.Progress,
     ) -> None:
         words = progress_words(
             progress.loss,

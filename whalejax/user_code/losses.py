@@ -175,6 +175,8 @@ class Job:
         batch_size: samples in a global batch, unless the command line says otherwise.
         name: what reports call it.
         group_size, per_micro_batch: as for ``wh.plan``, of every plan for this job.
+        eval_batches: A sequence of batches to evaluate on, or a function that gives
+            them anew; None where there is no evaluation.
     """
 
     loss_fn: Callable[..., Any]
@@ -185,6 +187,7 @@ class Job:
     name: str = "job"
     group_size: int | None = None
     per_micro_batch: bool = False
+    eval_batches: Any = None
 
     def __post_init__(self) -> None:
         problems = Arguments("wh.Job")

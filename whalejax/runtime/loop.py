@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +29,13 @@ from whalejax.lowering.global_arrays import is_here, settle
 from whalejax.lowering.multihost.watchdog import lost
 from whalejax.lowering.state import TrainState
 from whalejax.membership.heartbeat import tells_of_loss
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
+from whalejax.runtime.evaluations import Evaluations
 from whalejax.runtime.resume import checkpoints, held, steps_of
+from whalejax.runtime.run_records import BestCheckpoint, Records, host_values
+from whalejax.runtime.run_records import best as best
 from whalejax.runtime.train_step import TrainStep
 
 
@@ -50,11 +55,18 @@ class Progress:
         step: steps done, this one counted.
         loss: of this step.
         step_seconds: of a step in the latest window that was measured, or None.
+        metrics: Every metric of the step by name, ``loss`` among them; numbers where
+            they are scalar, else arrays of numpy.
     """
 
     step: int
     loss: float
     step_seconds: float | None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+Hook = Callable[[int, Mapping[str, Any]], Any]
+"""Called with the number of a step and its values by name, to log them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +80,10 @@ class LoopResult:
         step_seconds: median time of a step, the first two left out; None where no more
             were done.
         checkpoint: the latest one written here, or None.
+        evaluations: (step, metrics by name) of every evaluation done here, in order.
+        best: The checkpoint of the best evaluation, of earlier runs too; None where
+            none was asked for.
+        stopped_early: ``patience`` evaluations in a row were no better.
     """
 
     state: TrainState
@@ -75,17 +91,28 @@ class LoopResult:
     losses: tuple[float, ...]
     step_seconds: float | None
     checkpoint: Path | None
+    evaluations: tuple[tuple[int, dict[str, float]], ...] = ()
+    best: BestCheckpoint | None = None
+    stopped_early: bool = False
 
 
 def train(
     step: TrainStep,
     state: TrainState,
-    batches: Callable[[int], Any],
+    batches: Callable[[int], Any] | Iterable[Any],
     *,
     steps: int,
-    save_dir: Path | None = None,
+    save_dir: str | os.PathLike[str] | None = None,
     save_every: int = 100,
     keep: int = 3,
+    eval_batches: Callable[[], Iterable[Any]] | Sequence[Any] | None = None,
+    eval_every: int | None = None,
+    best: str | None = None,
+    best_mode: Literal["min", "max"] = "min",
+    patience: int | None = None,
+    csv: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    hooks: Sequence[Hook] = (),
     resumed_from: Path | None = None,
     on_step: Callable[[Progress], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -96,11 +123,29 @@ def train(
     Args:
         step: the compiled step.
         state: is consumed; training goes on after the steps it has behind it.
-        batches: gives the global batch of a step, counted from 0.
+        batches: gives the global batch of a step, counted from 0; or an iterable whose
+            next batch is that of the next step, such as a ``wh.Feed``.
         steps: to be done in all, those before a resumption counted.
         save_dir: where checkpoints go, as ``step_000100``; None writes none.
         save_every: steps between checkpoints; there is one after the last step too.
         keep: how many checkpoints stay, the latest ones.
+        eval_batches: Batches of an evaluation: a sequence, or a function that gives
+            them anew each time. Metrics of an evaluation are means over its batches,
+            weighted by their samples.
+        eval_every: Steps between evaluations; ``save_every`` if None. There is one
+            after the last step too.
+        best: Name of the metric of an evaluation, such as ``"loss"``, whose best
+            checkpoint stays beside the latest ones, as ``best_000100``.
+        best_mode: ``"min"`` or ``"max"``: which values are better.
+        patience: Training ends when so many evaluations in a row are no better; never
+            if None.
+        csv: File with a row for each step: loss, metrics, seconds, and evaluations in
+            columns of their own. A run that goes on adds to it.
+        progress: Show a bar with the time that is left, or lines where there is no
+            terminal.
+        hooks: Called for each step with its number and its metrics by name, and for
+            each evaluation with ``eval/`` before the names: ``lambda step, values:
+            wandb.log(values, step=step)``. In one process of several.
         resumed_from: a checkpoint that stays in any case.
         on_step: called with every loss, in order, a few steps after it was computed.
         clock: seconds, rising.
@@ -112,53 +157,145 @@ def train(
             checkpoint are named. No checkpoint holds a state of which this is known.
             Or another process is gone, which may show only when a loss is waited for.
             Before the first step: a checkpoint that is to be written is there already,
-            or another run saves into the same directory.
+            another run saves into the same directory, or arguments contradict.
     """
-    if not callable(batches):
-        raise WhaleError(
-            f"batches is {shown(batches)}; expected a function from the number of a "
-            "step, counted from 0, to its global batch: lambda step: batches[step]"
-        )
+    folder = None if save_dir is None else Path(save_dir)
+    _check_arguments(
+        step=step,
+        steps=steps,
+        save_dir=folder,
+        save_every=save_every,
+        keep=keep,
+        eval_batches=eval_batches,
+        eval_every=eval_every,
+        best=best,
+        best_mode=best_mode,
+        patience=patience,
+    )
     first = int(state.step)
+    batch_of = _batch_function(batches)
     checkpoint = resumed_from
-    losses = _Losses(on_step)
-    windows = _Windows(clock)
-    with held(None if is_held else save_dir):
-        if save_dir is not None:
-            _check_new(save_dir, first, steps, save_every)
+    with ExitStack() as opened:
+        opened.enter_context(held(None if is_held else folder))
+        if folder is not None:
+            _check_new(folder, first, steps, save_every)
+        records = Records(
+            step,
+            first=first,
+            steps=steps,
+            csv=csv,
+            progress=progress,
+            hooks=hooks,
+            on_step=on_step,
+            opened=opened,
+        )
+        evaluations = Evaluations(
+            step,
+            eval_batches,
+            records=records,
+            folder=folder,
+            metric=best,
+            mode=best_mode,
+            patience=patience,
+        )
+        losses, windows = _Losses(records.tell), _Windows(clock)
+        done = first
         try:
             for done in range(first + 1, steps + 1):
-                state, metrics = step(state, batches(done - 1))
-                losses.expect(done, metrics["loss"], metrics.get("loss_scale"))
-                saves = save_dir and _is_saved(done, steps, save_every)
-                if saves or done == steps or windows.is_due(done - first):
+                state, metrics = step(state, batch_of(done - 1))
+                losses.expect(done, metrics)
+                saves = folder and _is_due(done, steps, save_every)
+                evaluates = evaluations.wanted and _is_due(
+                    done, steps, eval_every or save_every
+                )
+                pauses = saves or evaluates
+                if pauses or done == steps or windows.is_due(done - first):
                     losses.wait()
                     losses.step_seconds = windows.close(done - first)
                     losses.take_all()
-                if save_dir and saves:
+                if folder and pauses:
                     _check_parameters(step, state, done)
-                    checkpoint = _save(save_dir, done, step, state)
-                    _prune(save_dir, keep, resumed_from)
+                if folder and saves:
+                    checkpoint = _save(folder, done, step, state)
+                    _prune(folder, keep, resumed_from)
+                if evaluates:
+                    evaluations.run(done, state)
+                if pauses:
                     windows.open(done - first)
+                if evaluations.is_over:
+                    break
         except _NotFiniteError as error:
-            _stop(error, steps, checkpoint, save_dir)
+            _stop(error, steps, checkpoint, folder)
     return LoopResult(
         state=state,
         first_step=first,
         losses=tuple(losses.values),
         step_seconds=windows.median_seconds(),
         checkpoint=checkpoint if checkpoint != resumed_from else None,
+        evaluations=tuple(evaluations.done),
+        best=evaluations.best,
+        stopped_early=evaluations.is_over and done < steps,
     )
 
 
-def latest(save_dir: Path) -> Path | None:
+def latest(save_dir: str | os.PathLike[str]) -> Path | None:
     """The checkpoint of the most steps in a directory, or None.
 
     Args:
         save_dir: where ``train`` saved; what a killed run left unfinished is not
             taken for a checkpoint.
     """
-    return next(iter(checkpoints(save_dir)), None)
+    return next(iter(checkpoints(Path(save_dir))), None)
+
+
+def _batch_function(
+    batches: Callable[[int], Any] | Iterable[Any],
+) -> Callable[[int], Any]:
+    """What gives the batch of a step, by its number or one after the other."""
+    if callable(batches):
+        return batches
+    if isinstance(batches, Mapping) or not hasattr(batches, "__iter__"):
+        raise WhaleError(
+            f"batches is {shown(batches)}; expected a function from the number of a "
+            "step, counted from 0, to its global batch, or an iterable of batches"
+        )
+    following = iter(batches)
+
+    def next_batch(index: int) -> Any:
+        try:
+            return next(following)
+        except StopIteration:
+            raise WhaleError(
+                f"batches ended before step {index + 1}. Give as many as there are "
+                "steps, or one that begins again, such as wh.Feed(…) without epochs="
+            ) from None
+
+    return next_batch
+
+
+def _check_arguments(*, step: Any, **given: Any) -> None:
+    """Refuse arguments of ``train`` that cannot be, or contradict each other."""
+    problems = Arguments("loop.train")
+    if not callable(step):
+        problems.refuse("step", step, "what wh.compile gives")
+    for name in ("save_every", "keep"):
+        problems.whole(name, given[name], least=1)
+    problems.whole("steps", given["steps"])
+    for name in ("eval_every", "patience"):
+        problems.whole(name, given[name], least=1, none=True)
+    problems.choice("best_mode", given["best_mode"], ("min", "max"))
+    if given["eval_batches"] is None:
+        for name in ("eval_every", "best", "patience"):
+            if given[name] is not None:
+                problems.add(
+                    f"{name} is {shown(given[name])}, and there is no evaluation: give "
+                    "eval_batches, a list of batches or a function that gives them"
+                )
+    elif given["best"] is not None and given["save_dir"] is None:
+        problems.add(f"best is {shown(given['best'])}; it needs save_dir")
+    if given["patience"] is not None and given["best"] is None:
+        problems.add("patience needs best, the metric that is to become better")
+    problems.raise_if_any()
 
 
 # Losses that have not arrived yet.
@@ -176,28 +313,27 @@ class _NotFiniteError(Exception):
 class _Losses:
     """Losses in order; those still being computed are in flight."""
 
-    def __init__(self, on_step: Callable[[Progress], None] | None) -> None:
+    def __init__(self, tell: Callable[[Progress], None]) -> None:
         self.values: list[float] = []
         self.step_seconds: float | None = None
-        self._in_flight: deque[tuple[int, Any, Any]] = deque()
-        self._on_step = on_step
+        self._in_flight: deque[tuple[int, dict[str, Any]]] = deque()
+        self._tell = tell
 
-    def expect(self, step: int, loss: Any, scale: Any = None) -> None:
-        """Take the loss of a step that was started; wait for one well before it.
+    def expect(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of a step that was started; wait for one well before it.
 
         Args:
             step: its number.
-            loss: of the step.
-            scale: of losses in float16 after it, or None.
+            metrics: of the step.
         """
-        self._in_flight.append((step, loss, scale))
+        self._in_flight.append((step, dict(metrics)))
         while len(self._in_flight) > _STEPS_IN_FLIGHT:
             self._take()
 
     def wait(self) -> None:
         """Wait for everything in flight."""
-        for step, loss, _ in self._in_flight:
-            _arrived(step, loss)
+        for step, metrics in self._in_flight:
+            _arrived(step, metrics["loss"])
 
     def take_all(self) -> None:
         """Take, check and tell everything in flight."""
@@ -205,17 +341,22 @@ class _Losses:
             self._take()
 
     def _take(self) -> None:
-        step, loss, scale = self._in_flight.popleft()
-        value = _arrived(step, loss)
+        step, metrics = self._in_flight.popleft()
+        value = _arrived(step, metrics["loss"])
         # In float16 such a step changed nothing, and a smaller scale is tried.
+        scale = metrics.get("loss_scale")
         hopeful = scale is not None and float(scale) > 1.0
         if not math.isfinite(value) and not hopeful:
             raise _NotFiniteError(step, f"the loss is {value}")
         self.values.append(value)
-        if self._on_step is not None:
-            self._on_step(
-                Progress(step=step, loss=value, step_seconds=self.step_seconds)
+        self._tell(
+            Progress(
+                step=step,
+                loss=value,
+                step_seconds=self.step_seconds,
+                metrics=host_values(metrics),
             )
+        )
 
 
 def _arrived(step: int, loss: Any) -> float:
@@ -298,8 +439,8 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
         raise _NotFiniteError(done, f"parameters are not finite: {', '.join(paths)}")
 
 
-def _is_saved(done: int, steps: int, save_every: int) -> bool:
-    return done % save_every == 0 or done == steps
+def _is_due(done: int, steps: int, every: int) -> bool:
+    return done % every == 0 or done == steps
 
 
 def _check_new(save_dir: Path, first: int, steps: int, save_every: int) -> None:
@@ -308,7 +449,7 @@ def _check_new(save_dir: Path, first: int, steps: int, save_every: int) -> None:
         path.name
         for path in reversed(checkpoints(save_dir))
         if first < steps_of(path) <= steps
-        and _is_saved(steps_of(path), steps, save_every)
+        and _is_due(steps_of(path), steps, save_every)
     ]
     if there:
         raise WhaleError(

@@ -1,0 +1,200 @@
+"""``wh.loop.train``: evaluations, the best checkpoint, an early end, tables and hooks."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
+from whalejax.runtime.run_records import StepTable
+
+
+SIZE = 16
+
+
+def loss_fn(net: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    error = batch["x"] @ net["w"] - batch["y"]
+    return (error**2).mean(), {"largest": jnp.abs(error).max()}
+
+
+def data(seed: int, size: int = SIZE) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(size, 4)).astype(np.float32)
+    return {"x": x, "y": x @ np.arange(4, dtype=np.float32)[:, None]}
+
+
+@pytest.fixture(scope="module")
+def step() -> wh.TrainStep:
+    net = {"w": jnp.zeros((4, 1))}
+    optimizer = optax.sgd(0.05)
+    plan = wh.plan(loss_fn, net, data(0), optimizer=optimizer, cluster="cpu:2")
+    devices = jax.devices()[:2]
+    return wh.compile(plan, loss_fn, net, optimizer=optimizer, devices=devices)
+
+
+def fresh(step: wh.TrainStep) -> Any:
+    return step.init_from({"w": jnp.zeros((4, 1))})
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_evaluations_are_means_over_their_samples(step: wh.TrainStep) -> None:
+    batches = [data(100), data(101, 4)]  # the last one of a set may be smaller
+    run = wh.loop.train(
+        step, fresh(step), data, steps=4, eval_batches=batches, eval_every=2
+    )
+    assert [number for number, _ in run.evaluations] == [2, 4]
+    both = {k: np.concatenate([b[k] for b in batches]) for k in ("x", "y")}
+    want = loss_fn({"w": run.state.params["w"]}, both)[0]
+    np.testing.assert_allclose(run.evaluations[-1][1]["loss"], want, rtol=1e-5)
+
+
+def test_the_best_checkpoint_stays_over_runs(
+    step: wh.TrainStep, tmp_path: Path
+) -> None:
+    options = {"eval_batches": [data(100)], "eval_every": 1, "save_every": 2, "keep": 1}
+    first = wh.loop.train(
+        step,
+        fresh(step),
+        data,
+        steps=4,
+        save_dir=tmp_path,
+        best="largest",
+        best_mode="max",
+        **options,
+    )
+    assert first.best is not None and first.best == wh.loop.best(tmp_path)
+    values = [metrics["largest"] for _, metrics in first.evaluations]
+    assert first.best.value == max(values)
+    assert first.best.step == 1 + int(np.argmax(values))
+    names = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
+    assert names == [first.best.path.name, "step_000004"]
+    kept = step.restore(first.best.path)
+    assert int(kept.step) == first.best.step
+
+    state = step.restore_or_init(tmp_path, lambda: None, rng=jax.random.key(0))
+    second = wh.loop.train(
+        step,
+        state,
+        data,
+        steps=6,
+        save_dir=tmp_path,
+        best="largest",
+        best_mode="max",
+        **options,
+    )
+    assert second.best == first.best  # the later ones are no better
+
+
+def test_training_ends_when_evaluations_become_no_better(
+    step: wh.TrainStep, tmp_path: Path
+) -> None:
+    run = wh.loop.train(
+        step,
+        fresh(step),
+        data,
+        steps=50,
+        save_dir=tmp_path,
+        eval_batches=lambda: iter([data(100)]),
+        eval_every=1,
+        best="loss",
+        best_mode="max",  # which falls from the first step on
+        patience=3,
+    )
+    assert run.stopped_early and len(run.losses) == 4
+    assert run.best is not None and run.best.step == 1
+
+
+def test_a_table_goes_on_where_it_ended(step: wh.TrainStep, tmp_path: Path) -> None:
+    table = tmp_path / "deep" / "steps.csv"
+    run = wh.loop.train(step, fresh(step), data, steps=5, csv=table)
+    assert [int(row["step"]) for row in rows_of(table)] == [1, 2, 3, 4, 5]
+    losses = [float(row["loss"]) for row in rows_of(table)]
+    np.testing.assert_allclose(losses, run.losses)
+    half = wh.loop.train(step, fresh(step), data, steps=3)
+    again = wh.loop.train(
+        step, half.state, data, steps=6, csv=table, eval_batches=[data(100)]
+    )
+    rows = rows_of(table)
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert float(rows[-1]["eval/loss"]) == again.evaluations[-1][1]["loss"]
+    assert rows[0]["eval/loss"] == ""
+
+
+def test_hooks_get_every_metric(step: wh.TrainStep) -> None:
+    seen: list[tuple[int, list[str]]] = []
+    wh.loop.train(
+        step,
+        fresh(step),
+        data,
+        steps=2,
+        eval_batches=[data(100)],
+        hooks=[lambda step, values: seen.append((step, sorted(values)))],
+    )
+    names = ["largest", "loss"]
+    assert seen[0] == (1, names) and seen[1] == (2, names)
+    assert seen[2] == (2, [f"eval/{name}" for name in names])
+
+
+def test_batches_may_come_one_after_the_other(step: wh.TrainStep) -> None:
+    def stream() -> Iterator[Any]:
+        yield from map(data, range(3))
+
+    run = wh.loop.train(step, fresh(step), stream(), steps=3)
+    want = wh.loop.train(step, fresh(step), data, steps=3)
+    assert run.losses == want.losses
+    with pytest.raises(wh.WhaleError, match="batches ended before step 4"):
+        wh.loop.train(step, fresh(step), stream(), steps=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"best": "loss"}, "there is no evaluation: give eval_batches"),
+        ({"patience": 2}, "there is no evaluation: give eval_batches"),
+        ({"eval_batches": [data(1)], "best": "loss"}, "it needs save_dir"),
+        ({"eval_batches": [data(1)], "patience": 1}, "patience needs best"),
+        ({"keep": 0}, "keep is 0; expected a whole number, 1 or more"),
+        ({"best_mode": "least"}, "best_mode is 'least'"),
+        ({"eval_batches": []}, "eval_batches gave no batch"),
+    ],
+)
+def test_what_contradicts_is_refused(
+    step: wh.TrainStep, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(wh.WhaleError, match=words):
+        wh.loop.train(step, fresh(step), data, steps=1, **options)
+
+
+def test_another_metric_than_evaluations_have_is_refused(
+    step: wh.TrainStep, tmp_path: Path
+) -> None:
+    with pytest.raises(wh.WhaleError, match="best is 'accuracy', and an evaluation"):
+        wh.loop.train(
+            step,
+            fresh(step),
+            data,
+            steps=1,
+            save_dir=tmp_path,
+            eval_batches=[data(1)],
+            best="accuracy",
+        )
+
+
+def test_a_file_that_is_no_table_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "notes.csv"
+    path.write_text("name,value\na,1\n")
+    with pytest.raises(wh.WhaleError, match="first column is 'name'"):
+        StepTable(path, 0)
+    assert path.read_text() == "name,value\na,1\n"

@@ -1,0 +1,169 @@
+"""Evaluations of a training loop: means over a set, the best one, an early end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from whalejax.lowering.state import TrainState
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.run_records import (
+    BestCheckpoint,
+    Records,
+    best,
+    host_values,
+    is_better,
+    keep_best,
+)
+from whalejax.runtime.train_step import TrainStep
+
+
+class Evaluations:
+    """The evaluations of one run.
+
+    Args:
+        step: The compiled step.
+        batches: A sequence of batches, a function that gives them anew, or None.
+        records: Where results are written.
+        folder: Folder of the checkpoints, or None.
+        metric: Name of the metric whose best checkpoint is kept, or None.
+        mode: Which of its values are better.
+        patience: Evaluations in a row without a better value that end the run, or None.
+
+    Attributes:
+        done: (step, metrics by name) of every evaluation, in order.
+        best: The checkpoint of the best one, of earlier runs too, or None.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        batches: Callable[[], Iterable[Any]] | Sequence[Any] | None,
+        *,
+        records: Records,
+        folder: Path | None,
+        metric: str | None,
+        mode: Literal["min", "max"],
+        patience: int | None,
+    ) -> None:
+        self._step = step
+        self._batches = batches
+        self._records = records
+        self._folder = folder
+        self._metric = metric
+        self._mode = mode
+        self._patience = patience
+        self._waited = 0
+        self.done: list[tuple[int, dict[str, float]]] = []
+        self.best: BestCheckpoint | None = None
+        if metric is not None and folder is not None:
+            self.best = best(folder)
+            if self.best is not None and self.best.metric != metric:
+                raise WhaleError(
+                    f"{folder} keeps the best checkpoint by {self.best.metric!r}, and "
+                    f"best is {metric!r}. Give another folder, or remove "
+                    f"{self.best.path}"
+                )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return self._batches is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether so many evaluations in a row were no better that training ends."""
+        return self._patience is not None and self._waited >= self._patience
+
+    def run(self, done: int, state: TrainState) -> None:
+        """Evaluate a state, and keep it if it is the best.
+
+        Args:
+            done: Steps that the state has behind it.
+            state: Is kept.
+
+        Raises:
+            WhaleError: There are no batches, or no metric of the name that is wanted.
+        """
+        metrics = mean_metrics(self._step, state, self._given())
+        self.done.append((done, metrics))
+        self._records.tell_evaluation(done, metrics)
+        if self._metric is None:
+            return
+        if self._metric not in metrics:
+            raise WhaleError(
+                f"best is {self._metric!r}, and an evaluation has "
+                f"{', '.join(metrics)}. Give one of them"
+            )
+        value = metrics[self._metric]
+        if not is_better(value, self.best, self._mode):
+            self._waited += 1
+            return
+        self._waited = 0
+        folder = self._folder
+        if folder is None:
+            return
+        found = BestCheckpoint(
+            step=done,
+            metric=self._metric,
+            value=value,
+            path=folder / f"best_{done:06d}",
+        )
+        keep_best(
+            folder,
+            found,
+            lambda path: self._step.save(path, state),
+            writes=jax.process_index() == 0,
+        )
+        self.best = found
+
+    def _given(self) -> Iterable[Any]:
+        batches = self._batches
+        assert batches is not None
+        return batches() if callable(batches) else batches
+
+
+def mean_metrics(
+    step: TrainStep, state: TrainState, batches: Iterable[Any]
+) -> dict[str, float]:
+    """Means over batches of every scalar metric, weighted by their samples.
+
+    Args:
+        step: The compiled step.
+        state: Is kept.
+        batches: Global batches; the last one may have fewer samples.
+
+    Raises:
+        WhaleError: There is no batch.
+    """
+    sums: dict[str, float] = {}
+    total = 0
+    for batch in batches:
+        size = _samples(step, batch)
+        values = host_values(step.eval(state, batch))
+        total += size
+        for name, value in values.items():
+            if isinstance(value, float):
+                sums[name] = sums.get(name, 0.0) + size * value
+    if not total:
+        raise WhaleError(
+            "eval_batches gave no batch. Give a list of batches, or a function that "
+            "gives them anew each time: an iterator is empty the second time"
+        )
+    return {name: value / total for name, value in sums.items()}
+
+
+def _samples(step: TrainStep, batch: Any) -> int:
+    leaves = jax.tree.leaves(batch)
+    return next(
+        (
+            int(np.shape(leaf)[axis])
+            for leaf, axis in zip(leaves, step.batch_axes, strict=False)
+            if axis is not None
+        ),
+        1,
+    )

@@ -1,0 +1,293 @@
+"""What a training loop keeps beside its checkpoints: a table of steps, the best one.
+
+Both go on where a run that was ended left them: rows of steps that are done again are
+replaced, and a checkpoint stays the best until another one is better.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.progress_meter import Meter, make_console, progress_words
+
+
+BEST_FILE = "best.json"
+"""Name of the file that says which checkpoint is the best one."""
+
+
+class StepTable:
+    """A CSV file with a row for each step.
+
+    Args:
+        path: The file. Rows of steps after the first one are removed, the others stay.
+        first: Steps that were done before.
+
+    Raises:
+        WhaleError: The file cannot be read or written, or is no such table.
+    """
+
+    def __init__(self, path: Path, first: int) -> None:
+        self.path = path
+        self._columns: list[str] = []
+        kept: list[dict[str, str]] = []
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_file():
+                with path.open(newline="", encoding="utf-8") as file:
+                    reader = csv.DictReader(file)
+                    self._columns = list(reader.fieldnames or ())
+                    kept = [row for row in reader if _is_before(row, first)]
+            if self._columns and self._columns[0] != "step":
+                raise WhaleError(
+                    f"{path} is no table of steps: its first column is "
+                    f"{self._columns[0]!r}. Give another file"
+                )
+            self._write(kept)
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise _unwritten(path, error) from error
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add the row of a step.
+
+        Columns are those of the first row; where a later one has more, the file is
+        written anew with them.
+
+        Args:
+            row: Values by column, of which ``step`` is the first.
+
+        Raises:
+            WhaleError: The file cannot be written.
+        """
+        try:
+            new = [name for name in row if name not in self._columns]
+            if new:
+                rows = self._rows() if self._columns else []
+                self._columns += new
+                self._write(rows)
+            with self.path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns).writerow(dict(row))
+        except OSError as error:
+            raise _unwritten(self.path, error) from error
+
+    def _rows(self) -> list[dict[str, str]]:
+        with self.path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def _write(self, rows: list[dict[str, str]]) -> None:
+        if not self._columns:
+            return
+        part = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        with part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(part, self.path)
+
+
+def _is_before(row: Mapping[str, str | None], first: int) -> bool:
+    text = row.get("step") or ""
+    return text.isdecimal() and int(text) <= first
+
+
+def _unwritten(path: Path, error: Exception) -> WhaleError:
+    reason = getattr(error, "strerror", None) or error
+    return WhaleError(
+        f"{path}: the table of steps cannot be read or written ({reason}). Give csv= "
+        "another file, or make room for it"
+    )
+
+
+def host_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics on the host: numbers where they are scalar, else arrays of numpy."""
+    found = jax.device_get(dict(metrics))
+    return {
+        name: float(value) if np.ndim(value) == 0 else value
+        for name, value in found.items()
+    }
+
+
+class Records:
+    """Where a training loop says what it did: hooks, a table, a bar.
+
+    Args:
+        step: The compiled step.
+        first: Steps that were done before.
+        steps: Steps to be done in all.
+        csv: File of the table, or None.
+        progress: Show a bar.
+        hooks: Called with the number of a step and its values by name.
+        on_step: Called with the progress of each step, in every process.
+        opened: Where what has to be closed is entered.
+    """
+
+    def __init__(
+        self,
+        step: Any,
+        *,
+        first: int,
+        steps: int,
+        csv: str | os.PathLike[str] | None,
+        progress: bool,
+        hooks: Sequence[Callable[[int, Mapping[str, Any]], Any]],
+        on_step: Callable[[Any], None] | None,
+        opened: ExitStack,
+    ) -> None:
+        writes = jax.process_index() == 0
+        self._plan = getattr(step, "plan", None)
+        self._on_step = on_step
+        self._hooks = tuple(hooks) if writes else ()
+        self._table = StepTable(Path(csv), first) if csv and writes else None
+        self._row: dict[str, Any] = {}
+        self._meter: Meter | None = None
+        if progress and writes:
+            meter = Meter(
+                make_console(),
+                "training",
+                first=first,
+                steps=steps,
+                waiting="compiling",
+            )
+            self._meter = opened.enter_context(meter)
+        opened.callback(self._flush)
+
+    def tell(self, progress: Any) -> None:
+        """Say what a step gave.
+
+        Args:
+            progress: A ``loop.Progress``.
+        """
+        if self._on_step is not None:
+            self._on_step(progress)
+        for hook in self._hooks:
+            hook(progress.step, progress.metrics)
+        if self._table is not None:
+            self._flush()
+            scalars = {k: v for k, v in progress.metrics.items() if np.ndim(v) == 0}
+            seconds = progress.step_seconds
+            self._row = {"step": progress.step, **scalars, "step_seconds": seconds}
+        if self._meter is not None:
+            self._meter.show(progress.step, self._words(progress))
+
+    def tell_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say what an evaluation gave.
+
+        Args:
+            step: Number of the step that it followed.
+            metrics: Means by name.
+        """
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        for hook in self._hooks:
+            hook(step, named)
+        self._row.update(named)
+
+    def _flush(self) -> None:
+        if self._row and self._table is not None:
+            self._table.add(self._row)
+            self._row = {}
+
+    def _words(self, progress: Any) -> str:
+        plan = self._plan
+        if plan is None:
+            return f"loss {progress.loss:.4f}"
+        return progress_words(
+            progress.loss,
+            unit=plan.work.unit if plan.work else "steps",
+            units_per_step=plan.work.units if plan.work else 1,
+            predicted_seconds=plan.time.step_seconds,
+            measured_seconds=progress.step_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestCheckpoint:
+    """The checkpoint of the best evaluation.
+
+    Attributes:
+        step: Steps done when it was written.
+        metric: Name of the metric.
+        value: Value of it.
+        path: The checkpoint.
+    """
+
+    step: int
+    metric: str
+    value: float
+    path: Path
+
+
+def best(save_dir: Path) -> BestCheckpoint | None:
+    """The checkpoint of the best evaluation in a folder, or None.
+
+    Args:
+        save_dir: Where ``train`` saved with ``best=``.
+    """
+    try:
+        data = json.loads((save_dir / BEST_FILE).read_text(encoding="utf-8"))
+        found = BestCheckpoint(
+            step=int(data["step"]),
+            metric=str(data["metric"]),
+            value=float(data["value"]),
+            path=save_dir / f"best_{int(data['step']):06d}",
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if found.path.is_dir() else None
+
+
+def is_better(
+    value: float, than: BestCheckpoint | None, mode: Literal["min", "max"]
+) -> bool:
+    """Whether a value of a metric is better than the best one so far.
+
+    >>> is_better(0.5, None, "min"), is_better(math.nan, None, "min")
+    (True, False)
+    """
+    if not math.isfinite(value):
+        return False
+    if than is None:
+        return True
+    return value < than.value if mode == "min" else value > than.value
+
+
+def keep_best(
+    save_dir: Path,
+    found: BestCheckpoint,
+    save: Callable[[Path], None],
+    *,
+    writes: bool,
+) -> None:
+    """Save a checkpoint as the best one, and remove the one that was.
+
+    Whenever this is interrupted, the file names a checkpoint that is whole.
+
+    Args:
+        save_dir: Folder of the run's checkpoints.
+        found: What is saved, and where.
+        save: Writes a checkpoint at a path; all processes call it.
+        writes: This process writes the file and removes what is old.
+    """
+    if writes and found.path.exists():
+        shutil.rmtree(found.path)  # of a run that was ended before the file said so
+    save(found.path)
+    if not writes:
+        return
+    data = {"step": found.step, "metric": found.metric, "value": found.value}
+    part = save_dir / f".{BEST_FILE}.{os.getpid()}.tmp"
+    part.write_text(json.dumps(data), encoding="utf-8")
+    os.replace(part, save_dir / BEST_FILE)
+    for path in save_dir.glob("best_*"):
+        if path != found.path and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
