@@ -149,31 +149,37 @@ def _argument_problem(
     error: TypeError,
 ) -> str:
     """What is wrong with a call, in words."""
-    known = [one for one in signature.parameters if one != "self"]
     own = "self" in signature.parameters
+    parameters = {
+        one: parameter
+        for one, parameter in signature.parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and one != "self"
+    }
     needed = [
         one
-        for one, parameter in signature.parameters.items()
-        if parameter.default is parameter.empty and one != "self"
+        for one, parameter in parameters.items()
+        if parameter.default is parameter.empty
     ]
+    rest = [one for one in parameters if one not in needed]
     takes = f"{name} takes {', '.join(needed) or 'no argument'}"
-    rest = [one for one in known if one not in needed]
     takes += f", and by name {', '.join(rest)}" if rest else ""
     problems = []
     for one in named:
-        if one not in known:
-            hint = near_hint(one, known, ARGUMENT_SYNONYMS)
+        if one not in parameters:
+            hint = near_hint(one, parameters, ARGUMENT_SYNONYMS)
             problems.append(f"there is no argument {one!r}.{hint}")
     if not problems:
         positional = [
             one
-            for one, parameter in signature.parameters.items()
+            for one, parameter in parameters.items()
             if parameter.kind is not parameter.KEYWORD_ONLY
-        ][int(own) :]
+        ]
         given = {*positional[: num_positional - own], *named}
         lacks = [one for one in needed if one not in given]
         if lacks:
-            problems.append(f"{' and '.join(lacks)} is missing.")
+            verb = "is" if len(lacks) == 1 else "are"
+            problems.append(f"{' and '.join(lacks)} {verb} missing.")
     if any("Did you mean" in problem for problem in problems):
         return f"{name}: {' '.join(problems)}"
     return f"{name}: {' '.join(problems) or str(error)} {takes}"

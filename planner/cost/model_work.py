@@ -109,11 +109,6 @@ def _expert_shares(
     """Parameters of which a token meets a part: by tensor, the part."""
     weight = graph.weight_tensors()
     origin = _parameter_of(graph, weight)
-    chosen = {
-        graph.tensors[op.operands[0]].shape[-1]: graph.tensors[op.results[0]].shape[-1]
-        for op in graph.ops
-        if op.kind in ("top_k", "approx_top_k") and op.operands
-    }
     found: dict[int, float] = {}
     for op in products:
         if op.matmul is None or op.kind == ATTENTION:
@@ -129,10 +124,28 @@ def _expert_shares(
         met = n if sides[0] else m
         if op.kind in RAGGED:
             met //= experts
-        taken = chosen.get(experts)
+        taken = _choices(graph, experts)
         share = taken / experts if taken else met / max(1, rows)
         found[param] = min(1.0, max(found.get(param, 0.0), share))
     return found
+
+
+def _choices(graph: Graph, experts: int) -> int:
+    """Number of experts that a token takes, by how it chooses; 0 where none is seen.
+
+    That is a ``top_k`` over the experts, or so many ``argmax`` for each product that
+    gives a score to every expert.
+    """
+    argmax = routers = 0
+    for op in graph.ops:
+        shape = graph.tensors[op.operands[0]].shape if op.operands else ()
+        if op.kind in ("top_k", "approx_top_k") and shape[-1:] == (experts,):
+            return graph.tensors[op.results[0]].shape[-1]
+        if op.kind == "argmax" and shape[-1:] == (experts,):
+            argmax += op.trip
+        if op.matmul is not None and op.matmul[3] == 1 and experts in op.matmul[:3:2]:
+            routers += op.trip
+    return argmax // routers if routers else 0
 
 
 def _experts(graph: Graph, op: Op) -> int:

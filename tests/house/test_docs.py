@@ -9,6 +9,7 @@ their scripts, subcommands and options are looked up instead.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -45,19 +46,21 @@ class Block:
 
     path: Path
     language: str
+    attributes: str  # what stands behind the language: requires=MODULE
     line: int  # of the first line inside the fence, counted from 1
     text: str
 
 
 def blocks_of(path: Path, text: str) -> Iterator[Block]:
     """Yields the fenced blocks of a Markdown text."""
-    fence = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+    fence = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
     for match in fence.finditer(text):
         yield Block(
             path=path,
             language=match[1],
-            line=text.count("\n", 0, match.start(2)) + 1,
-            text=match[2],
+            attributes=match[2],
+            line=text.count("\n", 0, match.start(3)) + 1,
+            text=match[3],
         )
 
 
@@ -101,6 +104,12 @@ LONG: Final = (
 """Pages that train or plan for longer than the others, which run by default."""
 
 
+def can_run(attributes: str) -> bool:
+    """Whether the libraries of others that a block needs are installed."""
+    needed = re.findall(r"requires=(\S+)", attributes)
+    return all(importlib.util.find_spec(name) is not None for name in needed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
@@ -108,10 +117,14 @@ LONG: Final = (
         pytest.param(path, marks=[pytest.mark.full] * (path.stem in LONG))
         for path, _ in groupby(block.path for block in blocks("python"))
     ],
-    ids=lambda path: path.name,
+    ids=lambda path: str(path.relative_to(ROOT)).removeprefix("docs/"),
 )
 def test_python_of_a_document_runs(path: Path, tmp_path: Path) -> None:
-    chosen = [block for block in blocks("python") if block.path == path]
+    chosen = [
+        block
+        for block in blocks("python")
+        if block.path == path and can_run(block.attributes)
+    ]
     done = subprocess.run(
         [sys.executable, "-c", RUN_BLOCKS, path.name],
         input=json.dumps([(block.line, block.text) for block in chosen]),

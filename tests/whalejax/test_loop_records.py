@@ -1,4 +1,4 @@
-"""``wh.loop.train``: evaluations, the best checkpoint, an early end, tables and hooks."""
+"""``wh.loop.train``: evaluations, the best checkpoint, an early end, tables, hooks."""
 
 from __future__ import annotations
 

@@ -228,19 +228,20 @@ class BestCheckpoint:
     path: Path
 
 
-def best(save_dir: Path) -> BestCheckpoint | None:
+def best(save_dir: str | os.PathLike[str]) -> BestCheckpoint | None:
     """The checkpoint of the best evaluation in a folder, or None.
 
     Args:
         save_dir: Where ``train`` saved with ``best=``.
     """
+    folder = Path(save_dir)
     try:
-        data = json.loads((save_dir / BEST_FILE).read_text(encoding="utf-8"))
+        data = json.loads((folder / BEST_FILE).read_text(encoding="utf-8"))
         found = BestCheckpoint(
             step=int(data["step"]),
             metric=str(data["metric"]),
             value=float(data["value"]),
-            path=save_dir / f"best_{int(data['step']):06d}",
+            path=folder / f"best_{int(data['step']):06d}",
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -38,15 +38,17 @@ def mesh_words(mesh: Mapping[str, int]) -> str:
 
 
 def named_axes(plan: PlanData) -> dict[str, str]:
-    """Axes above size 1 with sizes, by name, those first that do what they say.
+    """Axes above size 1 with sizes, by name, and what one does that its name hides.
 
     An axis that shards the batch and no weight is data parallelism, however the user
     has named it: ``"data 8 (named tensor)"``.
     """
     return {
-        axis: f"data {size} (named {axis})"
-        if axis == "tensor" and only_shards_batch(plan, axis)
-        else f"{axis} {size}"
+        axis: f"{axis} {size}"
+        if axis != "tensor" or plan.apart or sharded_bytes(plan, axis)
+        else f"data {size} (named tensor)"
+        if only_shards_batch(plan, axis)
+        else f"tensor {size} (shards no parameter)"
         for axis, size in plan.axis_sizes.items()
         if size > 1
     }

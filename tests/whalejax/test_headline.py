@@ -1,0 +1,189 @@
+"""The size of a model, the speed of its step and what it costs, from plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import whalejax as wh
+from whalejax.api.named_jobs import find_job
+from whalejax.jobs import abstract_model, first_batch
+from whalejax.planner.plan.report.headline import run_words
+from whalejax.planner.plan.report.prices import hourly_price
+
+
+def planned(name: str, cluster: str = "h100:8", **options: Any) -> wh.Plan:
+    job = find_job(name, {})
+    return wh.plan(
+        job.loss_fn,
+        abstract_model(job),
+        first_batch(job, options.pop("size", None)),
+        optimizer=job.optimizer,
+        cluster=cluster,
+        **options,
+    )
+
+
+def work_of(plan: wh.Plan) -> Any:
+    assert plan.work is not None
+    return plan.work
+
+
+def test_the_work_of_an_mlp_by_hand() -> None:
+    net = {"a": jnp.zeros((32, 64)), "b": jnp.zeros((64, 8))}
+
+    def loss(net: Any, x: Any) -> Any:
+        return (jnp.tanh(x @ net["a"]) @ net["b"]).mean()
+
+    plan = wh.plan(
+        loss, net, jnp.zeros((16, 32)), cluster="h100:2", optimizer=optax.sgd(0.1)
+    )
+    work = work_of(plan)
+    assert work.parameters == work.trained == work.active == 32 * 64 + 64 * 8
+    # Forward, the gradient of each weight, and that of the hidden layer.
+    a, b = 2 * 16 * 32 * 64, 2 * 16 * 64 * 8
+    assert work.step_flops == 2 * a + 3 * b
+    assert (work.samples, work.tokens, work.unit) == (16, 0, "samples")
+
+
+def test_tokens_are_those_that_the_model_reads() -> None:
+    work = work_of(planned("gpt-small"))
+    assert work.tokens == 32 * 1024  # the batch has 1,025 tokens a sample
+    # 6 FLOPs for each parameter and token, without the embeddings' lookup but with
+    # their logits, and attention: 12 layers, 2 products, 3 passes.
+    dense = 6 * (work.parameters - 1024 * 768) * work.tokens
+    scores = 12 * 2 * 3 * 2 * 1024 * 768 * work.tokens
+    assert math.isclose(work.step_flops, dense + scores, rel_tol=0.01)
+
+
+def test_the_work_does_not_depend_on_the_plan() -> None:
+    plain = planned("gpt-test", "h100:4")
+    other = planned(
+        "gpt-test", "h100:4", remat="full", num_micro_batches=2, mesh={"tensor": 2}
+    )
+    assert plain.work == other.work
+    assert other.what_if(attention="ring", loss_chunks=2).work == plain.work
+    halved = plain.what_if(batch=plain.batch[0].shape[0] // 2)
+    assert work_of(halved).step_flops * 2 == work_of(plain).step_flops
+    assert work_of(halved).tokens * 2 == work_of(plain).tokens
+
+
+def test_a_token_meets_some_of_the_experts() -> None:
+    work = work_of(planned("moe", "h100:8"))
+    leaves = planned("moe", "h100:8").leaves
+    experts = sum(math.prod(x.shape) for x in leaves if ".experts." in x.path)
+    assert 0 < experts < work.parameters
+    # Two of sixteen experts take a token.
+    assert work.active == work.parameters - experts + experts * 2 // 16
+
+
+def test_frozen_parameters_are_not_trained() -> None:
+    net = {"a": jnp.zeros((32, 64)), "b": jnp.zeros((64, 8))}
+    plan = wh.plan(
+        lambda net, x: (x @ net["a"] @ net["b"]).mean(),
+        net,
+        jnp.zeros((16, 32)),
+        cluster="h100:2",
+        optimizer=optax.sgd(0.1),
+        trainable="b",
+    )
+    work = work_of(plan)
+    assert (work.parameters, work.trained) == (32 * 64 + 64 * 8, 64 * 8)
+
+
+def test_throughput_and_utilization_follow_from_the_step() -> None:
+    plan = planned("gpt-small", precision="bf16")
+    work, speed = work_of(plan), plan.throughput(step_seconds=0.05)
+    assert speed.tokens_per_second == work.tokens / 0.05
+    assert speed.samples_per_second == 32 / 0.05
+    assert speed.device_flops_per_second == work.step_flops / 0.05 / 8
+    kind = plan.cluster.kinds[0]
+    used = speed.device_flops_per_second / kind.peak_flops("bf16")
+    assert math.isclose(speed.utilization, used)
+    predicted = plan.throughput()
+    assert predicted.step_seconds == plan.time.step_seconds
+    assert 0 < predicted.utilization < 1
+
+
+@pytest.mark.relaxed_promotion
+def test_peaks_of_unlike_devices_are_added() -> None:
+    plan = planned("gpt-test", "a100-80:2+h100:2", size=32)
+    speed = plan.throughput()
+    kinds = {kind.name: kind for kind in plan.cluster.kinds}
+    peaks = [2 * kinds[n].peak_flops(speed.dtype) for n in ("a100-80", "h100")]
+    assert speed.peak_flops_per_second == pytest.approx(sum(peaks))
+
+
+def test_prices_of_the_user_come_first() -> None:
+    listed = hourly_price(wh.cluster("h100:8"))
+    assert listed is not None and listed.currency == "USD" and listed.as_of
+    own = wh.cluster("h100:8").with_prices({"h100": 2.0})
+    price = hourly_price(own)
+    assert price is not None and (price.amount, price.currency) == (16.0, "")
+    assert hourly_price(wh.cluster("cpu:8")) is None
+    partly = wh.cluster("h100:8+a100-80:8").with_prices({"h100": 2.0})
+    assert hourly_price(partly) is None  # two currencies cannot be added
+
+
+def test_the_price_of_a_run() -> None:
+    plan = planned("gpt-small", own_cluster())
+    speed = plan.throughput(step_seconds=1.0)
+    assert speed.step_price == pytest.approx(36.0 / 3600)
+    assert speed.million_price == pytest.approx(0.01 * 1e6 / 32768)
+    assert speed.run_price(32768 * 100) == pytest.approx(1.0)
+    assert speed.run_seconds(32768 * 100) == pytest.approx(100)
+    assert run_words(speed, 3_276_800) == "3.28M tokens in 1.7 min for 1"
+    with pytest.raises(wh.WhaleError, match="units is 0; expected a number above 0"):
+        speed.run_price(0)
+
+
+def own_cluster() -> Any:
+    return wh.cluster("h100:8").with_prices({"h100": 4.5})
+
+
+def test_the_header_says_them() -> None:
+    text = str(planned("gpt-small"))
+    assert "model   124M parameters · 32 samples, 32,768 tokens a step" in text
+    assert " tokens/s · " in text and "MFU " in text and "(tf32)" in text
+    assert "USD a million tokens" in text
+    assert "parameters" not in str(dataclasses.replace(planned("mlp"), work=None))[:200]
+
+
+def test_a_file_of_before_says_what_lacks(tmp_path: Any) -> None:
+    plan = dataclasses.replace(planned("mlp"), work=None)
+    plan.save(tmp_path / "old.json")
+    old = wh.Plan.load(tmp_path / "old.json")
+    assert old.work is None and "speed" not in str(old)
+    with pytest.raises(wh.PlanError, match="does not say what work its model is"):
+        old.throughput()
+    new = planned("mlp")
+    new.save(tmp_path / "new.json")
+    assert wh.Plan.load(tmp_path / "new.json").work == new.work
+    assert new.hash == plan.hash
+
+
+def test_an_axis_that_shards_no_parameter_says_so() -> None:
+    plan = planned("gpt-small", mesh={"tensor": 8})
+    head = str(plan).splitlines()[0]
+    assert "tensor 8 (shards no parameter)" in head
+    assert "tensor 8 crosses nvlink at 331 GB/s, shards no parameter" in str(plan)
+    real = str(planned("mlp", mesh={"tensor": 8}))
+    assert " tensor 8 · " in real.splitlines()[0]
+    assert "shards 5.31 MB of 5.35 MB of parameters" in real
+
+
+def test_an_axis_that_shards_samples_alone_is_data() -> None:
+    plan = planned("gpt-small", mesh={"tensor": 8})
+    alone = dataclasses.replace(
+        plan,
+        compute=tuple(
+            dataclasses.replace(region, axes=(("tensor", ("batch",)),))
+            for region in plan.compute
+        ),
+    )
+    assert "data 8 (named tensor)" in str(alone).splitlines()[0]

@@ -1,0 +1,285 @@
+"""Mistakes that people make, each answered by the argument, the value and a remedy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import whalejax as wh
+from whalejax.cli import main
+
+
+ADAM = optax.adam(1e-3)
+BATCH = {"x": np.zeros((16, 16), "float32"), "y": np.zeros((16, 4), "float32")}
+
+
+class Net(nnx.Module):
+    def __init__(self, width: int = 32, *, rngs: nnx.Rngs) -> None:
+        self.a = nnx.Linear(16, width, rngs=rngs)
+        self.b = nnx.Linear(width, 4, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.b(nnx.relu(self.a(x)))
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+@functools.cache
+def net(width: int = 32) -> Net:
+    return Net(width, rngs=nnx.Rngs(0))
+
+
+def planned(*args: Any, **options: Any) -> Any:
+    args = args or (loss, net(), BATCH)
+    return wh.plan(*args, **{"optimizer": ADAM, "cluster": "cpu:8", **options})
+
+
+@functools.cache
+def plan() -> wh.Plan:
+    return planned()
+
+
+@functools.cache
+def step() -> wh.TrainStep:
+    return wh.compile(plan(), loss, net(), optimizer=ADAM)
+
+
+def state() -> wh.TrainState:
+    return step().init_from(net())
+
+
+def compiled(*args: Any, **options: Any) -> Any:
+    function: Any = wh.compile
+    return function(*args, **options)
+
+
+def called(function: Any, *args: Any, **options: Any) -> Any:
+    return function(*args, **options)
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    # Arguments in each other's places.
+    "model before loss": (
+        lambda: planned(net(), loss, BATCH),
+        r"model is the function loss; loss_fn is a Net. The order is \(loss_fn, model",
+    ),
+    "batch before model": (
+        lambda: planned(loss, BATCH, net()),
+        r"batch is a Net. The order is \(loss_fn, model, batch\)",
+    ),
+    "class for model": (lambda: planned(loss, Net, BATCH), "model is the class Net"),
+    "batch forgotten": (
+        lambda: called(wh.plan, loss, net()),
+        "wh.plan: batch is missing",
+    ),
+    "plan second": (
+        lambda: compiled(loss, plan(), net(), optimizer=ADAM),
+        r"The order is wh.compile\(plan, loss_fn, model\)",
+    ),
+    "path for plan": (
+        lambda: compiled("plan.json", loss, net()),
+        "plan is 'plan.json'; expected what wh.plan gives, or wh.Plan.load",
+    ),
+    "batch before state": (lambda: step()(BATCH, state()), "the state is dict"),
+    "state forgotten": (
+        lambda: called(step(), BATCH),
+        r"takes the state and the global batch: state, metrics = step\(state, batch\)",
+    ),
+    "model for state": (lambda: step()(net(), BATCH), "the state is Net; expected"),
+    # Names of other libraries.
+    "dp": (lambda: planned(mesh={"dp": 2}), "'dp' .* Did you mean 'data'"),
+    "tp": (lambda: planned(mesh={"tp": 2}), "'tp' .* Did you mean 'tensor'"),
+    "pp": (lambda: planned(mesh={"pp": 2}), "'pp' .* Did you mean 'stage'"),
+    "model axis": (lambda: planned(mesh={"model": 2}), "Did you mean 'tensor'"),
+    "misspelt axis": (lambda: planned(mesh={"tensr": 2}), "Did you mean 'tensor'"),
+    "bfloat16": (lambda: planned(precision="bfloat16"), "Did you mean 'bf16'"),
+    "fp16": (lambda: planned(precision="fp16"), "Did you mean 'f16'"),
+    "a type for a name": (
+        lambda: planned(precision=jnp.bfloat16),
+        "Did you mean 'bf16'",
+    ),
+    "micro_batches": (
+        lambda: planned(micro_batches=2),
+        "no argument 'micro_batches'. Did you mean 'num_micro_batches'",
+    ),
+    "gradient accumulation": (
+        lambda: planned(gradient_accumulation_steps=2),
+        "Did you mean 'num_micro_batches'",
+    ),
+    "tx": (
+        lambda: called(wh.plan, loss, net(), BATCH, tx=ADAM),
+        "Did you mean 'optimizer'",
+    ),
+    "micro batches of a mark": (
+        lambda: called(wh.pipeline, micro_batches=4),
+        "wh.pipeline: .* Did you mean 'num_micro_batches'",
+    ),
+    "devices of a mark": (
+        lambda: called(wh.stage, device=2),
+        "wh.stage: .* Did you mean 'devices'",
+    ),
+    "what_if": (
+        lambda: plan().what_if(num_microbatches=2),
+        "no 'num_microbatches' to change",
+    ),
+    # Clusters.
+    "dash": (lambda: planned(cluster="h100-8"), "'h100-8' has no colon. Write h100:8"),
+    "count first": (lambda: planned(cluster="8xh100"), "has no colon. Write h100:8"),
+    "x": (lambda: planned(cluster="H100x8"), "has no colon. Write h100:8"),
+    "blank": (lambda: planned(cluster="h100 8"), "has no colon. Write h100:8"),
+    "Google's name": (lambda: planned(cluster="v5litepod-8"), "Write v5e:8"),
+    "Google's cores": (lambda: planned(cluster="tpu-v5p-8"), "Write v5p:4"),
+    "number": (lambda: planned(cluster=8), "cluster is 8; expected a Cluster or text"),
+    "unknown kind": (lambda: planned(cluster="gpu:8"), "unknown device kind 'gpu'"),
+    "one text of several": (
+        lambda: wh.search(loss, net(), BATCH, clusters="h100:8"),
+        r"expected a list such as \['h100:8'\]",
+    ),
+    # Values.
+    "remat": (lambda: planned(remat="everything"), "expected one of none, dots, named"),
+    "remat switch": (lambda: planned(remat=True), "remat is True; expected a word"),
+    "zero": (lambda: planned(zero=3), "ZeRO-3 is the mesh axis fsdp"),
+    "offload": (lambda: planned(offload="optimiser"), "'optimiser' is none of"),
+    "attention": (lambda: planned(attention="flash"), "expected one of ring, gather"),
+    "optimizer's name": (lambda: planned(optimizer="adam"), r"such as optax.adam\(1e"),
+    "optimizer's maker": (
+        lambda: planned(optimizer=optax.adam),
+        "expected an optax transformation",
+    ),
+    "another library's optimizer": (
+        lambda: planned(optimizer=nnx.Optimizer(net(), ADAM, wrt=nnx.Param)),
+        "expected its transformation, optimizer.tx",
+    ),
+    "mesh list": (lambda: planned(mesh=[2, 4]), "expected sizes by axis"),
+    "mesh too large": (
+        lambda: planned(mesh={"data": 16}),
+        "data 16 needs 16 devices; there are 8",
+    ),
+    "batch text": (lambda: plan().what_if(batch="64"), "batch is '64'; expected"),
+    "batch of words": (
+        lambda: planned(loss, net(), {"x": ["a"], "y": BATCH["y"]}),
+        "batch.x.0 is 'a'; expected an array",
+    ),
+    "loss of vectors": (
+        lambda: planned(lambda m, b: (m(b["x"]) - b["y"]) ** 2, net(), BATCH),
+        r"the loss has shape \(16, 4\); expected a scalar",
+    ),
+    "value in a loss": (
+        lambda: planned(lambda m, b: float(loss(m, b)), net(), BATCH),
+        r"loss_fn reads the value of an array at .*test_mistakes.py:\d+",
+    ),
+    # Another model, optimizer or batch than was planned for.
+    "another model": (
+        lambda: compiled(plan(), loss, net(48), optimizer=ADAM),
+        r"a.bias: the plan has float32\[32\], the model float32\[48\]",
+    ),
+    "another optimizer": (
+        lambda: compiled(plan(), loss, net(), optimizer=optax.sgd(0.1)),
+        "made for another optimizer: the one given keeps 0 B",
+    ),
+    "class to compile": (
+        lambda: compiled(plan(), loss, Net, optimizer=ADAM),
+        "model is the class Net",
+    ),
+    "class to begin": (
+        lambda: step().init(Net, rng=jax.random.key(0)),
+        r"step.init\(lambda key: Net\(rngs=nnx.Rngs\(key\)\)",
+    ),
+    "class to begin from": (
+        lambda: step().init_from(Net),
+        "init_from was given the class Net",
+    ),
+    "model to begin": (
+        lambda: step().init(net(), rng=jax.random.key(0)),
+        r"Of a model that is there: init_from\(model\)",
+    ),
+    "key forgotten": (lambda: called(step().init, Net), "step.init: rng is missing"),
+    "another model to begin from": (
+        lambda: step().init_from(net(48)),
+        r"a.bias changed from float32\[32\] to float32\[48\]",
+    ),
+    "another batch size": (
+        lambda: step()(state(), {k: v[:8] for k, v in BATCH.items()}),
+        r"has shape \(8, 16\); the plan is for the global shape \(16, 16\)",
+    ),
+    "leaf forgotten": (lambda: step()(state(), {"x": BATCH["x"]}), "the batch has"),
+    "another type": (
+        lambda: step()(state(), {**BATCH, "x": BATCH["x"].astype("int32")}),
+        "has dtype int32; the plan is for float32",
+    ),
+    # Files and paths.
+    "no plan there": (lambda: wh.Plan.load("no.json"), "there is no such plan file"),
+    "no checkpoint there": (
+        lambda: step().restore("/nowhere/at/all"),
+        "there is no checkpoint at this path",
+    ),
+    "number for a path": (lambda: step().save(3, state()), "path is 3; expected"),
+    "parameter": (lambda: plan().why("a.kernl"), "Nearest: a.kernel"),
+    "leaf": (lambda: plan().leaf("c.kernel"), "Nearest: b.kernel"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(name: str) -> None:
+    call, words = MISTAKES[name]
+    with pytest.raises(wh.WhaleError, match=words):
+        call()
+
+
+def test_attributes_have_nearest_names() -> None:
+    with pytest.raises(AttributeError, match="no 'memmory'. Did you mean 'memory'"):
+        called(getattr, plan(), "memmory")
+    with pytest.raises(AttributeError, match="the nearest names are compile"):
+        called(getattr, wh, "complie")
+
+
+def test_what_is_printed_by_accident_is_short() -> None:
+    for value in (plan(), step(), state()):
+        assert len(repr(value)) < 250 and "\n" not in repr(value)
+    assert repr(state()) == "<TrainState of step 0: 676 parameters, 4 arrays>"
+    assert "work" in dir(plan()) and "model_hash" not in dir(plan())
+
+
+WORDS = {
+    "plan mlp --batch abc": "--batch is 'abc'; expected a whole number",
+    "plan mlp --batch 0": "--batch is 0; expected 1 or more",
+    "plan mlp --loss-chunks x": "--loss-chunks is 'x'; expected a whole number",
+    "plan mlp --cluster h100:8 --mesh dp=2": "Did you mean 'data'?",
+    "plan mlp --cluster h100:8 --mesh tensor:2": "'tensor:2' is no NAME=VALUE",
+    "plan mlp --cluster h100:8 --precision bfloat16": "Did you mean 'bf16'?",
+    "plan mpl --cluster h100:8": "nearest: mlp",
+    "plan no.py:make --cluster h100:8": "there is no such file",
+    "plan mlp --set clases=3 --cluster h100:8": "nearest: classes",
+    "pln mlp": "there is no command 'pln'. Did you mean 'plan'?",
+    "show no.json": "there is no such plan file",
+    "search mlp": "--on is missing; expected --on h100:8",
+    "search mlp --on h100-8": "Write h100:8",
+    "batch mlp": "--on is missing; expected --on h100:8",
+    "search mlp --on h100:8 --price h100": "'h100' is no KIND=PRICE",
+    "train mlp --steps ten": "--steps is 'ten'; expected a whole number",
+    "train mlp --steps -1": "--steps is -1; expected 1 or more",
+    "verify no.json --timeout soon": "--timeout is 'soon'; expected a number",
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_mistake_on_the_command_line_is_named(
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.main(words.split()) == 2
+    assert WORDS[words] in capsys.readouterr().err
