@@ -105,13 +105,15 @@ def near_names(
 def near_hint(
     given: object, known: Iterable[str], synonyms: Mapping[str, str] | None = None
 ) -> str:
-    """A sentence that names what was probably meant, or nothing, with a space before.
+    """The end of a sentence and one that names what was probably meant, or nothing.
 
     >>> near_hint("dp", ["data", "tensor"], AXIS_SYNONYMS)
-    " Did you mean 'data'?"
+    ". Did you mean 'data'?"
+    >>> near_hint("xyz", ["data", "tensor"])
+    ''
     """
     near = near_names(given, known, synonyms) if isinstance(given, str) else []
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f". Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def names_arguments(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -168,7 +170,7 @@ def _argument_problem(
     for one in named:
         if one not in parameters:
             hint = near_hint(one, parameters, ARGUMENT_SYNONYMS)
-            problems.append(f"there is no argument {one!r}.{hint}")
+            problems.append(f"there is no argument {one!r}{hint or '.'}")
     if not problems:
         positional = [
             one

@@ -147,8 +147,13 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "name": "job",
             "group_size": None,
             "per_micro_batch": False,
+            "eval_batches": None,
         },
         legal={
+            "eval_batches": (
+                "none list texts function class",
+                "no evaluation; or batches, which are looked at when evaluating",
+            ),
             "loss_fn": ("function class", "its parameters are looked at when planning"),
             "make_model": ("function class", "it is called when planning"),
             "batch": (
@@ -257,6 +262,20 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         legal={**_PLAN_LEGAL, "prices": ("none dict", "no price is known")},
         stops=PLANNING,
     ),
+    "largest_batch": Entry(
+        given=lambda w: {
+            **{k: v for k, v in _plan_arguments(w).items() if k != "cluster"},
+            "clusters": ["h100:8"],
+            "prices": {"h100": 2.0},
+        },
+        legal={**_PLAN_LEGAL, "prices": ("none dict", "no price is known")},
+        stops=PLANNING,
+    ),
+    "Plan.throughput": Entry(
+        of=lambda w: w.plan,
+        given=given(step_seconds=0.5),
+        legal={"step_seconds": ("none half huge", "the predicted ones, or some")},
+    ),
     "Plan.what_if": Entry(
         of=lambda w: w.plan,
         given=lambda w: (
@@ -285,6 +304,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "batch_tree": ("empty text", "any words"),
             "product_flops": ("zero huge", "estimates count none; large models many"),
             "gap": ("none zero", "not known, or none"),
+            "work": ("none", "not known, as in files of older versions"),
             "optimizer_bytes": ("none zero huge", "not known, none, or any number"),
             "stages": NONE,
             "runnable": SWITCH,

@@ -77,7 +77,7 @@ _MODULE_OF_NAME = {
     "goodput": "whalejax.planner.plan.goodput",
     "init_distributed": "whalejax.elastic.init_distributed",
     "largest_batch": "whalejax.api.largest_batch",
-    "loop": "whalejax.runtime.loop",
+    "loop": "whalejax.runtime",
     "pipeline": "whalejax.user_code.annotations",
     "plan": "whalejax.api.plan",
     "plan_tables": "whalejax.api.table_plans",
@@ -139,8 +139,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(_unknown(name), name=name)
     import importlib
 
-    module = importlib.import_module(module_name)
-    value: object = module if name in _MODULES else getattr(module, name)
+    if name in _MODULES:
+        value: object = importlib.import_module(f"{module_name}.{name}")
+    else:
+        value = getattr(importlib.import_module(module_name), name)
     globals()[name] = value  # the next use does not come through here
     return value
 

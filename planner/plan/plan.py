@@ -105,7 +105,7 @@ class Plan(Pictured):
 
     def __getattr__(self, name: str) -> Any:
         hint = near_hint(name, (one for one in dir(self) if not one.startswith("_")))
-        raise AttributeError(f"a plan has no {name!r}.{hint}", name=name, obj=self)
+        raise AttributeError(f"a plan has no {name!r}{hint}", name=name, obj=self)
 
     def __dir__(self) -> list[str]:
         return [one for one in dir(type(self)) if one not in _INTERNAL_NAMES]

@@ -46,9 +46,9 @@ class Block:
 
     path: Path
     language: str
-    attributes: str  # what stands behind the language: requires=MODULE
     line: int  # of the first line inside the fence, counted from 1
     text: str
+    attributes: str = ""  # what stands behind the language: requires=MODULE
 
 
 def blocks_of(path: Path, text: str) -> Iterator[Block]:

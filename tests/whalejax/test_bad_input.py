@@ -170,7 +170,7 @@ def test_a_mesh_of_unknown_axes_and_sizes() -> None:
     assert refused(mesh={"model": 8, "data": 0}) == (
         "wh.plan(mesh=…): 2 problems\n"
         "  1. there is no mesh axis 'model' to fix; expected one of stage, data, "
-        "fsdp, expert, context, depth, height, width, tensor\n"
+        "fsdp, expert, context, depth, height, width, tensor. Did you mean 'tensor'?\n"
         "  2. data is 0; expected a whole number, 1 or more"
     )
 

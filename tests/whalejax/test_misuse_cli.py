@@ -77,6 +77,8 @@ LEGAL: Final[Mapping[str, tuple[str, str]]] = {
     "recovery": ("zero", "what takes no time"),
     "repair": ("zero", "what takes no time"),
     "logs": ("empty text minus", "a folder that can be made, or this one"),
+    "train.csv": ("text minus", "a file that can be made"),
+    "train.best": ("text minus", "a metric, if the job is evaluated"),
     "train.save": ("empty text minus", "a folder that can be made, or this one"),
     "calibrate.kind": ANY_WORDS,
     "agent.key": ("text minus", "a file that is waited for"),

@@ -121,9 +121,10 @@ def test_prices_are_of_all_devices_for_the_step() -> None:
             hour = 3.0 * plan.cluster.num_devices
             assert price == pytest.approx(plan.time.step_seconds * hour / 3600)
     head, *rows = str(found).splitlines()
-    assert head.endswith("price a step")
+    assert "price a step" in head and head.endswith("a million samples")
     assert sum(row.endswith("–") for row in rows) == 2
-    assert "price" not in str(searched(["h100:8"]))
+    assert "price" not in str(searched(["v100-32:8"]))  # which has no public price
+    assert "USD" in str(searched(["h100:8"]))
 
 
 def test_the_document_is_json_that_plans_can_be_read_from() -> None:
@@ -159,7 +160,7 @@ def test_every_problem_of_what_is_given_is_listed() -> None:
         "prices['h100'] is -2; expected the price of one device for an hour, above 0",
         "each is 0; expected a whole number, 1 or more",
         "cluster= is wh.plan's; give clusters=, a list",
-        "there is no option 'precison'; nearest: precision",
+        "there is no option 'precison'. Did you mean 'precision'?",
     ):
         assert words in text, words
 
@@ -208,10 +209,13 @@ def test_the_catalogue_has_no_prices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("price", "text"), [(None, "–"), (0.0123456, "0.0123"), (12.0, "12")]
+    ("price", "text"), [(None, "–"), (0.0123456, "0.0123 USD"), (12.0, "12 USD")]
 )
 def test_prices_in_words(price: float | None, text: str) -> None:
-    assert price_text(price) == text
+    assert price_text(wh.cluster("h100:8"), price) == text
+    own = wh.cluster("h100:8").with_prices({"h100": 1.0})
+    assert price_text(own, price) == text.removesuffix(" USD")
+    assert price_text(wh.cluster("cpu:8"), price) == "–"
 
 
 def test_one_number_of_micro_batches_that_means_several_sizes() -> None:

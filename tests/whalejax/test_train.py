@@ -393,11 +393,13 @@ def test_an_optimizer_that_keeps_more_than_was_planned_for_is_said() -> None:
     plan = wh.plan(squares, MODEL, BATCH, optimizer=optax.sgd(0.1), cluster="h100:8")
     options: Any = {"devices": jax.devices(), "batch": BATCH}
     assert plan.optimizer_bytes == 0
-    with pytest.warns(UserWarning, match=r"keeps 288 B .* plan counts 0 B"):
+    with pytest.warns(UserWarning, match=r"keeps 288 B .* plan was made without one"):
         wh.compile(plan, squares, MODEL, optimizer=optax.adam(0.1), **options)
     plan = wh.plan(squares, MODEL, BATCH, optimizer=optax.adam(0.1), cluster="h100:8")
     assert plan.optimizer_bytes == 2 * 4 * (8 * 4 + 4)
     assert wh.Plan.from_document(plan.document()).optimizer_bytes == 288
     scheduled = optax.adam(optax.cosine_decay_schedule(0.1, 10))
-    for keeps_no_more in (scheduled, optax.sgd(0.1), None):
-        wh.compile(plan, squares, MODEL, optimizer=keeps_no_more, **options)
+    for keeps_as_much in (scheduled, None):
+        wh.compile(plan, squares, MODEL, optimizer=keeps_as_much, **options)
+    with pytest.raises(wh.PlanError, match=r"one given keeps 0 B .* counts 288 B"):
+        wh.compile(plan, squares, MODEL, optimizer=optax.sgd(0.1), **options)

@@ -43,7 +43,7 @@ def check_axes(mesh: Mapping[str, int] | None) -> None:
         if axis not in MESH_AXES:
             problems.add(
                 f"there is no mesh axis {shown(axis)} to fix; expected one of "
-                f"{', '.join(MESH_AXES)}.{near_hint(axis, MESH_AXES, AXIS_SYNONYMS)}"
+                f"{', '.join(MESH_AXES)}{near_hint(axis, MESH_AXES, AXIS_SYNONYMS)}"
             )
         elif not isinstance(size, int) or not is_whole(size, 1):
             problems.add(f"{axis} is {shown(size)}; expected a whole number, 1 or more")

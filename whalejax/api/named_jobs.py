@@ -36,6 +36,13 @@ def lasting_name(model: str) -> str:
     return f"{Path(path).resolve()}{colon}{function}" if colon else model
 
 
+def model_names() -> tuple[str, ...]:
+    """Names of the reference models."""
+    from whalejax import models
+
+    return models.available()
+
+
 def is_file(model: str) -> bool:
     """Whether a model's name is that of a file, and no reference model's.
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -162,23 +161,22 @@ def _check_precision(precision: object, problems: Arguments) -> None:
     if isinstance(precision, str):
         if precision not in PRECISIONS:
             hint = near_hint(precision, PRECISIONS, PRECISION_SYNONYMS)
-            problems.refuse("precision", precision, f"one of {known}.{hint}")
+            problems.refuse("precision", precision, f"one of {known}{hint}")
     elif not by_task_graph(precision):
         problems.refuse(
             "precision",
             precision,
             f"one of {known}, or one for each TaskGraph by its name, such as "
-            "{'*': 'bf16', 'split': 'f32'}."
+            "{'*': 'bf16', 'split': 'f32'}"
             + near_hint(_type_name(precision), PRECISIONS, PRECISION_SYNONYMS),
         )
 
 
-def _type_name(value: Any) -> str:
+def _type_name(value: object) -> str:
     """The name of an element type, such as ``jnp.bfloat16``; empty for other things."""
-    try:
-        return str(jnp.dtype(value).name)
-    except TypeError:
-        return ""
+    if isinstance(value, np.dtype):
+        return str(value.name)
+    return value.__name__ if isinstance(value, type) else ""
 
 
 def _check_numbers(settings: PlanSettings, problems: Arguments) -> None:

@@ -228,7 +228,7 @@ def named_clusters(
             problems.add("cluster= is wh.plan's; give clusters=, a list")
         elif name not in known:
             hint = near_hint(name, known, ARGUMENT_SYNONYMS)
-            problems.add(f"there is no option {shown(name)}.{hint}")
+            problems.add(f"there is no option {shown(name)}{hint}")
     if isinstance(clusters, str | bytes | Cluster | type) or not isinstance(
         clusters, Sequence
     ):

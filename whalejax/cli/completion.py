@@ -11,9 +11,10 @@ import ast
 import contextlib
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from whalejax.api.named_jobs import model_names
 from whalejax.meshes.catalogue import entries
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.planner.sharding.layout import MESH_AXES
@@ -42,12 +43,15 @@ def completion_script(
     found = _LITERAL.search(text)
     if found is None:
         return text
-    spec = ast.literal_eval(found[1])
+    try:
+        spec = ast.literal_eval(found[1])
+    except SyntaxError:  # quoted for a shell in which the literal stands in a string
+        return text
     for name, parse_group in groups.items():
         other = _LITERAL.search(_printed(shell, parse_group))
         if other is not None:
             spec["subcommands"][name] = ast.literal_eval(other[1])
-    models = _model_names()
+    models = model_names()
     for command in _commands(spec):
         _with_choices(command)
     for name, command in _by_name(spec):
@@ -65,12 +69,6 @@ def _printed(shell: str, parse: Callable[[list[str]], Any]) -> str:
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         parse(["--tyro-print-completion", shell])
     return printed.getvalue()
-
-
-def _model_names() -> Sequence[str]:
-    from whalejax.models import available
-
-    return available()
 
 
 def _choices() -> dict[str, list[str]]:

@@ -26,7 +26,13 @@ import tyro
 from tyro import conf
 
 from whalejax._version import __version__
-from whalejax.api.named_jobs import find_job, is_file, lasting_name, named_values
+from whalejax.api.named_jobs import (
+    find_job,
+    is_file,
+    lasting_name,
+    model_names,
+    named_values,
+)
 from whalejax.cli.jobs.jobs_options import JobsSimulateCommand
 from whalejax.cli.option_checks import check_words, checked
 from whalejax.cli.options import (
@@ -74,8 +80,11 @@ if TYPE_CHECKING:
 _DESCRIPTION = """Train a model that is written for one device on many: WhaleJAX plans
 how to spread it, says why in numbers, and runs it.
 
-Two more commands have commands of their own: swarm trains over peers that come and go
-(whalejax swarm --help), and jobs shares a cluster among jobs (whalejax jobs --help).
+Two more commands have commands of their own:
+
+swarm trains over peers that come and go: whalejax swarm --help
+
+jobs shares a cluster among jobs: whalejax jobs --help
 
 MODEL is FILE.py:FUNCTION or a reference model: {models}."""
 _USER_ERROR = 2
@@ -154,7 +163,7 @@ def _check_command_name(argv: Sequence[str]) -> None:
     from whalejax.planner.near_names import near_hint
 
     raise WhaleError(
-        f"there is no command {argv[0]!r}.{near_hint(argv[0], COMMAND_NAMES)} "
+        f"there is no command {argv[0]!r}{near_hint(argv[0], COMMAND_NAMES) or '.'} "
         f"Commands: {', '.join(COMMAND_NAMES)}"
     )
 
@@ -179,9 +188,7 @@ def _description(argv: Sequence[str]) -> str:
     """What the help says first, with the names of the reference models."""
     if not {"-h", "--help"} & {*argv}:
         return ""
-    from whalejax.models import available
-
-    return _DESCRIPTION.format(models=", ".join(available()))
+    return _DESCRIPTION.format(models=", ".join(model_names()))
 
 
 def parse_swarm(argv: Sequence[str]) -> SwarmCommand:

@@ -38,7 +38,7 @@ _WHOLE: Final = {
     "each": (1, 10**6),
     "eval_every": (1, LARGEST),
     "keep": (1, 10**6),
-    "patience": (1, 10**6),
+    "early_stop": (1, 10**6),
     "nodes": (1, 2**20),
     **PLAN_NUMBERS,
     "port": (1, 65535),
@@ -57,7 +57,16 @@ _SECONDS: Final = ("exit_timeout", "patience", "seconds", "timeout")
 _SECONDS_OR_NONE: Final = ("mtbf", "restart", "snapshot", "recovery", "repair")
 _MOST_SECONDS: Final = 1e12
 _MAY_BE_EMPTY: Final = ("cpu_quota", "arguments")
-_NO_FOLDER: Final = ("output", "plan", "before", "after", "table", "script", "key")
+_NO_FOLDER: Final = (
+    "csv",
+    "output",
+    "plan",
+    "before",
+    "after",
+    "table",
+    "script",
+    "key",
+)
 
 _POSITIONAL: Final = {
     "after": "B.json",
@@ -104,6 +113,8 @@ def _check_numbers(argv: Sequence[str]) -> None:
         behind = value if equals else "".join(argv[place + 1 : place + 2])
         name = option.replace("-", "_")
         if not behind or behind.startswith("--") or ":" in behind:
+            continue
+        if name == "processes":
             continue
         if name in _WHOLE and not re.fullmatch(r"[+-]?\d+", behind):
             raise WhaleError(f"--{option} is {shown(behind)}; expected a whole number")

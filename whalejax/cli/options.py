@@ -127,8 +127,8 @@ class TrainCommand:
     if left out"""
     best: OptionalText = None
     """metric of evaluations, such as loss, whose best checkpoint stays too"""
-    patience: OptionalNumber = None
-    """end when so many evaluations in a row are no better"""
+    early_stop: OptionalNumber = None
+    """end when so many evaluations in a row are no better by --best"""
     resume: Switch = False
     """go on from the latest whole checkpoint in the directory of --save, if any"""
     mesh: Mesh = ()

@@ -273,7 +273,7 @@ class _Session:
                 eval_batches=job.eval_batches,
                 eval_every=options.eval_every,
                 best=options.best,
-                patience=options.patience,
+                patience=options.early_stop,
                 csv=options.csv,
                 resumed_from=checkpoint,
                 on_step=functools.partial(self._show, meter, *self._units),

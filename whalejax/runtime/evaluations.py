@@ -70,11 +70,6 @@ class Evaluations:
                 )
 
     @property
-    def wanted(self) -> bool:
-        """Whether there is something to evaluate on."""
-        return self._batches is not None
-
-    @property
     def is_over(self) -> bool:
         """Whether so many evaluations in a row were no better that training ends."""
         return self._patience is not None and self._waited >= self._patience

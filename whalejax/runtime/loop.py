@@ -159,83 +159,161 @@ def train(
             Before the first step: a checkpoint that is to be written is there already,
             another run saves into the same directory, or arguments contradict.
     """
-    folder = None if save_dir is None else Path(save_dir)
-    _check_arguments(
-        step=step,
-        steps=steps,
-        save_dir=folder,
-        save_every=save_every,
-        keep=keep,
-        eval_batches=eval_batches,
-        eval_every=eval_every,
-        best=best,
-        best_mode=best_mode,
-        patience=patience,
-    )
-    first = int(state.step)
-    batch_of = _batch_function(batches)
-    checkpoint = resumed_from
+    settings = dict(locals())
+    del settings["state"], settings["batches"]
     with ExitStack() as opened:
-        opened.enter_context(held(None if is_held else folder))
-        if folder is not None:
-            _check_new(folder, first, steps, save_every)
-        records = Records(
+        run = _run_of(opened, int(state.step), **settings)
+        return run.go(state, _batch_function(batches))
+
+
+def _run_of(
+    opened: ExitStack,
+    first: int,
+    *,
+    step: TrainStep,
+    save_dir: str | os.PathLike[str] | None,
+    clock: Callable[[], float],
+    is_held: bool,
+    resumed_from: Path | None,
+    **given: Any,
+) -> _Run:
+    """The run that ``train`` was asked for, checked and with its folder held.
+
+    Args:
+        opened: Where what has to be closed is entered.
+        first: Steps that were done before.
+        step, save_dir, clock, is_held, resumed_from, given: As for ``train``.
+    """
+    folder = None if save_dir is None else Path(save_dir)
+    _check_arguments(step=step, save_dir=folder, **given)
+    every, batches = given["save_every"], given["eval_batches"]
+    rhythm = _Rhythm(
+        first=first,
+        steps=given["steps"],
+        save_every=None if folder is None else every,
+        eval_every=None if batches is None else given["eval_every"] or every,
+    )
+    opened.enter_context(held(None if is_held else folder))
+    if folder is not None:
+        _check_new(folder, rhythm)
+    names = ("steps", "csv", "progress", "hooks", "on_step")
+    records = Records(
+        step, first=first, opened=opened, **{name: given[name] for name in names}
+    )
+    return _Run(
+        step=step,
+        rhythm=rhythm,
+        folder=folder,
+        keep=given["keep"],
+        resumed_from=resumed_from,
+        losses=_Losses(records.tell),
+        windows=_Windows(clock),
+        evaluations=Evaluations(
             step,
-            first=first,
-            steps=steps,
-            csv=csv,
-            progress=progress,
-            hooks=hooks,
-            on_step=on_step,
-            opened=opened,
-        )
-        evaluations = Evaluations(
-            step,
-            eval_batches,
+            batches,
             records=records,
             folder=folder,
-            metric=best,
-            mode=best_mode,
-            patience=patience,
-        )
-        losses, windows = _Losses(records.tell), _Windows(clock)
-        done = first
+            metric=given["best"],
+            mode=given["best_mode"],
+            patience=given["patience"],
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rhythm:
+    """Which steps there are, and after which of them something is done.
+
+    Attributes:
+        first: Steps that were done before.
+        steps: Steps to be done in all.
+        save_every, eval_every: Steps between checkpoints and evaluations, or None.
+    """
+
+    first: int
+    steps: int
+    save_every: int | None
+    eval_every: int | None
+
+    def saves(self, done: int) -> bool:
+        """Whether there is a checkpoint after a step."""
+        return self._is_due(done, self.save_every)
+
+    def evaluates(self, done: int) -> bool:
+        """Whether there is an evaluation after a step."""
+        return self._is_due(done, self.eval_every)
+
+    def _is_due(self, done: int, every: int | None) -> bool:
+        return every is not None and (done % every == 0 or done == self.steps)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """A run of the loop: everything that ``train`` was given, and the last checkpoint.
+
+    Attributes:
+        step, folder, keep, resumed_from: As for ``train``.
+        rhythm: Which steps there are.
+        losses, windows, evaluations: What was computed, measured and evaluated.
+    """
+
+    step: TrainStep
+    rhythm: _Rhythm
+    folder: Path | None
+    keep: int
+    resumed_from: Path | None
+    losses: _Losses
+    windows: _Windows
+    evaluations: Evaluations
+
+    def go(self, state: TrainState, batch_of: Callable[[int], Any]) -> LoopResult:
+        """Do all steps.
+
+        Args:
+            state: Is consumed.
+            batch_of: Gives the global batch of a step, counted from 0.
+        """
+        first, steps = self.rhythm.first, self.rhythm.steps
+        checkpoint, done = self.resumed_from, first
+        losses, windows = self.losses, self.windows
         try:
             for done in range(first + 1, steps + 1):
-                state, metrics = step(state, batch_of(done - 1))
+                state, metrics = self.step(state, batch_of(done - 1))
                 losses.expect(done, metrics)
-                saves = folder and _is_due(done, steps, save_every)
-                evaluates = evaluations.wanted and _is_due(
-                    done, steps, eval_every or save_every
-                )
-                pauses = saves or evaluates
+                pauses = self.rhythm.saves(done) or self.rhythm.evaluates(done)
                 if pauses or done == steps or windows.is_due(done - first):
                     losses.wait()
                     losses.step_seconds = windows.close(done - first)
                     losses.take_all()
-                if folder and pauses:
-                    _check_parameters(step, state, done)
-                if folder and saves:
-                    checkpoint = _save(folder, done, step, state)
-                    _prune(folder, keep, resumed_from)
-                if evaluates:
-                    evaluations.run(done, state)
                 if pauses:
+                    checkpoint = self._paused(done, state) or checkpoint
                     windows.open(done - first)
-                if evaluations.is_over:
+                if self.evaluations.is_over:
                     break
         except _NotFiniteError as error:
-            _stop(error, steps, checkpoint, folder)
-    return LoopResult(
-        state=state,
-        first_step=first,
-        losses=tuple(losses.values),
-        step_seconds=windows.median_seconds(),
-        checkpoint=checkpoint if checkpoint != resumed_from else None,
-        evaluations=tuple(evaluations.done),
-        best=evaluations.best,
-        stopped_early=evaluations.is_over and done < steps,
-    )
+            _stop(error, steps, checkpoint, self.folder)
+        return LoopResult(
+            state=state,
+            first_step=first,
+            losses=tuple(losses.values),
+            step_seconds=windows.median_seconds(),
+            checkpoint=checkpoint if checkpoint != self.resumed_from else None,
+            evaluations=tuple(self.evaluations.done),
+            best=self.evaluations.best,
+            stopped_early=self.evaluations.is_over and done < steps,
+        )
+
+    def _paused(self, done: int, state: TrainState) -> Path | None:
+        """Save and evaluate what is due after a step; the checkpoint, if any."""
+        checkpoint = None
+        if self.folder is not None:
+            _check_parameters(self.step, state, done)
+        if self.folder is not None and self.rhythm.saves(done):
+            checkpoint = _save(self.folder, done, self.step, state)
+            _prune(self.folder, self.keep, self.resumed_from)
+        if self.rhythm.evaluates(done):
+            self.evaluations.run(done, state)
+        return checkpoint
 
 
 def latest(save_dir: str | os.PathLike[str]) -> Path | None:
@@ -439,17 +517,13 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
         raise _NotFiniteError(done, f"parameters are not finite: {', '.join(paths)}")
 
 
-def _is_due(done: int, steps: int, every: int) -> bool:
-    return done % every == 0 or done == steps
-
-
-def _check_new(save_dir: Path, first: int, steps: int, save_every: int) -> None:
+def _check_new(save_dir: Path, rhythm: _Rhythm) -> None:
     """Refuse to train towards a checkpoint that could not be written."""
+    first, steps = rhythm.first, rhythm.steps
     there = [
         path.name
         for path in reversed(checkpoints(save_dir))
-        if first < steps_of(path) <= steps
-        and _is_due(steps_of(path), steps, save_every)
+        if first < steps_of(path) <= steps and rhythm.saves(steps_of(path))
     ]
     if there:
         raise WhaleError(

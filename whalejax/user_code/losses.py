@@ -207,6 +207,13 @@ class Job:
         problems.words("name", self.name)
         problems.whole("group_size", self.group_size, least=1, none=True)
         problems.switch("per_micro_batch", self.per_micro_batch)
+        sets = self.eval_batches
+        if sets is not None and not (callable(sets) or isinstance(sets, list | tuple)):
+            problems.refuse(
+                "eval_batches",
+                sets,
+                "a list of batches, or a function that gives them, or None",
+            )
         problems.raise_if_any()
         object.__setattr__(self, "batch_size", plain(self.batch_size))
 
