@@ -53,7 +53,8 @@ from verified_choices import CHOICES, FOREIGN, Choice
 import whalejax as wh
 from whalejax import jobs, models
 from whalejax.planner.memory.prediction_band import MemoryBand, band_of
-from whalejax.verification.comparison import CLOSE, Verification, planned_bytes
+from whalejax.runtime.planned_traffic import CLOSE, planned_bytes
+from whalejax.verification.comparison import Verification
 
 
 FILE = Path(__file__).with_name("verified.json")

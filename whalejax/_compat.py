@@ -720,8 +720,13 @@ def equation_context(equation: Any, *, skip: int = 0) -> Iterator[None]:
     """
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack[skip:]
+    # What stands inside a function of JAX's own has no line of the user's: the line
+    # that calls the function is kept.
+    own = next(source_info_util.user_frames(info.traceback), None) is not None
     with (
-        source_info_util.user_context(info.traceback, name_stack=stack),
+        source_info_util.user_context(
+            info.traceback if own else None, name_stack=stack
+        ),
         equation.ctx.manager,
     ):
         yield

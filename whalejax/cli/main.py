@@ -48,6 +48,7 @@ from whalejax.cli.options import (
     GoodputCommand,
     LaunchCommand,
     PlanCommand,
+    ProfileCommand,
     SearchCommand,
     ShowCommand,
     StatusCommand,
@@ -150,8 +151,8 @@ def _answered(argv: Sequence[str], started: float, *, closed: bool) -> int:
 
 
 COMMAND_NAMES = (
-    "train plan show diff why search batch estimate verify check calibrate completion "
-    "launch agent status goodput doctor swarm jobs".split()
+    "train plan show diff why search batch estimate verify check profile calibrate "
+    "completion launch agent status goodput doctor swarm jobs".split()
 )
 """Commands, in the order of the help."""
 
@@ -270,6 +271,8 @@ def _run(command: Command, started: float) -> int:
             _search(command)
         case BatchCommand():
             _batch(command)
+        case ProfileCommand():
+            _profile(command)
         case EstimateCommand():
             return _estimate(command)
         case VerifyCommand():
@@ -359,6 +362,33 @@ def _batch(command: BatchCommand) -> None:
             **jobs.split_settings(job),
             **plan_settings(command),
         )
+    if command.json:
+        print(json.dumps(found.document()))
+    else:
+        make_console().print(show.Lines(found.lines))
+
+
+def _profile(command: ProfileCommand) -> None:
+    import jax
+
+    from whalejax import jobs
+    from whalejax.cli import show
+    from whalejax.cli.plan_source import planned_job
+    from whalejax.cli.progress import Working, make_console
+    from whalejax.runtime.train_step import compile as compile_step
+
+    _check_output(command.output)
+    job, plan = planned_job(command.plan, command.model, command.set)
+    batch = jobs.first_batch(job, plan.batch[0].shape[0])
+    model = jobs.abstract_model(job)
+    with Working("profiling", quiet=command.quiet):
+        step = compile_step(
+            plan, job.loss_fn, model, optimizer=job.optimizer, batch=batch
+        )
+        state = step.init(job.make_model, rng=jax.random.key(0))
+        _, found = step.profile(state, batch, steps=command.steps)
+    if command.output is not None:
+        found.save(command.output)
     if command.json:
         print(json.dumps(found.document()))
     else:

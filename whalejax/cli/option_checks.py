@@ -16,6 +16,7 @@ from whalejax.cli.options import (
     PLAN_NUMBERS,
     CalibrateCommand,
     CheckCommand,
+    ProfileCommand,
     TrainCommand,
     VerifyCommand,
 )
@@ -168,7 +169,7 @@ def checked(command: Any) -> None:
     problems.raise_if_any()
 
 
-_NAMING: Final = (CalibrateCommand, CheckCommand, VerifyCommand)
+_NAMING: Final = (CalibrateCommand, CheckCommand, ProfileCommand, VerifyCommand)
 """Commands that name a model by --model."""
 
 

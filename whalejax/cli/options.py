@@ -335,6 +335,31 @@ class BatchCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileCommand:
+    """Run some steps of a plan on this machine, and set measured beside predicted.
+
+    Prints what was computed, collectives by kind and mesh axes, and gaps, each with
+    what the plan predicts, and collectives that are not planned.
+    """
+
+    plan: PlanFile
+    """a file that whalejax plan wrote, for the devices of this machine"""
+    model: OptionalText = None
+    """the model: gpt, or file.py:function. Only a reference model is taken from the
+    plan itself: a file of code is run if it is named here"""
+    set: Settings = ()
+    """options of --model"""
+    steps: int = 5
+    """steps that are traced, after two that are not"""
+    output: Annotated[Path | None, option(aliases=["-o"], metavar="TRACE.json")] = None
+    """write what was traced and predicted as one file for ui.perfetto.dev"""
+    json: Switch = False
+    """print the result as one line of JSON and nothing else"""
+    quiet: Switch = False
+    """show no progress on the terminal"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyCommand:
     """Compile a plan with the real compiler of its hardware, which need not be here.
 
@@ -454,6 +479,7 @@ Command = (
     | Annotated[WhyCommand, conf.subcommand("why")]
     | Annotated[SearchCommand, conf.subcommand("search")]
     | Annotated[BatchCommand, conf.subcommand("batch")]
+    | Annotated[ProfileCommand, conf.subcommand("profile")]
     | Annotated[EstimateCommand, conf.subcommand("estimate")]
     | Annotated[VerifyCommand, conf.subcommand("verify")]
     | Annotated[CheckCommand, conf.subcommand("check")]

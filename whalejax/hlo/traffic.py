@@ -48,6 +48,7 @@ class Instruction:
         groups: these devices; of a collective-permute the (source, target) pairs.
         name: name stack of the operation behind it, if the compiler kept it.
         places: lines of the source behind it, innermost first.
+        instruction: Name of the instruction in the program, as profiles have it.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Instruction:
     name: str
     groups: Groups = ()
     places: tuple[str, ...] = ()
+    instruction: str = ""
 
     @property
     def payload_bytes(self) -> int:
@@ -214,6 +216,7 @@ def _instruction(module: Module, kind: str, execution: Execution) -> Instruction
         name=line.op_name,
         groups=groups,
         places=module.places(line),
+        instruction=line.name,
     )
 
 

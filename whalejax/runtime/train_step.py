@@ -15,7 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax
 import numpy as np
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     import os
 
     from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal
+    from whalejax.runtime.profile import StepProfile
 
 
 class TrainStep:
@@ -434,6 +435,40 @@ class TrainStep:
         else:
             state = to_lower(state, self._own, self.abstract_state)
         return self._runner.lower(state, self._layout.abstract())
+
+    @without_mesh
+    @names_arguments("step.profile")
+    def profile(
+        self, state: TrainState, batch: Any, *, steps: int = 5
+    ) -> tuple[TrainState, StepProfile]:
+        """Trace some steps, and set what was measured beside what is predicted.
+
+        Args:
+            state: Is consumed.
+            batch: The global batch of every step.
+            steps: Number of steps that are traced, after two that are not.
+
+        Returns:
+            The state after the last step, and the profile: ``print`` shows it, and
+            ``save`` writes a file for Perfetto.
+
+        Raises:
+            PlanError: As a step does.
+            WhaleError: The trace holds no step.
+        """
+        from whalejax.runtime.profile import profiled
+
+        problems = Arguments("step.profile")
+        problems.whole("steps", steps, least=1, most=1000)
+        problems.raise_if_any()
+        one_program = not (self.plan.apart or self.plan.pipelines or self.plan.shares)
+        program = self.lower(state).compile().as_text() if one_program else ""
+
+        def run(state: TrainState) -> TrainState:
+            following, _ = jax.block_until_ready(self(state, batch))
+            return cast("TrainState", following)
+
+        return profiled(self.plan, program, run, state, steps)
 
     @without_mesh
     def rehearse(self) -> Rehearsal:

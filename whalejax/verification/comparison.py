@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from whalejax.hlo.text import OP_NAME, SOURCE_LINE
 from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.planned_traffic import (
+    Finding,
+    Quantity,
+    compared_traffic,
+    own_place,
+    unplanned_traffic,
+)
 from whalejax.verification import report
 from whalejax.verification.processes import Answer
-from whalejax.verification.quantities import Finding, Quantity, VerificationData
+from whalejax.verification.quantities import VerificationData
 from whalejax.verification.targets import Target
-
-
-CLOSE = 0.05
-"""Relative difference up to which traffic counts as planned."""
-
-Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def compared(plan: Plan, target: Target, answer: Answer) -> Verification:
         return _compared_stages(plan, common, answer)
     memory = _memory(plan, data["memory"])
     traffic = data["collectives"]
-    collectives = () if data["refused"] else _collectives(plan, traffic)
+    collectives = () if data["refused"] else compared_traffic(plan, traffic)
     return Verification(
         **common,
         fits=not capacity or data["memory"]["peak"] <= capacity,
@@ -79,7 +79,7 @@ def compared(plan: Plan, target: Target, answer: Answer) -> Verification:
         compile_seconds=data["compile_seconds"],
         refused=data["refused"],
         rematerializations=rematerializations(answer.words, traffic),
-        unplanned=_unplanned(plan, collectives, traffic),
+        unplanned=unplanned_traffic(plan, collectives, traffic),
     )
 
 
@@ -94,10 +94,10 @@ def _compared_stages(
     unplanned: list[Finding] = []
     for number, (one, found) in enumerate(zip(plan.apart, stages, strict=True)):
         of = _stage_memory(one, found["memory"])
-        traffic = () if data["refused"] else _collectives(one, found["collectives"])
+        traffic = () if data["refused"] else compared_traffic(one, found["collectives"])
         unplanned += (
             replace(f, what=f"stage {number}: {f.what}")
-            for f in _unplanned(one, traffic, found["collectives"])
+            for f in unplanned_traffic(one, traffic, found["collectives"])
         )
         memory += (replace(q, name=f"stage {number}: {q.name}") for q in of)
         collectives += (replace(q, name=f"stage {number}: {q.name}") for q in traffic)
@@ -201,105 +201,10 @@ def _memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ...]:
     )
 
 
-# Traffic.
-
-
-def planned_bytes(plan: Plan) -> Counter[str]:
-    """Payload bytes of a step by kind and mesh axes, as a plan predicts them."""
-    found: Counter[str] = Counter()
-    for c in plan.collectives:
-        name = _name(c.kind, _ordered(c.axes, plan))
-        found[name] += c.payload_bytes * plan.times(c)
-    return found
-
-
-def _collectives(
-    plan: Plan, traffic: Sequence[Mapping[str, Any]]
-) -> tuple[Quantity, ...]:
-    predicted = planned_bytes(plan)
-    predicted_count: Counter[str] = Counter()
-    for c in plan.collectives:
-        name = _name(c.kind, _ordered(c.axes, plan))
-        predicted_count[name] += plan.times(c)
-    compiled: Counter[str] = Counter()
-    compiled_count: Counter[str] = Counter()
-    for entry in traffic:
-        name = _name(entry["kind"], _axes(entry))
-        compiled[name] += entry["payload_bytes"] * entry["count"]
-        compiled_count[name] += entry["count"]
-    names = {*predicted, *compiled}
-    return tuple(
-        Quantity(
-            name=name,
-            predicted=predicted[name],
-            compiled=compiled[name],
-            predicted_count=predicted_count[name],
-            compiled_count=compiled_count[name],
-        )
-        for name in sorted(names, key=lambda n: -max(predicted[n], compiled[n]))
-    )
-
-
-def _ordered(axes: Iterable[str], plan: Plan) -> Axes:
-    return tuple(a for a in plan.axis_sizes if a in set(axes))
-
-
-def _axes(found: Mapping[str, Any]) -> Axes:
-    return ("other groups",) if found["axes"] is None else tuple(found["axes"])
-
-
-def _unplanned(
-    plan: Plan, quantities: Sequence[Quantity], traffic: Sequence[Mapping[str, Any]]
-) -> tuple[Finding, ...]:
-    """Collectives over axes that carry more than planned, the largest first.
-
-    Which of them they are is told by their sizes; the compiler joins and parts
-    collectives, so that this is a hint and the sums are the finding.
-    """
-    sums: dict[str, list[float]] = {}
-    for q in quantities:
-        pair = sums.setdefault(q.name.partition(" over ")[2], [0.0, 0.0])
-        pair[0] += q.predicted or 0
-        pair[1] += q.compiled or 0
-    more = {
-        axes: compiled - predicted
-        for axes, (predicted, compiled) in sums.items()
-        if compiled > (1 + CLOSE) * predicted
-    }
-    total = sum(q.compiled or 0 for q in quantities)
-    planned: Counter[tuple[str, int]] = Counter()
-    for c in plan.collectives:
-        name = _name(c.kind, _ordered(c.axes, plan))
-        planned[name, c.payload_bytes] += plan.times(c)
-    findings = []
-    for found in sorted(traffic, key=lambda f: -f["payload_bytes"] * f["count"]):
-        name = _name(found["kind"], _axes(found))
-        times = found["count"] - planned[name, found["payload_bytes"]]
-        axes = name.partition(" over ")[2]
-        nbytes = min(more.get(axes, 0), times * found["payload_bytes"])
-        if nbytes <= CLOSE * total:
-            continue
-        more[axes] -= nbytes
-        findings.append(
-            Finding(
-                what=f"{name}, {times} times",
-                nbytes=int(nbytes),
-                name=found["name"],
-                place=_own(found["places"]),
-            )
-        )
-    return tuple(findings[:5])
-
-
-def _name(kind: str, axes: Axes) -> str:
-    return f"{kind} over {' × '.join(axes)}"
-
-
 _REMATERIALIZED = re.compile(
     r"Involuntary full rematerialization.*?from sharding (\{.*?\}) to (\{.*?\}) without"
     r".*?HLO operation: %?(\S+) = (\S+)(.*)"
 )
-_LIBRARIES = ("site-packages", "dist-packages", "/whalejax/", "/lib/python")
 
 
 def rematerializations(
@@ -331,13 +236,5 @@ def rematerializations(
 def _place_of(name: str, traffic: Sequence[Mapping[str, Any]]) -> str:
     for found in traffic:
         if name and found["name"] == name:
-            return _own(found["places"])
+            return own_place(found["places"])
     return ""
-
-
-def _own(places: Sequence[str]) -> str:
-    """The innermost line that is no library's; of all lines if there is none."""
-    plain = [p for p in places if not p.startswith("<")]
-    own = [p for p in plain if not any(part in p for part in _LIBRARIES)]
-    models = [p for p in plain if "/models/" in p and "site-packages" not in p]
-    return next(iter([*own, *models, *plain]), "")

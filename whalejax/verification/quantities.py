@@ -6,50 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.planned_traffic import Finding as Finding
+from whalejax.runtime.planned_traffic import Quantity as Quantity
 from whalejax.verification.targets import Target
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantity:
-    """A number that was predicted and compiled.
-
-    Attributes:
-        name: what it is.
-        predicted, compiled: None where there is none.
-        unit: ``"bytes"``, ``"flops"`` or ``"seconds"``.
-        predicted_count, compiled_count: of a collective, its executions.
-    """
-
-    name: str
-    predicted: float | None
-    compiled: float | None
-    unit: str = "bytes"
-    predicted_count: int | None = None
-    compiled_count: int | None = None
-
-    @property
-    def difference(self) -> float | None:
-        """Predicted over compiled, less one; None where one of them is missing or 0."""
-        if not self.predicted or not self.compiled:
-            return 0.0 if self.predicted == self.compiled == 0 else None
-        return self.predicted / self.compiled - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Something in the compiled program that the plan does not say.
-
-    Attributes:
-        what: in words.
-        nbytes: that it moves or holds in one step on one device; 0 where not known.
-        name: name stack of the operation behind it.
-        place: the user's line behind it, as ``file:line``, or empty.
-    """
-
-    what: str
-    nbytes: int = 0
-    name: str = ""
-    place: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

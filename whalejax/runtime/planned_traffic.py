@@ -1,0 +1,190 @@
+"""Traffic that a plan predicts beside that of the compiled program, and what is new.
+
+Verification reads it from compiled programs, profiles from programs that ran.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whalejax.planner.plan_data import PlanData
+
+
+CLOSE = 0.05
+"""Relative difference up to which traffic counts as planned."""
+
+Axes = tuple[str, ...]
+
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_LIBRARIES = ("site-packages", "dist-packages", _OURS, "/lib/python")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """A number that was predicted and compiled.
+
+    Attributes:
+        name: what it is.
+        predicted, compiled: None where there is none.
+        unit: ``"bytes"``, ``"flops"`` or ``"seconds"``.
+        predicted_count, compiled_count: of a collective, its executions.
+    """
+
+    name: str
+    predicted: float | None
+    compiled: float | None
+    unit: str = "bytes"
+    predicted_count: int | None = None
+    compiled_count: int | None = None
+
+    @property
+    def difference(self) -> float | None:
+        """Predicted over compiled, less one; None where one of them is missing or 0."""
+        if not self.predicted or not self.compiled:
+            return 0.0 if self.predicted == self.compiled == 0 else None
+        return self.predicted / self.compiled - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something in the compiled program that the plan does not say.
+
+    Attributes:
+        what: in words.
+        nbytes: that it moves or holds in one step on one device; 0 where not known.
+        name: name stack of the operation behind it.
+        place: the user's line behind it, as ``file:line``, or empty.
+    """
+
+    what: str
+    nbytes: int = 0
+    name: str = ""
+    place: str = ""
+
+
+def planned_bytes(plan: PlanData) -> Counter[str]:
+    """Payload bytes of a step by kind and mesh axes, as a plan predicts them."""
+    found: Counter[str] = Counter()
+    for c in plan.collectives:
+        name = traffic_name(c.kind, _ordered(c.axes, plan))
+        found[name] += c.payload_bytes * plan.times(c)
+    return found
+
+
+def compared_traffic(
+    plan: PlanData, traffic: Sequence[Mapping[str, Any]]
+) -> tuple[Quantity, ...]:
+    """Bytes and executions of a step by kind and mesh axes, predicted and compiled.
+
+    Args:
+        plan: What was compiled.
+        traffic: Collectives of the program, with their ``kind``, ``axes``, ``count``
+            and ``payload_bytes``.
+    """
+    predicted = planned_bytes(plan)
+    predicted_count: Counter[str] = Counter()
+    for c in plan.collectives:
+        name = traffic_name(c.kind, _ordered(c.axes, plan))
+        predicted_count[name] += plan.times(c)
+    compiled: Counter[str] = Counter()
+    compiled_count: Counter[str] = Counter()
+    for entry in traffic:
+        name = traffic_name(entry["kind"], _axes(entry))
+        compiled[name] += entry["payload_bytes"] * entry["count"]
+        compiled_count[name] += entry["count"]
+    names = {*predicted, *compiled}
+    return tuple(
+        Quantity(
+            name=name,
+            predicted=predicted[name],
+            compiled=compiled[name],
+            predicted_count=predicted_count[name],
+            compiled_count=compiled_count[name],
+        )
+        for name in sorted(names, key=lambda n: -max(predicted[n], compiled[n]))
+    )
+
+
+def _ordered(axes: Iterable[str], plan: PlanData) -> Axes:
+    return tuple(a for a in plan.axis_sizes if a in set(axes))
+
+
+def _axes(found: Mapping[str, Any]) -> Axes:
+    return ("other groups",) if found["axes"] is None else tuple(found["axes"])
+
+
+def unplanned_traffic(
+    plan: PlanData,
+    quantities: Sequence[Quantity],
+    traffic: Sequence[Mapping[str, Any]],
+    *,
+    least: float = CLOSE,
+) -> tuple[Finding, ...]:
+    """Collectives over axes that carry more than planned, the largest first.
+
+    Which of them they are is told by their sizes; the compiler joins and parts
+    collectives, so that this is a hint and the sums are the finding.
+
+    Args:
+        plan: What was compiled.
+        quantities: What ``compared_traffic`` gave of it.
+        traffic: Collectives of the program.
+        least: Part of all traffic above which something is named.
+    """
+    sums: dict[str, list[float]] = {}
+    for q in quantities:
+        pair = sums.setdefault(q.name.partition(" over ")[2], [0.0, 0.0])
+        pair[0] += q.predicted or 0
+        pair[1] += q.compiled or 0
+    more = {
+        axes: compiled - predicted
+        for axes, (predicted, compiled) in sums.items()
+        if compiled > (1 + CLOSE) * predicted
+    }
+    total = sum(q.compiled or 0 for q in quantities)
+    planned: Counter[tuple[str, int]] = Counter()
+    for c in plan.collectives:
+        name = traffic_name(c.kind, _ordered(c.axes, plan))
+        planned[name, c.payload_bytes] += plan.times(c)
+    findings = []
+    known = {name for name, _ in planned}
+
+    def likeliest(found: Mapping[str, Any]) -> tuple[bool, float]:
+        """Sorts of collectives that the plan has none of, then the largest ones."""
+        name = traffic_name(found["kind"], _axes(found))
+        return name in known, -found["payload_bytes"] * found["count"]
+
+    for found in sorted(traffic, key=likeliest):
+        name = traffic_name(found["kind"], _axes(found))
+        times = found["count"] - planned[name, found["payload_bytes"]]
+        axes = name.partition(" over ")[2]
+        nbytes = min(more.get(axes, 0), times * found["payload_bytes"])
+        if nbytes <= least * total:
+            continue
+        more[axes] -= nbytes
+        findings.append(
+            Finding(
+                what=f"{name}, {times} times",
+                nbytes=int(nbytes),
+                name=found["name"],
+                place=own_place(found["places"]),
+            )
+        )
+    return tuple(findings[:5])
+
+
+def traffic_name(kind: str, axes: Axes) -> str:
+    return f"{kind} over {' × '.join(axes)}"
+
+
+def own_place(places: Sequence[str]) -> str:
+    """The innermost line that is no library's; of all lines if there is none."""
+    plain = [p for p in places if not p.startswith("<")]
+    own = [p for p in plain if not any(part in p for part in _LIBRARIES)]
+    models = [p for p in plain if "/models/" in p and "site-packages" not in p]
+    return next(iter([*own, *models, *plain]), "")

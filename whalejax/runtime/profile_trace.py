@@ -1,0 +1,174 @@
+"""A trace of ``jax.profiler``, read into what each device did in each step.
+
+JAX's own reader of traces (``jax.profiler.ProfileData``) gives lines of events. Those
+that name an instruction of a compiled program (``hlo_op``) are work of a device: on CPU
+the event says of which, elsewhere the plane does. Everything else is the host's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from whalejax.meshes.errors import WhaleError
+
+
+STEP_NAME: Final = "whalejax_step"
+"""Name of the span of the host around each step."""
+
+_DEVICE_PLANE: Final = re.compile(r"/device:\w+:(\d+)")
+_OPS_LINES: Final = ("XLA Ops", "Async XLA Ops", "Stream")
+_LOOPS: Final = ("while", "conditional", "call")
+"""Instructions whose spans hold those of others."""
+
+Spans = np.ndarray[Any, Any]
+"""Beginnings and ends in nanoseconds, one row each, in order and apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEvent:
+    """An instruction that a device ran.
+
+    Attributes:
+        device: Number of the device among those of the process.
+        name: Name of the instruction in its program.
+        module: Name of the program.
+        start_ns, end_ns: When it began and ended, by the clock of the trace.
+    """
+
+    device: int
+    name: str
+    module: str
+    start_ns: float
+    end_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class TraceData:
+    """What a trace has of some steps.
+
+    Attributes:
+        steps: (beginning, end) of each step on the host, in nanoseconds.
+        events: Instructions of all devices, as they come.
+    """
+
+    steps: tuple[tuple[float, float], ...]
+    events: tuple[DeviceEvent, ...]
+
+
+def read_trace(folder: Path) -> TraceData:
+    """The steps and instructions of a trace.
+
+    Args:
+        folder: What ``jax.profiler.trace`` wrote.
+
+    Raises:
+        WhaleError: There is no trace, or it has no step or no instruction.
+    """
+    files = sorted(folder.rglob("*.xplane.pb"))
+    if not files:
+        raise WhaleError(f"{folder} holds no trace of jax.profiler")
+    steps: list[tuple[float, float]] = []
+    events: list[DeviceEvent] = []
+    for file in files:
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            on_device = _DEVICE_PLANE.match(plane.name)
+            for line in plane.lines:
+                if on_device and not line.name.startswith(_OPS_LINES):
+                    continue
+                for event in line.events:
+                    if event.name.startswith(STEP_NAME) and not on_device:
+                        start = float(event.start_ns)
+                        steps.append((start, start + float(event.duration_ns)))
+                    else:
+                        found = _device_event(event, on_device)
+                        events += [found] if found else []
+    if not steps or not events:
+        raise WhaleError(
+            f"the trace in {folder} has {len(steps)} steps and {len(events)} "
+            "instructions of devices; profiling needs both. Is another profiler "
+            "running?"
+        )
+    return TraceData(tuple(sorted(steps)), tuple(events))
+
+
+def _device_event(event: Any, plane: re.Match[str] | None) -> DeviceEvent | None:
+    """An instruction of a device, or None for what is none or only holds others."""
+    stats = dict(event.stats)
+    name = stats.get("hlo_op")
+    if name is None or event.duration_ns <= 0:
+        return None
+    if str(name).partition(".")[0] in _LOOPS:
+        return None
+    device: Any = stats.get("device_ordinal", plane[1] if plane else 0)
+    start = float(event.start_ns)
+    return DeviceEvent(
+        device=int(device),
+        name=str(name),
+        module=str(stats.get("hlo_module", "")),
+        start_ns=start,
+        end_ns=start + float(event.duration_ns),
+    )
+
+
+def union(spans: Iterable[tuple[float, float]]) -> Spans:
+    """Spans joined where they touch.
+
+    >>> union([(5, 6), (0, 2), (1, 3)]).tolist()
+    [[0.0, 3.0], [5.0, 6.0]]
+    """
+    found: list[list[float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        elif end > start:
+            found.append([float(start), float(end)])
+    return np.array(found, dtype=np.float64).reshape(-1, 2)
+
+
+def length(spans: Spans) -> float:
+    """Seconds that spans take together."""
+    return float((spans[:, 1] - spans[:, 0]).sum()) / 1e9
+
+
+def within(spans: Spans, start: float, end: float) -> Spans:
+    """The parts of spans between two times.
+
+    >>> within(union([(0, 3), (5, 6)]), 2, 5.5).tolist()
+    [[2.0, 3.0], [5.0, 5.5]]
+    """
+    cut = np.clip(spans, start, end)
+    kept: Spans = cut[cut[:, 1] > cut[:, 0]]
+    return kept
+
+
+def without(spans: Spans, others: Spans) -> Spans:
+    """The parts of spans that no other covers.
+
+    >>> without(union([(0, 10)]), union([(2, 3), (5, 12)])).tolist()
+    [[0.0, 2.0], [3.0, 5.0]]
+    """
+    found: list[tuple[float, float]] = []
+    for start, end in spans:
+        begin = start
+        for low, high in within(others, start, end):
+            if low > begin:
+                found.append((begin, low))
+            begin = high
+        if end > begin:
+            found.append((begin, end))
+    return union(found)
+
+
+def by_device(events: Sequence[DeviceEvent]) -> Mapping[int, list[DeviceEvent]]:
+    """Events by the number of their device, in its order."""
+    found: dict[int, list[DeviceEvent]] = {}
+    for event in sorted(events, key=lambda one: (one.device, one.start_ns)):
+        found.setdefault(event.device, []).append(event)
+    return found
