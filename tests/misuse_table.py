@@ -111,6 +111,7 @@ NOT_WHOLE: Final[Mapping[str, str]] = {
     "square_cube": "this plan has no stages",
     "TrainStep": "it is made by wh.compile alone",
     "TrainStep.__call__": "it would consume the state that the others need",
+    "TrainStep.profile": "it would consume the state that the others need",
     "TrainStep.rebalances=": "this plan has no shares",
     "TrainStep.rehearse": "this plan is one program",
     "TrainStep.save": "there is a checkpoint at its path",
@@ -469,6 +470,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "TrainStep.batch_regions": Entry(of=lambda w: w.step),
     "TrainStep.batch_rows": Entry(of=lambda w: w.step),
     "TrainStep.adopt": Entry(of=lambda w: w.step, given=given("state")),
+    "TrainStep.profile": Entry(
+        of=lambda w: w.step,
+        given=given("state", "batch", steps=1),
+    ),
     "TrainStep.eval": Entry(
         of=lambda w: w.step,
         given=lambda w: {"state": w.state, "batch": w.batch, "training": False},

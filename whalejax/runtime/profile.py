@@ -227,7 +227,7 @@ def _seconds(seconds: float | None) -> str:
 
 def profiled(
     plan: PlanData,
-    program: str,
+    program: Callable[[], str],
     run: Callable[[Any], Any],
     state: Any,
     steps: int,
@@ -236,7 +236,8 @@ def profiled(
 
     Args:
         plan: What is run.
-        program: Text of the compiled program, or empty where there are several.
+        program: Gives the text of the compiled program, or an empty one where there
+            are several.
         run: Does a step: from a state to the next one, whose work is done.
         state: Is consumed.
         steps: Number of steps to trace.
@@ -252,7 +253,7 @@ def profiled(
                 with jax.profiler.TraceAnnotation(STEP_NAME):
                     state = run(state)
         trace = read_trace(Path(folder))
-    return state, profile_of(plan, program, trace)
+    return state, profile_of(plan, program(), trace)
 
 
 def profile_of(plan: PlanData, program: str, trace: TraceData) -> StepProfile:

@@ -462,7 +462,9 @@ class TrainStep:
         problems.whole("steps", steps, least=1, most=1000)
         problems.raise_if_any()
         one_program = not (self.plan.apart or self.plan.pipelines or self.plan.shares)
-        program = self.lower(state).compile().as_text() if one_program else ""
+
+        def program() -> str:
+            return str(self.lower().compile().as_text()) if one_program else ""
 
         def run(state: TrainState) -> TrainState:
             following, _ = jax.block_until_ready(self(state, batch))
