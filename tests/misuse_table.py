@@ -330,6 +330,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "Plan.document": Entry(of=lambda w: w.plan),
     "Plan.explain": Entry(of=lambda w: w.plan),
     "Plan.flax_rules": Entry(of=lambda w: w.plan),
+    "Plan.logical_axes": Entry(of=lambda w: w.plan),
     "Plan.from_document": Entry(
         given=given("document", name="a plan"),
         legal={"name": ("text", "any words")},

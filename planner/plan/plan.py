@@ -260,6 +260,14 @@ class Plan(Pictured):
         """
         return export.flax_rules(self)
 
+    def logical_axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Names of the dimensions of every parameter, by its path.
+
+        They are the names of ``flax_rules``: those of the model's metadata, or words
+        such as ``"vocab"``, ``"embed"``, ``"heads"`` and ``"mlp"`` where it has none.
+        """
+        return export.logical_axes(self)
+
     def maxtext_flags(self) -> dict[str, int]:
         """The mesh as MaxText's flags, such as ``{"ici_tensor_parallelism": 4}``."""
         return export.maxtext_flags(self)

@@ -81,8 +81,8 @@ def test_rules_say_what_the_tables_say() -> None:
     rules = dict(planned(**fixed, sequence_parallel=False).flax_rules())
     assert rules["batch"] == ("data",)
     sharded = {name for name, axes in rules.items() if axes == ("tensor",)}
-    assert "blocks.*.down.kernel[0]" in sharded
-    assert rules["blocks.*.key.kernel[2]"] is None
+    assert "mlp" in sharded
+    assert rules["head_dim"] is None
 
 
 def test_what_rules_cannot_say_is_refused() -> None:

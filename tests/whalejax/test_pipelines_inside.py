@@ -355,7 +355,7 @@ def test_stages_leave_devices_idle_where_links_join_no_equal_parts(
 
 def test_what_plans_say_of_layers_that_stages_share_out() -> None:
     plan = plan_of("h100:2", {"stage": 2})
-    assert dict(plan.flax_rules())["layers[0]"] == ("stage",)
+    assert dict(plan.flax_rules())["layers"] == ("stage",)
     why = plan.why("layers")
     assert "(12): shared out among the stages\n" in why
     assert "whole: layers[0]" not in plan.explain()

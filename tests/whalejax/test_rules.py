@@ -15,7 +15,9 @@ pytestmark = pytest.mark.relaxed_promotion  # Flax's norms rely on it
 
 
 def planned(name: str, mesh: dict[str, int], **options: Any) -> wh.Plan:
-    job = models.job(name, annotated=False, **options)
+    if not name.startswith("llama"):  # which has no marks to leave out
+        options["annotated"] = False
+    job = models.job(name, **options)
     model = jobs.abstract_model(job)
     return wh.plan(
         job.loss_fn,
@@ -53,16 +55,17 @@ def test_flax_lays_parameters_out_as_planned(
 ) -> None:
     plan = planned(name, mesh, **options)
     for leaf in plan.leaves:
-        names = tuple(roles[0] if roles else None for roles in leaf.roles)
+        names = plan.logical_axes()[leaf.path]
         assert laid_out(names, plan) == leaf.param_spec, leaf.path
 
 
 def test_the_batch_takes_its_axis_before_what_storage_shards() -> None:
     plan = planned("gpt-test", {"fsdp": 8}, scan_layers=True, layers=4)
+    names = plan.logical_axes()
     stored = [
-        roles[0]
+        name
         for leaf in plan.leaves
-        for roles, axes in zip(leaf.roles, leaf.param_spec, strict=True)
+        for name, axes in zip(names[leaf.path], leaf.param_spec, strict=True)
         if axes
     ]
     for dimension in set(stored):
@@ -74,3 +77,28 @@ def test_stacks_whose_dimension_has_no_name_are_refused() -> None:
     with pytest.raises(wh.PlanError, match=r"would be stored as .*stage") as error:
         plan.flax_rules()
     assert "Use plan.partition_specs()" in str(error.value)
+
+
+def test_dimensions_have_the_words_of_other_libraries() -> None:
+    llama = planned("llama-test", {"fsdp": 8})
+    axes = llama.logical_axes()
+    assert axes["tokens.embedding"] == ("vocab", "embed")
+    assert axes["blocks.up.kernel"] == ("layers", "embed", "mlp")
+    assert axes["blocks.down.kernel"] == ("layers", "mlp", "embed")
+    assert axes["blocks.key.kernel"] == ("layers", "embed", "heads", "head_dim")
+    bert = planned("bert-test", {"data": 2, "tensor": 4})
+    assert bert.logical_axes()["layer_0.attention.query.kernel"] == (
+        "embed",
+        "heads",
+        "head_dim",
+    )
+    for plan in (llama, bert):
+        names = [name for name, _ in plan.flax_rules()]
+        assert len(set(names)) == len(names)
+        assert all(name.isidentifier() for name in names), names
+
+
+def test_names_of_the_models_own_stay() -> None:
+    plan = planned("moe-test", {"fsdp": 8}, logical_names=True)
+    names = {name for axes in plan.logical_axes().values() for name in axes}
+    assert {"experts", "embed", "mlp"} <= names

@@ -15,6 +15,7 @@ from whalejax.meshes.errors import Problems
 from whalejax.planner.cost.collectives import axis_parts
 from whalejax.planner.entries import LeafPlan
 from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.report.logical_names import logical_names
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import MESH_AXES, STAGE, Spec
 
@@ -77,7 +78,27 @@ def flax_rules(plan: PlanData) -> Rules:
                 f"{leaf.param_spec}. Use plan.partition_specs()"
             )
     problems.raise_if_any()
-    return rules
+    called = logical_names(plan)
+    return tuple((called[name], axes) for name, axes in rules)
+
+
+def logical_axes(plan: PlanData) -> dict[str, tuple[str | None, ...]]:
+    """Names of the dimensions of every parameter, as rules have them, by its path.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import whalejax as wh
+    >>> net = {"up": jax.ShapeDtypeStruct((256, 1024), jnp.float32)}
+    >>> x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    >>> plan = wh.plan(lambda net, x: (x @ net["up"]).mean(), net, x,
+    ...                cluster="h100:8")
+    >>> logical_axes(plan)
+    {'up': ('up_0', 'mlp')}
+    """
+    called = logical_names(plan)
+    return {
+        leaf.path: tuple(called.get(name) if name else None for name in _names(leaf))
+        for leaf in plan.leaves
+    }
 
 
 def _names(leaf: LeafPlan) -> tuple[str, ...]:

@@ -1,0 +1,127 @@
+"""Logical names of dimensions, in the words that Flax, MaxText and T5X use.
+
+A model without metadata has dimensions that only its parameters name, such as
+``"blocks.*.up.kernel[1]"``. A config needs a word: what the paths of the parameters say
+of a dimension is read as people would, and what says nothing gets a name made of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whalejax.planner.entries import RoleInfo, starred
+from whalejax.planner.plan_data import PlanData
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A dimension of a parameter.
+
+    Attributes:
+        words: Parts of the parameter's path, in lower case.
+        dim: Number of the dimension.
+        rank: Dimensions of the parameter.
+    """
+
+    words: tuple[str, ...]
+    dim: int
+    rank: int
+
+    def has(self, *parts: str) -> bool:
+        """Whether some word of the path contains one of some texts."""
+        return any(part in word for part in parts for word in self.words)
+
+
+def logical_names(plan: PlanData) -> dict[str, str]:
+    """A name for each dimension of a plan, by what the plan calls it.
+
+    Names that the model's own metadata gives stay. Each name is given once: a second
+    dimension of the same meaning has ``_2`` behind it.
+
+    Args:
+        plan: the plan.
+    """
+    ranks = {starred(leaf.path): len(leaf.shape) for leaf in plan.leaves}
+    layers = _stacked(plan, ranks)
+    taken: Counter[str] = Counter()
+    found: dict[str, str] = {}
+    for role in plan.roles:
+        name = "layers" if role.name in layers else _name(role, ranks)
+        taken[name] += 1
+        found[role.name] = name if taken[name] == 1 else f"{name}_{taken[name]}"
+    return found
+
+
+def _places(role: RoleInfo, ranks: Mapping[str, int]) -> list[_Place]:
+    found = []
+    for alias in (role.name, *role.aliases):
+        match = re.fullmatch(r"(.+)\[(\d+)(?:\.\d+)?\]", alias)
+        if match and match[1] in ranks:
+            words = tuple(match[1].lower().split("."))
+            found.append(_Place(words, int(match[2]), ranks[match[1]]))
+    return found
+
+
+def _stacked(plan: PlanData, ranks: Mapping[str, int]) -> frozenset[str]:
+    """Dimensions along which layers are stacked: first in several parameters alike."""
+    found = set()
+    for role in plan.roles:
+        places = _places(role, ranks)
+        firsts = {place.words[:-2] or place.words[:1] for place in places}
+        apart = {place.words for place in places}
+        if len(apart) >= 3 and all(place.dim == 0 for place in places):
+            if (
+                len({words[0] for words in firsts}) == 1
+                and min(place.rank for place in places) >= 2
+            ):
+                found.add(role.name)
+    return frozenset(found)
+
+
+def _name(role: RoleInfo, ranks: Mapping[str, int]) -> str:
+    """What a dimension is called, by the parameters that have it."""
+    if not re.search(r"\[[\d.]+\]$", role.name):
+        return role.name
+    places = _places(role, ranks)
+    for place in places:
+        if place.has("embed", "wte", "tokens") and not _is_table_of_places(place):
+            if place.dim == place.rank - 2:
+                return "vocab"
+            if place.dim == place.rank - 1:
+                return "embed"
+    for place in places:
+        name = _by_path(place)
+        if name:
+            return name
+    if role.name.startswith("batch."):
+        return "sequence"
+    return re.sub(r"\W+", "_", role.name.replace("*", "")).strip("_").lower()
+
+
+def _is_table_of_places(place: _Place) -> bool:
+    return place.has("pos", "place", "segment", "distance", "type")
+
+
+def _by_path(place: _Place) -> str:
+    """What the path of one parameter says of a dimension; empty where nothing."""
+    last = place.rank - 1
+    if place.words[-1] in ("layers", "blocks") and place.dim == 0:
+        return "layers"
+    if place.has("expert") and place.dim == place.rank - 3:
+        return "experts"
+    if place.has("pos", "place") and place.dim == 0:
+        return "position"
+    if place.has("attention", "attn", "query", "key", "value") and place.rank >= 3:
+        if place.has("out", "o_proj", "proj"):
+            return {last - 2: "heads", last - 1: "head_dim"}.get(place.dim, "")
+        return {last - 1: "heads", last: "head_dim"}.get(place.dim, "")
+    if place.has("mlp", "ffn", "up", "gate", "wi", "fc1") and place.dim == last:
+        return "mlp"
+    if place.has("down", "wo", "fc2") and place.dim == last - 1:
+        return "mlp"
+    if place.has("conv") and place.rank >= 4:
+        return {last: "conv_out", last - 1: "conv_in"}.get(place.dim, "conv_kernel")
+    return ""
