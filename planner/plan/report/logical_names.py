@@ -84,7 +84,7 @@ def _stacked(plan: PlanData, ranks: Mapping[str, int]) -> frozenset[str]:
 def _name(role: RoleInfo, ranks: Mapping[str, int]) -> str:
     """What a dimension is called, by the parameters that have it."""
     if not re.search(r"\[[\d.]+\]$", role.name):
-        return role.name
+        return role.name.replace("#", "_")
     places = _places(role, ranks)
     for place in places:
         if place.has("embed", "wte", "tokens") and not _is_table_of_places(place):
