@@ -77,6 +77,18 @@ def test_nothing_fits_on_one_of_the_clusters() -> None:
     assert document[0]["plan"] is None and "lacks" in document[0]["reason"]
 
 
+def test_what_no_batch_can_have_is_refused() -> None:
+    with pytest.raises(wh.PlanError, match="an axis of 3 does not divide 2048"):
+        wh.largest_batch(
+            loss,
+            NET,
+            X,
+            clusters=["h100:3"],
+            optimizer=optax.sgd(0.1),
+            mesh={"tensor": 3},
+        )
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(wh.WhaleError, match="expected a list such as"):
         wh.largest_batch(loss, NET, X, clusters="t4:1")

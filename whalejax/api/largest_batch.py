@@ -180,6 +180,8 @@ def largest_batch(
 
     Raises:
         WhaleError: What was given cannot be used; every problem is listed.
+        PlanError: No batch can be planned on any of the clusters, for another reason
+            than memory.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -197,7 +199,12 @@ def largest_batch(
     )
     request = PlanRequest(optimizer=optimizer, cluster=places[0][1], **options)
     question = question_about(request, loss_fn, model, batch)
-    return LargestBatches(tuple(_largest(question, *place) for place in places))
+    found = LargestBatches(tuple(_largest(question, *place) for place in places))
+    problems = [one.problem for one in found.batches if one.plan is None]
+    other = [p for p in problems if p and not isinstance(p, NothingFits)]
+    if other and len(problems) == len(found):
+        raise other[0]  # Not of memory: no batch would do.
+    return found
 
 
 def _largest(question: PlanQuestion, name: str, cluster: Cluster) -> LargestBatch:
@@ -210,18 +217,20 @@ def _largest(question: PlanQuestion, name: str, cluster: Cluster) -> LargestBatc
             tell(f"{name}: a batch of {samples:,}")
             try:
                 tried[samples] = question.again(cluster=cluster, batch=samples)
-            except NothingFits as problem:
+            except PlanError as problem:
                 tried[samples] = problem
         return isinstance(tried[samples], Plan)
 
-    low, high = _smallest(parts, fits), 0
+    low = _smallest(parts, fits)
+    above = [n for n, one in tried.items() if n > low and not isinstance(one, Plan)]
+    high = min(above, default=0)
     while low and not high and low * GROWTH <= MOST_SAMPLES:
         if fits(low * GROWTH):
             low *= GROWTH
         else:
             high = low * GROWTH
     unit = parts if low >= parts else 1
-    while high > low * CLOSENESS and len(tried) < MOST_PLANS:
+    while low and high > low * CLOSENESS and len(tried) < MOST_PLANS:
         middle = _between(low, high, tried) // unit * unit
         if not low < middle < high:
             break
