@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from whalejax import _compat
-from whalejax.adapters.base import wants_key
+from whalejax.adapters.base import made_model
 from whalejax.api.plan_request import PlanRequest, question_about
 from whalejax.api.search import search as find_plans
 from whalejax.api.search_result import Found
@@ -34,9 +34,7 @@ def abstract_model(job: Job) -> Any:
     """
 
     def build() -> Any:
-        if wants_key(job.make_model):
-            return job.make_model(jax.random.key(0))
-        return job.make_model()
+        return made_model(job.make_model, jax.random.key(0))
 
     # NNX modules need its own eval_shape; who made one has imported it.
     nnx = sys.modules.get("flax.nnx")

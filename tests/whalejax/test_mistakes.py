@@ -31,6 +31,11 @@ class Net(nnx.Module):
         return self.b(nnx.relu(self.a(x)))
 
 
+class Wide(Net):
+    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
+        super().__init__(width, rngs=rngs)
+
+
 def loss(model: Any, batch: Any) -> Any:
     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
@@ -192,9 +197,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: compiled(plan(), loss, Net, optimizer=ADAM),
         "model is the class Net",
     ),
-    "class to begin": (
-        lambda: step().init(Net, rng=jax.random.key(0)),
-        r"step.init\(lambda key: Net\(rngs=nnx.Rngs\(key\)\)",
+    "maker that needs more": (
+        lambda: step().init(lambda key, width: net(width), rng=jax.random.key(0)),
+        "needs width beside a random key. Bind it: functools.partial",
+    ),
+    "class that needs more": (
+        lambda: step().init(Wide, rng=jax.random.key(0)),
+        r"make_model, Wide, needs width beside a random key",
     ),
     "class to begin from": (
         lambda: step().init_from(Net),
@@ -235,6 +244,17 @@ def test_a_mistake_is_named(name: str) -> None:
     call, words = MISTAKES[name]
     with pytest.raises(wh.WhaleError, match=words):
         call()
+
+
+def test_a_class_of_nnx_is_given_its_random_numbers() -> None:
+    """``step.init(Net)`` is what people write first."""
+    key = jax.random.key(3)
+    found = step().init(Net, rng=key)
+    want = step().init(lambda key: Net(rngs=nnx.Rngs(key)), rng=key)
+    for one, other in zip(
+        jax.tree.leaves(found.params), jax.tree.leaves(want.params), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_attributes_have_nearest_names() -> None:

@@ -385,43 +385,71 @@ def wants_key(make_model: Callable[..., Any]) -> bool:
     )
 
 
-def check_needed(make_model: Callable[..., Any], takes_key: bool) -> None:
-    """Refuse what makes a model and needs more than a random key, or under a name.
+def made_model(make_model: Callable[..., Any], key: Any) -> Any:
+    """The model that a function or a class makes.
+
+    Args:
+        make_model: Takes a random key, or nothing. A class of NNX with a parameter
+            ``rngs`` is given ``nnx.Rngs(key)``.
+        key: A random key.
+
+    Raises:
+        WhaleError: It needs something else; what that is, and how to give it.
+    """
+    if _takes_rngs(make_model):
+        from flax import nnx
+
+        check_needed(make_model, "rngs")
+        return make_model(rngs=nnx.Rngs(key))
+    if wants_key(make_model):
+        check_needed(make_model, positional=1)
+        return make_model(key)
+    check_needed(make_model)
+    return make_model()
+
+
+def _takes_rngs(make_model: Callable[..., Any]) -> bool:
+    """Whether it is a class of NNX whose constructor takes ``rngs``."""
+    nnx = sys.modules.get("flax.nnx")
+    return (
+        nnx is not None
+        and isinstance(make_model, type)
+        and issubclass(make_model, nnx.Module)
+        and "rngs" in inspect.signature(make_model).parameters
+    )
+
+
+def check_needed(
+    make_model: Callable[..., Any], *given: str, positional: int = 0
+) -> None:
+    """Refuse what makes a model and needs more than it is given.
 
     Args:
         make_model: Function or class that makes the model.
-        takes_key: It is given a key as its first argument.
+        given: Names of its parameters that are given.
+        positional: Number of those that are given by their place.
 
     Raises:
-        WhaleError: which arguments it needs, and how to give them.
+        WhaleError: Which arguments it needs, and how to give them.
     """
     made = isinstance(make_model, type)
     try:
         signature = inspect.signature(make_model.__init__ if made else make_model)
     except (TypeError, ValueError):
         return
-    parameters = list(signature.parameters.values())[made:]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind not in variadic
-    ][takes_key:]
-    first = parameters[0].name if takes_key and parameters else ""
-    if not needed and not (made and first == "rngs"):
-        return
-    name = getattr(make_model, "__name__", "make_model")
-    if made and "rngs" in (*needed, first):
-        others = [one for one in needed if one != "rngs"]
-        given = "".join(f"{one}=…, " for one in others)
+        p.name
+        for p in list(signature.parameters.values())[made + positional :]
+        if p.default is p.empty and p.kind not in variadic and p.name not in given
+    ]
+    if needed:
+        name = getattr(make_model, "__name__", "make_model")
         raise WhaleError(
-            f"make_model is the class {name}, whose constructor needs "
-            f"{' and '.join(dict.fromkeys([*others, 'rngs']))}. Give a function of a "
-            f"key: step.init(lambda key: {name}({given}rngs=nnx.Rngs(key)), rng=…)"
+            f"make_model, {name}, needs {' and '.join(needed)} beside a random key. "
+            f"Bind {'them' if len(needed) > 1 else 'it'}: functools.partial({name}, "
+            f"{', '.join(f'{one}=…' for one in needed)})"
         )
-    raise WhaleError(
-        f"make_model needs {' and '.join(needed)}, and is called with "
-        f"{'a random key' if takes_key else 'nothing'}. Bind them, as in "
-        f"functools.partial({name}, …)"
-    )
 
 
 def _takes_rng(loss_fn: Callable[..., Any], problems: Problems) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from whalejax.adapters.base import Adapter, adapt, wants_key
+from whalejax.adapters.base import Adapter, adapt, made_model
 from whalejax.capture.batch import aval_of
 from whalejax.lowering.state import host_copy, typed_key
 from whalejax.meshes.checks import Arguments, shown
@@ -164,7 +164,7 @@ class TableStep:
         key = typed_key(rng, for_loss=self.adapter.takes_rng)
 
         def leaves(key: Any) -> tuple[dict[str, Any], list[Any]]:
-            model = make_model(key) if wants_key(make_model) else make_model()
+            model = made_model(make_model, key)
             params, rest = self.adapter.take_apart(model)
             paths = self.adapter.param_paths
             values = dict(zip(paths, jax.tree.leaves(params), strict=True))

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 from whalejax import _compat
-from whalejax.adapters.base import Adapter, adapt, check_needed, wants_key
+from whalejax.adapters.base import Adapter, adapt, made_model
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
@@ -152,7 +152,8 @@ class TrainStep:
         """A fresh state, every array born in its own layout.
 
         Args:
-            make_model: builds the model; takes the key, or nothing.
+            make_model: builds the model; takes the key, or nothing. A class of NNX
+                whose constructor takes ``rngs`` is given ``nnx.Rngs(key)``.
             rng: a random key; the run's own keys derive from it too.
 
         Raises:
@@ -164,12 +165,10 @@ class TrainStep:
                 "key, or of nothing, that builds the model. Of a model that is there: "
                 "init_from(model)"
             )
-        takes_key = wants_key(make_model)
-        check_needed(make_model, takes_key)
 
         def build(key: Any) -> tuple[Any, Any, Any]:
             with _compat.short_sharding_errors():
-                model = make_model(key) if takes_key else make_model()
+                model = made_model(make_model, key)
             params, rest = self.adapter.take_apart(model)
             return params, rest, jax.random.fold_in(key, 0x5EED)
 

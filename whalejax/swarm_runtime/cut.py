@@ -30,7 +30,7 @@ from scipy.optimize import linear_sum_assignment
 
 from whalejax import _compat, jobs
 from whalejax._version import __version__
-from whalejax.adapters.base import Adapter, adapt, wants_key
+from whalejax.adapters.base import Adapter, adapt, made_model
 from whalejax.adapters.leaves import is_key
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
@@ -311,7 +311,7 @@ class Cut:
 
     def _build(self, key: Any) -> tuple[Any, Any, Any]:
         make = self.job.make_model
-        model = make(key) if wants_key(make) else make()
+        model = made_model(make, key)
         params, rest = self.adapter.take_apart(model)
         return params, rest, jax.random.fold_in(key, 0x5EED)
 
