@@ -111,7 +111,6 @@ NOT_WHOLE: Final[Mapping[str, str]] = {
     "square_cube": "this plan has no stages",
     "TrainStep": "it is made by wh.compile alone",
     "TrainStep.__call__": "it would consume the state that the others need",
-    "TrainStep.profile": "it would consume the state that the others need",
     "TrainStep.rebalances=": "this plan has no shares",
     "TrainStep.rehearse": "this plan is one program",
     "TrainStep.save": "there is a checkpoint at its path",
@@ -473,7 +472,11 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "TrainStep.adopt": Entry(of=lambda w: w.step, given=given("state")),
     "TrainStep.profile": Entry(
         of=lambda w: w.step,
-        given=given("state", "batch", steps=1),
+        given=lambda w: {
+            "state": w.step.init(make_model, rng=jax.random.key(0)),  # is consumed
+            "batch": w.batch,
+            "steps": 1,
+        },
     ),
     "TrainStep.eval": Entry(
         of=lambda w: w.step,

@@ -415,8 +415,14 @@ def _takes_rngs(make_model: Callable[..., Any]) -> bool:
         nnx is not None
         and isinstance(make_model, type)
         and issubclass(make_model, nnx.Module)
-        and "rngs" in inspect.signature(make_model).parameters
+        and "rngs" in _constructor(make_model).parameters
     )
+
+
+def _constructor(make_model: type) -> inspect.Signature:
+    """The signature of a class's constructor, whatever its metaclass takes."""
+    constructor: Any = vars(make_model).get("__init__") or make_model.__init__  # type: ignore[misc]
+    return inspect.signature(constructor)
 
 
 def check_needed(
