@@ -55,6 +55,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
     "begun": {"generation": _is_int, "members": _are_names, "step": _is_int},
     "preparing": {"generation": _is_int, "members": _are_names, "after": _is_int},
     "facts": {"steps": _is_count, "micro-batches": _is_count},
+    "resized": {"size": _is_int},
     "adding_up": {"by": _is_text, "why": _is_text},
     "ending": {"status": _is_int},
     "saved": {"name": _is_text, "step": _is_int, "path": _is_text},

@@ -49,7 +49,7 @@ def _gather(run: Run, now: float) -> None:
     coming, finishing = run.are_coming, run.is_finishing
     if len(members) >= settings.least or (members and finishing):
         if (
-            len(members) == settings.most
+            len(members) == run.size
             or finishing
             or (run.formed and not run.restarts)
             or not (coming or run.failures.due or run.awaited)
@@ -122,7 +122,7 @@ def _watch_world(run: Run, now: float) -> None:
     ready = [m for m in run.there() if m.status == "ready" and not m.leaving]
     members = run.fitting()
     enough = len(members) > len(there)
-    if enough and len(members) < run.settings.most:
+    if enough and len(members) < run.size:
         # Those that start may come along: one stop does for all of them.
         coming = run.are_coming or bool(run.failures.due)
         waited = now - min(m.since for m in ready)

@@ -67,6 +67,10 @@ def apply(run: Run, now: float, event: str, fields: Mapping[str, Any]) -> None:
             run.phase = "gathering"
         case "facts":
             run.facts = {k: v for k, v in fields.items() if k not in ("time", "event")}
+        case "resized":
+            run.size = fields["size"]
+            if (devices := fields.get("devices")) is not None:
+                run.devices = tuple(devices)
         case "adding_up":
             run.adding_up = fields["by"], fields["why"]
         case "draining":
