@@ -65,13 +65,12 @@ from whalejax.scheduler.plan_table import (  # noqa: E402
     plans_by_number,
     tried_numbers,
 )
-from whalejax.scheduler.simulation import (  # noqa: E402
+from whalejax.scheduler.schedule import (  # noqa: E402
     Decide,
-    Simulated,
     elastic,
     first_come_first_served,
-    simulate,
 )
+from whalejax.scheduler.simulation import Simulated, simulate  # noqa: E402
 
 
 KEPT: Final = ROOT / "scripts" / "jobs.json"
