@@ -27,7 +27,17 @@ from tyro import conf
 
 from whalejax._version import __version__
 from whalejax.api.named_jobs import find_job, is_file, lasting_name, named_values
-from whalejax.cli.jobs.jobs_options import JobsSimulateCommand
+from whalejax.cli.jobs.jobs_options import (
+    JobsAddCommand,
+    JobsCancelCommand,
+    JobsCommand,
+    JobsLogsCommand,
+    JobsPauseCommand,
+    JobsResumeCommand,
+    JobsServeCommand,
+    JobsShowCommand,
+    JobsSimulateCommand,
+)
 from whalejax.cli.option_checks import check_words, checked
 from whalejax.cli.options import (
     AgentCommand,
@@ -76,8 +86,8 @@ how to spread it, says why in numbers, and runs it.
 swarm serve, swarm join and swarm show train over peers that come and go; see whalejax
 swarm --help.
 
-jobs simulate plays a trace of jobs that share a cluster through; see whalejax jobs
---help."""
+jobs serve shares devices out among jobs, jobs add adds one, and jobs simulate plays a
+trace of them through; see whalejax jobs --help."""
 _USER_ERROR = 2
 _INTERRUPTED = 130
 
@@ -125,9 +135,7 @@ def _answered(argv: Sequence[str], started: float, *, closed: bool) -> int:
         if argv[:1] == ["swarm"]:
             return _swarm(parse_swarm(argv))
         if argv[:1] == ["jobs"]:
-            from whalejax.cli.jobs import play_trace
-
-            return play_trace.simulated(parse_jobs(argv), find_job)
+            return _jobs(parse_jobs(argv))
         command = _parse(argv)
     except SystemExit as stop:  # after --help, or an error that was printed
         return stop.code if isinstance(stop.code, int) else _USER_ERROR
@@ -172,27 +180,43 @@ def parse_swarm(argv: Sequence[str]) -> SwarmCommand:
     return parsed
 
 
-def parse_jobs(argv: Sequence[str]) -> JobsSimulateCommand:
+def parse_jobs(argv: Sequence[str]) -> JobsCommand:
     """The command that follows ``whalejax jobs``.
 
     Args:
         argv: the words after the program's name.
     """
-    words = list(argv[1:])
-    if words[:1] != ["simulate"] and not {"-h", "--help"} & {*words}:
-        given = f", not {words[0]!r}" if words else ""
-        raise WhaleError(
-            f"jobs takes the command simulate{given}: whalejax jobs simulate TRACE.csv "
-            "--cluster CLUSTER"
-        )
     check_words(argv)
-    parsed: JobsSimulateCommand = tyro.cli(
-        JobsSimulateCommand,
-        prog="whalejax jobs simulate",
-        args=words[1:] if words[:1] == ["simulate"] else words,
+    parsed: JobsCommand = tyro.cli(
+        JobsCommand,
+        prog="whalejax jobs",
+        description="Share devices out among jobs that come and go.",
+        args=list(argv[1:]),
         config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
     )
     return parsed
+
+
+def _jobs(command: JobsCommand) -> int:
+    from whalejax.cli.jobs import job_commands, play_trace
+
+    match command:
+        case JobsSimulateCommand():
+            return play_trace.simulated(command, find_job)
+        case JobsServeCommand():
+            return job_commands.serve(command)
+        case JobsAddCommand():
+            return job_commands.add(command)
+        case JobsShowCommand():
+            return job_commands.show(command)
+        case JobsLogsCommand():
+            return job_commands.logs(command)
+        case JobsCancelCommand(name=name, save=save):
+            return job_commands.change(save, name, "cancel")
+        case JobsPauseCommand(name=name, save=save):
+            return job_commands.change(save, name, "pause")
+        case JobsResumeCommand(name=name, save=save):
+            return job_commands.change(save, name, "resume")
 
 
 def _swarm(command: SwarmCommand) -> int:

@@ -106,8 +106,8 @@ def test_a_trace_is_played_through(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["jobs"], "jobs takes the command simulate"),
-        (["jobs", "add"], "jobs takes the command simulate, not 'add'"),
+        (["jobs"], "Missing subcommand"),
+        (["jobs", "add"], "--devices"),
         (
             ["jobs", "simulate", "none.csv", "--cluster", "h100:4"],
             "trace none.csv: it cannot be read",
