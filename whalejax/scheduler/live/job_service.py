@@ -97,7 +97,7 @@ class JobService:
             WhaleError: Another scheduler has the folder, or it cannot be written.
         """
         with self._held, handled_signals(self._handle, signal.SIGINT):
-            self._open()
+            self.open()
             text = f"{self._settings.folder / SOCKET}, which its user alone can open"
             opened(f"whalejax: jobs on {self._cluster.describe()}; listening at {text}")
             while not self._is_over:
@@ -113,7 +113,12 @@ class JobService:
     def _handle(self, number: int, _: object) -> None:
         self._is_over = True
 
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Take the folder, go on from its journal, and listen.
+
+        Raises:
+            WhaleError: Another scheduler has it, or it cannot be written.
+        """
         folder = self._settings.folder
         make_private(folder)
         self._held.enter_context(FolderLock(folder))
@@ -164,7 +169,7 @@ class JobService:
             while True:
                 asked = self._socket.requests.get(timeout=seconds)
                 seconds = 0.0
-                asked.answer.put(self._answer(asked.request))
+                asked.answer.put(self.answer(asked.request))
         self._write()
         if (planned := self._planning.poll()) is not None:
             self._take_plan(planned)
@@ -273,7 +278,12 @@ class JobService:
 
     # What is asked.
 
-    def _answer(self, request: requests.Request) -> Answer:
+    def answer(self, request: requests.Request) -> Answer:
+        """Do what was asked, or say why not.
+
+        Args:
+            request: What was asked.
+        """
         try:
             match request:
                 case Add():

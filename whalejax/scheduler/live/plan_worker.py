@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+import traceback
+from pathlib import Path
+from typing import Any, Final
 
 from whalejax import jobs
 from whalejax.api.named_jobs import find_job, named_values
@@ -22,6 +24,9 @@ from whalejax.scheduler.plan_table import planned_options, tried_numbers
 from whalejax.user_code.losses import Job
 
 
+_PACKAGE: Final = Path(__file__).resolve().parents[2]
+
+
 def main() -> int:
     """Plan what the input says."""
     told = json.loads(sys.stdin.read())
@@ -30,7 +35,7 @@ def main() -> int:
     except WhaleError as error:
         found = {"refused": str(error)}
     except Exception as error:  # Of the user's code, whatever it is.
-        found = {"refused": f"{type(error).__name__}: {error}"}
+        found = {"refused": error_text(error)}
     print(json.dumps(found), flush=True)
     return 0
 
@@ -67,6 +72,20 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
         # Replicas share whole micro-batches.
         options = [one for one in options if one.place[1] <= max(micro_batches, least)]
     return {"batch": batch, "options": told_options(options)}
+
+
+def error_text(error: Exception) -> str:
+    """An error of the user's code in a line, with its place in that code."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename
+        and not Path(frame.filename).is_relative_to(_PACKAGE)
+        and Path(frame.filename).is_file()
+    ]
+    place = f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+    text = str(error).partition("\n")[0]
+    return f"the model cannot be traced: {type(error).__name__}: {text}{place}"
 
 
 def _refusal(
