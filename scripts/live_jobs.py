@@ -86,17 +86,19 @@ def environment() -> dict[str, str]:
 class Serving:
     """A scheduler of four processes, which is killed and started again."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, *words: str, start: bool = True) -> None:
         """Start it.
 
         Args:
             folder: In which it runs.
             words: Further options of ``jobs serve``.
+            start: Others start it where this is false.
         """
         self.folder, self.save = folder, folder / "jobs"
         self._words = ["serve", "--cluster", "cpu:4", *words]
         self.process: subprocess.Popen[bytes] | None = None
-        self.start()
+        if start:
+            self.start()
 
     def start(self) -> None:
         """Start it, the first time or again, and wait until it listens."""
@@ -217,6 +219,8 @@ class Serving:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+        elif (pid := _holder(self.save)) is not None:
+            _kill(pid)
         for find in (self.front, self.supervisor):
             for name in names:
                 pid = find(name)

@@ -293,7 +293,7 @@ def _run(command: Command, started: float) -> int:
 
 
 def _plan(command: PlanCommand) -> None:
-    from whalejax import jobs
+    from whalejax.api import job_plans
     from whalejax.cli import show
     from whalejax.cli.progress import Working, make_console
 
@@ -301,11 +301,11 @@ def _plan(command: PlanCommand) -> None:
     settings = plan_settings(command)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
-        plan = jobs.make_plan(
+        plan = job_plans.make_plan(
             job,
-            jobs.abstract_model(job),
-            jobs.first_batch(job, command.batch),
-            jobs.machine(command.cluster),
+            job_plans.abstract_model(job),
+            job_plans.first_batch(job, command.batch),
+            job_plans.machine(command.cluster),
             runnable=not command.estimate,
             allow_idle=command.allow_idle,
             margin=command.margin,
@@ -347,7 +347,7 @@ def _show(command: ShowCommand) -> None:
 
 
 def _search(command: SearchCommand) -> None:
-    from whalejax import jobs
+    from whalejax.api import job_plans
     from whalejax.cli import show
     from whalejax.cli.progress import Working, make_console
 
@@ -356,7 +356,7 @@ def _search(command: SearchCommand) -> None:
     given, settings = prices(command.price), plan_settings(command)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
-        found = jobs.search_plans(
+        found = job_plans.search_plans(
             job,
             command.on,
             batch=command.batch,
@@ -427,7 +427,7 @@ def _check_output(output: Path | None) -> None:
 
 
 def _verify(command: VerifyCommand) -> int:
-    from whalejax import jobs
+    from whalejax.api import job_plans
     from whalejax.cli.plan_source import planned_job
     from whalejax.cli.progress import Working, make_console
     from whalejax.verification import gpu, report
@@ -442,7 +442,7 @@ def _verify(command: VerifyCommand) -> int:
             "PLAN.json is missing; expected a file that whalejax plan wrote"
         )
     job, plan = planned_job(command.plan, command.model, command.set)
-    question = jobs.question_of(job, plan)
+    question = job_plans.question_of(job, plan)
     with Working("verifying", quiet=command.quiet):
         found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
     if command.output is not None and found.better is not None:

@@ -42,6 +42,9 @@ from whalejax.scheduler.live.requests import (
 
 _PLANNING_SECONDS: Final = 900.0
 _AGAIN_SECONDS: Final = 0.5
+_SERVE_SECONDS: Final = 15.0
+"""For a scheduler that was started just now to listen."""
+
 _NAME: Final = re.compile(NAME_PATTERN)
 _MOST_DEVICES: Final = 1 << 20
 
@@ -82,6 +85,7 @@ def add(command: JobsAddCommand) -> int:
     Args:
         command: The options.
     """
+    ask(command.save, Show(), patience=_SERVE_SECONDS)
     request = request_of(command, Path.cwd())
     answer = ask(command.save, request)
     assert isinstance(answer, Done)

@@ -13,6 +13,7 @@ import queue
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -32,6 +33,7 @@ from whalejax.scheduler.live.requests import (
 SOCKET: Final = "socket"
 
 _SECONDS: Final = 30.0
+_AGAIN_SECONDS: Final = 0.2
 _MOST_CONNECTIONS: Final = 64
 
 
@@ -135,34 +137,49 @@ class LocalSocket:
                 link.sendall(encoded(asked.answer.get(timeout=_SECONDS)))
 
 
-def ask(folder: Path, request: Request) -> Answer:
+def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
     """Ask the scheduler of a folder.
+
+    Args:
+        folder: Of the scheduler.
+        request: What to ask.
+        patience: Seconds for a scheduler that is being started to listen.
 
     Raises:
         JobError: None listens there, it is of another version, or it refuses.
     """
-    path = folder / SOCKET
-    try:
-        with socket.socket(socket.AF_UNIX) as link, _short(path) as short:
-            link.settimeout(_SECONDS)
-            link.connect(short)
-            link.sendall(encoded(request))
-            line = _line(link)
-    except TimeoutError as error:
-        raise JobError(
-            f"the scheduler of {folder} answered nothing in {_SECONDS:.0f} s"
-        ) from error
-    except OSError as error:
-        raise JobError(
-            f"no scheduler listens at {path} ({error.strerror or error}). Start "
-            f"whalejax jobs serve --save {folder}, or give the --save of one that runs"
-        ) from error
+    end = time.monotonic() + patience
+    while True:
+        try:
+            line = _asked(folder, request)
+            break
+        except TimeoutError as error:
+            raise JobError(
+                f"the scheduler of {folder} answered nothing in {_SECONDS:.0f} s"
+            ) from error
+        except OSError as error:
+            if time.monotonic() < end:
+                time.sleep(_AGAIN_SECONDS)
+                continue
+            raise JobError(
+                f"no scheduler listens at {folder / SOCKET} "
+                f"({error.strerror or error}). Start whalejax jobs serve --save "
+                f"{folder}, or give the --save of one that runs"
+            ) from error
     if not line:
         raise JobError(f"the scheduler of {folder} ended the connection. Ask again")
     answer = decoded_answer(line)
     if isinstance(answer, Refused):
         raise JobError(answer.why)
     return answer
+
+
+def _asked(folder: Path, request: Request) -> bytes:
+    with socket.socket(socket.AF_UNIX) as link, _short(folder / SOCKET) as short:
+        link.settimeout(_SECONDS)
+        link.connect(short)
+        link.sendall(encoded(request))
+        return _line(link)
 
 
 def _line(link: socket.socket) -> bytes:

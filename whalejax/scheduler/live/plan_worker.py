@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax import jobs
+from whalejax.api import job_plans
 from whalejax.api.named_jobs import find_job, named_values
 from whalejax.elastic.programs import most_micro_batches
 from whalejax.elastic.worker import precision_asked
@@ -95,9 +95,9 @@ def _refusal(
     least, most = told["devices"]
     why = ""
     try:
-        shapes = jobs.first_batch(job, batch)
-        model = jobs.abstract_model(job)
-        jobs.make_plan(job, model, shapes, cluster, precision=precision)
+        shapes = job_plans.first_batch(job, batch)
+        model = job_plans.abstract_model(job)
+        job_plans.make_plan(job, model, shapes, cluster, precision=precision)
     except WhaleError as error:
         why = f": {error}"
     return (
