@@ -43,12 +43,27 @@ _WIDTH: Final = 128
 _LAYERS: Final = 6
 
 
-def make(seconds: float = 0.0) -> wh.Job:
+def make(seconds: float = 0.0, device_seconds: float = 0.0) -> wh.Job:
     """A job.
 
     Args:
         seconds: That its input takes in each step.
+        device_seconds: That a micro-batch takes beside what it computes, as on a device
+            of its own: other work on this machine slows it little.
     """
+
+    def wait(x: Any) -> Any:
+        time.sleep(device_seconds)
+        return np.zeros((), np.float32)
+
+    @jax.custom_jvp
+    def on_device(x: Any) -> Any:
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return x + jax.pure_callback(wait, shape, x[0, 0])
+
+    @on_device.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return on_device(primals[0]), tangents[0]
 
     def make_model(key: Any) -> dict[str, Any]:
         first, second = jax.random.split(key)
@@ -58,7 +73,7 @@ def make(seconds: float = 0.0) -> wh.Job:
         }
 
     def loss_fn(model: Any, batch: Any, rng: Any) -> Any:
-        hidden = batch["x"]
+        hidden = on_device(batch["x"]) if device_seconds else batch["x"]
         for _ in range(_LAYERS):
             hidden = jnp.tanh(hidden @ model["w"])
         hidden = hidden * jax.random.bernoulli(rng, 0.9, hidden.shape)
@@ -74,7 +89,14 @@ def make(seconds: float = 0.0) -> wh.Job:
             "number": np.arange(step * size, (step + 1) * size, dtype=np.int32),
         }
 
-    return wh.Job(loss_fn, make_model, batch, optax.adam(1e-3), batch_size=SIZE)
+    return wh.Job(
+        loss_fn,
+        make_model,
+        batch,
+        optax.adam(1e-3),
+        batch_size=SIZE,
+        per_micro_batch=bool(device_seconds),
+    )
 
 
 def environment() -> dict[str, str]:

@@ -8,14 +8,18 @@ one has measured.
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import checkout
 from live_jobs import HANGS_SECONDS, SIZE, Serving, audited, summary, undisturbed
 
 from whalejax.scheduler.job_table import JobOption, ScheduledJob, with_measured
@@ -24,14 +28,17 @@ from whalejax.scheduler.schedule import elastic
 from whalejax.scheduler.simulation import simulate
 
 
+FILE: Final = Path(__file__).with_name("live_jobs.json")
 DEVICES: Final = 4
 AT_ONCE: Final = 3
 INPUT_SECONDS: Final = 0.03
+DEVICE_SECONDS: Final = 0.02
 EVERY: Final = 10.0
 RESIZE: Final = 8.0
 HORIZON: Final = 600.0
 _TURN_SECONDS: Final = 0.3
 _WORDS: Final = ("--set", f"seconds={INPUT_SECONDS}", "--no-wait")
+_TRACE_WORDS: Final = ("--set", f"device_seconds={DEVICE_SECONDS}", "--no-wait")
 _OPTIONS: Final = ("--every", f"{EVERY}", "--resize", f"{RESIZE}")
 _OVER: Final = ("complete", "failed", "refused", "cancelled")
 
@@ -138,9 +145,9 @@ def traced(folder: Path, seed: int, seconds: float) -> dict[str, Any]:
             now = time.monotonic() - began
             if now < seconds and now >= arrives:
                 name = f"job{len(steps)}"
-                steps[name] = drawn.randint(300, 1500)
-                serving.add(name, *_WORDS, steps=steps[name])
-                arrives += drawn.expovariate(1 / 45)
+                steps[name] = drawn.randint(300, 900)
+                serving.add(name, *_TRACE_WORDS, steps=steps[name])
+                arrives += drawn.expovariate(1 / 60)
             elif now >= seconds:
                 shown = serving.shown()
                 if shown and all(shown[n].status in _OVER for n in steps):
@@ -233,3 +240,59 @@ def simulated_over_live(
         "simulated_completion_s": round(simulated, 2),
         "live_completion_s": round(ran, 2),
     }
+
+
+# Kept results.
+
+
+def refreshed(trades: int, seconds: float) -> None:
+    """Measure anew: trades under kills, and two traces, each kept as it ends.
+
+    Args:
+        trades: Changes of running jobs' devices.
+        seconds: In which jobs of a trace come.
+    """
+    if not checkout.is_clean():
+        raise SystemExit("--live keeps nothing here: the working tree was changed")
+    kept = read()
+    cases = kept["trades"]
+    with tempfile.TemporaryDirectory(prefix="whalejax-jobs-") as folder:
+        case = traded(Path(folder), len(cases) + 1, trades)
+    cases.append({**case, **_about()})
+    _write(kept)
+    traces = kept["traces"] = []
+    for seed in (11, 12):
+        with tempfile.TemporaryDirectory(prefix="whalejax-jobs-") as folder:
+            traces.append({**traced(Path(folder), seed, seconds), **_about()})
+        _write(kept)
+
+
+def results() -> dict[str, Any]:
+    """What is kept, as the keys of ``bench_jobs.py``; nothing where nothing is."""
+    kept = read()
+    found: dict[str, Any] = {}
+    for key in ("trades", "hangs", "lost", "doubled", "leftovers"):
+        if kept["trades"]:
+            found[f"live_{key}"] = sum(one[f"live_{key}"] for one in kept["trades"])
+    if kept["trades"]:
+        name = "live_max_rel_loss_diff"
+        found[name] = max(one[name] for one in kept["trades"])
+        found["live_commits"] = sorted({one["commit"] for one in kept["trades"]})
+    if len(kept["traces"]) == 2:
+        earlier, live = kept["traces"]
+        found |= simulated_over_live(live, earlier)
+    return found
+
+
+def read() -> dict[str, Any]:
+    """What is kept."""
+    data = json.loads(FILE.read_text()) if FILE.exists() else {}
+    return {"trades": data.get("trades", []), "traces": data.get("traces", [])}
+
+
+def _write(kept: Mapping[str, Any]) -> None:
+    FILE.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _about() -> dict[str, Any]:
+    return {"commit": checkout.commit(), "cores": os.cpu_count()}
