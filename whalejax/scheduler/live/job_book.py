@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from whalejax.journals.journal import JournalLines, read
-from whalejax.scheduler.job_table import JobOption, Place
+from whalejax.scheduler.job_table import JobError, JobOption, Place
 from whalejax.scheduler.live.requests import Add
 
 
@@ -82,13 +82,19 @@ class JobBook:
         """Go on from the journal of a folder.
 
         Raises:
-            WhaleError: It cannot be written.
+            WhaleError: It cannot be read or written.
         """
         self.jobs: dict[str, LiveJob] = {}
         self.cluster = ""
         path = folder / JOURNAL
-        for said in read(path):
-            self._apply(said["event"], said, said.get("time", 0.0))
+        try:
+            for said in read(path):
+                self._apply(said["event"], said, said.get("time", 0.0))
+        except (LookupError, TypeError, ValueError) as error:
+            raise JobError(
+                f"{path} is no journal of this version's scheduler ({error}). Give "
+                "another --save, or the whalejax that wrote it"
+            ) from error
         self._lines = JournalLines(path, durable=True)
 
     def record(self, event: str, **fields: Any) -> None:

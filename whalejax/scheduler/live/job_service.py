@@ -177,7 +177,10 @@ class JobService:
         for job in self._book.unfinished():
             self._look_at(job)
         if now >= self._schedule.next_at:
-            self._decide(now)
+            try:
+                self._decide(now)
+            except JobError as error:  # Jobs keep what they have.
+                say_in_background(f"whalejax: nothing is decided: {error}")
         self._placing.turn(may_start=not self._problem)
         for name in [*self._schedule.places()]:
             if not self._book.jobs[name].wants_devices:
