@@ -72,6 +72,15 @@ class Schedule:
         if self._states.pop(name, None) is not None:
             self._has_changed = True
 
+    def set_devices(self, devices: Mapping[str, int]) -> None:
+        """There are other devices.
+
+        Args:
+            devices: Number of devices by kind.
+        """
+        if devices != self.devices:
+            self.devices, self._has_changed = dict(devices), True
+
     def update(
         self, name: str, left: float, job: ScheduledJob | None = None
     ) -> JobState:

@@ -192,6 +192,27 @@ def test_clusters_that_this_host_does_not_have(
         device_names(cluster(text))
 
 
+def test_jobs_share_the_devices_that_have_not_failed(
+    opened: Any, tmp_path: Path
+) -> None:
+    service = opened()
+    service.answer(job(tmp_path, "one"))
+    plan(service, "one", 1.0, 2.0, 3.0, 4.0)
+    service.answer(job(tmp_path, "two", devices=(4, 4)))
+    options = [{"kind": "", "devices": 4, "samples_per_second": 1.0, "layout": ""}]
+    service._book.record("planned", name="two", batch=8, options=options)
+    for name in ("one", "two"):
+        service._schedule.add(service._table(service._book.jobs[name]), 80.0)
+    service._placing.failed["cpu1"] = "it broke"
+    service._count_devices()
+    service._decide(0.0)
+    assert [one.target for one in jobs(service).jobs] == [3, 0]
+    assert (
+        "devices that failed are used no more: cpu1 (it broke)" in jobs(service).notes
+    )
+    assert jobs(service).devices == 4
+
+
 # The disk.
 
 

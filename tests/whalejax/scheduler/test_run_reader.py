@@ -129,6 +129,7 @@ class Run:
         self.reader = self
         self.is_alive = self.has_opened = self.is_asking = self.drains = False
         self.size, self.held_slots = 0, set[int]()
+        self.members, self.failures = 0, dict[int, int]()
         self.ending: tuple[Ending, str] | None = None
         self.started: list[tuple[int, list[str]]] = []
         self.resized: list[int] = []
@@ -272,6 +273,45 @@ def test_a_pause_ends_the_run_and_frees_its_devices(tmp_path: Path) -> None:
     host.book.record("resumed", name="a")
     host.place(a=2)
     assert a.started[-1][0] == 2
+
+
+def test_a_device_that_fails_is_used_no_more(tmp_path: Path) -> None:
+    host = Host(tmp_path, "a", "b", masks=True)
+    a, b = host.runs["a"], host.runs["b"]
+    host.place(a=4)
+    a.has(4)
+    a.members, a.failures = 3, {1: 2}
+    host.turn()
+    assert not host.placing.failed
+    a.failures = {1: 3}
+    host.turn()
+    assert [*host.placing.failed] == ["d1"] and a.resized == [1]
+    assert "3 processes of a in a row" in host.placing.failed["d1"]
+    a.has(1)
+    a.failures = {}
+    host.place(a=2, b=1)  # As is decided for three devices.
+    assert host.devices() == {"a": ["d0", "d2"], "b": ["d3"]} and a.resized[-1] == 2
+    assert b.started == [(1, ["d3"])] and host.placing.free() == []
+
+
+def test_an_error_of_the_job_is_none_of_a_device(tmp_path: Path) -> None:
+    host = Host(tmp_path, "a")
+    host.place(a=4)
+    host.runs["a"].has(4)
+    host.runs["a"].failures = {0: 3, 1: 3, 2: 3, 3: 3}
+    host.turn()
+    assert not host.placing.failed
+
+
+def test_failures_before_a_step_are_counted_by_slot(tmp_path: Path) -> None:
+    told, reader = Journal(tmp_path), RunReader(tmp_path)
+    for number, name in enumerate(("m1", "m2", "m3")):
+        told.event(1.0, "started", name=name, slot=1, pid=0, began="1")
+        if number == 1:
+            told.event(1.0, "ready", name=name)
+        told.event(2.0, "lost", name=name, why="it ended", step=0)
+        reader.poll()
+        assert reader.failures == [{1: 1}, {}, {1: 1}][number]
 
 
 def test_nothing_is_started_that_is_not_written_down(tmp_path: Path) -> None:

@@ -82,9 +82,9 @@ class JobService:
         self._held = contextlib.ExitStack()
         self._is_over = False
         self._problem = ""
-        devices = {"": len(self._names)}
-        decide = elastic(devices, settings.objective, settings.horizon)
-        self._schedule = Schedule(devices, decide, every=settings.every)
+        self._devices = {"": len(self._names)}
+        decide = elastic(self._devices, settings.objective, settings.horizon)
+        self._schedule = Schedule(self._devices, decide, every=settings.every)
         self._planning = Planning(self._cluster)
 
     def run(self, opened: Callable[[str], None] = say_in_background) -> int:
@@ -182,6 +182,7 @@ class JobService:
             except JobError as error:  # Jobs keep what they have.
                 say_in_background(f"whalejax: nothing is decided: {error}")
         self._placing.turn(may_start=not self._problem)
+        self._count_devices()
         for name in [*self._schedule.places()]:
             if not self._book.jobs[name].wants_devices:
                 self._schedule.remove(name)
@@ -216,6 +217,31 @@ class JobService:
         for move in self._schedule.decide(now):
             self._place(self._book.jobs[move.name], move.after[1])
 
+    def _count_devices(self) -> None:
+        """Share out what has not failed; jobs that need more stand still."""
+        count = len(self._placing.usable())
+        if count == self._devices[""]:
+            return
+        self._devices[""] = count
+        self._schedule.set_devices(self._devices)
+        for name in [*self._schedule.places()]:
+            job = self._book.jobs[name]
+            if min(number for _, number in job.options) > count:
+                self._schedule.remove(name)
+                self._place(job, 0)
+        say_in_background(f"whalejax: {self._failed_note()}")
+
+    def _enter(self, job: LiveJob) -> None:
+        """Let a job have devices, if there are enough that have not failed."""
+        least = min((number for _, number in job.options), default=0)
+        if job.wants_devices and least <= self._devices[""]:
+            self._schedule.add(self._table(job), self._left(job))
+
+    def _failed_note(self) -> str:
+        told = [f"{name} ({why})" for name, why in self._placing.failed.items()]
+        text = ", ".join(told)
+        return f"devices that failed are used no more: {text}" if told else ""
+
     def _place(self, job: LiveJob, size: int) -> None:
         if size != job.target:
             before = job.target
@@ -240,8 +266,7 @@ class JobService:
         self._book.record(
             "planned", name=job.name, batch=planned.batch, options=planned.options
         )
-        if job.wants_devices:
-            self._schedule.add(self._table(job), self._left(job))
+        self._enter(job)
 
     def _table(
         self, job: LiveJob, costs: Mapping[str, float] | None = None
@@ -339,8 +364,7 @@ class JobService:
                 if not job.paused:
                     raise JobError(f"job {job.name!r} is not paused")
                 self._book.record("resumed", name=job.name)
-                if job.options:
-                    self._schedule.add(self._table(job), self._left(job))
+                self._enter(job)
                 return self._done()
             case "pause":
                 if job.paused:
@@ -368,7 +392,15 @@ class JobService:
             cluster=self._cluster.describe(),
             devices=len(self._names),
             pid=os.getpid(),
-            notes=[note for note in (self._cluster_note(), self._disk_note()) if note],
+            notes=[
+                note
+                for note in (
+                    self._cluster_note(),
+                    self._disk_note(),
+                    self._failed_note(),
+                )
+                if note
+            ],
         )
 
     def _disk_note(self) -> str:

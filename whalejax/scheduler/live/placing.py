@@ -26,6 +26,9 @@ from whalejax.scheduler.live.job_run import JobRun
 MOST_LAUNCHES: Final = 6
 """Starts of a run without a new step between them, after which its job has failed."""
 
+MOST_FAILURES: Final = 3
+"""Processes in a row that end on a device before they are ready for steps."""
+
 _ERRORS: Final = (1, 2)
 """Status of a supervisor that could not be started."""
 
@@ -39,7 +42,12 @@ _ENDS: Final[Mapping[Ending, str]] = {
 
 
 class Placing:
-    """Starts runs, resizes them and ends them, and says which jobs have ended."""
+    """Starts runs, resizes them and ends them, and says which jobs have ended.
+
+    Attributes:
+        failed: Devices that are used no more, as one process after the other fails on
+            them while others of the same job do not, and why.
+    """
 
     def __init__(
         self,
@@ -59,6 +67,7 @@ class Placing:
         """
         self._book, self._runs = book, runs
         self._names, self._masks = names, masks
+        self.failed: dict[str, str] = {}
 
     def turn(self, *, may_start: bool) -> None:
         """Bring every job nearer to where it is to be.
@@ -84,13 +93,26 @@ class Placing:
                 if may_start:  # Members wait for a supervisor: it takes them back.
                     self._start(job, run, max(run.reader.size, job.request.devices[0]))
             elif run.has_opened and run.reader.ending is None:
+                self._find_failed(job, run)
                 self._resize(job, run)
             self._release(job, run)
 
     def free(self) -> list[str]:
-        """Devices that no job has."""
+        """Devices that no job has, and that have not failed."""
         taken = {name for job in self._book.jobs.values() for name in job.devices}
-        return [name for name in self._names if name not in taken]
+        return [name for name in self.usable() if name not in taken]
+
+    def usable(self) -> list[str]:
+        """Devices that have not failed."""
+        return [name for name in self._names if name not in self.failed]
+
+    def _find_failed(self, job: LiveJob, run: JobRun) -> None:
+        """A device fails where others of the same job do not: else the job does."""
+        does_well = run.reader.members > 0
+        for slot, count in run.reader.failures.items():
+            if count >= MOST_FAILURES and does_well and slot < len(job.devices):
+                why = f"{count} processes of {job.name} in a row ended before a step"
+                self.failed.setdefault(job.devices[slot], why)
 
     # Ends.
 
@@ -120,7 +142,7 @@ class Placing:
             self._set_devices(job, [])
         if not (job.target and may_start):
             return
-        free = job.devices + self.free()
+        free = self._own(job) + self.free()
         if len(free) >= job.target:
             self._set_devices(job, free[: job.target])
             self._book.record("launched", name=job.name)
@@ -135,28 +157,38 @@ class Placing:
         size = run.reader.size
         if not size or run.is_asking or run.reader.drains:
             return
-        if job.target < size:
-            run.resize(job.target, self._mask(job)[: job.target])
+        target = self._without_failed(job, run)
+        if target < size:
+            run.resize(target, self._mask(job)[:target])
         elif job.target > size:
-            free = job.devices + self.free()
+            free = self._own(job) + self.free()
             if len(free) >= job.target:
                 self._set_devices(job, free[: job.target])
                 run.resize(job.target, self._mask(job))
+
+    def _without_failed(self, job: LiveJob, run: JobRun) -> int:
+        """Number of members up to the first on a failed device, from which it grows."""
+        there = [n for n, name in enumerate(job.devices) if name in self.failed]
+        first = min(there, default=job.target)
+        return min(job.target, first if first >= job.request.devices[0] else 0)
 
     def _release(self, job: LiveJob, run: JobRun) -> None:
         """Take devices back that no process of a job has, or is to have."""
         if run.is_asking or (run.is_alive and not run.has_opened):
             return
-        slots = run.reader.held_slots
-        kept = max([run.reader.size, job.target, *(slot + 1 for slot in slots)])
+        slots, target = run.reader.held_slots, self._without_failed(job, run)
+        kept = max([run.reader.size, target, *(slot + 1 for slot in slots)])
         if not run.is_alive and not slots:
-            kept = job.target
+            kept = target
         if kept < len(job.devices):
             self._set_devices(job, job.devices[:kept])
 
     def _set_devices(self, job: LiveJob, names: list[str]) -> None:
         if names != job.devices:
             self._book.record("devices", name=job.name, devices=names)
+
+    def _own(self, job: LiveJob) -> list[str]:
+        return [name for name in job.devices if name not in self.failed]
 
     def _mask(self, job: LiveJob) -> list[str]:
         return job.devices if self._masks else []

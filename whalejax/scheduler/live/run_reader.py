@@ -119,6 +119,8 @@ class RunReader:
         drains: The newest run was told to end.
         costs: What changes cost.
         first_step_at: Unix time of the first step of all.
+        failures: By slot, number of processes in a row that ended before they were
+            ready for steps.
     """
 
     def __init__(self, home: Path) -> None:
@@ -135,6 +137,8 @@ class RunReader:
         self.drains = False
         self.costs = ChangeCosts()
         self.first_step_at: float | None = None
+        self.failures: dict[int, int] = {}
+        self._not_ready: dict[str, int] = {}
         self._processes: dict[str, _Process] = {}
         self._begun: dict[int, tuple[int, float]] = {}
         self._paces: dict[int, _Pace] = {}
@@ -182,6 +186,7 @@ class RunReader:
             case "opened":
                 self.starts += 1
                 self.size, self.members = 0, 0
+                self.failures, self._not_ready = {}, {}
                 self.ending, self.drains = None, False
             case "restarted":
                 self.starts += 1
@@ -190,6 +195,13 @@ class RunReader:
             case "started":
                 process = _Process(said["slot"], said["pid"], said["began"])
                 self._processes[said["name"]] = process
+                self._not_ready[said["name"]] = said["slot"]
+            case "ready":
+                self.failures.pop(self._not_ready.pop(said["name"], -1), None)
+            case "lost":
+                slot = self._not_ready.pop(said["name"], None)
+                if slot is not None:
+                    self.failures[slot] = self.failures.get(slot, 0) + 1
             case "begun":
                 self.members = len(said["members"])
                 self._begun[said["generation"]] = self.members, said["time"]
