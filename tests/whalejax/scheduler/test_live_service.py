@@ -23,6 +23,7 @@ from whalejax.scheduler.live import local_socket, plan_worker
 from whalejax.scheduler.live.job_book import JobBook
 from whalejax.scheduler.live.job_service import JobService, ServeSettings, device_names
 from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, ask, make_private
+from whalejax.scheduler.live.planning import Planning
 from whalejax.scheduler.live.requests import (
     Add,
     Answer,
@@ -340,6 +341,15 @@ def test_other_hosts_are_refused_in_words(capsys: pytest.CaptureFixture[str]) ->
 
 
 # Planning.
+
+
+def test_a_folder_that_is_gone_is_said_by_planning(tmp_path: Path) -> None:
+    planning = Planning(cluster("cpu:4"))
+    planning.submit(job(tmp_path / "gone"))
+    planned = planning.poll()
+    assert planned is not None and planned.name == "one"
+    assert "it cannot be planned" in planned.refusal and "gone" in planned.refusal
+    assert planning.poll() is None
 
 
 BROKEN = """

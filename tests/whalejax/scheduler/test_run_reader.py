@@ -134,6 +134,7 @@ class Run:
         self.started: list[tuple[int, list[str]]] = []
         self.resized: list[int] = []
         self.exit_status: int | None = None
+        self.refusal = ""
 
     def poll(self) -> None:
         pass
@@ -254,6 +255,20 @@ def test_a_supervisor_that_does_not_start_fails_its_job(tmp_path: Path) -> None:
         "its supervisor did not start: the end of its log",
     )
     assert host.placing.free() == ["d0", "d1", "d2", "d3"]
+
+
+def test_a_folder_that_is_gone_fails_its_job(tmp_path: Path) -> None:
+    host = Host(tmp_path, "a")
+
+    def start(*given: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/gone")
+
+    host.runs["a"].start = start  # type: ignore[method-assign]
+    host.place(a=2)
+    for _ in range(MOST_LAUNCHES):
+        host.turn()
+    job = host.book.jobs["a"]
+    assert job.how == "failed" and "No such file or directory: '/gone'" in job.why
 
 
 def test_a_pause_ends_the_run_and_frees_its_devices(tmp_path: Path) -> None:

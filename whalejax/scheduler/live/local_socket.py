@@ -114,6 +114,7 @@ class LocalSocket:
             except OSError:
                 if self._is_closed:
                     return
+                time.sleep(_AGAIN_SECONDS)  # Too many files are open.
                 continue
             if not self._there.acquire(blocking=False):
                 link.close()

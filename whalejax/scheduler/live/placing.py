@@ -129,7 +129,8 @@ class Placing:
             self._over(job, FAILED, why)
         elif job.launches >= MOST_LAUNCHES and job.target:
             why = f"it was started {job.launches} times without a new step"
-            self._over(job, FAILED, f"{why}: {run.end_of_log()}")
+            last = run.refusal or run.end_of_log()
+            self._over(job, FAILED, f"{why}: {last}")
 
     def _over(self, job: LiveJob, how: str, why: str) -> None:
         self._book.record("ended", name=job.name, how=how, why=why[-5000:])
@@ -151,7 +152,10 @@ class Placing:
     def _start(self, job: LiveJob, run: JobRun, size: int) -> None:
         least, most = job.request.devices
         most = max(least, min(most, len(self._names)))
-        run.start(least, most, min(max(size, least), most), self._mask(job))
+        try:
+            run.start(least, most, min(max(size, least), most), self._mask(job))
+        except OSError as error:  # No room for a process, or its folder is gone.
+            run.refusal = f"its supervisor cannot be started ({error})"
 
     def _resize(self, job: LiveJob, run: JobRun) -> None:
         size = run.reader.size

@@ -73,8 +73,7 @@ class Planning:
     def poll(self) -> PlannedJob | None:
         """The job whose planning has ended since, if one has; the next one begins."""
         if self._process is None:
-            self._begin()
-            return None
+            return self._begin()
         if self._process.poll() is None:
             if time.monotonic() - self._began < _MOST_SECONDS:
                 return None
@@ -82,9 +81,10 @@ class Planning:
             return self._ended(f"it was not planned in {_MOST_SECONDS:.0f} s")
         return self._ended("")
 
-    def _begin(self) -> None:
+    def _begin(self) -> PlannedJob | None:
+        """Begin to plan the next job; what became of it where that cannot be."""
         if not self._waiting:
-            return
+            return None
         request = self._planned = self._waiting.popleft()
         told = {**request.fields, "cluster": self._cluster.to_json()}
         most = min(request.devices[1], self._cluster.num_devices)
@@ -103,9 +103,15 @@ class Planning:
                 stderr=write,
                 start_new_session=True,
             )
+        except OSError as error:
+            os.close(write)
+            return PlannedJob(
+                name=request.name, refusal=f"it cannot be planned ({error})"
+            )
         finally:
             os.close(read)
         self._output, self._began = write, time.monotonic()
+        return None
 
     def _ended(self, why: str) -> PlannedJob:
         assert self._process is not None and self._planned is not None
