@@ -236,6 +236,11 @@ class Serving:
         pid = self.supervisor(name)
         return pid is not None and _kill(pid)
 
+    def kill_all_above(self, name: str) -> bool:
+        """Kill a job's supervisor and what would start it again; not its members."""
+        pid = self.front(name)
+        return pid is not None and _kill(pid) and self.kill_supervisor(name)
+
     def end(self, names: Sequence[str]) -> None:
         """Leave no process behind, whatever happened."""
         if self.process is not None:

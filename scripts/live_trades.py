@@ -114,6 +114,8 @@ def _strike(serving: Serving, drawn: random.Random, there: Sequence[str]) -> str
             place = drawn.randrange(DEVICES)
             return "member" if serving.kill_member(name, place) else "nobody"
         case 2:
+            if drawn.random() < 0.3:
+                return "all above" if serving.kill_all_above(name) else "nobody"
             return "supervisor" if serving.kill_supervisor(name) else "nobody"
         case 3:
             serving.kill_scheduler()

@@ -37,9 +37,9 @@ def test_jobs_trade_devices_and_lose_nothing_to_kills(tmp_path: Path) -> None:
         serving.kill_member("first")
         add("third", "--priority", "1")
         assert serving.until(lambda: step("second") > 5)
-        serving.kill_supervisor("second")
+        serving.kill_all_above("second")
         assert serving.until(are_complete)
-        assert serving.trades() >= 2
+        assert serving.trades() >= 1
         given = [e for e in serving.book() if e["event"] == "devices"]
         assert all(len({*said["devices"]}) <= 4 for said in given)
         expected = undisturbed(tmp_path / "alone", max(STEPS.values()))

@@ -100,7 +100,7 @@ class JobsAddCommand:
     save: Save = Path("jobs")
     """that of jobs serve"""
     wait: bool = True
-    """until it is planned; what cannot be planned is said"""
+    """until it is planned, as if left out; with --no-wait it is added and no more"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
