@@ -15,6 +15,7 @@ import pytest
 
 from whalejax.cli.jobs.job_commands import request_of
 from whalejax.cli.jobs.jobs_options import JobsAddCommand
+from whalejax.cli.jobs.jobs_table import live_table
 from whalejax.cli.main import main
 from whalejax.meshes import cluster
 from whalejax.meshes.errors import WhaleError
@@ -29,6 +30,7 @@ from whalejax.scheduler.live.requests import (
     Answer,
     Change,
     Done,
+    JobReport,
     Jobs,
     Refused,
     Show,
@@ -396,3 +398,32 @@ def test_a_table_has_as_many_devices_as_there_are_micro_batches(tmp_path: Path) 
     found = plan_worker.planned(told(request, "cpu:4"))
     assert found["batch"] == 34
     assert {one["devices"] for one in found["options"]} == {1, 2}
+
+
+# What is shown.
+
+
+def test_a_table_goes_on_without_a_scheduler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = JobReport(
+        name="one", status="running", held=1, target=2, step=3, steps=9, loss=0.5,
+        predicted=20.0, seconds_left=75.4, why="first line\nsecond line",
+    )  # fmt: skip
+    found = Jobs(jobs=[report], cluster="4×CPU", devices=4, pid=1, notes=["a note"])
+    answers: list[Jobs | JobError] = [found, JobError("no scheduler listens"), found]
+
+    def find() -> Jobs:
+        if not answers:
+            raise KeyboardInterrupt
+        answer = answers.pop(0)
+        if isinstance(answer, JobError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("whalejax.cli.jobs.jobs_table._AGAIN_SECONDS", 0.0)
+    live_table(find)
+    shown = capsys.readouterr().out
+    for text in ("1 → 2", "3/9", "~20", "1:15", "first line", "1 of 4 devices held"):
+        assert text in shown
+    assert "second line" not in shown and "a note" in shown and not answers

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live.requests import JobReport, Jobs
 
 
@@ -37,10 +38,16 @@ def live_table(find: Callable[[], Jobs]) -> None:
     Args:
         find: Asks for the jobs.
     """
-    with contextlib.suppress(KeyboardInterrupt), Live(_rendered(find())) as live:
+    jobs = find()
+    with contextlib.suppress(KeyboardInterrupt), Live(_rendered(jobs)) as live:
         while True:
             time.sleep(_AGAIN_SECONDS)
-            live.update(_rendered(find()))
+            try:
+                jobs = find()
+                live.update(_rendered(jobs))
+            except JobError as error:  # The jobs go on, and it may be started again.
+                text = Text(str(error), style="red")
+                live.update(Group(_rendered(jobs), text))
 
 
 def _rendered(jobs: Jobs) -> RenderableType:
