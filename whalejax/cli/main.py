@@ -198,11 +198,13 @@ def parse_jobs(argv: Sequence[str]) -> JobsCommand:
 
 
 def _jobs(command: JobsCommand) -> int:
-    from whalejax.cli.jobs import job_commands, play_trace
+    if isinstance(command, JobsSimulateCommand):
+        from whalejax.cli.jobs import play_trace
+
+        return play_trace.simulated(command, find_job)
+    from whalejax.cli.jobs import job_commands  # Which need no JAX.
 
     match command:
-        case JobsSimulateCommand():
-            return play_trace.simulated(command, find_job)
         case JobsServeCommand():
             return job_commands.serve(command)
         case JobsAddCommand():

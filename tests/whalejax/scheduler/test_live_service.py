@@ -6,6 +6,8 @@ import errno
 import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -427,3 +429,13 @@ def test_a_table_goes_on_without_a_scheduler(
     for text in ("1 → 2", "3/9", "~20", "1:15", "first line", "1 of 4 devices held"):
         assert text in shown
     assert "second line" not in shown and "a note" in shown and not answers
+
+
+def test_commands_to_live_jobs_import_no_jax() -> None:
+    code = (
+        "import sys; from whalejax.cli.main import main; "
+        "main(['jobs', 'show', '--once', '--save', '/none']); "
+        "sys.exit('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == 0
