@@ -24,6 +24,11 @@ def resize_refusal(run: Run, size: int) -> str:
             f"{size} members were asked for; expected {settings.least} to "
             f"{settings.most}, as the run was started with, or 0 to end it"
         )
+    if size and run.restarts and not run.stops:
+        return (
+            "the processes of this run cannot be stopped at a step; expected a loop of "
+            "wh.train_elastic"
+        )
     return ""
 
 

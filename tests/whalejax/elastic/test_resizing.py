@@ -7,8 +7,11 @@ import random
 import pytest
 
 from tests.whalejax.elastic.simulated import World
+from tests.whalejax.elastic.test_restarting import Scripts
+from tests.whalejax.elastic.test_spread import commit
 from whalejax.membership.events import Resize
 from whalejax.membership.resizing import resize_refusal
+from whalejax.membership.run import AT_STEPS
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 
@@ -100,6 +103,44 @@ def test_a_size_that_the_run_was_not_started_for_is_refused() -> None:
     assert world.membership.size == 3
     with pytest.raises(WhaleError, match="first is 5; expected 1 to 4"):
         SupervisorSettings(least=1, most=4, first=5)
+
+
+def test_a_world_of_collectives_stops_at_a_step_for_another_size() -> None:
+    there = Scripts(1, 3, mode=AT_STEPS)
+    there.join(1.0, "m1", "m2", "m3")
+    assert there.begun == [["m1", "m2", "m3"]]
+    commit(there, 2.0, 1)
+    turns(there, 3.0, Resize(2))
+    assert sorted(there.kills) == ["m1", "m2", "m3"]  # Their state is saved.
+    assert sorted(there.started()) == ["m4", "m5"]
+    there.join(5.0, "m4", "m5")
+    turns(there, 6.0)
+    assert sorted(there.begun[1]) == ["m4", "m5"]
+    commit(there, 7.0, 2)
+    turns(there, 8.0, Resize(3))
+    assert there.started() == ["m6"]
+    there.join(10.0, "m6")
+    turns(there, 10.0)
+    there.join(12.0, *there.started())
+    turns(there, 12.0)
+    assert len(there.begun[2]) == 3 and there.end is None
+    assert not there.membership.failures.total
+
+
+def test_scripts_that_do_not_stop_are_not_resized() -> None:
+    there = Scripts(1, 3)
+    there.join(1.0, "m1", "m2", "m3")
+    why = resize_refusal(there.membership, 2)
+    assert "cannot be stopped at a step" in why
+
+
+def turns(there: Scripts, now: float, *events: Resize) -> None:
+    for event in events:
+        there.membership.take(now, event)
+    there.do(now)
+    for tick in range(10):
+        there.membership.tick(now + 0.15 * tick)
+        there.do(now + 0.15 * tick)
 
 
 @pytest.mark.parametrize("seed", range(60))
