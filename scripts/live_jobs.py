@@ -349,9 +349,7 @@ def audited(
     for step, numbers in seen.items():
         if {*range((step - 1) * SIZE, step * SIZE)} - {*numbers}:
             lost.append(step)
-    # Of steps that a supervisor was told of after it was started again, members alone
-    # say what was in them.
-    for said in (one for one in commits if one["parts"]):
+    for said in commits:
         nodes = [(a, b) for n in said["parts"].values() for a, b in n]
         try:
             check_tiles(nodes, MICRO_BATCHES)

@@ -309,6 +309,7 @@ def _begin(run: Run, now: float, members: list[Member], step: int) -> None:
     run.short_since, run.expected = None, 0
     run.pace.begun(step, now)
     kept = sum(last - first for nodes in held.values() for first, last in nodes)
+    first, later = repaired(names, seconds, held, size), dealt(names, seconds, size)
     record(
         run,
         now,
@@ -317,16 +318,16 @@ def _begin(run: Run, now: float, members: list[Member], step: int) -> None:
         members=names,
         step=step,
         kept_micro_batches=kept,
+        first=first,
+        later=later,
     )
-    first = repaired(names, seconds, held, size)
-    run.assigned = run.generation, first, dealt(names, seconds, size)
     begin = wire.Begin(
         generation=run.generation,
         members=[(m.name, m.host, m.port) for m in members],
         step=step,
         sources=sources,
         first=first,
-        later=run.assigned[2],
+        later=later,
     )
     for member in members:
         member.held, member.beyond = (), 0

@@ -10,7 +10,7 @@ from live_jobs import Serving, audited, undisturbed
 
 pytestmark = pytest.mark.relaxed_promotion
 
-STEPS = {"first": 300, "second": 80, "third": 80}
+STEPS = {"first": 300, "second": 60, "third": 60}
 
 
 def test_jobs_trade_devices_and_lose_nothing_to_kills(tmp_path: Path) -> None:
