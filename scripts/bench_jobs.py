@@ -13,7 +13,11 @@ same simulator plays every scheduler:
     free         so do batches
     fairness, sia   as free, with the objectives of Pollux and Sia
 
-    python scripts/bench_jobs.py [--seeds 20] [--refresh]
+    python scripts/bench_jobs.py [--seeds 20] [--refresh] [--live TRADES]
+
+``--live`` also runs real jobs on four processes of this machine, which come at random
+and trade devices while processes are killed, and two traces of ten minutes; what came
+of them is kept in ``live_jobs.json`` and printed from there.
 
 The last line is one JSON object: medians over the seeds at eight and at forty devices,
 at 0.8 of what static serves,
@@ -24,6 +28,12 @@ at 0.8 of what static serves,
     starved          jobs that waited longer than all ahead of them may take
     decide_seconds   processor time of one decision on 1,000 jobs and 1,024 devices
     decide_gap       by which part the integer program's bound is above it
+    live_trades, live_hangs, live_lost, live_doubled, live_max_rel_loss_diff
+                     of live jobs: changes of devices, waits without a step, samples of
+                     committed steps that are missing or twice in one, and losses
+                     against undisturbed runs
+    sim_over_live    mean completion of the second trace by the simulator, with what
+                     the first has measured, over that which it had
     loads            the same ratios by cluster and load
     missed           names of the bars that are missed
 """
@@ -46,6 +56,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import live_trades  # noqa: E402
 import numpy as np  # noqa: E402
 from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: E402
 from scipy.sparse import csr_array  # noqa: E402
@@ -65,13 +76,12 @@ from whalejax.scheduler.plan_table import (  # noqa: E402
     plans_by_number,
     tried_numbers,
 )
-from whalejax.scheduler.simulation import (  # noqa: E402
+from whalejax.scheduler.schedule import (  # noqa: E402
     Decide,
-    Simulated,
     elastic,
     first_come_first_served,
-    simulate,
 )
+from whalejax.scheduler.simulation import Simulated, simulate  # noqa: E402
 
 
 KEPT: Final = ROOT / "scripts" / "jobs.json"
@@ -90,6 +100,11 @@ BARS: Final = {
     "starved": 0,
     "decide_seconds": 1.0,
     "decide_gap": 0.01,
+    "live_hangs": 0,
+    "live_lost": 0,
+    "live_doubled": 0,
+    "live_leftovers": 0,
+    "live_max_rel_loss_diff": 1e-6,
 }
 
 
@@ -308,7 +323,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20, help="how many, from 0")
     parser.add_argument("--refresh", action="store_true", help="plan and play anew")
+    parser.add_argument(
+        "--live", type=int, metavar="TRADES", help="run live jobs first, and keep that"
+    )
+    parser.add_argument("--trace-seconds", type=float, default=600.0)
     arguments = parser.parse_args()
+    if arguments.live:
+        live_trades.refreshed(arguments.live, arguments.trace_seconds)
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     found = tables(kept, arguments.refresh)
     loads: dict[str, dict[str, float]] = {}
@@ -325,7 +346,10 @@ def main() -> None:
     }
     result["starved"] = max(int(one["starved"]) for one in loads.values())
     result.update(decision())
-    missed = {name: result[name] for name, most in BARS.items() if result[name] > most}
+    result.update(live_trades.results())
+    missed = {n: result[n] for n, most in BARS.items() if result.get(n, 0) > most}
+    if not 0.9 <= result.get("sim_over_live", 1.0) <= 1.1:
+        missed["sim_over_live"] = result["sim_over_live"]
     print(json.dumps({**result, "loads": loads, "missed": missed}))
 
 

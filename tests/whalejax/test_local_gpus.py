@@ -13,6 +13,7 @@ from whalejax.processes import local_gpus
 from whalejax.processes.launch_spec import Launch
 from whalejax.processes.local_gpus import (
     VISIBLE,
+    SlotGpus,
     own_gpus,
     refusal,
     shared_words,
@@ -140,3 +141,10 @@ def test_elastic_commands_refuse_more_processes_than_gpus(
         assert "3 processes on this machine, which has 2 GPUs (4, 6)" in said
         assert "JAX_PLATFORMS=cpu" in said and "Traceback" not in said
     assert [x.name for x in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_slots_have_the_gpus_that_others_have_shared_out() -> None:
+    gpus = SlotGpus({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4)
+    assert gpus.of(1, ("3", "GPU-7")) == {"CUDA_VISIBLE_DEVICES": "GPU-7"}
+    with pytest.raises(WhaleError, match="slot 2 has no device of 2"):
+        gpus.of(2, ("3", "GPU-7"))

@@ -17,7 +17,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,17 @@ from whalejax.api.named_jobs import (
     model_names,
     named_values,
 )
-from whalejax.cli.jobs.jobs_options import JobsSimulateCommand
+from whalejax.cli.jobs.jobs_options import (
+    JobsAddCommand,
+    JobsCancelCommand,
+    JobsCommand,
+    JobsLogsCommand,
+    JobsPauseCommand,
+    JobsResumeCommand,
+    JobsServeCommand,
+    JobsShowCommand,
+    JobsSimulateCommand,
+)
 from whalejax.cli.option_checks import check_words, checked
 from whalejax.cli.options import (
     AgentCommand,
@@ -135,9 +145,7 @@ def _answered(argv: Sequence[str], started: float, *, closed: bool) -> int:
         if argv[:1] == ["swarm"]:
             return _swarm(parse_swarm(argv))
         if argv[:1] == ["jobs"]:
-            from whalejax.cli.jobs import play_trace
-
-            return play_trace.simulated(parse_jobs(argv), find_job)
+            return _jobs(parse_jobs(argv))
         _check_command_name(argv)
         command = _parse(argv)
     except SystemExit as stop:  # after --help, or an error that was printed
@@ -209,27 +217,45 @@ def parse_swarm(argv: Sequence[str]) -> SwarmCommand:
     return parsed
 
 
-def parse_jobs(argv: Sequence[str]) -> JobsSimulateCommand:
+def parse_jobs(argv: Sequence[str]) -> JobsCommand:
     """The command that follows ``whalejax jobs``.
 
     Args:
         argv: the words after the program's name.
     """
-    words = list(argv[1:])
-    if words[:1] != ["simulate"] and not {"-h", "--help"} & {*words}:
-        given = f", not {words[0]!r}" if words else ""
-        raise WhaleError(
-            f"jobs takes the command simulate{given}: whalejax jobs simulate TRACE.csv "
-            "--cluster CLUSTER"
-        )
     check_words(argv)
-    parsed: JobsSimulateCommand = tyro.cli(
-        JobsSimulateCommand,
-        prog="whalejax jobs simulate",
-        args=words[1:] if words[:1] == ["simulate"] else words,
+    parsed: JobsCommand = tyro.cli(
+        JobsCommand,
+        prog="whalejax jobs",
+        description="Share devices out among jobs that come and go.",
+        args=list(argv[1:]),
         config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
     )
     return parsed
+
+
+def _jobs(command: JobsCommand) -> int:
+    if isinstance(command, JobsSimulateCommand):
+        from whalejax.cli.jobs import play_trace
+
+        return play_trace.simulated(command, find_job)
+    from whalejax.cli.jobs import job_commands  # Which need no JAX.
+
+    match command:
+        case JobsServeCommand():
+            return job_commands.serve(command)
+        case JobsAddCommand():
+            return job_commands.add(command)
+        case JobsShowCommand():
+            return job_commands.show(command)
+        case JobsLogsCommand():
+            return job_commands.logs(command)
+        case JobsCancelCommand(name=name, save=save):
+            return job_commands.change(save, name, "cancel")
+        case JobsPauseCommand(name=name, save=save):
+            return job_commands.change(save, name, "pause")
+        case JobsResumeCommand(name=name, save=save):
+            return job_commands.change(save, name, "resume")
 
 
 def _swarm(command: SwarmCommand) -> int:
@@ -308,7 +334,7 @@ def _run(command: Command, started: float) -> int:
 
 
 def _plan(command: PlanCommand) -> None:
-    from whalejax import jobs
+    from whalejax.api import job_plans
     from whalejax.cli import show
     from whalejax.cli.progress import Working, make_console
 
@@ -316,11 +342,11 @@ def _plan(command: PlanCommand) -> None:
     settings = plan_settings(command)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
-        plan = jobs.make_plan(
+        plan = job_plans.make_plan(
             job,
-            jobs.abstract_model(job),
-            jobs.first_batch(job, command.batch),
-            jobs.machine(command.cluster),
+            job_plans.abstract_model(job),
+            job_plans.first_batch(job, command.batch),
+            job_plans.machine(command.cluster),
             runnable=not command.estimate,
             allow_idle=command.allow_idle,
             margin=command.margin,
@@ -344,7 +370,7 @@ def _plan(command: PlanCommand) -> None:
 
 
 def _batch(command: BatchCommand) -> None:
-    from whalejax import jobs
+    from whalejax.api import job_plans as jobs
     from whalejax.api.largest_batch import largest_batch
     from whalejax.cli import show
     from whalejax.cli.progress import Working, make_console
@@ -371,7 +397,7 @@ def _batch(command: BatchCommand) -> None:
 def _profile(command: ProfileCommand) -> None:
     import jax
 
-    from whalejax import jobs
+    from whalejax.api import job_plans as jobs
     from whalejax.cli import show
     from whalejax.cli.plan_source import planned_job
     from whalejax.cli.progress import Working, make_console
@@ -414,7 +440,7 @@ def _show(command: ShowCommand) -> None:
 
 
 def _search(command: SearchCommand) -> None:
-    from whalejax import jobs
+    from whalejax.api import job_plans
     from whalejax.cli import show
     from whalejax.cli.progress import Working, make_console
 
@@ -423,7 +449,7 @@ def _search(command: SearchCommand) -> None:
     given, settings = prices(command.price), plan_settings(command)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
-        found = jobs.search_plans(
+        found = job_plans.search_plans(
             job,
             command.on,
             batch=command.batch,
@@ -494,7 +520,7 @@ def _check_output(output: Path | None) -> None:
 
 
 def _verify(command: VerifyCommand) -> int:
-    from whalejax import jobs
+    from whalejax.api import job_plans
     from whalejax.cli.plan_source import planned_job
     from whalejax.cli.progress import Working, make_console
     from whalejax.verification import gpu, report
@@ -509,7 +535,7 @@ def _verify(command: VerifyCommand) -> int:
             "PLAN.json is missing; expected a file that whalejax plan wrote"
         )
     job, plan = planned_job(command.plan, command.model, command.set)
-    question = jobs.question_of(job, plan)
+    question = job_plans.question_of(job, plan)
     with Working("verifying", quiet=command.quiet):
         found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
     if command.output is not None and found.better is not None:
@@ -551,7 +577,10 @@ def _complete(shell: str) -> None:
     """Print what makes a shell complete our words."""
     from whalejax.cli.completion import completion_script
 
-    groups = {"swarm": lambda words: parse_swarm(["swarm", *words])}
+    groups: dict[str, Callable[[list[str]], object]] = {
+        "swarm": lambda words: parse_swarm(["swarm", *words]),
+        "jobs": lambda words: parse_jobs(["jobs", *words]),
+    }
     print(completion_script(shell, _parse, groups), end="")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from whalejax.jobs import abstract_model, make_plan
+from whalejax.api.job_plans import abstract_model, make_plan
 from whalejax.meshes import Cluster, WhaleError
 from whalejax.meshes.device_kinds import TimedModel
 from whalejax.planner.balance.measured_speed import weights_hash

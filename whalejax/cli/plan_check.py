@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from whalejax import jobs
 from whalejax.adapters.base import adapt
+from whalejax.api import job_plans
 from whalejax.cli.options import CheckCommand
 from whalejax.cli.plan_source import planned_job
 from whalejax.cli.progress import Working, make_console
@@ -39,8 +39,8 @@ def check(command: CheckCommand) -> int:
         found = check_plan(
             plan,
             job.loss_fn,
-            jobs.abstract_model(job),
-            jobs.first_batch(job, plan.batch[0].shape[0]),
+            job_plans.abstract_model(job),
+            job_plans.first_batch(job, plan.batch[0].shape[0]),
             optimizer=job.optimizer,
             odd=not command.even,
             seed=command.seed,

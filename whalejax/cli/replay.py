@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from whalejax.jobs import make_plan
+from whalejax.api.job_plans import make_plan
 from whalejax.lowering.state import TrainState
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import WhaleError

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from whalejax import jobs
+from whalejax.api import job_plans
 from whalejax.cli import replay
 from whalejax.cli.option_checks import check_command
 from whalejax.cli.options import (
@@ -64,7 +64,7 @@ def _run(job: Job, options: TrainCommand, started: float) -> TrainReport:
     # Of several processes the first one speaks.
     speaks = jax.process_index() == 0
     console = make_console(quiet=options.quiet or not speaks)
-    model = jobs.abstract_model(job)
+    model = job_plans.abstract_model(job)
     session = _Session(
         job=job,
         options=options,
@@ -186,11 +186,11 @@ def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> P
     if options.cluster is None:
         remark(console, "planning; these devices are measured once, for at most 20 s")
     with Working("planning", quiet=console.quiet):
-        return jobs.make_plan(
+        return job_plans.make_plan(
             job,
             model,
             job.batch_at(0, options.batch),
-            jobs.machine(options.cluster),
+            job_plans.machine(options.cluster),
             **settings,
         )
 

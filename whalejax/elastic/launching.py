@@ -66,6 +66,7 @@ def supervise(
     *,
     seconds: float = 300.0,
     quiet: bool = False,
+    devices: tuple[str, ...] | None = None,
 ) -> int:
     """Run a supervisor to its end, again where it is killed.
 
@@ -76,6 +77,7 @@ def supervise(
         places: where processes are held; on this machine if None.
         seconds: for processes to end after the run has.
         quiet: say what goes wrong, and no progress.
+        devices: as for ``Supervised``.
 
     Returns:
         Its status.
@@ -91,6 +93,7 @@ def supervise(
         awaited=places.awaited,
         exit_seconds=seconds,
         quiet=quiet,
+        devices=devices,
     )
     ends = _Ends()
     for number in range(_MOST_RESTARTS):

@@ -17,9 +17,9 @@ import jax
 import jaxlib.version
 import numpy as np
 
-from whalejax import jobs
 from whalejax._version import __version__
 from whalejax.adapters.leaves import is_key
+from whalejax.api import job_plans
 from whalejax.capture.split_checks import DependentSamplesError
 from whalejax.distributed.standard_streams import say
 from whalejax.elastic.saving import Tell
@@ -93,13 +93,13 @@ def planned_replica(
     Raises:
         PlanError: it has no room there, or cannot be planned.
     """
-    make = _shapes_of_batch if by_shapes else jobs.first_batch
+    make = _shapes_of_batch if by_shapes else job_plans.first_batch
     first = make(job, batch)
     size = batch or job.batch_size or 0
-    model = jobs.abstract_model(job)
+    model = job_plans.abstract_model(job)
 
     def planned(count: int) -> Plan:
-        return jobs.make_plan(
+        return job_plans.make_plan(
             job,
             model,
             first,
@@ -125,7 +125,7 @@ def _shapes_of_batch(job: Job, batch: int | None) -> Any:
     try:
         return jax.eval_shape(lambda: job.batch_at(0, batch))
     except Exception:  # Whatever the user's function raises there.
-        return jobs.first_batch(job, batch)
+        return job_plans.first_batch(job, batch)
 
 
 class ReplicaPrograms:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from whalejax import jobs
+from whalejax.api import job_plans
 from whalejax.capture.batch import aval_of
 from whalejax.elastic.mesh_sizes import Asked, mesh_of
 from whalejax.elastic.programs import most_micro_batches, tell_source
@@ -67,15 +67,15 @@ class SpreadPrograms:
             PlanError: there is no plan for the devices of these processes.
         """
         self._job, self._mesh, self._seed = job, mesh, seed
-        first = jobs.first_batch(job, batch)
+        first = job_plans.first_batch(job, batch)
         self.size = batch or job.batch_size or 0
         staged = isinstance(mesh, Mapping) and STAGE in mesh
         self.count = micro_batches or (most_micro_batches(self.size) if staged else 1)
-        model = self._model = jobs.abstract_model(job)
+        model = self._model = job_plans.abstract_model(job)
         # Shapes alone: a batch may be large.
         self._batch = jax.tree.map(aval_of, first)
         here = jax.process_count()
-        self.plan = jobs.make_plan(
+        self.plan = job_plans.make_plan(
             job,
             model,
             first,

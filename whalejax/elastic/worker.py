@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
 
 from whalejax.meshes.errors import WhaleError
 
 
-_USER_ERROR = 2
+_USER_ERROR: Final = 2
+_MOST_VALUES: Final = 4096
+"""Of an array in a line of metrics."""
 
 
-def _precision(words: Sequence[str]) -> str | dict[str, str]:
+def precision_asked(words: Sequence[str]) -> str | dict[str, str]:
     """As ``wh.plan`` takes it; its default where nothing was given."""
     named: dict[str, str] = {}
     for word in words:
@@ -50,6 +59,25 @@ def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
     return found
 
 
+def write_metrics(folder: Path, step: int, metrics: Mapping[str, Any]) -> None:
+    """Add a line to the metrics of this process.
+
+    A full disk keeps none of them, and the steps go on.
+
+    Args:
+        folder: Of one file for each process.
+        step: Number of the step.
+        metrics: As ``wh.train_elastic`` yields them; large arrays are left out.
+    """
+    told = {"step": step, "time": round(time.time(), 3)}
+    leaves = ((name, np.asarray(x)) for name, x in metrics.items())
+    told |= {name: x.tolist() for name, x in leaves if x.size <= _MOST_VALUES}
+    with contextlib.suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        with (folder / f"{os.getpid()}.jsonl").open("a") as file:
+            file.write(json.dumps(told) + "\n")
+
+
 def main(words: Sequence[str]) -> int:
     """Train until the run is over.
 
@@ -71,13 +99,14 @@ def main(words: Sequence[str]) -> int:
             save_every=options["save_every"],
             batch=options["batch"],
             num_micro_batches=options["micro_batches"],
-            precision=_precision(options["precision"]),
+            precision=precision_asked(options["precision"]),
             seed=options["seed"],
             mesh=mesh_asked(options["mesh"]),
         ):
-            print(
-                f"step {int(state.step)}  loss {float(metrics['loss']):.6g}", flush=True
-            )
+            step = int(state.step)
+            print(f"step {step}  loss {float(metrics['loss']):.6g}", flush=True)
+            if options.get("metrics"):
+                write_metrics(Path(options["metrics"]), step, metrics)
     except WhaleError as error:
         print(f"whalejax: {error}", file=sys.stderr, flush=True)
         return _USER_ERROR

@@ -55,6 +55,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
     "begun": {"generation": _is_int, "members": _are_names, "step": _is_int},
     "preparing": {"generation": _is_int, "members": _are_names, "after": _is_int},
     "facts": {"steps": _is_count, "micro-batches": _is_count},
+    "resized": {"size": _is_int},
     "adding_up": {"by": _is_text, "why": _is_text},
     "ending": {"status": _is_int},
     "saved": {"name": _is_text, "step": _is_int, "path": _is_text},
@@ -178,7 +179,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of elastic runs in a file, without those that lack what they tell."""
-    return [said for said in read(path) if _is_whole(said)]
+    return [said for said in read(path) if is_whole(said)]
 
 
 def read_commits(path: Path) -> list[dict[str, Any]]:
@@ -186,7 +187,10 @@ def read_commits(path: Path) -> list[dict[str, Any]]:
     return [said for said in read_events(path) if said["event"] == COMMITTED]
 
 
-def _is_whole(said: Mapping[str, Any]) -> bool:
+def is_whole(said: Mapping[str, Any]) -> bool:
+    """Whether an event has all that readers of it need."""
+    if not _is_text(said.get("event")):
+        return False
     fields = {"time": _is_number, **_FIELDS.get(said["event"], {})}
     return all(is_good(said.get(name)) for name, is_good in fields.items())
 

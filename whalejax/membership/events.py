@@ -135,6 +135,18 @@ class ReductionProposed(NamedTuple):
     why: str
 
 
+class Resize(NamedTuple):
+    """The run is to have another number of members; none ends it as ``Terminate`` does.
+
+    Attributes:
+        size: Number of members.
+        devices: Names of the devices of each slot; None where they stay.
+    """
+
+    size: int
+    devices: tuple[str, ...] | None = None
+
+
 class Terminate(NamedTuple):
     """The run is to end: at once, or at a step after which a member saves its state."""
 
@@ -144,7 +156,7 @@ class Terminate(NamedTuple):
 Event = (
     Begin | Resume | Tick | Register | Heard | Disconnected | Started | NotStarted
     | Deferred | Exited | Unrunnable | AgentJoined | RoomFreed | AgentLeft | AgentLost
-    | ReductionProposed | Terminate
+    | ReductionProposed | Resize | Terminate
 )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def _gather(run: Run, now: float) -> None:
     coming, finishing = run.are_coming, run.is_finishing
     if len(members) >= settings.least or (members and finishing):
         if (
-            len(members) == settings.most
+            len(members) == run.size
             or finishing
             or (run.formed and not run.restarts)
             or not (coming or run.failures.due or run.awaited)
@@ -122,7 +122,7 @@ def _watch_world(run: Run, now: float) -> None:
     ready = [m for m in run.there() if m.status == "ready" and not m.leaving]
     members = run.fitting()
     enough = len(members) > len(there)
-    if enough and len(members) < run.settings.most:
+    if enough and len(members) < run.size:
         # Those that start may come along: one stop does for all of them.
         coming = run.are_coming or bool(run.failures.due)
         waited = now - min(m.since for m in ready)
@@ -309,6 +309,7 @@ def _begin(run: Run, now: float, members: list[Member], step: int) -> None:
     run.short_since, run.expected = None, 0
     run.pace.begun(step, now)
     kept = sum(last - first for nodes in held.values() for first, last in nodes)
+    first, later = repaired(names, seconds, held, size), dealt(names, seconds, size)
     record(
         run,
         now,
@@ -317,16 +318,16 @@ def _begin(run: Run, now: float, members: list[Member], step: int) -> None:
         members=names,
         step=step,
         kept_micro_batches=kept,
+        first=first,
+        later=later,
     )
-    first = repaired(names, seconds, held, size)
-    run.assigned = run.generation, first, dealt(names, seconds, size)
     begin = wire.Begin(
         generation=run.generation,
         members=[(m.name, m.host, m.port) for m in members],
         step=step,
         sources=sources,
         first=first,
-        later=run.assigned[2],
+        later=later,
     )
     for member in members:
         member.held, member.beyond = (), 0

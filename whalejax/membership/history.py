@@ -6,12 +6,12 @@ killed goes on from it, so that it does not matter behind which event it is kill
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from whalejax.membership.endings import Ending
 from whalejax.membership.events import WriteEvent
-from whalejax.membership.run import Member, Over, Run
+from whalejax.membership.run import Member, Over, Parts, Run
 from whalejax.membership.settings import SupervisorSettings
 
 
@@ -60,6 +60,8 @@ def apply(run: Run, now: float, event: str, fields: Mapping[str, Any]) -> None:
             run.active, run.step = _known(run, fields["members"]), fields["step"]
             run.phase, run.formed = "running", True
             run.target, run.after, run.well = [], -1, set()
+            first, later = (_parts(fields.get(name)) for name in ("first", "later"))
+            run.assigned = fields["generation"], first, later
             for name in run.active:
                 if run.members[name].status != "finished":
                     run.members[name].becomes("active", now)
@@ -67,6 +69,10 @@ def apply(run: Run, now: float, event: str, fields: Mapping[str, Any]) -> None:
             run.phase = "gathering"
         case "facts":
             run.facts = {k: v for k, v in fields.items() if k not in ("time", "event")}
+        case "resized":
+            run.size = fields["size"]
+            if (devices := fields.get("devices")) is not None:
+                run.devices = tuple(devices)
         case "adding_up":
             run.adding_up = fields["by"], fields["why"]
         case "draining":
@@ -108,6 +114,11 @@ def _apply_to_member(
             member.leaving = True
         case "saved":
             run.checkpoint = fields["path"]
+
+
+def _parts(told: Mapping[str, Iterable[Sequence[int]]] | None) -> Parts:
+    """Micro-batches of each member, as a journal has them."""
+    return {n: [(a, b) for a, b in nodes] for n, nodes in (told or {}).items()}
 
 
 def _known(run: Run, names: Iterable[str]) -> list[str]:

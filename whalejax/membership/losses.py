@@ -59,9 +59,8 @@ def exited(run: Run, now: float, name: str, status: int | None, log: str) -> Non
         record(run, now, "ended", name=name, status=status, how=how, well=well)
         if run.restarts and well:
             pass  # It has done its work.
-        elif member.slot is not None and run.phase not in ("draining", "ending"):
-            again = now + run.settings.hold_seconds
-            run.failures.due.setdefault(member.slot, again)
+        elif run.phase not in ("draining", "ending"):
+            run.refill(now + run.settings.hold_seconds, member.slot)
     if run.restarts and run.active and run.well.issuperset(run.active):
         end(run, now, Ending.COMPLETE, "")
 
@@ -108,7 +107,7 @@ def lose(
         error = "" if _may_follow(run, error) else error
         count(run, now, member, why, error, log)
         check_budget(run, now, member.reached)
-    if member.slot is not None:
+    if member.slot is not None and member.slot in run.slots:
         run.failures.due[member.slot] = now + run.failures.hold(now, member.slot)
     together = ("running", "preparing") if run.stops else ("running",)
     if run.restarts and run.phase in together and member.name in run.active:
@@ -152,8 +151,7 @@ def restart_world(run: Run, now: float) -> None:
             why = "the world starts again"
             record(run, now, "ended", name=name, why=why, how=Ending.DRAINED)
             run.outbox.append(Kill(name=name, pid=member.pid))
-        if member.slot is not None:
-            run.failures.due.setdefault(member.slot, now)
+        run.refill(now, member.slot)
 
 
 def _may_follow(run: Run, error: str) -> bool:
@@ -180,7 +178,9 @@ def start_due(run: Run, now: float) -> None:
     if left and not run.restarts:
         return
     for slot, due in [*run.failures.due.items()]:
-        if due <= now:
+        if slot not in run.slots:
+            del run.failures.due[slot]  # The run was resized.
+        elif due <= now:
             del run.failures.due[slot]
             run.starting.add(slot)
             run.outbox.append(Start(slot=slot))

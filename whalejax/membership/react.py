@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Final
 
 from whalejax.membership import events as ev
-from whalejax.membership import generations, losses, members, run_ends
+from whalejax.membership import generations, losses, members, resizing, run_ends
 from whalejax.membership.failures import Failure
 from whalejax.membership.history import apply, record
 from whalejax.membership.lease import shifted
@@ -60,7 +60,7 @@ def react(run: Run, now: float, event: ev.Event) -> list[ev.Effect]:
             if by and not run.adding_up[0]:
                 record(run, now, "adding_up", by=by, why=why)
         case ev.Begin():
-            for slot in range(run.settings.most + run.settings.spares):
+            for slot in run.slots:
                 run.failures.due[slot] = now
             _tick(run, now)
         case ev.Resume():
@@ -69,8 +69,11 @@ def react(run: Run, now: float, event: ev.Event) -> list[ev.Effect]:
             run_ends.end_at_once(run, now)
         case ev.Terminate():
             generations.terminate(run, now)
+        case ev.Resize():
+            resizing.resize(run, now, event)
         case ev.Started():
             members.started(run, now, event)
+            resizing.leave_slots(run, now)  # It may have been resized meanwhile.
         case _:
             _place(run, now, event)
     if not isinstance(event, ev.Heard | ev.Disconnected):
@@ -231,7 +234,7 @@ def _resume(run: Run, now: float, event: ev.Resume) -> None:
     _count_again(run, now - event.wall, event)
     if run.phase not in ("draining", "ending"):
         taken = {m.slot for m in run.there()}
-        for slot in range(run.settings.most + run.settings.spares):
+        for slot in run.slots:
             if slot not in taken:
                 run.failures.due[slot] = now
     if run.over is not None:

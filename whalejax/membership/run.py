@@ -133,6 +133,8 @@ class Run:
         active: of the newest generation that began, by rank.
         target, after: who was asked to form the newest one, and behind which step.
         step: at which the newest generation began.
+        size: members that the run is to have, as it was last resized.
+        devices: names of the devices of each slot; None where they were never said.
         facts: that all members have in common.
         checkpoint: the newest.
         adding_up: how gradients are added up, and why; empty before it is decided.
@@ -170,6 +172,8 @@ class Run:
     target: list[str] = field(default_factory=list)
     after: int = -1
     step: int = -1
+    size: int = field(init=False)
+    devices: tuple[str, ...] | None = None
     facts: dict[str, str] = field(default_factory=dict)
     checkpoint: str = ""
     adding_up: tuple[str, str] = ("", "")
@@ -201,6 +205,8 @@ class Run:
     _knows_left: bool = False
 
     def __post_init__(self) -> None:
+        first = self.settings.first
+        self.size = self.settings.most if first is None else first
         self.pace = CommitTimes(self.settings)
         self.failures = Failures(self.settings)
         self.lease = Lease(self.settings.lease_seconds, LONGEST_TURN_SECONDS)
@@ -239,6 +245,16 @@ class Run:
         return [m for m in members if m.status not in ("failed", "gone")]
 
     @property
+    def slots(self) -> range:
+        """Places for processes of this machine or of agents."""
+        return range(self.size + self.settings.spares)
+
+    def refill(self, now: float, slot: int | None) -> None:
+        """Have a slot filled at a time, if the run still has it."""
+        if slot is not None and slot in self.slots:
+            self.failures.due.setdefault(slot, now)
+
+    @property
     def are_coming(self) -> bool:
         """Processes start that may take part."""
         return bool(self.starting) or any(
@@ -258,7 +274,7 @@ class Run:
         if self.is_finishing:
             return took
         ready = [m.name for m in there if m.status == "ready"]
-        return (took + ready)[: self.settings.most]
+        return (took + ready)[: self.size]
 
     def fitting(self) -> list[str]:
         """As many of those that could take part as there is a plan for.

@@ -15,6 +15,8 @@ class SupervisorSettings:
 
     Attributes:
         least, most: members that take part in a step.
+        first: members with which the run begins; ``most`` if None. A run that is
+            resized has from ``least`` to ``most``.
         spares: further ones, which have compiled everything and wait.
         lease_seconds: a member that is silent for so long is given up.
         start_seconds: from a process's start to its first word.
@@ -37,6 +39,7 @@ class SupervisorSettings:
 
     least: int
     most: int
+    first: int | None = None
     spares: int = 0
     lease_seconds: float = 10.0
     start_seconds: float = 300.0
@@ -65,6 +68,11 @@ class SupervisorSettings:
                 problems.add(
                     f"MIN is {self.least} and MAX is {self.most}; expected MIN:MAX "
                     f"with MIN at most MAX, such as {self.most}:{self.least}"
+                )
+            if self.first is not None and not self.least <= self.first <= self.most:
+                problems.add(
+                    f"first is {self.first}; expected {self.least} to {self.most} "
+                    "processes, as MIN:MAX says"
                 )
             if self.spares < 0:
                 problems.add(f"--spares is {self.spares}; expected 0 or more")
@@ -96,6 +104,8 @@ class Supervised:
         again: an earlier supervisor of this run was ended by a signal: go on from its
             journal, also where the run is over or nobody is left.
         quiet: say what goes wrong, and no progress.
+        devices: names of the devices of each slot, for ``CUDA_VISIBLE_DEVICES``; all
+            slots share what there is if None.
         places: processes are placed on agents, which join at ``host`` and ``port``;
             else they are started on this machine.
         awaited: names of agents that are started for this run.
@@ -111,6 +121,7 @@ class Supervised:
     pulse: int | None = None
     again: bool = False
     quiet: bool = False
+    devices: tuple[str, ...] | None = None
     places: bool = False
     awaited: tuple[str, ...] = ()
 

@@ -187,12 +187,20 @@ class SlotGpus:
         """How they are shared out, for the user; nothing where they are not."""
         return shared_words(self.gpus, self.places)
 
-    def of(self, slot: int) -> dict[str, str]:
+    def of(self, slot: int, devices: Sequence[str] | None = None) -> dict[str, str]:
         """The variables that give a slot its GPUs.
+
+        Args:
+            slot: whose process is started.
+            devices: names of the GPUs of each slot, where others have shared them out.
 
         Raises:
             WhaleError: the run has no such slot.
         """
+        if devices is not None:
+            if slot >= len(devices):
+                raise WhaleError(f"slot {slot} has no device of {len(devices)}")
+            return {VISIBLE: devices[slot]}
         return own_gpus(self.gpus, self.places, slot)
 
     def is_late(self, now: float, slot: int, pid: int) -> bool:

@@ -289,6 +289,20 @@ def began_at(pid: int) -> str:
     return said.rpartition(")")[2].split()[19]
 
 
+def runs(pid: int, began: str) -> bool:
+    """Whether a process is there that began then; one that has ended is not.
+
+    Args:
+        pid: Number of the process.
+        began: As ``began_at`` tells it.
+    """
+    try:
+        said = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return said[19] == began and said[0] not in "ZX"
+
+
 @functools.cache
 def machine() -> str:
     """What tells this machine, as it was started, from any other.

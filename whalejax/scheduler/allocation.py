@@ -161,8 +161,9 @@ def _values(
         job = one.job
         progress = job.progress(place)
         if place != one.place and progress:
-            holds = min(horizon, one.left / progress + job.resize_seconds)
-            progress *= max(0.0, 1 - job.resize_seconds / max(holds, 1e-9))
+            lost = job.lost_seconds(one.place, place)
+            holds = min(horizon, one.left / progress + lost)
+            progress *= max(0.0, 1 - lost / max(holds, 1e-9))
         weight = 1 + job.priority
         if objective == "completion":
             return weight * progress / max(one.left, 1e-9)

@@ -56,7 +56,10 @@ class ScheduledJob:
         samples: Samples of the job's own batch until it ends.
         arrival: Seconds from the beginning at which it is added.
         priority: Jobs of a higher one are admitted first, and weigh as much more.
-        resize_seconds: Time without progress when it starts, or its devices change.
+        resize_seconds: Time without progress when its devices change.
+        start_seconds: The same when it starts, or goes to another kind of device;
+            ``resize_seconds`` if None.
+        join_seconds: Time until further devices take part; it goes on without them.
         asked: Number of devices that its user would have asked for.
     """
 
@@ -66,14 +69,20 @@ class ScheduledJob:
     arrival: float = 0.0
     priority: int = 0
     resize_seconds: float = 0.0
+    start_seconds: float | None = None
+    join_seconds: float = 0.0
     asked: Place = NOWHERE
 
     def __post_init__(self) -> None:
         problems = Arguments(f"job {self.name!r}", JobError)
         problems.words("name", self.name)
         problems.of("options", self.options, Mapping, "a table of JobOption by place")
-        for name in ("samples", "arrival", "resize_seconds"):
+        for name in (
+            "samples", "arrival", "resize_seconds", "start_seconds", "join_seconds"
+        ):  # fmt: skip
             value = getattr(self, name)
+            if name == "start_seconds" and value is None:
+                continue
             if not (is_number(value) and value >= 0):
                 problems.refuse(name, value, "0 or more")
         problems.whole("priority", self.priority, least=0, most=100)
@@ -95,6 +104,24 @@ class ScheduledJob:
         """Progress in samples a second; 0 where it cannot run there."""
         option = self.options.get(place)
         return 0.0 if option is None else option.progress
+
+    def change_seconds(self, before: Place, after: Place) -> tuple[float, float]:
+        """What a change costs: seconds at the earlier speed, then without progress."""
+        if before == after or not after[1]:
+            return 0.0, 0.0
+        if not before[1] or before[0] != after[0]:
+            start = self.start_seconds
+            return 0.0, self.resize_seconds if start is None else start
+        joins = self.join_seconds if after[1] > before[1] else 0.0
+        return joins, self.resize_seconds
+
+    def lost_seconds(self, before: Place, after: Place) -> float:
+        """What a change costs, in seconds of the progress that follows it."""
+        joins, still = self.change_seconds(before, after)
+        if joins:
+            slower = self.progress(before) / max(self.progress(after), 1e-12)
+            still += joins * max(0.0, 1.0 - slower)
+        return still
 
     @property
     def places(self) -> list[Place]:

@@ -80,7 +80,7 @@ def read_job_trace(path: Path) -> list[TracedJob]:
                 name=cells.word("name"),
                 arrival=cells.number("arrival", _MOST_SECONDS),
                 model=cells.word("model"),
-                batch=cells.span("batch", _MOST_SAMPLES),
+                batch=cells.batches(),
                 steps=cells.whole("steps", 1, _MOST_STEPS),
                 devices=cells.span("devices", MAX_DEVICES),
                 priority=cells.whole("priority", 0, 100, default=0),
@@ -141,6 +141,14 @@ class _Cells:
             self._refuse(name, f"a whole number from {least} to {most}")
             return least
         return value
+
+    def batches(self) -> tuple[int, int]:
+        """A batch, or a range that has another one: batches are doubled."""
+        least, most = self.span("batch", _MOST_SAMPLES)
+        if least < most < 2 * least:
+            expected = f"a largest batch of {2 * least} or more, as batches are doubled"
+            self._refuse("batch", expected)
+        return least, most
 
     def span(self, name: str, most: int) -> tuple[int, int]:
         """``N``, or ``MIN:MAX``."""

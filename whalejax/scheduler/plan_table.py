@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from whalejax import jobs
+from whalejax.api import job_plans
 from whalejax.api.plan import plan as make_plan
 from whalejax.meshes import Cluster, DeviceKind
 from whalejax.planner.errors import PlanError
@@ -127,11 +127,11 @@ def _plan_on(
         except PlanError:
             return fewer
     else:
-        shapes = jax.eval_shape(lambda: jobs.first_batch(job, batch))
+        shapes = jax.eval_shape(lambda: job_plans.first_batch(job, batch))
         try:
             plan = make_plan(
                 job.loss_fn,
-                jobs.abstract_model(job),
+                job_plans.abstract_model(job),
                 shapes,
                 optimizer=job.optimizer,
                 cluster=part,

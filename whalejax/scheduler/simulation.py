@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from whalejax.scheduler.allocation import JobState, Objective, allocate
 from whalejax.scheduler.job_table import NOWHERE, JobError, Place, ScheduledJob
-
-
-Decide = Callable[[Sequence[JobState]], Mapping[str, Place]]
-"""Places of all jobs that wait or run, by name."""
+from whalejax.scheduler.schedule import Decide, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,33 +116,56 @@ class Simulated:
 
 @dataclass(slots=True)
 class _Running:
-    """A job while it is played through."""
+    """A job while it is played through.
+
+    Attributes:
+        job: The job.
+        left: Samples that are left.
+        place: Where it is.
+        since: Time from which it has been there.
+        course: Times until which it makes so much progress a second, in order.
+        intervals: Times in which it had devices.
+    """
 
     job: ScheduledJob
     left: float
     place: Place = NOWHERE
     since: float = 0.0
-    ready: float = 0.0
+    course: list[tuple[float, float]] = field(default_factory=lambda: [(math.inf, 0.0)])
     intervals: list[Interval] = field(default_factory=list)
 
     def end(self, now: float) -> float:
         """Seconds at which it ends where it is."""
-        progress = self.job.progress(self.place)
-        start = max(now, self.ready)
-        return start + self.left / progress if progress else math.inf
+        left = self.left
+        for until, progress in self.course:
+            span = max(0.0, until - now)
+            if progress and left <= span * progress:
+                return now + left / progress
+            if progress:
+                left -= span * progress
+            now = max(now, until)
+        return math.inf
 
     def advance(self, before: float, now: float) -> None:
         """Do what it does between two moments."""
-        seconds = max(0.0, now - max(before, self.ready))
-        self.left = max(0.0, self.left - seconds * self.job.progress(self.place))
+        for until, progress in self.course:
+            span = max(0.0, min(until, now) - before)
+            self.left = max(0.0, self.left - span * progress)
+            before = max(before, min(until, now))
+        while self.course[0][0] <= now:
+            del self.course[0]
 
     def move(self, place: Place, now: float) -> None:
         """Give it other devices."""
-        if place == self.place:
-            return
+        before, progress = self.place, self.course[0][1]
         self.leave(now)
         self.place, self.since = place, now
-        self.ready = now + self.job.resize_seconds
+        joins, still = self.job.change_seconds(before, place)
+        self.course = [
+            (now + joins, progress),
+            (now + joins + still, 0.0),
+            (math.inf, self.job.progress(place)),
+        ]
 
     def leave(self, now: float) -> None:
         """Take its devices."""
@@ -182,38 +201,39 @@ def simulate(
     # Clocks that begin long ago, as Unix time does, are too coarse for short jobs.
     zero = order[0].arrival
     coming = [dataclasses.replace(job, arrival=job.arrival - zero) for job in order]
-    running: list[_Running] = []
+    schedule = Schedule(devices, decide, every=every)
+    running: dict[str, _Running] = {}
     ended: dict[str, tuple[list[Interval], float]] = {}
-    now, tick = 0.0, 0.0
+    now = 0.0
     while coming or running:
         if not running:
-            now = tick = max(now, coming[0].arrival)
+            now = max(now, coming[0].arrival)
         while coming and coming[0].arrival <= now:
             job = coming.pop(0)
-            running.append(_Running(job=job, left=job.samples))
-        states = [JobState(job=r.job, left=r.left, place=r.place) for r in running]
-        places = decide(states)
-        _check_places(places, devices)
-        for one in running:
-            one.move(places.get(one.job.name, NOWHERE), now)
-        if all(one.place == NOWHERE for one in running) and not coming:
-            names = ", ".join(one.job.name for one in running)
-            raise JobError(f"no job gets devices, and none will end: {names}")
-        if now >= tick:
-            tick = now + every
-        following = min(one.end(now) for one in running)
+            running[job.name] = _Running(job=job, left=job.samples)
+            schedule.add(job, job.samples)
+        for move in schedule.decide(now):
+            running[move.name].move(move.after, now)
+        if all(one.place == NOWHERE for one in running.values()) and not coming:
+            raise JobError(
+                f"no job gets devices, and none will end: {', '.join(running)}"
+            )
+        following = min(one.end(now) for one in running.values())
         if coming:
             following = min(following, coming[0].arrival)
-        after = min(following, tick)
-        for one in running:
+        after = min(following, schedule.next_at)
+        for name, one in running.items():
             if one.end(now) <= after:
                 one.left = 0.0
             one.advance(now, after)
+            schedule.update(name, one.left)
         now = max(after, math.nextafter(now, math.inf))
-        for one in [r for r in running if r.left <= 1e-9 * r.job.samples]:
-            running.remove(one)
-            one.leave(now)
-            ended[one.job.name] = one.intervals, now
+        for name, one in [*running.items()]:
+            if one.left <= 1e-9 * one.job.samples:
+                del running[name]
+                schedule.remove(name)
+                one.leave(now)
+                ended[name] = one.intervals, now
     records = tuple(_record(job, *ended[job.name], zero) for job in order)
     return Simulated(records=records, devices=sum(devices.values()))
 
@@ -227,50 +247,3 @@ def _record(
         for one in intervals
     )
     return JobRecord(job=job, intervals=tuple(moved), end=end + zero)
-
-
-def _check_places(places: Mapping[str, Place], devices: Mapping[str, int]) -> None:
-    for kind, count in devices.items():
-        taken = sum(n for k, n in places.values() if k == kind)
-        if taken > count:
-            there = f"{count} devices {kind}".strip()
-            raise JobError(f"a decision takes {taken} of {there}")
-
-
-def elastic(devices: Mapping[str, int], objective: Objective, horizon: float) -> Decide:
-    """Devices follow the jobs that are there.
-
-    Args:
-        devices: Number of devices by kind.
-        objective, horizon: As for ``allocate``.
-    """
-
-    def decide(states: Sequence[JobState]) -> Mapping[str, Place]:
-        return allocate(states, devices, objective=objective, horizon=horizon)
-
-    return decide
-
-
-def first_come_first_served(devices: Mapping[str, int]) -> Decide:
-    """Every job gets the devices that its user asked for, until it ends.
-
-    Args:
-        devices: Number of devices by kind.
-    """
-
-    def decide(states: Sequence[JobState]) -> Mapping[str, Place]:
-        found = {one.job.name: one.place for one in states}
-        free = dict(devices)
-        for kind, count in found.values():
-            if count:
-                free[kind] -= count
-        waiting = [one for one in states if one.place == NOWHERE]
-        for one in sorted(waiting, key=lambda one: (one.job.arrival, one.job.name)):
-            kind, count = one.job.asked
-            if count > free.get(kind, 0):
-                break
-            free[kind] -= count
-            found[one.job.name] = one.job.asked
-        return found
-
-    return decide

@@ -28,10 +28,11 @@ import optax
 from jax.sharding import Mesh
 from scipy.optimize import linear_sum_assignment
 
-from whalejax import _compat, jobs
+from whalejax import _compat
 from whalejax._version import __version__
 from whalejax.adapters.base import Adapter, adapt, made_model
 from whalejax.adapters.leaves import is_key
+from whalejax.api import job_plans
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.options import as_planned
@@ -129,11 +130,11 @@ class Cut:
         """
         self.job, self.stages, self.seed = job, stages, seed
         self.precision, self.delayed_updates = precision, delayed_updates
-        first = jobs.first_batch(job, batch)
+        first = job_plans.first_batch(job, batch)
         self.size = batch or job.batch_size or 0
         self.count = micro_batches or _most_micro_batches(self.size)
-        model = jobs.abstract_model(job)
-        self.plan = jobs.make_plan(
+        model = job_plans.abstract_model(job)
+        self.plan = job_plans.make_plan(
             job,
             model,
             first,

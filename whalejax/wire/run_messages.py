@@ -294,6 +294,18 @@ class Exited(Message):
 OfAgent: TypeAlias = Enlist | AgentBeat | Launched | NotLaunched | Exited
 
 
+# What a scheduler says to the supervisor, and hears.
+
+
+class Resize(Message):
+    size: Whole
+    devices: list[Text] | None = None
+
+
+class Resized(Message):
+    size: Whole
+
+
 # What the supervisor says to agents.
 
 
@@ -356,9 +368,10 @@ class State(Message):
 
 ToPeer: TypeAlias = Part | Total | State
 
-TO_SUPERVISOR: Final = Messages[OfMember | OfAgent](
-    *get_args(OfMember), *get_args(OfAgent)
+TO_SUPERVISOR: Final = Messages[OfMember | OfAgent | Resize](
+    *get_args(OfMember), *get_args(OfAgent), Resize
 )
+TO_SCHEDULER: Final = Messages[Resized | Refused](Resized, Refused)
 TO_MEMBER: Final = Messages[ToMember](*get_args(ToMember))
 TO_AGENT: Final = Messages[ToAgent](*get_args(ToAgent))
 HELLO: Final = Messages(Hello)

@@ -109,8 +109,8 @@ class Driven(Run):
         return written(self)
 
 
-RUN = """generation phase active target after step facts checkpoint adding_up formed
-draining well over""".split()
+RUN = """assigned generation phase active target after step size devices facts
+checkpoint adding_up formed draining well over""".split()
 MEMBER = "slot pid began agent machine token status leaving".split()
 
 

@@ -47,6 +47,7 @@ def test_a_trace_is_read_in_the_order_of_arrivals(tmp_path: Path) -> None:
         (HEAD, "it holds no job"),
         (HEAD + "a,-1,m,8,1,1,,\n", "line 2: arrival is '-1'; expected a number"),
         (HEAD + "a,0,m,8:4,1,1,,\n", "line 2: batch is '8:4'; expected N or MIN:MAX"),
+        (HEAD + "a,0,m,64:100,1,1,,\n", "expected a largest batch of 128 or more"),
         (HEAD + ",0,m,8,1,1,,\n", "line 2: name is ''; expected a name"),
         (HEAD + "a,0,m,8,1,1,,\n" * 2, "2 jobs are named 'a'"),
     ],
@@ -106,8 +107,8 @@ def test_a_trace_is_played_through(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["jobs"], "jobs takes the command simulate"),
-        (["jobs", "add"], "jobs takes the command simulate, not 'add'"),
+        (["jobs"], "Missing subcommand"),
+        (["jobs", "add"], "--devices"),
         (
             ["jobs", "simulate", "none.csv", "--cluster", "h100:4"],
             "trace none.csv: it cannot be read",

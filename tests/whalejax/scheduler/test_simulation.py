@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from whalejax.scheduler.job_table import JobError, JobOption, ScheduledJob
-from whalejax.scheduler.simulation import (
-    Simulated,
-    elastic,
-    first_come_first_served,
-    simulate,
-)
+from whalejax.scheduler.allocation import JobState
+from whalejax.scheduler.job_table import JobError, JobOption, Place, ScheduledJob
+from whalejax.scheduler.schedule import Schedule, elastic, first_come_first_served
+from whalejax.scheduler.simulation import Simulated, simulate
 
 
 EIGHT = {"": 8}
@@ -114,3 +112,50 @@ def test_clocks_that_began_long_ago_end_short_jobs() -> None:
     found = simulate(jobs, EIGHT, elastic(EIGHT, "throughput", 600.0))
     assert len(found.records) == 8
     assert all(0 <= one.completion < 1 for one in found.records)
+
+
+def test_further_devices_take_part_later_and_the_job_goes_on_meanwhile() -> None:
+    costs = {"resize_seconds": 1.0, "start_seconds": 5.0, "join_seconds": 10.0}
+    options = {
+        ("", n): JobOption(place=("", n), samples_per_second=float(n))
+        for n in range(1, 9)
+    }
+    jobs = [
+        ScheduledJob(name="a", options=options, samples=400.0, **costs),
+        ScheduledJob(name="b", options=options, samples=100.0, arrival=1.0, **costs),
+    ]
+
+    def decide(states: Sequence[JobState]) -> dict[str, Place]:
+        there = [one.job.name for one in states]
+        return {name: ("", 8 // len(there)) for name in there}
+
+    found = simulate(jobs, EIGHT, decide, every=1e9)
+    first, second = found.records
+    # b starts at 1 for 5 s, and does 4 a second.
+    assert second.end == pytest.approx(1 + 5 + 25)
+    # a does nothing till 1 (it starts for 5 s, and is resized), 4 from 2 to 31, 4 till
+    # 41 while it grows, nothing for 1 s, and then 8.
+    assert first.end == pytest.approx(42 + (400 - 4 * 29 - 4 * 10) / 8)
+    grown = costs["resize_seconds"] + 10.0 * (1 - 4 / 8)
+    assert jobs[0].lost_seconds(("", 4), ("", 8)) == pytest.approx(grown)
+    assert jobs[0].lost_seconds(("", 8), ("", 4)) == 1.0
+    assert jobs[0].lost_seconds(("", 0), ("", 4)) == 5.0
+    assert jobs[0].lost_seconds(("x", 4), ("y", 4)) == 5.0
+
+
+def test_it_is_decided_where_something_happens_and_every_so_often() -> None:
+    schedule = Schedule(EIGHT, elastic(EIGHT, "throughput", 600.0), every=60.0)
+    assert schedule.decide(0.0) == [] and schedule.next_at == 60.0
+    schedule.add(job("a", 400), 400.0)
+    assert schedule.next_at < 1.0
+    (move,) = schedule.decide(1.0)
+    assert (move.name, move.before, move.after) == ("a", ("", 0), ("", 8))
+    schedule.update("a", 200.0)
+    assert schedule.next_at == 61.0
+    schedule.add(job("b", 400), 400.0)
+    moves = schedule.decide(2.0)
+    # Who gives devices up comes first.
+    assert [(m.name, m.after[1] - m.before[1]) for m in moves] == [("a", -1), ("b", 1)]
+    schedule.remove("b")
+    assert [m.after for m in schedule.decide(3.0)] == [("", 8)]
+    assert schedule.places() == {"a": ("", 8)}

@@ -1,4 +1,4 @@
-"""Options of ``whalejax jobs``; see ``options``."""
+"""Options of ``whalejax jobs``: simulate, serve and the commands to jobs that run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro import conf
+
+from whalejax.cli.options import Mesh, Model, OptionalNumber, Precision, Settings
 
 
 Policy = Literal["throughput", "completion", "fairness", "sia", "static"]
@@ -38,3 +40,130 @@ class JobsSimulateCommand:
     """in which the jobs compute"""
     json: bool = False
     """print the result as one line of JSON and nothing else"""
+
+
+Save = Annotated[Path, conf.arg(metavar="DIR")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsServeCommand:
+    """Share the devices of this host out among jobs, as these come and end.
+
+    Jobs are elastic runs under supervisors of their own: they go on where this command
+    ends, and are taken back where it is started again with the same --save.
+    """
+
+    cluster: Annotated[str, conf.arg(metavar="CLUSTER")]
+    """devices of this host, such as cpu:4 or h100:8, or a file"""
+    save: Save = Path("jobs")
+    """folder of the journal, the socket, and of each job; for you alone"""
+    policy: Literal["throughput", "completion", "fairness", "sia"] = "throughput"
+    """what is most: as for jobs simulate"""
+    every: Annotated[float, conf.arg(metavar="SECONDS")] = 60.0
+    """between decisions where no job comes or ends"""
+    resize: Annotated[float, conf.arg(metavar="SECONDS")] = 31.0
+    """that a start takes, or further devices until they take part; what was measured
+    takes its place"""
+    horizon: Annotated[float, conf.arg(metavar="SECONDS")] = 600.0
+    """in which a change has to win what it costs"""
+    hosts: Annotated[str | None, conf.arg(metavar="HOSTS")] = None
+    """not built yet: jobs run on the host of this command"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsAddCommand:
+    """Add a job to those that share the devices; it is planned before it runs."""
+
+    model: Model
+    """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
+    devices: Annotated[str, conf.arg(metavar="MIN:MAX")]
+    """the fewest and the most devices, such as 1:8, or a number"""
+    set: Settings = ()
+    """options of the model, or of your function: layers=6 embed=128"""
+    name: Annotated[str | None, conf.arg(metavar="NAME")] = None
+    """unlike that of any other job; made from the model's name if left out"""
+    batch: Annotated[str | None, conf.arg(metavar="N")] = None
+    """samples in a global batch; the job's own number if left out"""
+    steps: Annotated[int, conf.arg(metavar="N")] = 100
+    """steps to be done in all"""
+    priority: Annotated[int, conf.arg(metavar="N")] = 0
+    """jobs of a higher one are admitted first, and weigh as much more"""
+    micro_batches: OptionalNumber = None
+    """of a step, which the job's processes share; if left out the largest number up to
+    16 that divides the batch"""
+    precision: Precision = ()
+    mesh: Mesh = ()
+    save_every: Annotated[int, conf.arg(metavar="N")] = 100
+    """steps between checkpoints; there is one after the last step too"""
+    seed: int = 0
+    """of the model's initial values and of dropout"""
+    save: Save = Path("jobs")
+    """that of jobs serve"""
+    wait: bool = True
+    """until it is planned, as if left out; with --no-wait it is added and no more"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsShowCommand:
+    """Show the jobs that share the devices, until Ctrl-C."""
+
+    save: Save = Path("jobs")
+    """that of jobs serve"""
+    once: bool = False
+    """print the table once"""
+    json: bool = False
+    """print it once, as one line of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsLogsCommand:
+    """Print what a job's processes and its supervisor wrote last."""
+
+    name: Annotated[conf.Positional[str], conf.arg(metavar="ID")]
+    """of the job"""
+    save: Save = Path("jobs")
+    """that of jobs serve"""
+    lines: Annotated[int, conf.arg(metavar="N")] = 20
+    """of each log, from its end"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsCancelCommand:
+    """End a job behind a step, with a checkpoint."""
+
+    name: Annotated[conf.Positional[str], conf.arg(metavar="ID")]
+    """of the job"""
+    save: Save = Path("jobs")
+    """that of jobs serve"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsPauseCommand:
+    """Take the devices of a job behind a step, with a checkpoint."""
+
+    name: Annotated[conf.Positional[str], conf.arg(metavar="ID")]
+    """of the job"""
+    save: Save = Path("jobs")
+    """that of jobs serve"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsResumeCommand:
+    """Let a job that was paused go on from its checkpoint."""
+
+    name: Annotated[conf.Positional[str], conf.arg(metavar="ID")]
+    """of the job"""
+    save: Save = Path("jobs")
+    """that of jobs serve"""
+
+
+JobsCommand = (
+    Annotated[JobsSimulateCommand, conf.subcommand("simulate")]
+    | Annotated[JobsServeCommand, conf.subcommand("serve")]
+    | Annotated[JobsAddCommand, conf.subcommand("add")]
+    | Annotated[JobsShowCommand, conf.subcommand("show")]
+    | Annotated[JobsLogsCommand, conf.subcommand("logs")]
+    | Annotated[JobsCancelCommand, conf.subcommand("cancel")]
+    | Annotated[JobsPauseCommand, conf.subcommand("pause")]
+    | Annotated[JobsResumeCommand, conf.subcommand("resume")]
+)

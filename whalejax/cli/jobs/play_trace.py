@@ -22,13 +22,8 @@ from whalejax.scheduler.plan_table import (
     planned_options,
     tried_numbers,
 )
-from whalejax.scheduler.simulation import (
-    JobRecord,
-    Simulated,
-    elastic,
-    first_come_first_served,
-    simulate,
-)
+from whalejax.scheduler.schedule import elastic, first_come_first_served
+from whalejax.scheduler.simulation import JobRecord, Simulated, simulate
 from whalejax.user_code.losses import Job
 
 

@@ -46,6 +46,7 @@ from whalejax.membership import events as ev
 from whalejax.membership.history import replayed
 from whalejax.membership.members import refusal
 from whalejax.membership.react import react
+from whalejax.membership.resizing import resize_refusal
 from whalejax.membership.run import LONGEST_TURN_SECONDS, Member, Run
 from whalejax.membership.run_ends import saves_last
 from whalejax.membership.settings import Supervised as Supervised
@@ -81,6 +82,8 @@ from whalejax.wire.run_messages import (
     Refused,
     Register,
     Report,
+    Resize,
+    Resized,
     Way,
     Welcome,
 )
@@ -114,7 +117,7 @@ class Supervisor:
         self._ticked_at = float("-inf")
         self._held = contextlib.ExitStack()
         self._selector = self._held.enter_context(selectors.DefaultSelector())
-        self._events: queue.Queue[tuple[Channel, OfMember | OfAgent | None]]
+        self._events: queue.Queue[tuple[Channel, OfMember | OfAgent | Resize | None]]
         self._events = queue.Queue(_MOST_EVENTS)
         self._waker: Waker | None = None
         self._channels: dict[str, Channel] = {}
@@ -216,6 +219,10 @@ class Supervisor:
             told = {**told, "run": self._name, **self._gpus.opened()}
             self._journal.write("opened", told)
             if self._run.command:
+                if self._run.settings.first is not None:
+                    first = self._run.settings.first
+                    resized = ev.Resize(first, self._run.devices)
+                    self._take(time.monotonic(), resized)
                 self._take(time.monotonic(), ev.Begin())
         self._do_all()
 
@@ -397,7 +404,9 @@ class Supervisor:
         except WireError:
             channel.close()  # Which is told in the same way.
 
-    def _tell(self, channel: Channel, message: OfMember | OfAgent | None) -> None:
+    def _tell(
+        self, channel: Channel, message: OfMember | OfAgent | Resize | None
+    ) -> None:
         """Let the loop take a message, or the end of a connection."""
         while not self._is_closed:
             try:
@@ -435,6 +444,8 @@ class Supervisor:
                 self._refused(now, channel, message)
             elif isinstance(message, Enlist):
                 self._enlist(now, channel, message)
+            elif isinstance(message, Resize):
+                self._resize(now, channel, message)
             elif isinstance(message, OfAgent):
                 self._heard_agent(now, channel, message)
             elif channel in self._names:
@@ -462,7 +473,9 @@ class Supervisor:
                 self._send(channel, Heard(goodput=goodput, number=number))
         answers, self._answers = self._answers, []
         for channel, answer in answers:
-            if is_written or not isinstance(answer, Noted):  # Else it is said again.
+            if is_written or not isinstance(
+                answer, Noted | Resized
+            ):  # Else it is said again.
                 self._send(channel, answer)
 
     def _register(self, now: float, channel: Channel, message: Register) -> None:
@@ -535,6 +548,18 @@ class Supervisor:
             return f"{save} cannot be written ({error.strerror or error})"
         self._save = Path(save)
         return ""
+
+    def _resize(self, now: float, channel: Channel, message: Resize) -> None:
+        """Whoever shares out devices asks for another number of members."""
+        devices = None if message.devices is None else tuple(message.devices)
+        why = resize_refusal(self._state, message.size)
+        if devices is not None and len(devices) < message.size:
+            why = f"{len(devices)} devices for {message.size} members; expected as many"
+        if why:
+            self._answers.append((channel, Refused(why=why)))
+            return
+        self._take(now, ev.Resize(message.size, devices))
+        self._answers.append((channel, Resized(size=message.size)))
 
     def _send(self, channel: Channel, message: Message) -> None:
         with contextlib.suppress(WireError):
@@ -656,12 +681,12 @@ class Supervisor:
         if self._run.places:
             self._count += self._fleet.start(now, slot, name)
             return
-        if self._gpus.gpus and self._is_taken(now, slot):
+        if (self._gpus.gpus or self._state.devices) and self._is_taken(now, slot):
             # Its GPUs are another's until that process has ended.
             self._take(now, ev.Deferred(slot, until=now + _TICK_SECONDS))
             return
         try:
-            own = self._gpus.of(slot)
+            own = self._gpus.of(slot, self._state.devices)
         except WhaleError as error:  # The run began with fewer, and is not asked again.
             self._record("not_started", slot=slot, why=str(error))
             self._take(now, ev.Deferred(slot))

@@ -1,0 +1,441 @@
+"""What the scheduler of live jobs takes, refuses, and takes back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from whalejax.cli.jobs.job_commands import request_of
+from whalejax.cli.jobs.jobs_options import JobsAddCommand
+from whalejax.cli.jobs.jobs_table import live_table
+from whalejax.cli.main import main
+from whalejax.meshes import cluster
+from whalejax.meshes.errors import WhaleError
+from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.live import local_socket, plan_worker
+from whalejax.scheduler.live.job_book import JobBook
+from whalejax.scheduler.live.job_service import JobService, ServeSettings, device_names
+from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, ask, make_private
+from whalejax.scheduler.live.planning import Planning
+from whalejax.scheduler.live.requests import (
+    Add,
+    Answer,
+    Change,
+    Done,
+    JobReport,
+    Jobs,
+    Refused,
+    Show,
+    encoded,
+)
+
+
+class Held(JobService):
+    """A scheduler whose folder is taken until the test ends."""
+
+    def close(self) -> None:
+        self._held.close()
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Any]:
+    """Opens schedulers in a folder, one after the other."""
+    there: list[Held] = []
+
+    def make(text: str = "cpu:4") -> Held:
+        while there:
+            there.pop().close()
+        found = Held(ServeSettings(folder=tmp_path / "jobs", cluster=text))
+        there.append(found)
+        found.open()
+        return found
+
+    yield make
+    while there:
+        there.pop().close()
+
+
+def job(folder: Path, name: str = "one", **fields: Any) -> Add:
+    given = {"steps": 10, "devices": (1, 4), "model": "mlp", **fields}
+    return Add(name=name, folder=str(folder), **given)
+
+
+def refused(answer: Answer) -> str:
+    assert isinstance(answer, Refused), answer
+    return answer.why
+
+
+def jobs(service: JobService) -> Jobs:
+    answer = service.answer(Show())
+    assert isinstance(answer, Jobs)
+    return answer
+
+
+def plan(service: JobService, name: str, *speeds: float) -> None:
+    """Give a job a table without planning it."""
+    options = [
+        {"kind": "", "devices": n, "samples_per_second": speed, "layout": ""}
+        for n, speed in enumerate(speeds, start=1)
+    ]
+    service._book.record("planned", name=name, batch=8, options=options)
+
+
+# What is added.
+
+
+def test_a_name_is_a_job_s_own(opened: Any, tmp_path: Path) -> None:
+    service = opened()
+    assert service.answer(job(tmp_path)) == Done()
+    why = refused(service.answer(job(tmp_path)))
+    assert "a job is named 'one' already (it is there); give another --name" in why
+    assert [one.name for one in jobs(service).jobs] == ["one"]
+
+
+def test_more_devices_than_there_are_are_refused(opened: Any, tmp_path: Path) -> None:
+    why = refused(opened().answer(job(tmp_path, devices=(6, 8))))
+    assert "--devices is 6:8" in why and "has 4: 2 too few" in why
+    why = refused(opened().answer(job(tmp_path, devices=(3, 2))))
+    assert "--devices is 3:2; expected MIN at most MAX" in why
+
+
+def test_a_folder_that_is_none_is_refused(opened: Any, tmp_path: Path) -> None:
+    assert "is no folder" in refused(opened().answer(job(tmp_path / "none")))
+
+
+def test_a_job_that_has_ended_cannot_be_changed(opened: Any, tmp_path: Path) -> None:
+    service = opened()
+    service.answer(job(tmp_path))
+    service._book.record("ended", name="one", how="complete", why="")
+    for what in ("cancel", "pause", "resume"):
+        why = refused(service.answer(Change(name="one", what=what)))
+        assert f"job 'one' has ended (complete); there is nothing to {what}" in why
+    why = refused(service.answer(Change(name="two", what="cancel")))
+    assert "there is no job 'two'; there are: one" in why
+
+
+def test_jobs_are_paused_resumed_and_cancelled_once(
+    opened: Any, tmp_path: Path
+) -> None:
+    service = opened()
+    service.answer(job(tmp_path))
+    assert "is not paused" in refused(service.answer(Change(name="one", what="resume")))
+    assert service.answer(Change(name="one", what="pause")) == Done()
+    assert jobs(service).jobs[0].status == "paused"
+    assert "paused already" in refused(service.answer(Change(name="one", what="pause")))
+    service = opened()  # Another one takes it back from the journal.
+    assert jobs(service).jobs[0].status == "paused"
+    assert service.answer(Change(name="one", what="resume")) == Done()
+    assert service.answer(Change(name="one", what="cancel")) == Done()
+    why = refused(service.answer(Change(name="one", what="cancel")))
+    assert "was cancelled, and ends behind a step" in why
+    service.turn(0.0)
+    assert jobs(service).jobs[0].status == "cancelled"
+
+
+def test_a_decision_outlives_the_scheduler(opened: Any, tmp_path: Path) -> None:
+    service = opened()
+    for name in ("one", "two"):
+        service.answer(job(tmp_path, name))
+        plan(service, name, 1.0, 2.0, 3.0, 4.0)
+    service = opened()
+    service._decide(0.0)
+    assert [one.target for one in jobs(service).jobs] == [2, 2]
+    service = opened()
+    assert [one.target for one in jobs(service).jobs] == [2, 2]
+    assert service._schedule.places() == {"one": ("", 2), "two": ("", 2)}
+
+
+# The cluster.
+
+
+def test_jobs_keep_the_cluster_that_they_were_planned_for(
+    opened: Any, tmp_path: Path
+) -> None:
+    opened().answer(job(tmp_path))
+    with pytest.raises(JobError, match=r"has jobs on .* that have not ended \(one\)"):
+        opened("cpu:2")
+    opened().answer(Change(name="one", what="cancel"))
+    service = opened()
+    service.turn(0.0)
+    assert opened("cpu:2")._book.cluster == cluster("cpu:2").describe()
+
+
+def test_a_cluster_file_that_changes_is_told(opened: Any, tmp_path: Path) -> None:
+    path = tmp_path / "host.toml"
+    cluster("cpu:4").save(path)
+    service = opened(str(path))
+    assert jobs(service).notes == []
+    cluster("cpu:2").save(path)
+    (note,) = jobs(service).notes
+    assert "host.toml has changed since the scheduler read it" in note
+    assert jobs(service).devices == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h100:2x8", "has 2 hosts; jobs serve shares out the devices of the host"),
+        ("v5e:2x2", "shares out CPUs and GPUs"),
+        ("h100:8", "this host shows 0 GPUs"),
+    ],
+)
+def test_clusters_that_this_host_does_not_have(
+    text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(JobError, match=message):
+        device_names(cluster(text))
+
+
+def test_jobs_share_the_devices_that_have_not_failed(
+    opened: Any, tmp_path: Path
+) -> None:
+    service = opened()
+    service.answer(job(tmp_path, "one"))
+    plan(service, "one", 1.0, 2.0, 3.0, 4.0)
+    service.answer(job(tmp_path, "two", devices=(4, 4)))
+    options = [{"kind": "", "devices": 4, "samples_per_second": 1.0, "layout": ""}]
+    service._book.record("planned", name="two", batch=8, options=options)
+    for name in ("one", "two"):
+        service._schedule.add(service._table(service._book.jobs[name]), 80.0)
+    service._placing.failed["cpu1"] = "it broke"
+    service._count_devices()
+    service._decide(0.0)
+    assert [one.target for one in jobs(service).jobs] == [3, 0]
+    (note,) = jobs(service).notes
+    assert note == "devices that failed are used no more: cpu1 (it broke)"
+    assert jobs(service).devices == 4
+
+
+# The disk.
+
+
+def test_a_full_disk_loses_nothing_and_is_told(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = opened()
+    write, full = os.write, [True]
+
+    def fails(opened: int, data: Any) -> int:
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(opened, data)
+
+    monkeypatch.setattr("whalejax.journals.journal.os.write", fails)
+    answer = service.answer(job(tmp_path))
+    assert isinstance(answer, Done) and "No space left on device" in answer.note
+    plan(service, "one", 1.0)
+    service._planning.withdraw("one")
+    service._schedule.add(service._table(service._book.jobs["one"]), 80.0)
+    service.turn(0.0)
+    (report,) = jobs(service).jobs
+    assert report.target == 1 and not service._runs["one"].is_alive  # Not started.
+    assert "none is started until there is space" in jobs(service).notes[0]
+    full[0] = False
+    service._book.record("paused", name="one")  # So that nothing is started here.
+    service._place(service._book.jobs["one"], 0)
+    service.turn(0.0)
+    assert jobs(service).notes == []
+    assert JobBook(tmp_path / "jobs").jobs["one"].options
+
+
+# The socket.
+
+
+def test_only_its_user_may_open_the_socket(opened: Any, tmp_path: Path) -> None:
+    opened()
+    folder = tmp_path / "jobs"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / SOCKET).stat().st_mode) == 0o600
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir(mode=0o777)
+    make_private(open_to_all)
+    assert stat.S_IMODE(open_to_all.stat().st_mode) == 0o700
+
+
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 4242)
+    with pytest.raises(JobError, match="who may add a job there runs code as you"):
+        make_private(tmp_path)
+
+
+def test_another_version_is_named_on_both_sides(tmp_path: Path) -> None:
+    listening = LocalSocket(tmp_path)
+    try:
+        with (
+            socket.socket(socket.AF_UNIX) as link,
+            local_socket._short(tmp_path / SOCKET) as path,
+        ):
+            link.connect(path)
+            link.sendall(b"whalejax-jobs/9 {}\n")
+            answer = link.recv(4096)
+        assert answer.startswith(b"whalejax-jobs/1 ")
+        assert b"the command speaks 'whalejax-jobs/9'" in answer
+        with (
+            socket.socket(socket.AF_UNIX) as link,
+            local_socket._short(tmp_path / SOCKET) as path,
+        ):
+            link.connect(path)
+            link.sendall(encoded(Show()).replace(b"show", b"shoo"))
+            assert b"sent no message of ours" in link.recv(4096)
+    finally:
+        listening.close()
+
+
+def test_a_scheduler_of_another_version_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        with local_socket._short(tmp_path / SOCKET) as path:
+            listening.bind(path)
+        listening.listen()
+        monkeypatch.setattr(local_socket, "_line", lambda link: b"whalejax-jobs/2 {}\n")
+        with pytest.raises(JobError, match="the scheduler speaks 'whalejax-jobs/2'"):
+            ask(tmp_path, Show())
+
+
+def test_nobody_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["jobs", "show", "--once", "--save", str(tmp_path / "none")]) == 2
+    error = capsys.readouterr().err
+    assert "no scheduler listens at" in error and "whalejax jobs serve" in error
+
+
+def test_a_second_scheduler_of_a_folder_is_refused(opened: Any, tmp_path: Path) -> None:
+    opened()
+    other = Held(ServeSettings(folder=tmp_path / "jobs", cluster="cpu:4"))
+    with pytest.raises(WhaleError, match="is in use by process"):
+        other.open()
+
+
+# The command line.
+
+
+def test_words_of_add_that_cannot_be_used_are_named_at_once(tmp_path: Path) -> None:
+    command = JobsAddCommand(
+        model="mlp", devices="4:1", batch="64:1024", name="../x", steps=0, priority=200
+    )
+    with pytest.raises(JobError) as caught:
+        request_of(command, tmp_path)
+    for said in (
+        "--name is '../x'",
+        "--devices is '4:1'; expected N, or MIN:MAX",
+        "--batch is 64:1024; jobs that run keep one batch",
+        "--steps is 0",
+        "--priority is 200; expected 0 to 100",
+    ):
+        assert said in str(caught.value)
+
+
+def test_other_hosts_are_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["jobs", "serve", "--cluster", "cpu:4", "--hosts", "a,b"]
+    assert main(words) == 2
+    assert "other hosts are not taken yet" in capsys.readouterr().err
+
+
+# Planning.
+
+
+def test_a_folder_that_is_gone_is_said_by_planning(tmp_path: Path) -> None:
+    planning = Planning(cluster("cpu:4"))
+    planning.submit(job(tmp_path / "gone"))
+    planned = planning.poll()
+    assert planned is not None and planned.name == "one"
+    assert "it cannot be planned" in planned.refusal and "gone" in planned.refusal
+    assert planning.poll() is None
+
+
+BROKEN = """
+import jax.numpy as jnp, numpy as np, optax
+import whalejax as wh
+
+def make():
+    def loss_fn(model, batch):
+        if batch["x"].sum() > 0:
+            return 0.0
+        return jnp.mean(batch["x"] @ model["w"])
+    data = {"x": np.ones((8, 4), np.float32)}
+    return wh.Job(loss_fn, lambda: {"w": jnp.ones((4, 2))}, data, optax.sgd(0.1),
+                  batch_size=8)
+"""
+
+
+def told(request: Add, text: str) -> dict[str, Any]:
+    fields = {**request.fields, "cluster": cluster(text).to_json()}
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(fields))
+    return found
+
+
+def test_a_model_that_does_not_trace_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    request = job(tmp_path, model=f"{tmp_path / 'broken.py'}:make")
+    with pytest.raises(Exception, match="boolean") as caught:
+        plan_worker.planned(told(request, "cpu:4"))
+    text = plan_worker.error_text(caught.value)
+    assert text.startswith("the model cannot be traced: TracerBoolConversionError: ")
+    assert text.endswith("broken.py:7)") and "\n" not in text
+
+
+def test_a_job_that_no_devices_hold_is_refused_by_how_much(tmp_path: Path) -> None:
+    settings = ["inputs=1000000"]
+    request = job(tmp_path, settings=settings, batch=8, devices=(1, 1))
+    with pytest.raises(JobError, match="no number of devices from 1 to 1") as caught:
+        plan_worker.planned(told(request, "cpu:4"))
+    assert " and lacks " in str(caught.value) and " GB " in str(caught.value)
+
+
+def test_a_table_has_as_many_devices_as_there_are_micro_batches(tmp_path: Path) -> None:
+    request = job(tmp_path, batch=34)  # Two micro-batches of 17 samples.
+    found = plan_worker.planned(told(request, "cpu:4"))
+    assert found["batch"] == 34
+    assert {one["devices"] for one in found["options"]} == {1, 2}
+
+
+# What is shown.
+
+
+def test_a_table_goes_on_without_a_scheduler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = JobReport(
+        name="one", status="running", held=1, target=2, step=3, steps=9, loss=0.5,
+        predicted=20.0, seconds_left=75.4, why="first line\nsecond line",
+    )  # fmt: skip
+    found = Jobs(jobs=[report], cluster="4×CPU", devices=4, pid=1, notes=["a note"])
+    answers: list[Jobs | JobError] = [found, JobError("no scheduler listens"), found]
+
+    def find() -> Jobs:
+        if not answers:
+            raise KeyboardInterrupt
+        answer = answers.pop(0)
+        if isinstance(answer, JobError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("whalejax.cli.jobs.jobs_table._AGAIN_SECONDS", 0.0)
+    live_table(find)
+    shown = capsys.readouterr().out
+    for text in ("1 → 2", "3/9", "~20", "1:15", "first line", "1 of 4 devices held"):
+        assert text in shown
+    assert "second line" not in shown and "a note" in shown and not answers
+
+
+def test_commands_to_live_jobs_import_no_jax() -> None:
+    code = (
+        "import sys; from whalejax.cli.main import main; "
+        "main(['jobs', 'show', '--once', '--save', '/none']); "
+        "sys.exit('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == 0

@@ -1,0 +1,142 @@
+"""From a job to its plan: what the commands that plan and those that train share.
+
+A ``wh.Job`` says how to make a model and its batches; here that becomes shapes, a
+cluster and a plan, without touching a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from whalejax import _compat
+from whalejax.adapters.base import made_model
+from whalejax.api.plan_request import PlanRequest, question_about
+from whalejax.api.search import search as find_plans
+from whalejax.api.search_result import Found
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import Question
+from whalejax.user_code.losses import Job
+
+
+def abstract_model(job: Job) -> Any:
+    """Shapes of a job's model; no array is made and no device is touched.
+
+    Args:
+        job: its ``make_model`` takes a key or nothing.
+    """
+
+    def build() -> Any:
+        return made_model(job.make_model, jax.random.key(0))
+
+    # NNX modules need its own eval_shape; who made one has imported it.
+    nnx = sys.modules.get("flax.nnx")
+    with _compat.short_sharding_errors():
+        return jax.eval_shape(build) if nnx is None else nnx.eval_shape(build)
+
+
+def first_batch(job: Job, size: int | None) -> Any:
+    """A job's first global batch.
+
+    Args:
+        job: makes it.
+        size: samples, or None for the job's own number.
+
+    Raises:
+        WhaleError: it has no room in this host's memory.
+    """
+    try:
+        return job.batch_at(0, size)
+    except MemoryError as error:
+        raise WhaleError(
+            f"a batch of {size or job.batch_size} samples has no room in the memory of "
+            f"this host ({error}). Plan from Python with shapes instead: "
+            "jax.ShapeDtypeStruct"
+        ) from error
+
+
+def machine(text: str | None) -> Cluster:
+    """The cluster of ``--cluster``; the devices of this process if left out."""
+    return Cluster.detect() if text is None else parse_cluster(text)
+
+
+def make_plan(
+    job: Job,
+    model: Any,
+    batch: Any,
+    cluster: Cluster,
+    *,
+    source: tuple[str, ...] = (),
+    **settings: Any,
+) -> Plan:
+    """``wh.plan`` of a job.
+
+    Args:
+        job, model, batch, cluster: what to plan.
+        source: how the command line named the job, for the plan to remember.
+        settings: others of ``wh.plan``.
+    """
+    settings = {**split_settings(job), **settings}
+    request = PlanRequest(optimizer=job.optimizer, cluster=cluster, **settings)
+    found = request.plan(job.loss_fn, model, batch)
+    return dataclasses.replace(found, source=source)
+
+
+def split_settings(job: Job) -> dict[str, Any]:
+    """What a job says of the parts that its batch may be split into."""
+    return {"group_size": job.group_size, "per_micro_batch": job.per_micro_batch}
+
+
+def search_plans(
+    job: Job,
+    clusters: Sequence[str],
+    *,
+    batch: int | None,
+    prices: Mapping[str, float],
+    each: int,
+    **settings: Any,
+) -> Found:
+    """``wh.search`` of a job.
+
+    Args:
+        job: what to plan.
+        clusters: their texts.
+        batch: samples of the global batch, or None for the job's own number.
+        prices, each: as for ``wh.search``.
+        settings: others of ``wh.plan``.
+    """
+    return find_plans(
+        job.loss_fn,
+        abstract_model(job),
+        first_batch(job, batch),
+        optimizer=job.optimizer,
+        clusters=list(clusters),
+        prices=prices,
+        each=each,
+        **{**split_settings(job), **settings},
+    )
+
+
+def question_of(job: Job, plan: Plan) -> Question:
+    """The question that a plan of a job answers, to ask more about it.
+
+    Args:
+        job: what the plan was made for.
+        plan: such as ``whalejax plan`` wrote it.
+    """
+    request = PlanRequest(
+        optimizer=job.optimizer,
+        cluster=plan.cluster,
+        precision=plan.asked_precision,
+        compiler_options=dict(plan.compiler_options),
+        **split_settings(job),
+    )
+    batch = job.batch_at(0, plan.batch[0].shape[0])
+    return question_about(request, job.loss_fn, abstract_model(job), batch)

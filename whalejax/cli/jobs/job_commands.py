@@ -1,0 +1,273 @@
+"""``whalejax jobs`` serve, add, show, logs, cancel, pause and resume."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from whalejax.api.named_jobs import lasting_name, named_values
+from whalejax.cli.jobs.jobs_options import (
+    JobsAddCommand,
+    JobsLogsCommand,
+    JobsServeCommand,
+    JobsShowCommand,
+)
+from whalejax.elastic.worker import mesh_asked
+from whalejax.journals.journal import FOLDER
+from whalejax.meshes.checks import LARGEST, MOST_SAMPLES
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.texts import visible
+from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.live.job_run import LOG
+from whalejax.scheduler.live.job_service import JobService, ServeSettings
+from whalejax.scheduler.live.local_socket import ask
+from whalejax.scheduler.live.requests import (
+    NAME_PATTERN,
+    Add,
+    Change,
+    Done,
+    JobReport,
+    Jobs,
+    Show,
+    What,
+)
+
+
+_PLANNING_SECONDS: Final = 900.0
+_AGAIN_SECONDS: Final = 0.5
+_SERVE_SECONDS: Final = 15.0
+"""For a scheduler that was started just now to listen."""
+
+_NAME: Final = re.compile(NAME_PATTERN)
+_MOST_DEVICES: Final = 1 << 20
+
+
+def serve(command: JobsServeCommand) -> int:
+    """Run the scheduler until it is told to end.
+
+    Args:
+        command: The options.
+    """
+    if command.hosts is not None:
+        raise JobError(
+            f"--hosts is {command.hosts}; jobs run on the host of jobs serve, and "
+            "other hosts are not taken yet. Leave it out, and start one on each"
+        )
+    for name in ("every", "resize", "horizon"):
+        value = getattr(command, name)
+        if not 0 <= value < 1e12 or (name != "resize" and not value):
+            raise JobError(f"--{name} is {value:g}; expected seconds, above 0")
+    settings = ServeSettings(
+        folder=command.save,
+        cluster=command.cluster,
+        objective=command.policy,
+        every=command.every,
+        resize=command.resize,
+        horizon=command.horizon,
+    )
+
+    def opened(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    return JobService(settings).run(opened)
+
+
+def add(command: JobsAddCommand) -> int:
+    """Add a job, and wait until it is planned.
+
+    Args:
+        command: The options.
+    """
+    ask(command.save, Show(), patience=_SERVE_SECONDS)
+    request = request_of(command, Path.cwd())
+    answer = ask(command.save, request)
+    assert isinstance(answer, Done)
+    if answer.note:
+        print(f"whalejax: {answer.note}", file=sys.stderr, flush=True)
+    if not command.wait:
+        print(f"{request.name} is added")
+        return 0
+    end = time.monotonic() + _PLANNING_SECONDS
+    while time.monotonic() < end:
+        report = _report(command.save, request.name)
+        if report.status == "refused":
+            raise JobError(f"job {request.name!r} is refused: {report.why}")
+        if report.status != "planning":
+            print(f"{request.name} is added, and {report.status}")
+            return 0
+        time.sleep(_AGAIN_SECONDS)
+    raise JobError(
+        f"job {request.name!r} is added, and was not planned in "
+        f"{_PLANNING_SECONDS:.0f} s; whalejax jobs show says more"
+    )
+
+
+def request_of(command: JobsAddCommand, folder: Path) -> Add:
+    """The job that a command adds.
+
+    Args:
+        command: The options.
+        folder: In which the job is to run.
+
+    Raises:
+        WhaleError: An option cannot be used; all that are.
+    """
+    model = lasting_name(command.model)
+    name = command.name or _default_name(command)
+    with Problems("whalejax jobs add", JobError) as problems:
+        if not _NAME.fullmatch(name):
+            problems.add(
+                f"--name is {visible(name)[:80]!r}; expected at most 64 letters, "
+                "digits and . _ -, the first a letter or digit"
+            )
+        devices = _span("--devices", command.devices, _MOST_DEVICES, problems)
+        batch = _batch(command.batch, problems)
+        for option, value, most in (
+            ("--steps", command.steps, LARGEST),
+            ("--save-every", command.save_every, LARGEST),
+            ("--micro-batches", command.micro_batches or 1, _MOST_DEVICES),
+        ):
+            if not 1 <= value <= most:
+                problems.add(f"{option} is {value}; expected a whole number from 1")
+        if not 0 <= command.priority <= 100:
+            problems.add(f"--priority is {command.priority}; expected 0 to 100")
+        if abs(command.seed) > LARGEST:
+            problems.add(f"--seed is {command.seed}; expected one of 64 bits")
+        try:
+            named_values(command.set)
+            mesh_asked(command.mesh)
+        except WhaleError as error:
+            problems.add(str(error))
+    return Add(
+        name=name,
+        model=model,
+        settings=list(command.set),
+        batch=batch,
+        steps=command.steps,
+        devices=devices,
+        priority=command.priority,
+        micro_batches=command.micro_batches,
+        precision=list(command.precision),
+        mesh=list(command.mesh),
+        save_every=command.save_every,
+        seed=command.seed,
+        folder=str(folder.absolute()),
+    )
+
+
+def _default_name(command: JobsAddCommand) -> str:
+    """The model's name, with a number behind it where a job has that."""
+    path, _, function = command.model.rpartition(":")
+    stem = Path(path or function).stem
+    base = re.sub(r"[^0-9A-Za-z_.-]+", "-", stem).strip("-._")[:56] or "job"
+    there = {one.name for one in _jobs(command.save).jobs}
+    numbers = (f"{base}-{n}" for n in range(2, len(there) + 3))
+    return next(name for name in (base, *numbers) if name not in there)
+
+
+def _batch(text: str | None, problems: Problems) -> int | None:
+    if text is None:
+        return None
+    least, most = _span("--batch", text, MOST_SAMPLES, problems)
+    if ":" in text:
+        problems.add(
+            f"--batch is {text}; jobs that run keep one batch, as larger ones are "
+            "another training whose progress a sample has to be measured in the run "
+            f"(its gradient's noise scale), which is not built. Give --batch {least}; "
+            "whalejax jobs simulate takes a range with a noise_scale"
+        )
+    return least
+
+
+def _span(option: str, text: str, most: int, problems: Problems) -> tuple[int, int]:
+    """``N``, or ``MIN:MAX``."""
+    low, colon, high = text.partition(":")
+    parts = [int(t) if t.isdecimal() and t.isascii() else 0 for t in (low, high)]
+    least, largest = parts if colon else (parts[0], parts[0])
+    if not 1 <= least <= largest <= most:
+        problems.add(
+            f"{option} is {visible(text)[:40]!r}; expected N, or MIN:MAX with MIN at "
+            "most MAX, such as 1:8"
+        )
+        return 1, 1
+    return least, largest
+
+
+def change(save: Path, name: str, what: What) -> int:
+    """Cancel, pause or resume a job.
+
+    Args:
+        save: Folder of the scheduler.
+        name: Name of the job.
+        what: What to do.
+    """
+    answer = ask(save, Change(name=name, what=what))
+    assert isinstance(answer, Done)
+    said = {
+        "cancel": "is cancelled, and ends behind a step",
+        "pause": "is paused behind a step, with a checkpoint",
+        "resume": "goes on as soon as there are devices",
+    }
+    print(f"{name} {said[what]}")
+    if answer.note:
+        print(f"whalejax: {answer.note}", file=sys.stderr, flush=True)
+    return 0
+
+
+def show(command: JobsShowCommand) -> int:
+    """Show all jobs.
+
+    Args:
+        command: The options.
+    """
+    from whalejax.cli.jobs.jobs_table import live_table, print_table
+
+    jobs = _jobs(command.save)
+    if command.json:
+        print(json.dumps(msgspec.to_builtins(jobs)))
+    elif command.once:
+        print_table(jobs)
+    else:
+        live_table(lambda: _jobs(command.save))
+    return 0
+
+
+def logs(command: JobsLogsCommand) -> int:
+    """Print the ends of a job's logs.
+
+    Args:
+        command: The options.
+    """
+    if command.lines < 1:
+        raise JobError(f"--lines is {command.lines}; expected 1 or more")
+    home = Path(_report(command.save, command.name).folder)
+    found = sorted((home / FOLDER).glob("*.log"), key=lambda path: path.stat().st_mtime)
+    for path in [home / LOG, *found]:
+        if path.is_file():
+            print(f"==> {path}")
+            with path.open(errors="replace") as file:
+                for line in deque(file, command.lines):
+                    print(visible(line.rstrip("\n")))
+    return 0
+
+
+def _jobs(save: Path) -> Jobs:
+    answer = ask(save, Show())
+    assert isinstance(answer, Jobs)
+    return answer
+
+
+def _report(save: Path, name: str) -> JobReport:
+    jobs = _jobs(save).jobs
+    for one in jobs:
+        if one.name == name:
+            return one
+    names = ", ".join(one.name for one in jobs[-10:]) or "none"
+    raise JobError(f"there is no job {name!r}; there are: {names}")

@@ -1,0 +1,97 @@
+"""The table of ``whalejax jobs show``, once or as it changes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.live.requests import JobReport, Jobs
+
+
+_AGAIN_SECONDS: Final = 1.0
+_STYLES: Final = {
+    "running": "green",
+    "complete": "dim",
+    "cancelled": "dim",
+    "failed": "red",
+    "refused": "red",
+    "waiting": "yellow",
+}
+
+
+def print_table(jobs: Jobs) -> None:
+    """Print the table once."""
+    Console().print(_rendered(jobs))
+
+
+def live_table(find: Callable[[], Jobs]) -> None:
+    """Show the table as it changes, until Ctrl-C.
+
+    Args:
+        find: Asks for the jobs.
+    """
+    jobs = find()
+    with contextlib.suppress(KeyboardInterrupt), Live(_rendered(jobs)) as live:
+        while True:
+            time.sleep(_AGAIN_SECONDS)
+            try:
+                jobs = find()
+                live.update(_rendered(jobs))
+            except JobError as error:  # The jobs go on, and it may be started again.
+                text = Text(str(error), style="red")
+                live.update(Group(_rendered(jobs), text))
+
+
+def _rendered(jobs: Jobs) -> RenderableType:
+    table = Table(box=None, pad_edge=False)
+    for name in ("job", "status", "devices", "step", "loss", "samples/s", "left"):
+        right = name in ("step", "loss", "samples/s", "left")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    table.add_column("")
+    for one in jobs.jobs:
+        table.add_row(
+            Text(one.name),
+            Text(one.status, style=_STYLES.get(one.status, "")),
+            _devices(one),
+            f"{one.step}/{one.steps}",
+            "" if one.loss is None else f"{one.loss:.4g}",
+            _speed(one),
+            "" if one.seconds_left is None else clock(one.seconds_left),
+            Text(one.why.splitlines()[0][:80] if one.why else ""),
+        )
+    held = sum(one.held for one in jobs.jobs)
+    foot = f"{held} of {jobs.devices} devices held on {jobs.cluster}"
+    notes = [Text(note, style="red") for note in jobs.notes]
+    return Group(table, Text(foot, style="dim"), *notes)
+
+
+def _devices(one: JobReport) -> str:
+    if one.held == one.target:
+        return f"{one.held}"
+    return f"{one.held} → {one.target}"
+
+
+def _speed(one: JobReport) -> str:
+    """Measured, else predicted."""
+    if one.measured is not None:
+        return f"{one.measured:.4g}"
+    return "" if one.predicted is None else f"~{one.predicted:.4g}"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as hours, minutes and seconds.
+
+    >>> clock(75.4), clock(3700)
+    ('1:15', '1:01:40')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,69 @@
+"""Another number of members, as whoever shares out devices asks for it."""
+
+from __future__ import annotations
+
+from whalejax.membership.endings import Ending
+from whalejax.membership.events import Kill, Resize
+from whalejax.membership.generations import release, terminate
+from whalejax.membership.history import record
+from whalejax.membership.run import Run
+
+
+def resize_refusal(run: Run, size: int) -> str:
+    """Why a run cannot have so many members; nothing where it can.
+
+    Args:
+        run: The run.
+        size: Number of members; 0 ends the run behind a step, with a checkpoint.
+    """
+    settings = run.settings
+    if run.draining or run.phase == "ending":
+        return "" if not size else "the run ends"
+    if size and not settings.least <= size <= settings.most:
+        return (
+            f"{size} members were asked for; expected {settings.least} to "
+            f"{settings.most}, as the run was started with, or 0 to end it"
+        )
+    if size and run.restarts and not run.stops:
+        return (
+            "the processes of this run cannot be stopped at a step; expected a loop of "
+            "wh.train_elastic"
+        )
+    return ""
+
+
+def resize(run: Run, now: float, event: Resize) -> None:
+    """Fill further slots, or let the members of the last ones leave behind a step.
+
+    Those that have not come to a step yet are ended at once. Who alone has the state
+    stays until another has it.
+    """
+    if resize_refusal(run, event.size):
+        return
+    if not event.size:
+        terminate(run, now)
+        return
+    told = {} if event.devices is None else {"devices": list(event.devices)}
+    record(run, now, "resized", size=event.size, **told)
+    run.unplaced.intersection_update(run.slots)
+    filled = {m.slot for m in run.there()} | run.starting | run.unplaced
+    for slot in run.slots:
+        if slot not in filled:
+            run.refill(now, slot)
+    leave_slots(run, now)
+
+
+def leave_slots(run: Run, now: float) -> None:
+    """Let members leave whose slots the run does not have any more."""
+    why = f"the run has {run.size} members now"
+    for member in run.there():
+        if member.slot is None or member.slot in run.slots or member.leaving:
+            continue
+        if member.status in ("starting", "registered"):
+            # It imports or compiles, so that it hears nothing, and has no state.
+            record(run, now, "ended", name=member.name, why=why, how=Ending.DRAINED)
+            run.outbox.append(Kill(name=member.name, pid=member.pid))
+        elif member.status in ("ready", "active"):
+            record(run, now, "leaving", name=member.name, why=why)
+            if member.status == "ready":
+                release(run, now, member)

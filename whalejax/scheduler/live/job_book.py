@@ -1,0 +1,175 @@
+"""The jobs of a scheduler, as its journal tells of them.
+
+A living scheduler changes by the same function what it writes down, and one that was
+killed goes on from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from whalejax.journals.journal import JournalLines, read
+from whalejax.scheduler.job_table import JobError, JobOption, Place
+from whalejax.scheduler.live.requests import Add
+
+
+JOURNAL: Final = "jobs.jsonl"
+
+COMPLETE: Final = "complete"
+FAILED: Final = "failed"
+REFUSED: Final = "refused"
+CANCELLED: Final = "cancelled"
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveJob:
+    """A job that was added.
+
+    Attributes:
+        request: As it was added.
+        added_at: Unix time of that.
+        batch: Samples of its global batch; 0 before it is planned.
+        options: What it does on its numbers of devices, by prediction.
+        target: Number of devices that it is to have.
+        placed: Unix times of decisions about it, with the numbers before and after.
+        devices: Names of the devices that it has, by slot.
+        paused, cancelled: It was asked to.
+        launches: Starts of its run since it last came to a new step.
+        how, why: Its end; empty before.
+        ended_at: Unix time of that.
+    """
+
+    request: Add
+    added_at: float
+    batch: int = 0
+    options: dict[Place, JobOption] = field(default_factory=dict)
+    target: int = 0
+    placed: list[tuple[float, int, int]] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
+    paused: bool = False
+    cancelled: bool = False
+    launches: int = 0
+    how: str = ""
+    why: str = ""
+    ended_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.request.name
+
+    @property
+    def wants_devices(self) -> bool:
+        """It may run: it has a table, and nobody asked it to stop."""
+        return bool(self.options) and not (self.how or self.paused or self.cancelled)
+
+
+class JobBook:
+    """All jobs of a folder, and the journal of what happened to them.
+
+    Attributes:
+        jobs: Jobs by name, in the order in which they came.
+        cluster: Devices that the journal was begun with, as text; empty at first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Go on from the journal of a folder.
+
+        Raises:
+            WhaleError: It cannot be read or written.
+        """
+        self.jobs: dict[str, LiveJob] = {}
+        self.cluster = ""
+        path = folder / JOURNAL
+        try:
+            for said in read(path):
+                self._apply(said["event"], said, said.get("time", 0.0))
+        except (LookupError, TypeError, ValueError) as error:
+            raise JobError(
+                f"{path} is no journal of this version's scheduler ({error}). Give "
+                "another --save, or the whalejax that wrote it"
+            ) from error
+        self._lines = JournalLines(path, durable=True)
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Let something happen, and have it written down."""
+        self._lines.write(event, fields)
+        self._apply(event, fields, time.time())
+
+    def write(self) -> str:
+        """Write what a full disk kept from being written; why it still does."""
+        return "" if self._lines.flush() else self._lines.problem
+
+    @property
+    def problem(self) -> str:
+        """Why the newest event is not on the disk yet; empty where it is."""
+        return self._lines.problem
+
+    def close(self) -> None:
+        """Close the journal."""
+        self._lines.close()
+
+    def unfinished(self) -> list[LiveJob]:
+        """Jobs that have not ended."""
+        return [one for one in self.jobs.values() if not one.how]
+
+    def _apply(self, event: str, fields: Mapping[str, Any], at: float) -> None:
+        if event == "opened":
+            self.cluster = fields["cluster"]
+            return
+        if event == "added":
+            request = msgspec.convert(
+                {"kind": "add", **fields["job"]}, Add
+            )  # As it came over the socket.
+            self.jobs[request.name] = LiveJob(request=request, added_at=at)
+            return
+        job = self.jobs.get(fields.get("name", ""))
+        if job is None:
+            return
+        match event:
+            case "planned":
+                job.batch = fields["batch"]
+                job.options = dict(_options(fields["options"]))
+            case "placed":
+                job.placed.append((at, job.target, fields["size"]))
+                job.target = fields["size"]
+            case "devices":
+                job.devices = list(fields["devices"])
+            case "launched":
+                job.launches += 1
+            case "progressed":
+                job.launches = 0
+            case "paused" | "resumed":
+                job.paused = event == "paused"
+                job.launches = 0
+            case "cancelled":
+                job.cancelled = True
+            case "ended":
+                job.how, job.why = fields["how"], fields["why"]
+                job.ended_at, job.target, job.devices = at, 0, []
+
+
+def told_options(options: Iterable[JobOption]) -> list[dict[str, Any]]:
+    """Options of a job as the journal has them."""
+    return [
+        {
+            "kind": one.place[0],
+            "devices": one.place[1],
+            "samples_per_second": one.samples_per_second,
+            "layout": one.layout,
+        }
+        for one in options
+    ]
+
+
+def _options(told: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Place, JobOption]]:
+    for one in told:
+        place = one["kind"], one["devices"]
+        speed, layout = one["samples_per_second"], one["layout"]
+        yield place, JobOption(place=place, samples_per_second=speed, layout=layout)

@@ -1,0 +1,201 @@
+"""The elastic run of a job: its supervisor is started, asked to resize it, and read.
+
+The supervisor and its members are processes of their own, which go on where the
+scheduler ends. What is known of them is in the folder of the job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.elastic.supervisor.supervisor import ADDRESS, KEY
+from whalejax.journals.journal import FOLDER
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.folder_lock import is_held
+from whalejax.scheduler.live.requests import Add
+from whalejax.scheduler.live.run_reader import RunReader
+from whalejax.wire.connection import dial
+from whalejax.wire.keys import load_key
+from whalejax.wire.messages import WireError
+from whalejax.wire.run_messages import TO_SCHEDULER, Refused, Resize
+
+
+FRONT: Final = "front"
+"""Folder whose lock the process holds that keeps the supervisor running."""
+
+LOG: Final = "supervisor.log"
+CHECKPOINTS: Final = "checkpoints"
+METRICS: Final = "metrics"
+"""Folder of one file for each process, with a line for each step."""
+
+_ASK_SECONDS: Final = 10.0
+_LAST_BYTES: Final = 4000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """What the process is told that keeps a job's supervisor running.
+
+    Attributes:
+        home: Folder of the job.
+        options: Those of ``whalejax train`` that a member is told.
+        least, most: Numbers of members that the run may have.
+        first: Number of members with which it begins.
+        devices: Names of devices for ``CUDA_VISIBLE_DEVICES``; None on CPUs.
+    """
+
+    home: str
+    options: dict[str, Any]
+    least: int
+    most: int
+    first: int
+    devices: list[str] | None = None
+
+
+class JobRun:
+    """The run of one job.
+
+    Attributes:
+        home: Its folder.
+        reader: What its journal tells.
+        refusal: Why its supervisor last refused to resize it.
+    """
+
+    def __init__(self, home: Path, request: Add, pool: ThreadPoolExecutor) -> None:
+        """Start nothing.
+
+        Args:
+            home: Folder of the job.
+            request: As the job was added.
+            pool: Threads that ask supervisors.
+        """
+        self.home, self._request, self._pool = home, request, pool
+        self.reader = RunReader(home)
+        self.refusal = ""
+        self._front: subprocess.Popen[bytes] | None = None
+        self._asking: Future[str] | None = None
+        self._starts_before = 0
+
+    def poll(self) -> None:
+        """Read what is new."""
+        if self._asking is not None and self._asking.done():
+            self.refusal, self._asking = self._asking.result(), None
+        self.reader.poll()
+
+    @property
+    def is_alive(self) -> bool:
+        """Its supervisor is there, or the process that starts that again."""
+        if self._front is not None and self._front.poll() is None:
+            return True
+        return is_held(self.home / FRONT) or is_held(self.home / FOLDER)
+
+    @property
+    def has_opened(self) -> bool:
+        """The supervisor that was started last has written to its journal."""
+        return self.reader.starts > self._starts_before
+
+    @property
+    def is_asking(self) -> bool:
+        """A request to the supervisor is under way."""
+        return self._asking is not None
+
+    def status(self) -> int | None:
+        """Status of the process that was started last and has ended; None without."""
+        return None if self._front is None else self._front.poll()
+
+    def start(self, least: int, most: int, size: int, devices: Sequence[str]) -> None:
+        """Start the run, from its newest checkpoint if there is one.
+
+        Members whose supervisor is gone are taken back.
+
+        Args:
+            least, most: Numbers of members that it may have.
+            size: Number of members.
+            devices: Names of their devices, by slot; empty on CPUs.
+
+        Raises:
+            OSError: The system has no room for a process.
+        """
+        self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        request = self._request
+        launched = Launched(
+            home=str(self.home.absolute()),
+            options={
+                "model": request.model,
+                "set": request.settings,
+                "batch": request.batch,
+                "steps": request.steps,
+                "save": str((self.home / CHECKPOINTS).absolute()),
+                "save_every": request.save_every,
+                "micro_batches": request.micro_batches,
+                "precision": request.precision,
+                "seed": request.seed,
+                "mesh": request.mesh,
+                "metrics": str((self.home / METRICS).absolute()),
+            },
+            least=least,
+            most=most,
+            first=size,
+            devices=list(devices) or None,
+        )
+        self._starts_before = self.reader.starts
+        words = [sys.executable, "-m", "whalejax.scheduler.live.job_supervisor"]
+        with (self.home / LOG).open("ab") as log:
+            self._front = subprocess.Popen(
+                [*words, json.dumps(dataclasses.asdict(launched))],
+                cwd=request.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ},
+            )
+
+    def resize(self, size: int, devices: Sequence[str]) -> None:
+        """Ask the supervisor for another number of members; none ends the run.
+
+        What came of it is in the run's journal.
+        """
+        if self._asking is None:
+            told = list(devices) or None
+            self._asking = self._pool.submit(_ask, self.home, size, told)
+
+    def end_of_log(self) -> str:
+        """The last lines that its supervisor wrote."""
+        try:
+            with (self.home / LOG).open("rb") as log:
+                log.seek(0, os.SEEK_END)
+                log.seek(max(log.tell() - _LAST_BYTES, 0))
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        lines = [line for line in lines if line.strip()]
+        return "\n".join(lines[-3:])
+
+
+def _ask(home: Path, size: int, devices: list[str] | None) -> str:
+    """Why a supervisor does not take a number of members; nothing where it does."""
+    folder = home / FOLDER
+    try:
+        said = json.loads((folder / ADDRESS).read_text())["address"]
+        host, _, port = said.rpartition(":")
+        key = load_key(folder / KEY)
+        channel = dial((host.strip("[]"), int(port)), key, seconds=_ASK_SECONDS)
+    except (OSError, ValueError, KeyError, WhaleError) as error:
+        return f"its supervisor does not answer ({error})"
+    try:
+        channel.send(Resize(size=size, devices=devices), seconds=_ASK_SECONDS)
+        answer = channel.receive(TO_SCHEDULER, seconds=_ASK_SECONDS)
+    except WireError as error:
+        return f"its supervisor does not answer ({error})"
+    finally:
+        channel.close()
+    return answer.why if isinstance(answer, Refused) else ""

@@ -1,0 +1,461 @@
+"""The scheduler's process: it takes jobs, decides who has what, and sees to it.
+
+Its journal is in its folder, and so is everything about each job. Killed and started
+again there, it takes the jobs back, which do not stop for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from whalejax.distributed.standard_streams import say_in_background
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_gpus import visible_gpus
+from whalejax.processes.local_processes import handled_signals
+from whalejax.runtime.folder_lock import FolderLock
+from whalejax.scheduler.allocation import Objective
+from whalejax.scheduler.job_table import JobError, ScheduledJob, with_measured
+from whalejax.scheduler.live import requests
+from whalejax.scheduler.live.job_book import JobBook, LiveJob
+from whalejax.scheduler.live.job_run import JobRun
+from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, make_private
+from whalejax.scheduler.live.placing import Placing
+from whalejax.scheduler.live.planning import PlannedJob, Planning
+from whalejax.scheduler.live.reports import report_of
+from whalejax.scheduler.live.requests import Add, Answer, Change, Done, Refused, Show
+from whalejax.scheduler.live.run_reader import ChangeCosts
+from whalejax.scheduler.schedule import Schedule, elastic
+
+
+_TURN_SECONDS: Final = 0.2
+_ASKING_THREADS: Final = 4
+_MEMBERS_GO_ON_SECONDS: Final = 0.4
+"""Without a step where the number of members changes, before that was measured."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """What a scheduler shares out, and how it decides.
+
+    Attributes:
+        folder: Of its journal, its socket and the jobs.
+        cluster: Devices, as text.
+        objective: What is to be most.
+        every: Seconds between decisions where no job comes or ends.
+        resize: Seconds that starts and further devices take, before it was measured.
+        horizon: Seconds in which a change has to win what it costs.
+    """
+
+    folder: Path
+    cluster: str
+    objective: Objective = "throughput"
+    every: float = 60.0
+    resize: float = 31.0
+    horizon: float = 600.0
+
+
+class JobService:
+    """Runs until it is told to end; the jobs go on without it."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        """Look at the devices; nothing is started yet.
+
+        Raises:
+            JobError: The cluster is none that this host can share out.
+        """
+        self._settings = settings
+        self._cluster = parse_cluster(settings.cluster)
+        self._file = _bytes_of(settings.cluster)
+        self._names, self._masks = device_names(self._cluster)
+        self._runs: dict[str, JobRun] = {}
+        self._held = contextlib.ExitStack()
+        self._is_over = False
+        self._problem = ""
+        self._devices = {"": len(self._names)}
+        decide = elastic(self._devices, settings.objective, settings.horizon)
+        self._schedule = Schedule(self._devices, decide, every=settings.every)
+        self._planning = Planning(self._cluster)
+
+    def run(self, opened: Callable[[str], None] = say_in_background) -> int:
+        """Serve until SIGTERM, SIGINT or SIGHUP.
+
+        Args:
+            opened: Is told where it listens.
+
+        Raises:
+            WhaleError: Another scheduler has the folder, or it cannot be written.
+        """
+        with self._held, handled_signals(self._handle, signal.SIGINT):
+            self.open()
+            text = f"{self._settings.folder / SOCKET}, which its user alone can open"
+            opened(f"whalejax: jobs on {self._cluster.describe()}; listening at {text}")
+            while not self._is_over:
+                self.turn(_TURN_SECONDS)
+        there = [job.name for job in self._book.unfinished() if job.target]
+        if there:
+            opened(
+                f"whalejax: the scheduler ends, and {', '.join(there)} go on. Start it "
+                f"again with --save {self._settings.folder} to take them back"
+            )
+        return 0
+
+    def _handle(self, number: int, _: object) -> None:
+        self._is_over = True
+
+    def open(self) -> None:
+        """Take the folder, go on from its journal, and listen.
+
+        Raises:
+            WhaleError: Another scheduler has it, or it cannot be written.
+        """
+        folder = self._settings.folder
+        make_private(folder)
+        self._held.enter_context(FolderLock(folder))
+        self._book = JobBook(folder)
+        self._held.callback(self._book.close)
+        self._check_cluster()
+        pool = ThreadPoolExecutor(_ASKING_THREADS)
+        self._held.callback(lambda: pool.shutdown(wait=False, cancel_futures=True))
+        self._pool = pool
+        self._held.callback(self._planning.close)
+        self._placing = Placing(self._book, self._runs, self._names, masks=self._masks)
+        for job in self._book.jobs.values():
+            run = self._run_of(job)
+            for at, before, after in job.placed:
+                run.reader.asked(at, before, after)
+            run.poll()
+            if job.how:
+                continue
+            if not job.options and not job.cancelled:
+                self._planning.submit(job.request)
+            elif job.wants_devices:
+                self._schedule.add(self._table(job), self._left(job), ("", job.target))
+        self._socket = LocalSocket(folder)
+        self._held.callback(self._socket.close)
+
+    def _check_cluster(self) -> None:
+        """A folder keeps its cluster while it has jobs: their tables are of it."""
+        text, before = self._cluster.describe(), self._book.cluster
+        there = [job.name for job in self._book.unfinished()]
+        if before and before != text and there:
+            raise JobError(
+                f"{self._settings.folder} has jobs on {before} that have not ended "
+                f"({', '.join(there[:5])}), and --cluster is {text}. Give the same "
+                "cluster, or cancel them first"
+            )
+        if before != text:
+            self._book.record("opened", cluster=text)
+
+    # The loop.
+
+    def turn(self, seconds: float) -> None:
+        """Answer what was asked, and do what follows from what happened.
+
+        Args:
+            seconds: To wait for a request.
+        """
+        with contextlib.suppress(queue.Empty):
+            while True:
+                asked = self._socket.requests.get(timeout=seconds)
+                seconds = 0.0
+                asked.answer.put(self.answer(asked.request))
+        self._write()
+        if (planned := self._planning.poll()) is not None:
+            self._take_plan(planned)
+        now = time.time()
+        for job in self._book.unfinished():
+            self._look_at(job)
+        if now >= self._schedule.next_at:
+            try:
+                self._decide(now)
+            except JobError as error:  # Jobs keep what they have.
+                say_in_background(f"whalejax: nothing is decided: {error}")
+        self._placing.turn(may_start=not self._problem)
+        self._count_devices()
+        for name in [*self._schedule.places()]:
+            if not self._book.jobs[name].wants_devices:
+                self._schedule.remove(name)
+
+    def _write(self) -> None:
+        """Say it where the journal cannot be written, and where it can be again."""
+        was, self._problem = self._problem, self._book.write()
+        if self._problem and not was:
+            say_in_background(f"whalejax: {self._full()}")
+        elif was and not self._problem:
+            say_in_background("whalejax: the journal can be written again")
+
+    def _full(self) -> str:
+        return (
+            f"the journal in {self._settings.folder} cannot be written "
+            f"({self._problem}): what happens is held in memory, jobs go on, and none "
+            "is started until there is space"
+        )
+
+    def _look_at(self, job: LiveJob) -> None:
+        """Take what a job's run has done into its table."""
+        run, step = self._runs[job.name], self._runs[job.name].reader.step
+        run.poll()
+        if run.reader.step > step and job.launches:
+            self._book.record("progressed", name=job.name)
+
+    def _decide(self, now: float) -> None:
+        costs = self._costs()
+        for name in self._schedule.places():
+            job = self._book.jobs[name]
+            self._schedule.update(name, self._left(job), self._table(job, costs))
+        for move in self._schedule.decide(now):
+            self._place(self._book.jobs[move.name], move.after[1])
+
+    def _count_devices(self) -> None:
+        """Share out what has not failed; jobs that need more stand still."""
+        count = len(self._placing.usable())
+        if count == self._devices[""]:
+            return
+        self._devices[""] = count
+        self._schedule.set_devices(self._devices)
+        for name in [*self._schedule.places()]:
+            job = self._book.jobs[name]
+            if min(number for _, number in job.options) > count:
+                self._schedule.remove(name)
+                self._place(job, 0)
+        say_in_background(f"whalejax: {self._failed_note()}")
+
+    def _enter(self, job: LiveJob) -> None:
+        """Let a job have devices, if there are enough that have not failed."""
+        least = min((number for _, number in job.options), default=0)
+        if job.wants_devices and least <= self._devices[""]:
+            self._schedule.add(self._table(job), self._left(job))
+
+    def _failed_note(self) -> str:
+        told = [f"{name} ({why})" for name, why in self._placing.failed.items()]
+        text = ", ".join(told)
+        return f"devices that failed are used no more: {text}" if told else ""
+
+    def _place(self, job: LiveJob, size: int) -> None:
+        if size != job.target:
+            before = job.target
+            self._book.record("placed", name=job.name, size=size)
+            self._runs[job.name].reader.asked(time.time(), before, size)
+
+    def _run_of(self, job: LiveJob) -> JobRun:
+        home = self._settings.folder / job.name
+        return self._runs.setdefault(job.name, JobRun(home, job.request, self._pool))
+
+    # Tables.
+
+    def _take_plan(self, planned: PlannedJob) -> None:
+        job = self._book.jobs[planned.name]
+        if job.how or job.cancelled:
+            return
+        if planned.refusal:
+            self._book.record(
+                "ended", name=job.name, how="refused", why=planned.refusal
+            )
+            return
+        self._book.record(
+            "planned", name=job.name, batch=planned.batch, options=planned.options
+        )
+        self._enter(job)
+
+    def _table(
+        self, job: LiveJob, costs: Mapping[str, float] | None = None
+    ) -> ScheduledJob:
+        """A job with what was measured in place of predictions."""
+        run, known = self._runs[job.name], self._costs() if costs is None else costs
+        measured = {
+            ("", count): job.batch * steps
+            for count, steps in run.reader.steps_per_second().items()
+        }
+        own = {**known, **run.reader.costs.means()}
+        table = ScheduledJob(
+            name=job.name,
+            options=job.options,
+            samples=float(job.batch * job.request.steps),
+            arrival=job.added_at,
+            priority=job.request.priority,
+            resize_seconds=own["resize_seconds"],
+            start_seconds=own["start_seconds"],
+            join_seconds=own["join_seconds"],
+        )
+        return with_measured(table, measured)
+
+    def _costs(self) -> Mapping[str, float]:
+        """What changes cost all jobs, by what was measured of any."""
+        every = ChangeCosts()
+        for run in self._runs.values():
+            every.add(run.reader.costs)
+        resize = self._settings.resize
+        known = {"start_seconds": resize, "join_seconds": resize}
+        still = {"resize_seconds": _MEMBERS_GO_ON_SECONDS}
+        return {**known, **still, **every.means()}
+
+    def _left(self, job: LiveJob) -> float:
+        steps = job.request.steps - self._runs[job.name].reader.step
+        return float(job.batch * max(steps, 0))
+
+    # What is asked.
+
+    def answer(self, request: requests.Request) -> Answer:
+        """Do what was asked, or say why not.
+
+        Args:
+            request: What was asked.
+        """
+        try:
+            match request:
+                case Add():
+                    return self._add(request)
+                case Change():
+                    return self._change(request)
+                case Show():
+                    return self._show()
+        except WhaleError as error:
+            return Refused(why=str(error))
+
+    def _add(self, request: Add) -> Answer:
+        least, most = request.devices
+        if known := self._book.jobs.get(request.name):
+            raise JobError(
+                f"a job is named {request.name!r} already (it is "
+                f"{known.how or 'there'}); give another --name"
+            )
+        if least > most:
+            raise JobError(f"--devices is {least}:{most}; expected MIN at most MAX")
+        if least > len(self._names):
+            raise JobError(
+                f"--devices is {least}:{most}, and {self._cluster.describe()} has "
+                f"{len(self._names)}: {least - len(self._names)} too few for the job. "
+                f"Give MIN up to {len(self._names)}"
+            )
+        folder = Path(request.folder)
+        if not folder.is_dir():
+            raise JobError(f"{folder}, in which the job would run, is no folder")
+        told = {k: v for k, v in request.fields.items() if k != "kind"}
+        self._book.record("added", job=told)
+        self._run_of(self._book.jobs[request.name])
+        self._planning.submit(request)
+        return self._done()
+
+    def _change(self, request: Change) -> Answer:
+        job = self._book.jobs.get(request.name)
+        if job is None:
+            names = ", ".join(list(self._book.jobs)[-10:]) or "none"
+            raise JobError(f"there is no job {request.name!r}; there are: {names}")
+        if job.how:
+            raise JobError(
+                f"job {job.name!r} has ended ({job.how}); there is nothing to "
+                f"{request.what}"
+            )
+        if job.cancelled:
+            raise JobError(f"job {job.name!r} was cancelled, and ends behind a step")
+        match request.what:
+            case "resume":
+                if not job.paused:
+                    raise JobError(f"job {job.name!r} is not paused")
+                self._book.record("resumed", name=job.name)
+                self._enter(job)
+                return self._done()
+            case "pause":
+                if job.paused:
+                    raise JobError(f"job {job.name!r} is paused already")
+                self._book.record("paused", name=job.name)
+            case "cancel":
+                self._book.record("cancelled", name=job.name)
+                self._planning.withdraw(job.name)
+        self._schedule.remove(job.name)
+        self._place(job, 0)
+        return self._done()
+
+    def _done(self) -> Done:
+        self._problem = self._book.problem
+        return Done(note=self._full() if self._problem else "")
+
+    def _show(self) -> Answer:
+        places = self._schedule.places()
+        tables = {name: self._table(self._book.jobs[name]) for name in places}
+        return requests.Jobs(
+            jobs=[
+                report_of(job, self._runs[job.name], tables.get(job.name))
+                for job in self._book.jobs.values()
+            ],
+            cluster=self._cluster.describe(),
+            devices=len(self._names),
+            pid=os.getpid(),
+            notes=[
+                note
+                for note in (
+                    self._cluster_note(),
+                    self._disk_note(),
+                    self._failed_note(),
+                )
+                if note
+            ],
+        )
+
+    def _disk_note(self) -> str:
+        return self._full() if self._problem else ""
+
+    def _cluster_note(self) -> str:
+        """What is said where the file that describes the cluster is another one now."""
+        if _bytes_of(self._settings.cluster) == self._file:
+            return ""
+        return (
+            f"{self._settings.cluster} has changed since the scheduler read it, and it "
+            f"goes on with {self._cluster.describe()}. Put it back, or let the jobs "
+            "end and start the scheduler again"
+        )
+
+
+def _bytes_of(cluster: str) -> bytes:
+    """What is in the file that describes a cluster; nothing where it is none."""
+    path = Path(cluster)
+    try:
+        return path.read_bytes() if path.suffix in (".toml", ".json") else b""
+    except OSError:
+        return b""
+
+
+def device_names(cluster: Cluster) -> tuple[list[str], bool]:
+    """Names of the devices of this host, and whether processes are shown only theirs.
+
+    Raises:
+        JobError: The cluster has several hosts or kinds, or more than there are here.
+    """
+    if len(cluster.nodes) > 1:
+        raise JobError(
+            f"{cluster.describe()} has {len(cluster.nodes)} hosts; jobs serve shares "
+            "out the devices of the host that it runs on. Give a cluster of one, such "
+            f"as {cluster.kinds[0].name}:{cluster.nodes[0].count}"
+        )
+    if len(cluster.kinds) > 1:
+        kinds = ", ".join(kind.name for kind in cluster.kinds)
+        raise JobError(
+            f"the host of {cluster.describe()} has devices of several kinds ({kinds}); "
+            "jobs serve shares out devices that are alike. Serve one kind"
+        )
+    count, (kind,) = cluster.num_devices, cluster.kinds
+    if kind.platform == "cpu":
+        return [f"cpu{n}" for n in range(count)], False
+    if kind.platform != "gpu":
+        raise JobError(
+            f"jobs serve shares out CPUs and GPUs; {kind.name} is {kind.platform}"
+        )
+    there = visible_gpus()
+    if len(there) < count:
+        raise JobError(
+            f"--cluster has {count} {kind.name}, and this host shows {len(there)} GPUs "
+            f"({', '.join(there) or 'none'}). Give {kind.name}:{len(there) or 'N'} on "
+            "a host with GPUs, or unset CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
+        )
+    return list(there[:count]), True

@@ -1,0 +1,67 @@
+"""A job's own process: it keeps the supervisor of the job's run running.
+
+The scheduler starts it and may end; this one goes on until the run is over.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from whalejax.elastic.launching import supervise
+from whalejax.membership.settings import SupervisorSettings
+from whalejax.meshes.errors import WhaleError
+from whalejax.runtime.folder_lock import FolderLock
+from whalejax.scheduler.live.job_run import FRONT, Launched
+
+
+IS_HELD: Final = 75
+"""Status of one that another is there before."""
+
+_EXIT_SECONDS: Final = 60.0
+_LEASE_SECONDS: Final = 10.0
+
+
+def main(words: Sequence[str]) -> int:
+    """Keep a run running.
+
+    Args:
+        words: One, the fields of ``Launched`` as JSON.
+
+    Returns:
+        Status of the run's supervisor.
+    """
+    told = Launched(**json.loads(words[0]))
+    home = Path(told.home)
+    lock = FolderLock(home / FRONT)
+    try:
+        lock.__enter__()
+    except WhaleError as error:
+        print(f"whalejax: {error}", file=sys.stderr, flush=True)
+        return IS_HELD
+    try:
+        command = [sys.executable, "-m", "whalejax.elastic.worker"]
+        return supervise(
+            [*command, json.dumps(told.options)],
+            home,
+            SupervisorSettings(
+                least=told.least,
+                most=told.most,
+                first=told.first,
+                lease_seconds=_LEASE_SECONDS,
+            ),
+            seconds=_EXIT_SECONDS,
+            devices=None if told.devices is None else tuple(told.devices),
+        )
+    except WhaleError as error:
+        print(f"whalejax: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        lock.__exit__(None, None, None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,204 @@
+"""The local socket of a scheduler: its folder is for its user alone.
+
+Adding a job runs code, so that who may open the socket may do all that its user may:
+the folder has mode 0700 and the socket 0600. Paths that are longer than a socket's
+address are reached by a descriptor of the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.live.requests import (
+    MOST_BYTES,
+    Answer,
+    Refused,
+    Request,
+    decoded_answer,
+    decoded_request,
+    encoded,
+)
+
+
+SOCKET: Final = "socket"
+
+_SECONDS: Final = 30.0
+_AGAIN_SECONDS: Final = 0.2
+_MOST_CONNECTIONS: Final = 64
+
+
+class Asked(NamedTuple):
+    """A request that waits for its answer."""
+
+    request: Request
+    answer: queue.SimpleQueue[Answer]
+
+
+def make_private(folder: Path) -> None:
+    """Make the scheduler's folder, or see that nobody else can open it.
+
+    Raises:
+        JobError: It cannot be made, or is another user's.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.geteuid():
+            raise JobError(
+                f"{folder} belongs to user {found.st_uid}: who may add a job there "
+                "runs code as you. Give a folder of your own as --save"
+            )
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise JobError(
+            f"{folder} cannot hold the scheduler's socket and journal "
+            f"({error.strerror or error}). Give another --save"
+        ) from error
+
+
+class LocalSocket:
+    """Takes requests in threads of its own; the scheduler's loop answers them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Listen.
+
+        Args:
+            folder: Of the scheduler, which holds its lock: a socket that is there is
+                that of an earlier one.
+        """
+        self.requests: queue.SimpleQueue[Asked] = queue.SimpleQueue()
+        self._path = folder / SOCKET
+        self._there = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._is_closed = False
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        self._listening = socket.socket(socket.AF_UNIX)
+        before = os.umask(0o177)
+        try:
+            with _short(self._path) as path:
+                self._listening.bind(path)
+        except OSError as error:
+            raise JobError(
+                f"{self._path} cannot be made ({error.strerror or error}). Give "
+                "another --save, on a file system with sockets"
+            ) from error
+        finally:
+            os.umask(before)
+        self._listening.listen(_MOST_CONNECTIONS)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Take no requests any more."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                link, _ = self._listening.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(_AGAIN_SECONDS)  # Too many files are open.
+                continue
+            if not self._there.acquire(blocking=False):
+                link.close()
+                continue
+            threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+
+    def _serve(self, link: socket.socket) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._there.release)
+            stack.enter_context(link)
+            stack.enter_context(contextlib.suppress(OSError))
+            link.settimeout(_SECONDS)
+            try:
+                request = decoded_request(_line(link))
+            except JobError as error:
+                link.sendall(encoded(Refused(why=str(error))))
+                return
+            asked = Asked(request, queue.SimpleQueue())
+            self.requests.put(asked)
+            with contextlib.suppress(queue.Empty):
+                link.sendall(encoded(asked.answer.get(timeout=_SECONDS)))
+
+
+def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
+    """Ask the scheduler of a folder.
+
+    Args:
+        folder: Of the scheduler.
+        request: What to ask.
+        patience: Seconds for a scheduler that is being started to listen.
+
+    Raises:
+        JobError: None listens there, it is of another version, or it refuses.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            line = _asked(folder, request)
+            break
+        except TimeoutError as error:
+            raise JobError(
+                f"the scheduler of {folder} answered nothing in {_SECONDS:.0f} s"
+            ) from error
+        except OSError as error:
+            if time.monotonic() < end:
+                time.sleep(_AGAIN_SECONDS)
+                continue
+            raise JobError(
+                f"no scheduler listens at {folder / SOCKET} "
+                f"({error.strerror or error}). Start whalejax jobs serve --save "
+                f"{folder}, or give the --save of one that runs"
+            ) from error
+    if not line:
+        raise JobError(f"the scheduler of {folder} ended the connection. Ask again")
+    answer = decoded_answer(line)
+    if isinstance(answer, Refused):
+        raise JobError(answer.why)
+    return answer
+
+
+def _asked(folder: Path, request: Request) -> bytes:
+    with socket.socket(socket.AF_UNIX) as link, _short(folder / SOCKET) as short:
+        link.settimeout(_SECONDS)
+        link.connect(short)
+        link.sendall(encoded(request))
+        return _line(link)
+
+
+def _line(link: socket.socket) -> bytes:
+    found = bytearray()
+    while not found.endswith(b"\n") and len(found) < MOST_BYTES:
+        some = link.recv(65536)
+        if not some:
+            break
+        found += some
+    return bytes(found)
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A path to a socket that fits an address, while the block runs."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        short = f"/proc/self/fd/{folder}/{path.name}"
+        yield short if Path("/proc/self/fd").exists() else str(path)
+    finally:
+        os.close(folder)

@@ -1,0 +1,110 @@
+"""Plans a job in a process of its own, as its code is the user's.
+
+It reads what to plan from its input, and writes the table, or why there is none, as the
+last line of its output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.api import job_plans
+from whalejax.api.named_jobs import find_job, named_values
+from whalejax.elastic.programs import most_micro_batches
+from whalejax.elastic.worker import precision_asked
+from whalejax.meshes import Cluster
+from whalejax.meshes.errors import WhaleError
+from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.live.job_book import told_options
+from whalejax.scheduler.plan_table import planned_options, tried_numbers
+from whalejax.user_code.losses import Job
+
+
+_PACKAGE: Final = Path(__file__).resolve().parents[2]
+
+
+def main() -> int:
+    """Plan what the input says."""
+    told = json.loads(sys.stdin.read())
+    try:
+        found = planned(told)
+    except WhaleError as error:
+        found = {"refused": str(error)}
+    except Exception as error:  # Of the user's code, whatever it is.
+        found = {"refused": error_text(error)}
+    print(json.dumps(found), flush=True)
+    return 0
+
+
+def planned(told: dict[str, Any]) -> dict[str, Any]:
+    """The table of a job, and the samples of its global batch.
+
+    Args:
+        told: Fields of the job's request, and ``cluster`` as JSON.
+
+    Raises:
+        JobError: No number of devices holds it; the text says by how much.
+    """
+    cluster = Cluster.from_json(told["cluster"])
+    job = find_job(told["model"], named_values(told["settings"]))
+    batch = told["batch"] or job.batch_size
+    if batch is None:
+        raise JobError(
+            f"{told['model']} does not say how many samples a batch has. Give --batch"
+        )
+    least, most = told["devices"]
+    precision = precision_asked(told["precision"])
+    options = planned_options(
+        job,
+        cluster,
+        tried_numbers(least, most),
+        batches=(batch,),
+        precision=precision,
+    )
+    if not options:
+        raise JobError(_refusal(job, cluster, batch, told, precision))
+    micro_batches = told["micro_batches"] or most_micro_batches(batch)
+    if not told["mesh"] and cluster.kinds[0].platform == "cpu":
+        # Replicas share whole micro-batches.
+        options = [one for one in options if one.place[1] <= max(micro_batches, least)]
+    return {"batch": batch, "options": told_options(options)}
+
+
+def error_text(error: Exception) -> str:
+    """An error of the user's code in a line, with its place in that code."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename
+        and not Path(frame.filename).is_relative_to(_PACKAGE)
+        and Path(frame.filename).is_file()
+    ]
+    place = f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+    text = str(error).partition("\n")[0]
+    return f"the model cannot be traced: {type(error).__name__}: {text}{place}"
+
+
+def _refusal(
+    job: Job, cluster: Cluster, batch: int, told: dict[str, Any], precision: Any
+) -> str:
+    """Why no number of devices holds a job, from the planner's own refusal."""
+    least, most = told["devices"]
+    why = ""
+    try:
+        shapes = job_plans.first_batch(job, batch)
+        model = job_plans.abstract_model(job)
+        job_plans.make_plan(job, model, shapes, cluster, precision=precision)
+    except WhaleError as error:
+        why = f": {error}"
+    return (
+        f"no number of devices from {least} to {most} of {cluster.describe()} holds a "
+        f"batch of {batch} samples of {told['model']}{why}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

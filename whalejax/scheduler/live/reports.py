@@ -1,0 +1,65 @@
+"""What is shown of a live job."""
+
+from __future__ import annotations
+
+from whalejax.scheduler.job_table import ScheduledJob
+from whalejax.scheduler.live.job_book import LiveJob
+from whalejax.scheduler.live.job_run import JobRun
+from whalejax.scheduler.live.requests import JobReport
+
+
+def report_of(job: LiveJob, run: JobRun, table: ScheduledJob | None) -> JobReport:
+    """A job as ``whalejax jobs show`` has it.
+
+    Args:
+        job: The job.
+        run: Its run.
+        table: What it does on its numbers of devices, where it may have some.
+    """
+    reader, request = run.reader, job.request
+    held = len(reader.held_slots)
+    starts = [at for at, before, after in job.placed if after and not before]
+    changes = [after for _, _, after in job.placed]
+    option = job.options.get(("", job.target))
+    speeds = reader.steps_per_second()
+    measured = speeds.get(job.target)
+    progress = table.progress(("", job.target)) if table is not None else 0.0
+    left = job.batch * max(request.steps - reader.step, 0)
+    return JobReport(
+        name=job.name,
+        status=job.how or _status(job, run, held),
+        held=held,
+        target=job.target,
+        step=reader.step,
+        steps=request.steps,
+        loss=reader.loss,
+        predicted=None if option is None else option.samples_per_second,
+        measured=None if measured is None else job.batch * measured,
+        priority=request.priority,
+        added_at=job.added_at,
+        started_at=min(starts, default=None),
+        ended_at=job.ended_at,
+        resizes=max(len(changes) - 1, 0),
+        seconds_left=left / progress if progress else None,
+        why=job.why or run.refusal or _waits_for(job),
+        folder=str(run.home),
+    )
+
+
+def _status(job: LiveJob, run: JobRun, held: int) -> str:
+    is_there = bool(held) or run.is_alive
+    if job.cancelled:
+        return "ending"
+    if job.paused:
+        return "pausing" if is_there else "paused"
+    if not job.options:
+        return "planning"
+    if not job.target:
+        return "pausing" if is_there else "waiting"
+    return "running" if run.reader.members and is_there else "starting"
+
+
+def _waits_for(job: LiveJob) -> str:
+    if job.wants_devices and not job.target:
+        return "devices that others have"
+    return ""

@@ -1,0 +1,244 @@
+"""What the journal of an elastic run tells its scheduler, read as it grows.
+
+How many members the run is to have, which of their processes are there, how far it is,
+how fast it is with how many members, and what its changes cost.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.journals import journal
+from whalejax.journals.journal import FOLDER
+from whalejax.membership.endings import Ending
+from whalejax.processes.local_processes import runs
+
+
+_MOST_STEPS: Final = 400
+"""Of which a pace is the mean; older ones count half."""
+
+_FEWEST_STEPS: Final = 5
+"""From which on a pace is known."""
+
+
+@dataclass(slots=True)
+class _Pace:
+    steps: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, steps: int, seconds: float) -> None:
+        self.steps, self.seconds = self.steps + steps, self.seconds + seconds
+        if self.steps > _MOST_STEPS:
+            self.steps, self.seconds = self.steps / 2, self.seconds / 2
+
+
+@dataclass(slots=True, kw_only=True)
+class ChangeCosts:
+    """What changes of devices cost that were measured, in seconds.
+
+    Attributes:
+        starts: From a decision to the first step, less a step.
+        joins: From a decision until further members take part.
+        stills: Without a step where the number of members changed.
+    """
+
+    starts: list[float] = field(default_factory=list)
+    joins: list[float] = field(default_factory=list)
+    stills: list[float] = field(default_factory=list)
+
+    def means(self) -> dict[str, float]:
+        """Means by field of ``ScheduledJob``, of those that were measured."""
+        found = {
+            "start_seconds": self.starts,
+            "join_seconds": self.joins,
+            "resize_seconds": self.stills,
+        }
+        return {name: statistics.fmean(x) for name, x in found.items() if x}
+
+    def add(self, other: ChangeCosts) -> None:
+        """Take the measurements of another job, too."""
+        self.starts += other.starts
+        self.joins += other.joins
+        self.stills += other.stills
+
+
+@dataclass(slots=True)
+class _Process:
+    slot: int
+    pid: int
+    began: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Asked:
+    at: float
+    before: int
+    after: int
+
+
+class _Lines:
+    """The lines that were added to a file since it was read last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._place, self._rest = path, 0, b""
+
+    def new(self) -> Iterator[Mapping[str, Any]]:
+        """Whole events that were written since."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._place)
+                text = file.read()
+        except FileNotFoundError:
+            return
+        self._place += len(text)
+        *lines, self._rest = (self._rest + text).split(b"\n")
+        for line in lines:
+            try:
+                said = json.loads(line)
+            except ValueError:  # A kill cut it short.
+                continue
+            if isinstance(said, dict) and journal.is_whole(said):
+                yield said
+
+
+class RunReader:
+    """The newest run in the folder of a job.
+
+    Attributes:
+        starts: Number of times that a supervisor began here, or began again.
+        size: Members that it is to have; 0 before it has said.
+        members: Number of members of the newest generation.
+        step: Newest step that is done, of all runs.
+        loss: Of that step.
+        ending: How the newest run ended, and why; None while it goes on.
+        drains: The newest run was told to end.
+        costs: What changes cost.
+        first_step_at: Unix time of the first step of all.
+        failures: By slot, number of processes in a row that ended before they were
+            ready for steps.
+    """
+
+    def __init__(self, home: Path) -> None:
+        """Read nothing yet.
+
+        Args:
+            home: Folder of the run.
+        """
+        self._events = _Lines(home / FOLDER / journal.EVENTS)
+        self._commits = _Lines(home / FOLDER / journal.COMMITS)
+        self.starts = self.size = self.members = self.step = 0
+        self.loss: float | None = None
+        self.ending: tuple[Ending, str] | None = None
+        self.drains = False
+        self.costs = ChangeCosts()
+        self.first_step_at: float | None = None
+        self.failures: dict[int, int] = {}
+        self._not_ready: dict[str, int] = {}
+        self._processes: dict[str, _Process] = {}
+        self._begun: dict[int, tuple[int, float]] = {}
+        self._paces: dict[int, _Pace] = {}
+        self._asked: list[_Asked] = []
+        self._last: tuple[int, int, float] = (-1, 0, 0.0)
+
+    def asked(self, at: float, before: int, after: int) -> None:
+        """The scheduler decided about this job's devices.
+
+        Args:
+            at: Unix time of the decision.
+            before, after: Numbers of devices.
+        """
+        self._asked.append(_Asked(at=at, before=before, after=after))
+
+    def poll(self) -> None:
+        """Read what is new."""
+        for said in self._events.new():
+            self._event(said)
+        for said in self._commits.new():
+            if said["event"] == journal.COMMITTED:
+                self._committed(said)
+        for name in [n for n, p in self._processes.items() if not runs(p.pid, p.began)]:
+            del self._processes[name]
+
+    @property
+    def held_slots(self) -> set[int]:
+        """Slots whose processes are there, also those that were given up."""
+        return {one.slot for one in self._processes.values()}
+
+    def pids(self) -> dict[str, int]:
+        """Processes of members by name."""
+        return {name: one.pid for name, one in self._processes.items()}
+
+    def steps_per_second(self) -> dict[int, float]:
+        """By number of members, where it was measured."""
+        return {
+            count: pace.steps / pace.seconds
+            for count, pace in self._paces.items()
+            if pace.steps >= _FEWEST_STEPS and pace.seconds > 0
+        }
+
+    def _event(self, said: Mapping[str, Any]) -> None:
+        match said["event"]:
+            case "opened":
+                self.starts += 1
+                self.size, self.members = 0, 0
+                self.failures, self._not_ready = {}, {}
+                self.ending, self.drains = None, False
+            case "restarted":
+                self.starts += 1
+            case "resized":
+                self.size = said["size"]
+            case "started":
+                process = _Process(said["slot"], said["pid"], said["began"])
+                self._processes[said["name"]] = process
+                self._not_ready[said["name"]] = said["slot"]
+            case "ready":
+                self.failures.pop(self._not_ready.pop(said["name"], -1), None)
+            case "lost":
+                slot = self._not_ready.pop(said["name"], None)
+                if slot is not None:
+                    self.failures[slot] = self.failures.get(slot, 0) + 1
+            case "begun":
+                self.members = len(said["members"])
+                self._begun[said["generation"]] = self.members, said["time"]
+            case "draining":
+                self.drains = True
+            case "ending":
+                how = str(said.get("how"))
+                ending = Ending(how) if how in [*Ending] else Ending.FAILED
+                self.ending = ending, str(said.get("why", ""))
+
+    def _committed(self, said: Mapping[str, Any]) -> None:
+        generation, step, at = said["generation"], said["step"], said["time"]
+        before, last_step, last_at = self._last
+        if self.first_step_at is None:
+            self.first_step_at = at
+        if generation == before and step > last_step:
+            pace = self._paces.setdefault(self._begun[generation][0], _Pace())
+            pace.add(step - last_step, at - last_at)
+        elif generation != before and generation in self._begun:
+            self._measure(generation, at, last_at)
+        if generation in self._begun:
+            self._last = generation, step, at
+        if step >= self.step:
+            self.step, self.loss = step, said["loss"]
+
+    def _measure(self, generation: int, at: float, last_at: float) -> None:
+        """What the change cost that this generation is the outcome of."""
+        count, begun_at = self._begun[generation]
+        asked = next((a for a in reversed(self._asked) if a.at <= begun_at), None)
+        if asked is None or asked.after != count:
+            return
+        self._asked.remove(asked)
+        pace = self._paces.get(count)
+        step = pace.seconds / pace.steps if pace is not None and pace.steps else 0.0
+        if not asked.before:
+            self.costs.starts.append(max(0.0, at - asked.at - step))
+            return
+        self.costs.stills.append(max(0.0, at - last_at - step))
+        if asked.after > asked.before:
+            self.costs.joins.append(max(0.0, begun_at - asked.at))

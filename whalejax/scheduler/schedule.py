@@ -1,0 +1,175 @@
+"""Jobs that share devices, and what is decided about them, whatever clock drives it.
+
+A simulation drives it by a virtual clock, and the scheduler of live jobs by that of its
+machine: both tell it what happened, and do what it decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from whalejax.scheduler.allocation import JobState, Objective, allocate
+from whalejax.scheduler.job_table import NOWHERE, JobError, Place, ScheduledJob
+
+
+Decide = Callable[[Sequence[JobState]], Mapping[str, Place]]
+"""Places of all jobs that wait or run, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A job that gets other devices.
+
+    Attributes:
+        name: Name of the job.
+        before, after: Its places; ``NOWHERE`` where it waits.
+    """
+
+    name: str
+    before: Place
+    after: Place
+
+
+class Schedule:
+    """The jobs that wait or run, and when it is decided about them.
+
+    It is decided when a job came, ended or stands still, and ``every`` so many seconds.
+    """
+
+    def __init__(
+        self, devices: Mapping[str, int], decide: Decide, *, every: float
+    ) -> None:
+        """Begin without a job.
+
+        Args:
+            devices: Number of devices by kind.
+            decide: Places of all jobs that wait or run.
+            every: Seconds between decisions where nothing happens.
+        """
+        self.devices, self.every = dict(devices), every
+        self._decide = decide
+        self._states: dict[str, JobState] = {}
+        self._has_changed = False
+        self._decided_at = -math.inf
+
+    # What happens.
+
+    def add(self, job: ScheduledJob, left: float, place: Place = NOWHERE) -> None:
+        """A job came, or its table did.
+
+        Args:
+            job: The job.
+            left: Samples that are left.
+            place: Where it runs, if it does.
+        """
+        self._states[job.name] = JobState(job=job, left=left, place=place)
+        self._has_changed = True
+
+    def remove(self, name: str) -> None:
+        """A job ended, or takes no devices any more."""
+        if self._states.pop(name, None) is not None:
+            self._has_changed = True
+
+    def set_devices(self, devices: Mapping[str, int]) -> None:
+        """There are other devices.
+
+        Args:
+            devices: Number of devices by kind.
+        """
+        if devices != self.devices:
+            self.devices, self._has_changed = dict(devices), True
+
+    def update(
+        self, name: str, left: float, job: ScheduledJob | None = None
+    ) -> JobState:
+        """A job got on; that alone is no reason to decide.
+
+        Args:
+            name: Name of the job.
+            left: Samples that are left.
+            job: The job with a table by newer measurements; the same if None.
+        """
+        known = self._states[name]
+        self._states[name] = JobState(
+            job=known.job if job is None else job, left=left, place=known.place
+        )
+        return self._states[name]
+
+    # What is decided.
+
+    @property
+    def next_at(self) -> float:
+        """Time of the next decision; in the past where one is due."""
+        return -math.inf if self._has_changed else self._decided_at + self.every
+
+    def places(self) -> dict[str, Place]:
+        """Where every job is, by name."""
+        return {name: one.place for name, one in self._states.items()}
+
+    def decide(self, now: float) -> list[Move]:
+        """Decide where every job runs; what changes, those that give devices up first.
+
+        Args:
+            now: The time.
+
+        Raises:
+            JobError: A decision takes more devices than there are.
+        """
+        self._has_changed, self._decided_at = False, now
+        places = self._decide([*self._states.values()])
+        self._check(places)
+        moves = []
+        for name, one in self._states.items():
+            after = places.get(name, NOWHERE)
+            if after != one.place:
+                moves.append(Move(name=name, before=one.place, after=after))
+                self._states[name] = JobState(job=one.job, left=one.left, place=after)
+        return sorted(moves, key=lambda move: move.after[1] - move.before[1])
+
+    def _check(self, places: Mapping[str, Place]) -> None:
+        for kind, count in self.devices.items():
+            taken = sum(n for k, n in places.values() if k == kind)
+            if taken > count:
+                there = f"{count} devices {kind}".strip()
+                raise JobError(f"a decision takes {taken} of {there}")
+
+
+def elastic(devices: Mapping[str, int], objective: Objective, horizon: float) -> Decide:
+    """Devices follow the jobs that are there.
+
+    Args:
+        devices: Number of devices by kind.
+        objective, horizon: As for ``allocate``.
+    """
+
+    def decide(states: Sequence[JobState]) -> Mapping[str, Place]:
+        return allocate(states, devices, objective=objective, horizon=horizon)
+
+    return decide
+
+
+def first_come_first_served(devices: Mapping[str, int]) -> Decide:
+    """Every job gets the devices that its user asked for, until it ends.
+
+    Args:
+        devices: Number of devices by kind.
+    """
+
+    def decide(states: Sequence[JobState]) -> Mapping[str, Place]:
+        found = {one.job.name: one.place for one in states}
+        free = dict(devices)
+        for kind, count in found.values():
+            if count:
+                free[kind] -= count
+        waiting = [one for one in states if one.place == NOWHERE]
+        for one in sorted(waiting, key=lambda one: (one.job.arrival, one.job.name)):
+            kind, count = one.job.asked
+            if count > free.get(kind, 0):
+                break
+            free[kind] -= count
+            found[one.job.name] = one.job.asked
+        return found
+
+    return decide
