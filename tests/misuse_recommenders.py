@@ -38,6 +38,8 @@ def _plan_arguments(world: World) -> dict[str, Any]:
         "counts": None,
         "mesh": None,
         "trainable": None,
+        "staleness": 0,
+        "times": None,
     }
 
 
@@ -50,6 +52,8 @@ def _compile_arguments(world: World) -> dict[str, Any]:
         "out_of_range": "error",
         "trainable": None,
         "devices": None,
+        "job": None,
+        "job_settings": None,
     }
 
 
@@ -82,6 +86,8 @@ RECOMMENDERS: Final[Mapping[str, Entry]] = {
             "counts": ("none dict", "nothing was counted"),
             "mesh": ("none dict", "nothing is fixed"),
             "trainable": NONE,
+            "staleness": ("zero", "no lookup lacks an update"),
+            "times": NONE,
         },
         stops=PLANNING,
     ),
@@ -95,6 +101,8 @@ RECOMMENDERS: Final[Mapping[str, Entry]] = {
             "optimizer": ("none", "evaluation needs none"),
             "trainable": NONE,
             "devices": ("none", "all there are"),
+            "job": NONE,
+            "job_settings": ("none dict", "the job as it is"),
         },
     ),
 }

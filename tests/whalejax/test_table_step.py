@@ -89,9 +89,11 @@ class OneDevice:
     def _others(self, net: Any) -> dict[str, Any]:
         return {name: x for name, x in net.items() if name not in ROWS}
 
-    def step(self, batch: Any) -> tuple[float, Any]:
+    def step(self, batch: Any, tables: Any = None) -> tuple[float, Any]:
+        """One step, whose lookups read other tables than are updated, if given."""
+        read = {**self.net, **(tables or {})}
         value, gradients = jax.value_and_grad(loss)(
-            {name: jnp.asarray(x) for name, x in self.net.items()}, batch
+            {name: jnp.asarray(x) for name, x in read.items()}, batch
         )
         others = self._others(self.net)
         updates, self.opt_state = self.dense.update(
@@ -103,7 +105,7 @@ class OneDevice:
             for name, rows in touched(batch).items()
         }
         new = optax.apply_updates(others, updates)
-        self.net = changed | {name: np.asarray(x) for name, x in new.items()}
+        self.net = self.net | changed | {name: np.asarray(x) for name, x in new.items()}
         return float(value), gradients
 
     def _rows(self, name: str, rows: np.ndarray, gradient: np.ndarray) -> np.ndarray:

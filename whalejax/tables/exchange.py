@@ -51,16 +51,31 @@ def give_vectors(
     Returns:
         ``[ranks, samples / ranks, elements]``: what each rank gave for these samples.
     """
+    rank = jax.lax.axis_index(axes)
+    vectors = look_up_rows(layout.widths, buffers, ids, rank)
+    sent = vectors.reshape(layout.ranks, len(ids) // layout.ranks, -1)
+    return _all_to_all(sent, layout.ranks, axes).reshape(sent.shape)
+
+
+def look_up_rows(
+    widths: Mapping[int, WidthLayout], buffers: Mapping[int, Any], ids: Any, rank: Any
+) -> Any:
+    """What one rank gives for some samples, ``[samples, elements]``.
+
+    Args:
+        widths: Layout of each buffer.
+        buffers: The rank's buffers by width.
+        ids: Ids that it takes, ``int32[samples, columns]``.
+        rank: Its number in the layouts.
+    """
     dtype = jnp.result_type(*(buffer.dtype for buffer in buffers.values()))
     given = []
-    for width, each in layout.widths.items():
-        place, slot = _places(each, ids, axes)
+    for width, each in widths.items():
+        place, slot = _places(each, ids, rank)
         rows = buffers[width].at[place].get(mode="fill", fill_value=0)
         sums = _sum_columns(rows, slot, each.slots)
         given.append(sums.reshape(len(ids), each.slots * width).astype(dtype))
-    vectors = jnp.concatenate(given, axis=1)
-    sent = vectors.reshape(layout.ranks, len(ids) // layout.ranks, -1)
-    return _all_to_all(sent, layout.ranks, axes).reshape(sent.shape)
+    return jnp.concatenate(given, axis=1)
 
 
 def assemble(layout: TableLayout, number: int, lookup: Lookup, received: Any) -> Any:
@@ -99,6 +114,22 @@ def return_gradients(
     Returns:
         ``[samples, elements]`` for the vectors that this rank gave.
     """
+    return _all_to_all(pack_gradients(layout, gradients, dtype), layout.ranks, axes)
+
+
+def pack_gradients(
+    layout: TableLayout, gradients: Sequence[Any], dtype: Any
+) -> jax.Array:
+    """Gradients of vectors by the rank that they are for.
+
+    Args:
+        layout: Buffers and columns.
+        gradients: Gradient of each lookup's vectors, for some samples.
+        dtype: Element type of the exchange.
+
+    Returns:
+        ``[ranks, samples, elements]``.
+    """
     samples = gradients[0].shape[0]
     pieces: list[list[tuple[int, Any]]] = [[] for _ in range(layout.ranks)]
     for places, gradient in zip(layout.received, gradients, strict=True):
@@ -106,10 +137,9 @@ def return_gradients(
             vectors = gradient.reshape(samples, each.count, -1)
             part = vectors[:, :, slice(*each.columns)].reshape(samples, -1)
             pieces[each.rank].append((each.start, part.astype(dtype)))
-    sent = jnp.stack(
+    return jnp.stack(
         [_joined(each, samples, layout.vector_elements, dtype) for each in pieces]
     )
-    return _all_to_all(sent, layout.ranks, axes)
 
 
 def _joined(
@@ -125,30 +155,30 @@ def _joined(
 
 
 def update_buffers(
-    layout: TableLayout,
+    widths: Mapping[int, WidthLayout],
     optimizer: SparseOptimizer,
     buffers: Mapping[int, Any],
     states: Mapping[int, RowState],
     ids: Any,
     gradients: Any,
     step: Any,
-    axes: tuple[str, ...],
+    rank: Any,
 ) -> tuple[dict[int, Any], dict[int, RowState]]:
-    """Updates the rows of this rank that were looked up.
+    """Updates the rows of one rank that were looked up.
 
     Args:
-        layout: Buffers and columns.
+        widths: Layout of each buffer.
         optimizer: How rows change.
-        buffers, states: This rank's buffers and their state, by width.
-        ids: From ``exchange_ids``.
-        gradients: From ``return_gradients``.
+        buffers, states: The rank's buffers and their state, by width.
+        ids: Ids that it looked up, ``int32[samples, columns]``.
+        gradients: Gradients of what it gave, ``[samples, elements]``.
         step: Number of steps before this one.
-        axes: Mesh axes that the ranks are numbered along.
+        rank: Its number in the layouts.
     """
     new_buffers: dict[int, Any] = {}
     new_states: dict[int, RowState] = {}
-    for width, each in layout.widths.items():
-        place, slot = _places(each, ids, axes)
+    for width, each in widths.items():
+        place, slot = _places(each, ids, rank)
         stop = each.offset + each.slots * width
         vectors = gradients[:, each.offset : stop].reshape(-1, each.slots, width)
         by_column = vectors[:, slot].reshape(-1, width).astype(buffers[width].dtype)
@@ -257,9 +287,8 @@ def update_replicated(
     }
 
 
-def _places(each: WidthLayout, ids: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
+def _places(each: WidthLayout, ids: Any, rank: Any) -> tuple[Any, Any]:
     """Row of the buffer of each id, the number of rows for none; and its slot."""
-    rank = jax.lax.axis_index(axes)
 
     def mine(array: Any) -> Any:
         return jax.lax.dynamic_index_in_dim(jnp.asarray(array), rank, keepdims=True)

@@ -11,6 +11,7 @@ from whalejax.meshes.checks import shown
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.tables.placement import TablePlacement
+from whalejax.planner.tables.sections import Sections
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 
@@ -29,6 +30,8 @@ class TablesPlan:
         refused: By path of a parameter that is looked up, why it is no table.
         model_paths: Path of every trained leaf.
         batch: Structure of a global batch, of abstract arrays.
+        sections: How tables in processes of their own work beside the dense part; None
+            where the devices of the dense part hold them.
     """
 
     placement: TablePlacement
@@ -37,6 +40,7 @@ class TablesPlan:
     refused: dict[str, str]
     model_paths: tuple[str, ...]
     batch: Any
+    sections: Sections | None = None
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -77,7 +81,8 @@ class TablesPlan:
 
     def __str__(self) -> str:
         refused = "".join(f"\nno table: {text}" for text in self.refused.values())
-        return f"{self.placement}{refused}\n\n{self.dense}"
+        sections = "" if self.sections is None else f"{self.sections}\n"
+        return f"{sections}{self.placement}{refused}\n\n{self.dense}"
 
 
 def cut_program(adapter: Adapter, batch: Any) -> TableProgram:

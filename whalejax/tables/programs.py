@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.tables.exchange import (
@@ -55,10 +54,6 @@ class TableArrays:
     replicated_states: dict[str, RowState]
 
 
-DenseLoss = Callable[[Any, Sequence[Any]], tuple[Any, Any]]
-"""Of the parameters and the vectors; gives the mean loss, and what else is wanted."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TablePrograms:
     """The sections of a step, each a function of arrays.
@@ -89,8 +84,16 @@ class TablePrograms:
         Args:
             batch: Leaves of a global batch.
         """
+        return self.join_ids(self.program.ids(batch))
+
+    def join_ids(self, by_lookup: Sequence[Any]) -> Any:
+        """Ids of all lookups side by side, clipped where that was chosen.
+
+        Args:
+            by_lookup: Those of each lookup.
+        """
         found = []
-        for ids, rows in zip(self.program.ids(batch), self.rows, strict=True):
+        for ids, rows in zip(by_lookup, self.rows, strict=True):
             if self.clips:
                 ids = jnp.where(ids == NO_ID, ids, jnp.clip(ids, 0, rows - 1))
             found.append(ids)
@@ -102,8 +105,16 @@ class TablePrograms:
         Args:
             batch: Leaves of a global batch.
         """
+        return self.bounds_of(self.program.ids(batch))
+
+    def bounds_of(self, by_lookup: Sequence[Any]) -> Any:
+        """Least and largest of some ids, ``int32[lookups, 2]``; 0 for none.
+
+        Args:
+            by_lookup: Ids of each lookup.
+        """
         bounds = []
-        for ids in self.program.ids(batch):
+        for ids in by_lookup:
             known = jnp.where(ids == NO_ID, 0, ids)
             bounds.append(jnp.stack([known.min(), known.max()]))
         return jnp.stack(bounds)
@@ -156,9 +167,10 @@ class TablePrograms:
                 dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
                 returned = return_gradients(self.layout, gradients, self.axes, dtype)
                 buffers, states = update_buffers(
-                    self.layout,
+                    self.layout.widths,
                     self.optimizer,
-                    *(buffers, states, taken, returned, step, self.axes),
+                    *(buffers, states, taken, returned, step),
+                    jax.lax.axis_index(self.axes),
                 )
             replicated, replicated_states = self._update_replicated(
                 tables, ids, gradients, step
@@ -227,35 +239,3 @@ class TablePrograms:
         """An array whose dimension 0 is shared out like the batch."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
         return jax.lax.with_sharding_constraint(array, sharding)
-
-    def train(
-        self,
-        loss: DenseLoss,
-        optimizer: optax.GradientTransformation,
-        batch: Sequence[Any],
-        params: Any,
-        opt_state: Any,
-        tables: TableArrays,
-        step: Any,
-    ) -> tuple[Any, Any, TableArrays, Any, Any]:
-        """One step of the optimizer.
-
-        Args:
-            loss: The dense part.
-            optimizer: Of the parameters that are no tables.
-            batch: Leaves of a global batch.
-            params, opt_state, tables: The state.
-            step: Number of steps before this one.
-
-        Returns:
-            Parameters, optimizer state, tables, the loss, and what it gave beside.
-        """
-        ids = self.shared_out(self.all_ids(batch))
-        vectors, taken = self.look_up(tables, ids)
-        (value, more), (dense, by_vector) = jax.value_and_grad(
-            loss, argnums=(0, 1), has_aux=True
-        )(params, vectors)
-        by_vector = [self.shared_out(one) for one in by_vector]
-        tables = self.update(tables, ids, taken, by_vector, step)
-        updates, opt_state = optimizer.update(dense, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, tables, value, more
