@@ -12,6 +12,7 @@ import numpy as np
 import whalejax as wh
 from tests.misuse import Entry
 from tests.misuse_world import NONE, OPTIMIZER, PLANNING, World, given
+from whalejax.api.tables_request import RUNNABLE_SPLITS
 
 
 def lookup_loss(model: Any, batch: Any) -> jax.Array:
@@ -41,6 +42,18 @@ def _plan_arguments(world: World) -> dict[str, Any]:
         "staleness": 0,
         "times": None,
     }
+
+
+TABLE_ARGUMENTS: Final[dict[str, Any]] = {
+    "tables": None,
+    "splits": RUNNABLE_SPLITS,
+    "together": (),
+    "pins": None,
+    "counts": None,
+    "staleness": 0,
+    "times": None,
+}
+"""Of ``wh.plan`` without tables."""
 
 
 def _compile_arguments(world: World) -> dict[str, Any]:

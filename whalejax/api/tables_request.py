@@ -39,6 +39,7 @@ from whalejax.planner.tables.table import Table
 from whalejax.tables.dense import dense_loss, dense_model
 from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.recognize import TableProgram
+from whalejax.tables.record import program_hash
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import check_optimizer
@@ -111,6 +112,7 @@ class TablesRequest:
             placement, sections = self._in_processes(tables, sparse, size, seconds)
         refused = {adapter.param_paths[n]: text for n, text in program.refused.items()}
         return TablesPlan(
+            program_hash=program_hash(program),
             placement=placement,
             dense=dense,
             rows=self.rows,

@@ -11,9 +11,11 @@ import optax
 from whalejax.adapters.base import Adapter, adapt
 from whalejax.meshes.checks import Arguments, shown
 from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.sections_step import SectionsStep, check_job
 from whalejax.runtime.table_step import TableStep
 from whalejax.tables.plan import TablesPlan
+from whalejax.tables.record import program_hash, tables_plan
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import refuse_bad_optimizer
 
@@ -63,8 +65,8 @@ def compile_tables(
     check_job(problems, job, job_settings)
     if isinstance(job, str) and isinstance(plan, TablesPlan) and not plan.sections:
         problems.add(
-            f"job is {shown(job)}, and this plan has no sparse section that could make its "
-            "batches. Plan with staleness= on such as cpu:2+h100:1"
+            f"job is {shown(job)}, and this plan has no sparse section that could make "
+            "its batches. Plan with staleness= on such as cpu:2+h100:1"
         )
     problems.raise_if_any()
     refuse_bad_optimizer(optimizer)
@@ -83,9 +85,42 @@ def compile_tables(
     _check_shapes(plan, adapter)
     given = plan, adapter, optimizer, out_of_range, devices
     if plan.sections is None:
-        return TableStep(*given)
-    named = None if job is None else (job, dict(job_settings or {}))
-    return SectionsStep(*given, job=named)
+        step = TableStep(*given)
+    else:
+        named = None if job is None else (job, dict(job_settings or {}))
+        step = SectionsStep(*given, job=named)
+    if optimizer is not None:
+        _check_program(plan, step)
+    return step
+
+
+def compile_plan(
+    plan: Plan,
+    loss_fn: Callable[..., Any],
+    model: Any,
+    batch: Any,
+    optimizer: optax.GradientTransformation | None,
+    **options: Any,
+) -> TableStep:
+    """``wh.compile`` of a plan with tables.
+
+    Args:
+        plan: One with tables.
+        loss_fn, model, batch, optimizer: As for ``wh.compile``.
+        options: Others of ``compile_tables``.
+    """
+    own = tables_plan(plan, batch)
+    return compile_tables(own, loss_fn, model, optimizer=optimizer, **options)
+
+
+def _check_program(plan: TablesPlan, step: TableStep) -> None:
+    """Refuses to train a loss that looks the same tables up in another program."""
+    if plan.program_hash not in ("", program_hash(step.programs.program)):
+        raise PlanError(
+            "this plan is for another loss: the tables are the same, and the program "
+            "around their lookups is not, or another version of JAX traced it. Plan "
+            "again for this loss"
+        )
 
 
 def _check_shapes(plan: TablesPlan, adapter: Adapter) -> None:

@@ -77,6 +77,7 @@ class PipelineState:
             step: Number of steps.
         """
         self._owner, self.step = owner, step
+        self.samples = self.loss_scale = None
 
     @property
     def params(self) -> dict[str, Any]:
@@ -181,6 +182,11 @@ class SectionsStep(TableStep):
         found: Sections | None = self.plan.sections
         assert found is not None
         return found
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Number of steps after which a loss is looked at, so that all work on."""
+        return self.sections.queue_depth
 
     def _make_store(self) -> RemoteStore:
         layout, rows, sections = self.programs.layout, self.plan.rows, self.sections
@@ -459,7 +465,7 @@ def check_job(problems: Arguments, job: Any, settings: Any) -> None:
     """
     if job is not None and not isinstance(job, str):
         problems.refuse("job", job, 'the name of a job, such as "dlrm", or None')
-    if settings and isinstance(settings, Mapping) and job is None:
+    if isinstance(settings, Mapping) and settings and job is None:
         problems.add("job_settings was given without job, the name of a job. Give it")
     if settings is not None and not isinstance(settings, Mapping):
         problems.refuse(

@@ -77,6 +77,16 @@ class TablesState:
     step: Any
     rng: Any
 
+    @property
+    def samples(self) -> None:
+        """Samples that the steps took are not counted: each took a whole batch."""
+        return None
+
+    @property
+    def loss_scale(self) -> None:
+        """Losses are not scaled."""
+        return None
+
 
 class TableStep:
     """A plan with tables, compiled: call it with a state and a global batch.
@@ -149,6 +159,11 @@ class TableStep:
             shapes={table.name: (table.rows, table.width) for table in tables},
             dtype=self.dtype,
         )
+
+    @property
+    def parts_matter(self) -> bool:
+        """Whether another number of micro-batches computes something else."""
+        return False
 
     # Starting.
 

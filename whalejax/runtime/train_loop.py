@@ -115,7 +115,7 @@ def train(
     """
     first = int(state.step)
     checkpoint = resumed_from
-    losses = _Losses(on_step)
+    losses = _Losses(on_step, getattr(step, "steps_in_flight", _STEPS_IN_FLIGHT))
     windows = _Windows(clock)
     with held(None if is_held else save_dir):
         if save_dir is not None:
@@ -170,7 +170,10 @@ class _NotFiniteError(Exception):
 class _Losses:
     """Losses in order; those still being computed are in flight."""
 
-    def __init__(self, on_step: Callable[[Progress], None] | None) -> None:
+    def __init__(
+        self, on_step: Callable[[Progress], None] | None, most_in_flight: int
+    ) -> None:
+        self._most_in_flight = most_in_flight
         self.values: list[float] = []
         self.step_seconds: float | None = None
         self._in_flight: deque[tuple[int, Any, Any]] = deque()
@@ -185,7 +188,7 @@ class _Losses:
             scale: of losses in float16 after it, or None.
         """
         self._in_flight.append((step, loss, scale))
-        while len(self._in_flight) > _STEPS_IN_FLIGHT:
+        while len(self._in_flight) > self._most_in_flight:
             self._take()
 
     def wait(self) -> None:

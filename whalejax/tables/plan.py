@@ -8,6 +8,7 @@ from typing import Any
 
 from whalejax.adapters.base import Adapter
 from whalejax.meshes.checks import shown
+from whalejax.planner.entries import LeafPlan
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.tables.placement import TablePlacement
@@ -32,6 +33,7 @@ class TablesPlan:
         batch: Structure of a global batch, of abstract arrays.
         sections: How tables in processes of their own work beside the dense part; None
             where the devices of the dense part hold them.
+        program_hash: Hash of the loss as it was traced.
     """
 
     placement: TablePlacement
@@ -41,6 +43,7 @@ class TablesPlan:
     model_paths: tuple[str, ...]
     batch: Any
     sections: Sections | None = None
+    program_hash: str = ""
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -52,6 +55,16 @@ class TablesPlan:
         """Mesh axes that share out the batch, and the tables, with their sizes."""
         sizes = {"data": 1, "fsdp": 1} | dict(self.dense.axes)
         return {name: sizes[name] for name in ("data", "fsdp")}
+
+    @property
+    def trained(self) -> tuple[LeafPlan, ...]:
+        """Parameters of the dense part that are trained, in the order of their tree."""
+        return self.dense.trained
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Parts of the global batch, one after the other."""
+        return self.dense.num_micro_batches
 
     def why(self, path: str) -> str:
         """Says why a table or another parameter is stored as it is.

@@ -92,6 +92,11 @@ class TableProgram:
     _closed: Any
     metrics: Any = None
 
+    @property
+    def traced(self) -> Any:
+        """The whole loss as it was traced, with its lookups."""
+        return self._closed
+
     def ids(self, batch: Sequence[Any]) -> list[Any]:
         """The ids of each lookup, ``int32[samples, ids]``; ``NO_ID`` where masked.
 
