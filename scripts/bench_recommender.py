@@ -1,6 +1,6 @@
 """A sparse section on CPUs beside a dense section: what both reach together.
 
-    python scripts/bench_recommender.py [--kills N] [--anew]
+    python scripts/bench_recommender.py [--kills N] [--anew] [--auc]
 
 Two processes hold tables, each under a CPU quota on the first core; the dense section
 computes under a quota as large as both on the last core. What each section takes alone,
@@ -45,6 +45,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+from flax import nnx  # noqa: E402
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -53,6 +54,8 @@ sys.path.insert(0, str(ROOT))
 import whalejax as wh  # noqa: E402
 from whalejax.adapters.base import adapt  # noqa: E402
 from whalejax.distributed.cgroup_quota import Quota  # noqa: E402
+from whalejax.models import dlrm  # noqa: E402
+from whalejax.models.click_data import area_under_curve, flights  # noqa: E402
 from whalejax.planner.tables.sections import SectionTimes  # noqa: E402
 from whalejax.runtime.sections_step import SectionsStep  # noqa: E402
 
@@ -142,6 +145,7 @@ class IdleDense(SectionsStep):
 def under(percent: float, cores: list[int], pids: list[int]) -> Iterator[None]:
     """Processes under one quota on some cores."""
     with Quota(percent) as quota:
+        quota.weigh(30.0)  # Whatever else runs on this machine.
         for pid in pids:
             for task in Path(f"/proc/{pid}/task").iterdir():
                 with contextlib.suppress(ProcessLookupError):
@@ -343,6 +347,7 @@ def case(number: int) -> dict[str, int]:
     drawn = random.Random(number)
     staleness = (0, 1, STALENESS)[number % 3]
     losses: list[Any] = []
+    dead: set[int] = set()
     with counted_step(staleness, log_bytes=100_000) as step:
         section, state, killed, steps = step.pipeline.section, None, 0, 0
         state = step.init_from(counted_net())
@@ -351,11 +356,13 @@ def case(number: int) -> dict[str, int]:
             state, metrics = step(state, counted_batch(steps))
             losses.append(metrics)
             steps += 1
-            pids = section.pids
-            if killed < CASE_KILLS and steps >= next_kill and len(pids) == 2:
+            alive = [pid for pid in section.pids.values() if pid not in dead]
+            if killed < CASE_KILLS and steps >= next_kill and len(alive) == 2:
                 time.sleep(pause)
+                victim = alive[drawn.randrange(2)]
+                dead.add(victim)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pids[drawn.randrange(2)], signal.SIGKILL)
+                    os.kill(victim, signal.SIGKILL)
                     killed += 1
                 next_kill = steps + drawn.randrange(1, 30)
                 pause = drawn.random() * 0.05
@@ -445,13 +452,49 @@ def synchronous_equal() -> int:
     return int(losses == others and same)
 
 
+def late_flights(staleness: int) -> float:
+    """AUC on the last flights of a year after one pass over those before."""
+    data = flights()
+    count = len(data.rows)
+    config = dlrm.DLRMConfig(
+        rows=data.rows, bags=(1,) * count, dense=5, bottom=(64,), top=(64, 32)
+    )
+    model, size, last = dlrm.DLRM(config, rngs=nnx.Rngs(0)), 512, 300_000
+    optimizer = optax.adagrad(0.1)
+    options: dict[str, Any] = {"optimizer": optimizer}
+    plan = wh.plan(
+        *(dlrm.loss_fn, model, data.batch(0, size)),
+        tables=wh.sparse_optimizer("adagrad", 0.1),
+        cluster="cpu:1+cpu:1",
+        staleness=staleness,
+        **options,
+    )
+    step: Any = wh.compile(
+        plan, dlrm.loss_fn, model, devices=jax.devices()[:1], **options
+    )
+    with step:
+        state = step.init_from(model)
+        for number in range(last // size):
+            state, _ = step(state, data.batch(number, size))
+        later = data.window(last, data.size)
+        scores = np.asarray(step.model(state)(later))
+        late = step.report().lags
+    print(f"staleness {staleness}: {late}")
+    return area_under_curve(later["label"], scores)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=CASE_KILLS * KEPT_CASES)
     parser.add_argument("--anew", action="store_true", help="forget the kept cases")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--case", type=int, help="one case of kills, and nothing else")
+    parser.add_argument("--auc", action="store_true", help="of s = 0, 1, 4, 16 alone")
     options = parser.parse_args()
+    if options.auc:
+        os.sched_setaffinity(0, CORES)
+        print(json.dumps({s: round(late_flights(s), 4) for s in (0, 1, 4, 16)}))
+        return
     if options.case is not None:
         os.sched_setaffinity(0, CORES)
         print(json.dumps(case(options.case)))

@@ -167,3 +167,89 @@ def test_words_of_the_command_line_that_say_no_tables(
     assert main(["train", "dlrm-test", "--tables", "adam:0.1", "--zero", "1"]) != 0
     assert main(["train", "dlrm-test", "--staleness", "1"]) != 0
     assert "--staleness is 1 without --tables" in capsys.readouterr().err
+
+
+SHAPES: Final = {
+    "user": jax.ShapeDtypeStruct((1000, 16), jnp.float32),
+    "w": jax.ShapeDtypeStruct((16,), jnp.float32),
+}
+
+
+def small_loss(net: Any, batch: Any) -> Any:
+    return (net["user"][batch["ids"]] @ net["w"]).mean()
+
+
+def bag_loss(net: Any, batch: Any) -> Any:
+    rows = jax.ops.segment_sum(net["user"][batch["ids"]], batch["bag"], num_segments=64)
+    return ((rows @ net["w"]) * batch["x"]).mean()
+
+
+def ids_of(kind: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, kind)
+
+
+@pytest.mark.parametrize(
+    ("batch", "change", "words"),
+    [
+        (ids_of(np.float32, 64), {}, "no integers; of the batch ids is of another"),
+        (np.array([[1, 2], [3]], object), {}, "type object.*unlike lengths are given"),
+        ([[1, 2], [3]], {}, "Bags of unlike lengths are given padded"),
+        (ids_of(np.int32, 64), {"counts": {"user": np.ones(999)}}, r"shape \(999,\)"),
+        (ids_of(np.int32, 64), {"counts": {"item": np.ones(9)}}, "'item', which is no"),
+        (ids_of(np.int32, 64), {"tables": optax.adam(0.1)}, "sgd, adagrad, row_adagra"),
+        (ids_of(np.int32, 64), {"staleness": -1}, "staleness is -1; expected a whole"),
+        (ids_of(np.int32, 64), {"staleness": 1}, "no CPUs beside the devices"),
+    ],
+)
+def test_bad_input_is_refused_in_words(batch: Any, change: Any, words: str) -> None:
+    options: Any = {"tables": ROWS, "cluster": "h100:4", **change}
+    with pytest.raises(wh.WhaleError, match=f"(?s){words}"):
+        wh.plan(small_loss, SHAPES, {"ids": batch}, **options)
+
+
+def test_ragged_bags_are_refused_with_what_to_give() -> None:
+    batch = {
+        "ids": ids_of(np.int32, 500),
+        "bag": ids_of(np.int32, 500),
+        "x": ids_of(np.float32, 64),
+    }
+    with pytest.raises(
+        wh.WhaleError, match=r"padded: ids of one shape, \(samples"
+    ):
+        wh.plan(bag_loss, SHAPES, batch, tables=ROWS, cluster="h100:4")
+
+
+@pytest.mark.parametrize(
+    ("rows", "cluster", "words"),
+    [
+        (2_000_000_000, "h100:4", "'user' takes 8.19 TB .* 749 GB short"),
+        (2_000_000_000, "cpu:2+h100:4", "'user' takes 8.19 TB .* 2.04 TB short"),
+        (3_000_000_000, "h100:4", "852,516,353 too many. Hash ids"),
+    ],
+)
+def test_a_table_too_large_for_all_says_by_how_much(
+    rows: int, cluster: str, words: str
+) -> None:
+    shapes = {
+        "user": jax.ShapeDtypeStruct((rows, 512), jnp.float32),
+        "w": jax.ShapeDtypeStruct((512,), jnp.float32),
+    }
+    with pytest.raises(wh.WhaleError, match=words):
+        wh.plan(
+            *(small_loss, shapes, {"ids": ids_of(np.int32, 64)}),
+            tables=ROWS,
+            cluster=cluster,
+        )
+
+
+def test_a_feature_that_no_table_takes_is_named() -> None:
+    batch = {"ids": ids_of(np.int32, 64), "shop": ids_of(np.int32, 64)}
+    plan = wh.plan(small_loss, SHAPES, batch, tables=ROWS, cluster="h100:4")
+    assert "shop of the batch is read by no table, and by nothing else" in str(plan)
+
+
+def test_optimizers_without_a_sparse_form_are_refused() -> None:
+    with pytest.raises(
+        wh.WhaleError, match="'adam'; expected one of sgd, adagrad"
+    ):
+        wh.sparse_optimizer("adam", 0.1)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from whalejax.api.plan_settings import parsed_cluster
 from whalejax.capture.batch import aval_of, check_batch
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.errors import Problems
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.tables.place import place_tables
@@ -40,12 +40,14 @@ from whalejax.tables.dense import dense_loss, dense_model
 from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.record import program_hash
-from whalejax.tables.sparse_optimizers import SparseOptimizer
+from whalejax.tables.sparse_optimizers import SPARSE_FORMS, SparseOptimizer
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import check_optimizer
 
 
 _CPU_KINDS: Final = ("cpu",)
+
+_MOST_ROWS: Final = 2**31 - 1
 
 RUNNABLE_SPLITS: Final = ("whole", "rows", "columns", "replicate")
 """Ways of storing a table that a step runs."""
@@ -87,8 +89,9 @@ class TablesRequest:
         """
         sparse, dense_cluster = split_sections(self.cluster)
         _check_sections(sparse, self.staleness)
-        check_batch(batch, 0)
+        _check_bags(batch)
         adapter = adapt(model, loss_fn, trainable=self.trainable).without_values()
+        _check_rows(adapter)
         batch = jax.tree.map(aval_of, batch)
         program = cut_program(adapter, batch)
         check_tables(adapter, program, self.counts)
@@ -111,6 +114,11 @@ class TablesRequest:
             seconds = dense.time.step_seconds
             placement, sections = self._in_processes(tables, sparse, size, seconds)
         refused = {adapter.param_paths[n]: text for n, text in program.refused.items()}
+        refused |= {
+            f"batch {path}": f"{path} of the batch is read by no table, and by nothing "
+            "else"
+            for path in program.unread
+        }
         return TablesPlan(
             program_hash=program_hash(program),
             placement=placement,
@@ -246,7 +254,8 @@ def _check(request: TablesRequest) -> None:
     problems.whole("staleness", request.staleness)
     problems.of("times", times, SectionTimes, "what report().times gave", none=True)
     if not isinstance(rows, SparseOptimizer):
-        problems.refuse("rows", rows, 'wh.sparse_optimizer("adagrad", 0.01) or another')
+        expected = f'wh.sparse_optimizer("adagrad", 0.01) or {SPARSE_FORMS}'
+        problems.refuse("the optimizer of rows", rows, expected)
     check_optimizer(problems, request.optimizer)
     if not _are_names(splits) or not set(splits) <= set(RUNNABLE_SPLITS):
         problems.refuse(
@@ -309,6 +318,54 @@ def check_tables(adapter: Adapter, program: TableProgram, counts: Any) -> None:
             f"tables have the element types {', '.join(sorted(types))}; expected one. "
             "Cast them to one type"
         )
+    problems.raise_if_any()
+
+
+_BAGS: Final = (
+    "Bags of unlike lengths are given padded: ids of one shape, (samples, longest), "
+    "with -1 where there is none, and summed as "
+    "jnp.where((ids >= 0)[..., None], table[ids], 0).sum(1); offsets and flat ids do "
+    "not say which samples a device has"
+)
+
+
+def _check_bags(batch: Any) -> None:
+    """Refuses what is no batch; where bags may be ragged, says how to give them."""
+    ragged = [
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if isinstance(leaf, np.ndarray) and leaf.dtype == object
+    ]
+    if ragged:
+        raise PlanError(
+            f"batch{ragged[0]} has the element type object, as NumPy gives lists of "
+            f"unlike lengths; expected int32. {_BAGS}"
+        )
+    try:
+        check_batch(batch, 0)
+    except WhaleError as error:
+        leaves = jax.tree.leaves(batch)
+        if not any(_is_integer(leaf) for leaf in leaves):
+            raise
+        raise PlanError(f"{error}\n{_BAGS}") from None
+
+
+def _is_integer(leaf: Any) -> bool:
+    kind = getattr(getattr(leaf, "dtype", None), "kind", "")
+    return kind in ("i", "u") or type(leaf) is int
+
+
+def _check_rows(adapter: Adapter) -> None:
+    """Refuses tables with more rows than ids can name."""
+    leaves = zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
+    problems = Problems("model", PlanError)
+    for path, leaf in leaves:
+        if len(leaf.shape) == 2 and leaf.shape[0] > _MOST_ROWS:
+            problems.add(
+                f"{path} has {leaf.shape[0]:,} rows, and ids of 32 bits name "
+                f"{_MOST_ROWS:,}: {leaf.shape[0] - _MOST_ROWS:,} too many. Hash ids "
+                "into fewer rows, or divide it into several tables"
+            )
     problems.raise_if_any()
 
 

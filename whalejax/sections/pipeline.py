@@ -400,8 +400,9 @@ class Pipeline:
 
     @staticmethod
     def _has_log(own: _Rank, limit: int) -> bool:
-        """Whether a log is too long that a snapshot would shorten."""
-        return own.log_bytes > limit and own.version > own.durable
+        """Whether a snapshot would shorten a log by so many bytes."""
+        entries = own.version - own.durable
+        return entries > 0 and own.log_bytes * entries > limit * len(own.log)
 
     # Threads.
 
