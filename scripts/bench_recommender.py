@@ -69,12 +69,13 @@ LATE_STEPS: Final = 10_000
 CASE_KILLS: Final = 10
 KEPT_CASES: Final = 10
 CASE_SECONDS: Final = 180.0
+ALIKE: Final = SectionTimes(sparse_seconds=2.0, wire_seconds=0.1, dense_seconds=1.0)
 BUSY: Final = SectionTimes(sparse_seconds=1.0, wire_seconds=0.01, dense_seconds=0.01)
 
 
 # A recommender whose sections weigh alike.
 
-TABLES, ROWS, WIDTH, BAG, SAMPLES = 8, 20_000, 32, 16, 512
+TABLES, ROWS, WIDTH, BAG, SAMPLES = 8, 20_000, 32, 32, 512
 
 
 def loss(net: Any, batch: Any) -> jax.Array:
@@ -122,7 +123,7 @@ def sections_step(
     plan = plan_of(
         *(loss, net, make_batch(0), "cpu:2+cpu:1"),
         staleness=staleness,
-        times=BUSY,
+        times=ALIKE,
         pins=pins,
     )
     adapter = adapt(net, loss).without_values()

@@ -67,6 +67,7 @@ def _compile_arguments(world: World) -> dict[str, Any]:
         "devices": None,
         "job": None,
         "job_settings": None,
+        "replace_every": None,
     }
 
 
@@ -115,6 +116,7 @@ RECOMMENDERS: Final[Mapping[str, Entry]] = {
             "trainable": NONE,
             "devices": ("none", "all there are"),
             "job": NONE,
+            "replace_every": ("none numpy?", "nothing is counted; or steps"),
             "job_settings": ("none dict", "the job as it is"),
         },
     ),

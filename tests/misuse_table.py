@@ -422,8 +422,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "out_of_range": "error",
             "job": None,
             "job_settings": None,
+            "replace_every": None,
         },
         legal={
+            "replace_every": NONE,
             "job": NONE,
             "job_settings": NONE,
             "optimizer": ("none", "evaluation needs none"),

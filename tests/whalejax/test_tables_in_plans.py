@@ -213,9 +213,7 @@ def test_ragged_bags_are_refused_with_what_to_give() -> None:
         "bag": ids_of(np.int32, 500),
         "x": ids_of(np.float32, 64),
     }
-    with pytest.raises(
-        wh.WhaleError, match=r"padded: ids of one shape, \(samples"
-    ):
+    with pytest.raises(wh.WhaleError, match=r"padded: ids of one shape, \(samples"):
         wh.plan(bag_loss, SHAPES, batch, tables=ROWS, cluster="h100:4")
 
 
@@ -249,7 +247,5 @@ def test_a_feature_that_no_table_takes_is_named() -> None:
 
 
 def test_optimizers_without_a_sparse_form_are_refused() -> None:
-    with pytest.raises(
-        wh.WhaleError, match="'adam'; expected one of sgd, adagrad"
-    ):
+    with pytest.raises(wh.WhaleError, match="'adam'; expected one of sgd, adagrad"):
         wh.sparse_optimizer("adam", 0.1)  # type: ignore[arg-type]

@@ -25,10 +25,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.adapters.base import Adapter, wants_key
 from whalejax.capture.batch import aval_of
+from whalejax.distributed.standard_streams import say
 from whalejax.lowering.state import host_copy, typed_key
 from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
+from whalejax.planner.tables.placement import TablePlacement
+from whalejax.planner.tables.replace import Replacement, place_again
 from whalejax.runtime.table_checkpoint import (
     Sections,
     leaf_names,
@@ -38,15 +41,17 @@ from whalejax.runtime.table_checkpoint import (
 from whalejax.runtime.validate import devices_of
 from whalejax.tables.dense import UNUSED, dense_outputs, dense_params
 from whalejax.tables.layout import make_layout
+from whalejax.tables.lookup_counts import LookupCounts
 from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.programs import TablePrograms
-from whalejax.tables.recognize import check_divisible
+from whalejax.tables.recognize import TableProgram, check_divisible
 from whalejax.tables.store import TableStore
 from whalejax.tables.wide_ids import check_32_bits
 from whalejax.user_code.ambient_mesh import without_mesh
 
 
-_OUT_OF_RANGE: Final = ("error", "clip")
+_WORTH: Final = 0.05
+"""Part of the most loaded rank's time for which tables are placed anew."""
 
 
 @functools.partial(
@@ -107,13 +112,16 @@ class TableStep:
         optimizer: optax.GradientTransformation | None,
         out_of_range: str,
         devices: Any,
+        replace_every: int | None = None,
     ) -> None:
         """Trace what is needed to know shapes; compile nothing.
 
         Args:
-            plan, adapter, optimizer, out_of_range, devices: As for ``compile_tables``.
+            plan, adapter, optimizer, out_of_range, devices, replace_every: As for
+                ``compile_tables``.
         """
-        self.plan, self.adapter = plan, adapter
+        self.plan, self.adapter, self._replace_every = plan, adapter, replace_every
+        self._counts = LookupCounts()
         self._trains = optimizer is not None
         self._optimizer = optax.identity() if optimizer is None else optimizer
         self.mesh = _mesh(plan, devices)
@@ -125,6 +133,18 @@ class TableStep:
                 f"looks up {', '.join(dict.fromkeys(names))}. Plan again for this loss"
             )
         check_divisible(program.lookups, self.mesh.size)
+        self._use(plan, program, names, clips=out_of_range == "clip")
+
+    def _use(
+        self,
+        plan: TablesPlan,
+        program: TableProgram,
+        names: tuple[str, ...],
+        *,
+        clips: bool,
+    ) -> None:
+        """Lays tables out as a plan says, for all further steps."""
+        self.plan = plan
         rows = {table.name: table.rows for table in plan.placement.tables}
         self.programs = TablePrograms(
             program=program,
@@ -134,8 +154,9 @@ class TableStep:
             optimizer=plan.rows,
             mesh=self.mesh,
             axes=tuple(plan.axes),
-            clips=out_of_range == "clip",
+            clips=clips,
         )
+        adapter = self.adapter
         leaves = dict(
             zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
         )
@@ -311,8 +332,100 @@ class TableStep:
                 "this step was compiled without an optimizer and can only evaluate. "
                 "Pass optimizer= to wh.compile_tables to train"
             )
-        new, metrics = self._train(self._checked(state), self._placed(batch))
+        held, leaves = self._checked(state), self._placed(batch)
+        if self._replace_every is not None:
+            held = self._replaced(held, leaves)
+        new, metrics = self._train(held, leaves)
         return new, metrics
+
+    # Placing anew.
+
+    def _replaced(self, state: TablesState, leaves: list[Any]) -> TablesState:
+        """Counts lookups; every so many steps places tables anew where that wins."""
+        program = self.programs.program
+        self._counts.add(self.programs.names, self.programs.rows, program.ids(leaves))
+        if self._counts.batches < (self._replace_every or 1):
+            return state
+        found = self.replacement()
+        self._counts = LookupCounts()
+        say(f"whalejax: {found}")
+        return self.place(state, found.placement) if found.gain > _WORTH else state
+
+    def replacement(self) -> Replacement:
+        """What placing tables anew would win, by the lookups that were counted.
+
+        Raises:
+            PlanError: none were counted; ``replace_every`` counts them.
+        """
+        if not self._counts.batches:
+            raise PlanError(
+                "no lookups were counted. Give replace_every= to wh.compile, and train"
+            )
+        placement = self.plan.placement
+        samples = self._counts.batches * placement.batch_size
+        return place_again(placement, self._counts.by_table, samples)
+
+    @without_mesh
+    def place(self, state: TablesState, placement: TablePlacement) -> TablesState:
+        """The state with its tables stored in another way, which this step then obeys.
+
+        Args:
+            state: Is consumed.
+            placement: Of the same tables on as many ranks.
+
+        Raises:
+            PlanError: it is of other tables or ranks.
+        """
+        held, before = self._checked(state), self.plan.placement
+        sizes = [
+            [(t.name, t.rows, t.width) for t in one.tables]
+            for one in (before, placement)
+        ]
+        if sizes[0] != sizes[1] or placement.ranks.count != before.ranks.count:
+            raise PlanError(
+                f"this placement is of {len(sizes[1])} tables on "
+                f"{placement.ranks.count} ranks; expected those of the plan, "
+                f"{len(sizes[0])} on {before.ranks.count}. Of another number of ranks "
+                "make a plan and a step, and let it adopt the state"
+            )
+        store, programs = self.store, self.programs
+        plan = dataclasses.replace(self.plan, placement=placement)
+        self._use(plan, programs.program, programs.names, clips=programs.clips)
+        return dataclasses.replace(held, tables=self._taken_over(held.tables, store))
+
+    def _taken_over(self, tables: Any, store: Any) -> Any:
+        """Tables of another store, in this one's."""
+        arrays = self.store.empty()
+        for kind in (None, *self.plan.rows.state_names):
+            for name, values in store.collect(tables, kind).items():
+                arrays = self.store.write(arrays, name, values, kind)
+        return arrays
+
+    @without_mesh
+    def adopt(self, state: Any, step: TableStep) -> TablesState:
+        """A copy of another step's state in this one's placement, by no file.
+
+        Args:
+            state: Is kept.
+            step: The step that it is of: of the same model and optimizers, on any
+                devices or processes.
+
+        Raises:
+            PlanError: it is another model's or optimizer's.
+        """
+        if not isinstance(step, TableStep):
+            raise PlanError(f"step is {shown(step)}; expected the step of the state")
+        held = step._checked(state)
+        own, given = self._abstract_sections(), step._abstract_sections()
+        if step.plan.rows.kind != self.plan.rows.kind or _shapes(own) != _shapes(given):
+            raise PlanError(
+                "the state is of another model or of other optimizers. Compile this "
+                "step with those that made it"
+            )
+        tables = self._taken_over(held.tables, step.store)
+        opt_state = jax.tree.map(np.asarray, held.opt_state)
+        done = jax.jit(self._shared_like_params)(opt_state), int(held.step)
+        return self._state(held.params, held.rest, tables, held.rng, done)
 
     @without_mesh
     def eval(self, state: TablesState, batch: Any) -> dict[str, Any]:
@@ -613,6 +726,13 @@ class TableStep:
         ]
         parts = trees[0].unflatten(params), trees[1].unflatten(rest)
         return self.adapter.rebuild(*parts)
+
+
+def _shapes(sections: Sections) -> Any:
+    return {
+        section: {name: (x.shape, str(x.dtype)) for name, x in arrays.items()}
+        for section, arrays in sections.items()
+    }
 
 
 _map_params: Final[Any] = optax.tree_map_params

@@ -578,6 +578,7 @@ def compile(
     out_of_range: str = "error",
     job: str | None = None,
     job_settings: Mapping[str, Any] | None = None,
+    replace_every: int | None = None,
 ) -> TrainStep:
     """Turn a plan into a step that runs.
 
@@ -595,6 +596,8 @@ def compile(
         job: with tables in processes of their own, the job whose batches they make, as
             the command line names it, for ``SectionsStep.run``.
         job_settings: settings of that job.
+        replace_every: with tables, steps after which they are placed anew where their
+            lookups show that it wins; see ``wh.compile_tables``.
 
     Returns:
         The ``TrainStep``; of a plan with tables the ``TableStep`` or ``SectionsStep``.
@@ -627,10 +630,11 @@ def compile(
             out_of_range=out_of_range,
             job=job,
             job_settings=job_settings,
+            replace_every=replace_every,
             **options,
         )
         return step  # type: ignore[no-any-return]
-    _refuse_table_options(out_of_range, job, job_settings)
+    _refuse_table_options(out_of_range, job, job_settings, replace_every)
     refuse_bad_optimizer(optimizer)
     if batch is not None:
         check_planned(plan, batch, batch_axes)
@@ -657,9 +661,15 @@ def _check_table_arguments(axis_names: Any, batch_axes: Any) -> None:
     problems.raise_if_any()
 
 
-def _refuse_table_options(out_of_range: Any, job: Any, job_settings: Any) -> None:
+def _refuse_table_options(
+    out_of_range: Any, job: Any, job_settings: Any, replace_every: Any
+) -> None:
     problems = Arguments("wh.compile")
-    given = {"job": job, "job_settings": job_settings}
+    given = {
+        "job": job,
+        "job_settings": job_settings,
+        "replace_every": replace_every,
+    }
     names = [name for name, value in given.items() if value is not None]
     if not (isinstance(out_of_range, str) and out_of_range == "error"):
         names.append("out_of_range")
