@@ -104,6 +104,12 @@ class Sections:
         """Seconds from step to step."""
         return self.times.step_seconds(self.processes, self.staleness)
 
+    @property
+    def alone_seconds(self) -> float:
+        """Seconds of a step of one process that did both, as fast as these are."""
+        times = self.times
+        return times.sparse_seconds + times.batch_seconds + times.dense_seconds
+
     def __str__(self) -> str:
         loads = self.times.loads(self.processes)
         step = max(self.step_seconds, 1e-12)
@@ -121,7 +127,9 @@ class Sections:
             f"processes of the sparse section: {self.processes} of "
             f"{self.most_processes}; {late}; batches on the way: at most "
             f"{self.queue_depth}\n"
-            f"a step takes {milliseconds(step)} {how}; busy: {busy}"
+            f"a step takes {milliseconds(step)} {how}; busy: {busy}\n"
+            f"in one process, one part after the other, it would take "
+            f"{milliseconds(self.alone_seconds)}"
         )
 
 
