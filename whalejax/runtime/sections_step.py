@@ -31,6 +31,9 @@ from whalejax.sections.remote_store import (
     rank_ids,
 )
 from whalejax.tables.exchange import assemble, pack_gradients
+from whalejax.tables.layout import TableLayout, make_layout
+from whalejax.tables.plan import TablesPlan
+from whalejax.tables.recognize import TableProgram
 from whalejax.user_code.ambient_mesh import without_mesh
 
 
@@ -187,6 +190,11 @@ class SectionsStep(TableStep):
     def steps_in_flight(self) -> int:
         """Number of steps after which a loss is looked at, so that all work on."""
         return self.sections.queue_depth
+
+    def _make_layout(
+        self, plan: TablesPlan, program: TableProgram, names: tuple[str, ...]
+    ) -> TableLayout:
+        return make_layout(plan.placement, program.lookups, names)
 
     def _make_store(self) -> RemoteStore:
         layout, rows, sections = self.programs.layout, self.plan.rows, self.sections

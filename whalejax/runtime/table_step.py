@@ -40,7 +40,7 @@ from whalejax.runtime.table_checkpoint import (
 )
 from whalejax.runtime.validate import devices_of
 from whalejax.tables.dense import UNUSED, dense_outputs, dense_params
-from whalejax.tables.layout import make_layout
+from whalejax.tables.layout import TableLayout, make_layout
 from whalejax.tables.lookup_counts import LookupCounts
 from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.programs import TablePrograms
@@ -148,7 +148,7 @@ class TableStep:
         rows = {table.name: table.rows for table in plan.placement.tables}
         self.programs = TablePrograms(
             program=program,
-            layout=make_layout(plan.placement, program.lookups, names),
+            layout=self._make_layout(plan, program, names),
             names=names,
             rows=tuple(rows[name] for name in names),
             optimizer=plan.rows,
@@ -168,6 +168,13 @@ class TableStep:
             self.programs.id_bounds,
             out_shardings=NamedSharding(self.mesh, PartitionSpec()),
         )
+
+    def _make_layout(
+        self, plan: TablesPlan, program: TableProgram, names: tuple[str, ...]
+    ) -> TableLayout:
+        """Where rows are, and how they reach the samples."""
+        samples = program.lookups[0].shape[0] // self.mesh.size
+        return make_layout(plan.placement, program.lookups, names, samples)
 
     def _make_store(self) -> Any:
         """What brings tables to where they are; its methods are ``TableStore``'s."""

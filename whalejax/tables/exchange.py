@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from whalejax.tables.gathered import block_rows, pack_sums
 from whalejax.tables.layout import TableLayout, WidthLayout
 from whalejax.tables.recognize import NO_ID, Lookup
 from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
@@ -29,6 +30,8 @@ def exchange_ids(layout: TableLayout, ids: Any, axes: tuple[str, ...]) -> Any:
     Returns:
         ``int32[samples, columns]``: the ids that this rank looks up for all samples.
     """
+    if not layout.id_columns:
+        return jnp.zeros((ids.shape[0] * layout.ranks, 0), ids.dtype)
     none = jnp.full((ids.shape[0], 1), NO_ID, ids.dtype)
     padded = jnp.concatenate([ids, none], axis=1)
     parts = [each.source for each in layout.widths.values()]
@@ -39,7 +42,7 @@ def exchange_ids(layout: TableLayout, ids: Any, axes: tuple[str, ...]) -> Any:
 
 def give_vectors(
     layout: TableLayout, buffers: Mapping[int, Any], ids: Any, axes: tuple[str, ...]
-) -> Any:
+) -> tuple[Any, Any]:
     """Looks rows up and sends the vectors to the samples that they are for.
 
     Args:
@@ -49,12 +52,17 @@ def give_vectors(
         axes: Mesh axes that the ranks are numbered along.
 
     Returns:
-        ``[ranks, samples / ranks, elements]``: what each rank gave for these samples.
+        ``[ranks, samples / ranks, elements]``: what each rank gave for these samples;
+        and ``[ranks, elements]``: the rows that each sent whole.
     """
-    rank = jax.lax.axis_index(axes)
+    rank, ranks = jax.lax.axis_index(axes), layout.ranks
     vectors = look_up_rows(layout.widths, buffers, ids, rank)
-    sent = vectors.reshape(layout.ranks, len(ids) // layout.ranks, -1)
-    return _all_to_all(sent, layout.ranks, axes).reshape(sent.shape)
+    whole = block_rows(layout, buffers, rank)
+    sent = vectors.reshape(ranks, -1), jnp.tile(whole, (ranks, 1))
+    received = _all_to_all(jnp.concatenate(sent, axis=1)[:, None], ranks, axes)
+    count = len(ids) // ranks * layout.vector_elements
+    shape = ranks, len(ids) // ranks, layout.vector_elements
+    return received[:, :count].reshape(shape), received[:, count:]
 
 
 def look_up_rows(
@@ -101,20 +109,32 @@ def assemble(layout: TableLayout, number: int, lookup: Lookup, received: Any) ->
 
 
 def return_gradients(
-    layout: TableLayout, gradients: Sequence[Any], axes: tuple[str, ...], dtype: Any
-) -> Any:
+    layout: TableLayout,
+    gradients: Sequence[Any],
+    sums: Mapping[str, Any],
+    axes: tuple[str, ...],
+    dtype: Any,
+) -> tuple[Any, Any]:
     """Sends gradients of vectors to where their rows are.
 
     Args:
         layout: Buffers and columns.
         gradients: Gradient of each lookup's vectors, for this rank's samples.
+        sums: Of each table that was sent whole, as ``pack_sums`` takes them.
         axes: Mesh axes that the ranks are numbered along.
         dtype: Element type of the exchange.
 
     Returns:
-        ``[samples, elements]`` for the vectors that this rank gave.
+        ``[samples, elements]`` for the vectors that this rank gave; and ``[ranks,
+        elements]`` for the rows that it sent whole.
     """
-    return _all_to_all(pack_gradients(layout, gradients, dtype), layout.ranks, axes)
+    packed, ranks = pack_gradients(layout, gradients, dtype), layout.ranks
+    samples = packed.shape[1]
+    sent = packed.reshape(ranks, -1), pack_sums(layout, sums, dtype)
+    received = _all_to_all(jnp.concatenate(sent, axis=1)[:, None], ranks, axes)
+    count = samples * layout.vector_elements
+    shape = ranks * samples, layout.vector_elements
+    return received[:, :count].reshape(shape), received[:, count:]
 
 
 def pack_gradients(
@@ -163,6 +183,7 @@ def update_buffers(
     gradients: Any,
     step: Any,
     rank: Any,
+    more: Mapping[int, tuple[Any, Any]] = {},
 ) -> tuple[dict[int, Any], dict[int, RowState]]:
     """Updates the rows of one rank that were looked up.
 
@@ -174,16 +195,22 @@ def update_buffers(
         gradients: Gradients of what it gave, ``[samples, elements]``.
         step: Number of steps before this one.
         rank: Its number in the layouts.
+        more: By width, further rows of the buffer and their gradients.
     """
     new_buffers: dict[int, Any] = {}
     new_states: dict[int, RowState] = {}
     for width, each in widths.items():
         place, slot = _places(each, ids, rank)
         stop = each.offset + each.slots * width
-        vectors = gradients[:, each.offset : stop].reshape(-1, each.slots, width)
+        vectors = gradients[:, each.offset : stop]
+        vectors = vectors.reshape(len(ids), each.slots, width)
         by_column = vectors[:, slot].reshape(-1, width).astype(buffers[width].dtype)
+        places = place.reshape(-1)
+        if width in more:
+            places = jnp.concatenate([places, more[width][0].astype(places.dtype)])
+            by_column = jnp.concatenate([by_column, more[width][1]])
         new_buffers[width], new_states[width] = update_rows(
-            optimizer, buffers[width], states[width], place.reshape(-1), by_column, step
+            optimizer, buffers[width], states[width], places, by_column, step
         )
     return new_buffers, new_states
 

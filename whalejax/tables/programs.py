@@ -9,7 +9,7 @@ were looked up beside those of the parameters.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from whalejax.tables.exchange import (
     update_buffers,
     update_replicated,
 )
+from whalejax.tables.gathered import block_gradients, whole_table
 from whalejax.tables.layout import TableLayout
 from whalejax.tables.recognize import NO_ID, TableProgram
 from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
@@ -129,14 +130,19 @@ class TablePrograms:
 
         def run(tables: TableArrays, ids: Any) -> tuple[list[Any], Any]:
             taken = received = jnp.zeros((ids.shape[0], 0), ids.dtype)
+            whole = dict(tables.replicated)
             if self.layout.widths:
                 taken = exchange_ids(self.layout, ids, self.axes)
-                received = give_vectors(self.layout, tables.buffers, taken, self.axes)
+                received, blocks = give_vectors(
+                    self.layout, tables.buffers, taken, self.axes
+                )
+                for name in self.layout.gathered:
+                    whole[name] = whole_table(self.layout, name, blocks)
             vectors = []
             for number, own in enumerate(self._by_lookup(ids)):
                 lookup, name = self.program.lookups[number], self.names[number]
-                if name in self.layout.replicated:
-                    table = tables.replicated[name]
+                if name in whole:
+                    table = whole[name]
                     vectors.append(look_up_replicated(table, lookup, own))
                 else:
                     vectors.append(assemble(self.layout, number, lookup, received))
@@ -165,12 +171,16 @@ class TablePrograms:
             buffers, states = dict(tables.buffers), dict(tables.states)
             if self.layout.widths:
                 dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
-                returned = return_gradients(self.layout, gradients, self.axes, dtype)
+                sums = self._sums(self._gathered_shapes(dtype), ids, gradients)
+                returned, packed = return_gradients(
+                    self.layout, gradients, sums, self.axes, dtype
+                )
+                rank = jax.lax.axis_index(self.axes)
                 buffers, states = update_buffers(
                     self.layout.widths,
                     self.optimizer,
-                    *(buffers, states, taken, returned, step),
-                    jax.lax.axis_index(self.axes),
+                    *(buffers, states, taken, returned, step, rank),
+                    block_gradients(self.layout, packed, buffers, rank),
                 )
             replicated, replicated_states = self._update_replicated(
                 tables, ids, gradients, step
@@ -192,14 +202,7 @@ class TablePrograms:
     def _update_replicated(
         self, tables: TableArrays, ids: Any, gradients: Sequence[Any], step: Any
     ) -> tuple[dict[str, Any], dict[str, RowState]]:
-        sums: dict[str, Any] = {}
-        for number, own in enumerate(self._by_lookup(ids)):
-            name, lookup = self.names[number], self.program.lookups[number]
-            if name in self.layout.replicated:
-                one = replicated_gradient(
-                    tables.replicated[name], lookup, own, gradients[number]
-                )
-                sums[name] = sums[name] + one if name in sums else one
+        sums = self._sums(tables.replicated, ids, gradients)
         sums = jax.lax.psum(sums, self.axes) if sums else sums
         arrays, states = {}, {}
         for name, total in sums.items():
@@ -211,6 +214,29 @@ class TablePrograms:
                 step,
             )
         return arrays, states
+
+    def _sums(
+        self, whole: Mapping[str, Any], ids: Any, gradients: Sequence[Any]
+    ) -> dict[str, Any]:
+        """Gradients of this rank by row, of tables that it has whole."""
+        sums: dict[str, Any] = {}
+        for number, own in enumerate(self._by_lookup(ids)):
+            name, lookup = self.names[number], self.program.lookups[number]
+            if name in whole:
+                one = replicated_gradient(whole[name], lookup, own, gradients[number])
+                sums[name] = sums[name] + one if name in sums else one
+        return sums
+
+    def _gathered_shapes(self, dtype: Any) -> dict[str, Any]:
+        """Shapes of the tables that were sent whole."""
+        rows = dict(zip(self.names, self.rows, strict=True))
+        shards = self.layout.gathered
+        return {
+            name: jax.ShapeDtypeStruct(
+                (rows[name], max(s.stored.shard.columns[1] for s in each)), dtype
+            )
+            for name, each in shards.items()
+        }
 
     def _by_lookup(self, ids: Any) -> list[Any]:
         """Each lookup's columns of all ids."""
