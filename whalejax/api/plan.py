@@ -219,5 +219,5 @@ def plan(
     for name in TABLE_SETTINGS:
         del settings[name]
     found = PlanRequest(**settings).plan(*question)
-    notes = table_notes(loss_fn, model, batch, trainable)
+    notes = table_notes(*question, trainable=trainable, axis_names=axis_names)
     return dataclasses.replace(found, notes=(*found.notes, *notes)) if notes else found

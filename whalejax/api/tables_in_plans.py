@@ -19,12 +19,12 @@ from whalejax.api.plan_request import PlanRequest
 from whalejax.api.tables_request import TablesRequest
 from whalejax.capture.batch import aval_of
 from whalejax.meshes.checks import Arguments
-from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.tables.plan import cut_program
 from whalejax.tables.record import whole_plan
+from whalejax.user_code.ambient_mesh import without_mesh
 
 
 TABLE_SETTINGS: Final = (
@@ -145,15 +145,22 @@ def refuse_table_settings(settings: Mapping[str, Any]) -> None:
     problems.raise_if_any()
 
 
+@without_mesh
 def table_notes(
-    loss_fn: Callable[..., Any], model: Any, batch: Any, trainable: Any
+    loss_fn: Callable[..., Any],
+    model: Any,
+    batch: Any,
+    *,
+    trainable: Any,
+    axis_names: Any,
 ) -> tuple[str, ...]:
     """What placing tables would save, where they are at least half of the parameters.
 
     Args:
-        loss_fn, model, batch, trainable: As for ``wh.plan``.
+        loss_fn, model, batch, trainable, axis_names: As for ``wh.plan``.
     """
-    adapter = adapt(model, loss_fn, trainable=trainable).without_values()
+    names = {"trainable": trainable, "axis_names": axis_names}
+    adapter = adapt(model, loss_fn, **names).without_values()
     leaves = jax.tree.leaves(adapter.params)
     sizes = [int(np.prod(leaf.shape)) for leaf in leaves]
     flat = [s for s, x in zip(sizes, leaves, strict=True) if len(x.shape) == 2]
@@ -162,7 +169,7 @@ def table_notes(
         return ()
     try:
         program = cut_program(adapter, jax.tree.map(aval_of, batch))
-    except (WhaleError, TypeError, ValueError):
+    except Exception:  # The loss was planned; what fails here is no fault of it.
         return ()
     stored = sum(sizes[n] for n in program.tables)
     if 2 * stored < sum(sizes):

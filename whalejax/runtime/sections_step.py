@@ -429,6 +429,32 @@ class SectionsStep(TableStep):
         value, (metrics, _) = self._loss(state, batch)(state.params, vectors)
         return {"loss": value, **metrics}
 
+    def place(self, state: Any, placement: Any) -> TablesState:
+        """Tables in processes stay where they are.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            "tables in processes of their own stay where they are. Plan anew with the "
+            "counts, and let a step of that plan adopt the state"
+        )
+
+    @without_mesh
+    def adopt(self, state: Any, step: TableStep) -> TablesState:
+        """A copy of another step's state in these processes, by no file.
+
+        Args:
+            state: Is kept.
+            step: The step that it is of, not this one.
+
+        Raises:
+            PlanError: it is this step's, or another model's or optimizer's.
+        """
+        if step is self:
+            raise PlanError("the state is of this step already. Go on with it")
+        return super().adopt(state, step)
+
     # What was measured.
 
     def report(self) -> SectionReport:

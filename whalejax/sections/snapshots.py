@@ -44,7 +44,7 @@ def read_snapshot(folder: Path) -> dict[str, np.ndarray] | None:
     """
     for path in sorted(folder.glob("rows-*.npz"), reverse=True):
         try:
-            with np.load(path, allow_pickle=False) as found:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
                 return {name: found[name] for name in found.files}
         except (OSError, ValueError, zipfile.BadZipFile):
             continue

@@ -71,7 +71,7 @@ class SparseSection:
         self,
         count: int,
         notify: Callable[[], None],
-        fail: Callable[[WhaleError], None],
+        fail: Callable[[Exception], None],
         *,
         folder: Path | None = None,
         answer_seconds: float = ANSWER_SECONDS,
@@ -199,7 +199,7 @@ class SparseSection:
             try:
                 while not self._closing.is_set():
                     self._turn(processes, selector)
-            except WhaleError as error:
+            except Exception as error:  # Nobody else would notice.
                 self._fail(error)
             finally:
                 processes.end_all()

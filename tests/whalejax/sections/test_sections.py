@@ -169,6 +169,13 @@ def test_a_checkpoint_goes_from_processes_to_devices_and_back(tmp_path: Path) ->
         check_same_rows(step, again, one, other)
         with pytest.raises(wh.WhaleError, match="was consumed"):
             step(state, make_batch(4, np.float32))
+        # By no file.
+        moved = step.adopt(other, one)
+        check_same_rows(step, moved, one, other)
+        with pytest.raises(wh.WhaleError, match="of this step already"):
+            step.adopt(moved, step)
+        with pytest.raises(wh.WhaleError, match="stay where they are"):
+            step.place(moved, step.plan.placement)
 
 
 def test_an_evaluation_sees_all_updates() -> None:
