@@ -78,6 +78,8 @@ def program_data(plan: Any) -> dict[str, Any]:
             for role in one.get("roles", ()):
                 role.pop("common", None)
     data["cluster"] = plan.cluster.hash
+    if plan.tables is not None:
+        data["tables"] = plan.tables.program
     if plan.swarm is not None:
         data["swarm"] = plan.swarm.agreed
     return data

@@ -42,6 +42,7 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.fingerprint import program_data
 from whalejax.planner.step_options import COMBINATIONS, StepOptions, option_counts
 from whalejax.planner.swarm_data import Swarm
+from whalejax.planner.tables_data import TablesData
 from whalejax.planner.terms import Chosen, MemoryTerms, TimeTerms
 
 
@@ -168,6 +169,9 @@ class PlanData(StepOptions):
     beyond: Beyond | None = None
     compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
     swarm: Swarm | None = dataclasses.field(
+        default=None, metadata={"unless_default": True}
+    )
+    tables: TablesData | None = dataclasses.field(
         default=None, metadata={"unless_default": True}
     )
     source: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ import numpy as np
 import whalejax as wh
 from tests.misuse import Entry
 from tests.misuse_world import NONE, OPTIMIZER, PLANNING, World, given
+from whalejax.api.tables_request import RUNNABLE_SPLITS
 
 
 def lookup_loss(model: Any, batch: Any) -> jax.Array:
@@ -38,7 +39,21 @@ def _plan_arguments(world: World) -> dict[str, Any]:
         "counts": None,
         "mesh": None,
         "trainable": None,
+        "staleness": 0,
+        "times": None,
     }
+
+
+TABLE_ARGUMENTS: Final[dict[str, Any]] = {
+    "tables": None,
+    "splits": RUNNABLE_SPLITS,
+    "together": (),
+    "pins": None,
+    "counts": None,
+    "staleness": 0,
+    "times": None,
+}
+"""Of ``wh.plan`` without tables."""
 
 
 def _compile_arguments(world: World) -> dict[str, Any]:
@@ -50,6 +65,9 @@ def _compile_arguments(world: World) -> dict[str, Any]:
         "out_of_range": "error",
         "trainable": None,
         "devices": None,
+        "job": None,
+        "job_settings": None,
+        "replace_every": None,
     }
 
 
@@ -82,6 +100,8 @@ RECOMMENDERS: Final[Mapping[str, Entry]] = {
             "counts": ("none dict", "nothing was counted"),
             "mesh": ("none dict", "nothing is fixed"),
             "trainable": NONE,
+            "staleness": ("zero", "no lookup lacks an update"),
+            "times": NONE,
         },
         stops=PLANNING,
     ),
@@ -95,6 +115,9 @@ RECOMMENDERS: Final[Mapping[str, Entry]] = {
             "optimizer": ("none", "evaluation needs none"),
             "trainable": NONE,
             "devices": ("none", "all there are"),
+            "job": NONE,
+            "replace_every": ("none numpy?", "nothing is counted; or steps"),
+            "job_settings": ("none dict", "the job as it is"),
         },
     ),
 }

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import whalejax as wh
 from tests.misuse import ALL, Entry
 from tests.misuse_hardware import HARDWARE
-from tests.misuse_recommenders import RECOMMENDERS
+from tests.misuse_recommenders import RECOMMENDERS, TABLE_ARGUMENTS
 from tests.misuse_world import (
     FILE,
     NONE,
@@ -233,7 +233,18 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         },
     ),
     # Planning.
-    "plan": Entry(given=_plan_arguments, legal=_PLAN_LEGAL, stops=PLANNING),
+    "plan": Entry(
+        given=lambda w: _plan_arguments(w) | TABLE_ARGUMENTS,
+        legal=_PLAN_LEGAL
+        | {
+            "tables": NONE,
+            "pins": NONE,
+            "counts": NONE,
+            "staleness": ("zero", "no lookup lacks an update"),
+            "times": NONE,
+        },
+        stops=PLANNING,
+    ),
     "PlanRequest": Entry(
         given=lambda w: {
             name: value
@@ -307,6 +318,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "work": ("none", "not known, as in files of older versions"),
             "optimizer_bytes": ("none zero huge", "not known, none, or any number"),
             "stages": NONE,
+            "tables": NONE,
             "runnable": SWITCH,
             "beyond": NONE,
             "swarm": NONE,
@@ -428,8 +440,15 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "axis_names": None,
             "batch_axes": 0,
             "devices": None,
+            "out_of_range": "error",
+            "job": None,
+            "job_settings": None,
+            "replace_every": None,
         },
         legal={
+            "replace_every": NONE,
+            "job": NONE,
+            "job_settings": NONE,
             "optimizer": ("none", "evaluation needs none"),
             "batch": ("none", "the plan knows it"),
             "trainable": NONE,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from whalejax.planner.plan.goodput import goodput as goodput
     from whalejax.planner.plan.square_cube_of_plan import square_cube as square_cube
     from whalejax.runtime import loop as loop
-    from whalejax.runtime.table_step import compile_tables as compile_tables
+    from whalejax.runtime.compile_tables import compile_tables as compile_tables
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
     from whalejax.tables.sparse_optimizers import (
@@ -72,7 +72,7 @@ _MODULE_OF_NAME = {
     "check": "whalejax.equality.check_plan",
     "cluster": "whalejax.meshes",
     "compile": "whalejax.runtime.train_step",
-    "compile_tables": "whalejax.runtime.table_step",
+    "compile_tables": "whalejax.runtime.compile_tables",
     "count_lookups": "whalejax.api.table_plans",
     "goodput": "whalejax.planner.plan.goodput",
     "init_distributed": "whalejax.elastic.init_distributed",

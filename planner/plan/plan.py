@@ -18,7 +18,14 @@ from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.near_names import near_hint
 from whalejax.planner.plan import plan_file
-from whalejax.planner.plan.report import describe, export, headline, page, why
+from whalejax.planner.plan.report import (
+    describe,
+    export,
+    headline,
+    page,
+    table_text,
+    why,
+)
 from whalejax.planner.plan.report.diff import PlanDiff, diff
 from whalejax.planner.plan.report.headline import Throughput
 from whalejax.planner.plan.report.pictures import Pictured
@@ -96,6 +103,9 @@ class Plan(Pictured):
         compiler_options: (name, value) pairs that the step is compiled with.
         swarm: what is wanted of a swarm's peers, where the plan is for one; ``stages``
             are then those of one peer each.
+        tables: where embedding tables are stored, where the plan has some; all other
+            fields are then of the rest of the loss, whose batch has the vectors that
+            are looked up.
         source: how the command line named the model, then its options, or empty.
         question: what was planned, to be asked again. Not in files.
     """
@@ -145,6 +155,11 @@ class Plan(Pictured):
         reasons = dict(self.swarm.reasons) if self.swarm is not None else {}
         if isinstance(path, str) and path in reasons:
             return reasons[path]
+        if self.tables is not None and isinstance(path, str):
+            reason = table_text.table_why(self, path)
+            if reason is not None:
+                return reason
+            path = table_text.dense_path(self, path)
         return why.why(self, self.leaf(path))
 
     def what_if(self, **changes: Any) -> Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from whalejax.meshes.checks import Arguments
@@ -78,7 +77,7 @@ class Ranks:
             memory_bytes=max(0.0, cluster.memory_bytes - used_bytes),
             host_bytes=min(k.host_memory_bytes or 0 for k in kinds) if hosted else 0.0,
             read_seconds=1.0 / min(k.memory_bytes_per_second for k in kinds),
-            host_seconds=1.0 / min(links) if hosted else math.inf,
+            host_seconds=1.0 / min(links) if hosted else 1.0,
             exchange_seconds=_seconds_per_byte("all-to-all", whole),
             reduce_seconds=_seconds_per_byte("all-reduce", whole),
             node_reduce_seconds=_seconds_per_byte("reduce-scatter", inside),

@@ -39,6 +39,7 @@ ORDERS: Final = {
         "processes",
         "lowering",
         "tables",
+        "sections",
         "runtime",
         "verification",
         "journals",

@@ -14,6 +14,7 @@ from flax import nnx
 import whalejax as wh
 import whalejax.models as models
 from whalejax.models import hstu
+from whalejax.tables.layout import make_layout
 
 
 def test_what_lies_behind_a_history_changes_nothing() -> None:
@@ -58,7 +59,7 @@ def test_eleven_tables_of_full_size_are_placed() -> None:
 
 @pytest.mark.relaxed_promotion  # layers of Flax promote
 def test_steps_with_tables_are_those_of_one_device() -> None:
-    job = models.job("hstu-test")
+    job = models.job("hstu-test", batch_size=64)
     model = job.make_model(jax.random.key(0))
     plan = wh.plan_tables(
         job.loss_fn,
@@ -66,9 +67,18 @@ def test_steps_with_tables_are_those_of_one_device() -> None:
         job.batch_at(0),
         rows=wh.sparse_optimizer("adagrad", 0.05),
         optimizer=job.optimizer,
-        cluster="cpu:8",
+        cluster="cpu:4",
     )
-    step = wh.compile_tables(plan, job.loss_fn, model, optimizer=job.optimizer)
+    step = wh.compile_tables(
+        *(plan, job.loss_fn, model),
+        optimizer=job.optimizer,
+        devices=jax.devices()[:4],
+    )
+    layout, program = step.programs.layout, step.programs.program
+    plain = make_layout(plan.placement, program.lookups, step.programs.names)
+    samples = job.batch_size
+    assert layout.gathered
+    assert 2 * layout.exchanged_bytes(samples, 4) < plain.exchanged_bytes(samples, 4)
     state = step.init_from(model)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import whalejax as wh
+from whalejax.api.tables_request import TablesRequest
 from whalejax.planner.step_options import FixedOptions, StepOptions, UserOptions
 
 
@@ -35,7 +36,9 @@ def test_its_settings_are_those_of_plan() -> None:
         if name not in ("loss_fn", "model", "batch")
     }
     fields = {f.name: f.default for f in dataclasses.fields(wh.PlanRequest)}
-    assert fields == known
+    tables = {f.name: f.default for f in dataclasses.fields(TablesRequest)}
+    tables = {"tables" if k == "rows" else k: v for k, v in tables.items()}
+    assert {**tables, "tables": None, **fields} == known
 
 
 def test_options_have_a_field_at_each_stage_of_planning() -> None:

@@ -15,6 +15,7 @@ from flax import nnx
 
 import whalejax as wh
 from whalejax.runtime.table_step import TableStep
+from whalejax.tables.layout import make_layout
 from whalejax.tables.plan import TablesPlan
 
 
@@ -89,9 +90,11 @@ class OneDevice:
     def _others(self, net: Any) -> dict[str, Any]:
         return {name: x for name, x in net.items() if name not in ROWS}
 
-    def step(self, batch: Any) -> tuple[float, Any]:
+    def step(self, batch: Any, tables: Any = None) -> tuple[float, Any]:
+        """One step, whose lookups read other tables than are updated, if given."""
+        read = {**self.net, **(tables or {})}
         value, gradients = jax.value_and_grad(loss)(
-            {name: jnp.asarray(x) for name, x in self.net.items()}, batch
+            {name: jnp.asarray(x) for name, x in read.items()}, batch
         )
         others = self._others(self.net)
         updates, self.opt_state = self.dense.update(
@@ -103,7 +106,7 @@ class OneDevice:
             for name, rows in touched(batch).items()
         }
         new = optax.apply_updates(others, updates)
-        self.net = changed | {name: np.asarray(x) for name, x in new.items()}
+        self.net = self.net | changed | {name: np.asarray(x) for name, x in new.items()}
         return float(value), gradients
 
     def _rows(self, name: str, rows: np.ndarray, gradient: np.ndarray) -> np.ndarray:
@@ -213,22 +216,28 @@ def collectives(text: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_two_exchanges_of_vectors_and_one_of_ids(ranks: int) -> None:
     _, step, net = make_step(ranks, "adagrad")
-    batch = make_batch(0, np.float32)
-    text = step.lower(step.init_from(net), batch).compile().as_text()
-    found = collectives(text)
+    check_exchanges(step, step.init_from(net), make_batch(0, np.float32), SAMPLES)
+
+
+def check_exchanges(step: TableStep, state: Any, batch: Any, samples: int) -> None:
+    """All-to-alls of a compiled step, and their bytes to the byte."""
+    text = step.lower(state, batch).compile().as_text()
+    found, layout = collectives(text), step.programs.layout
     assert set(found) == {"all-to-all", "all-reduce"}
-    kinds = [re.search(r"= \((\w+)\[", line) for line in found["all-to-all"]]
-    assert sorted(m[1] for m in kinds if m) == ["f32", "f32", "s32"]
-    layout = step.programs.layout
+    sent: dict[str, list[int]] = {"f32": [], "s32": []}
     for line in found["all-to-all"]:
-        parts = re.findall(r"(?:f32|s32)\[([\d,]+)\]", line.partition("all-to-all(")[0])
-        sizes = [np.prod([int(n) for n in part.split(",")]) for part in parts]
-        assert len(sizes) == ranks and len(set(sizes)) == 1
-        sent = ranks * (ranks - 1) * int(sizes[0]) * 4
-        if "f32" in line.partition("all-to-all(")[0]:
-            assert sent == layout.exchanged_bytes(SAMPLES, 4)
-        else:
-            assert sent == SAMPLES * layout.id_columns * 4 * (ranks - 1)
+        result = line.partition("all-to-all(")[0]
+        parts = re.findall(r"(f32|s32)\[([\d,]+)\]", result)
+        sizes = [np.prod([int(n) for n in part.split(",")]) for _, part in parts]
+        assert len(sizes) == layout.ranks and len(set(sizes)) == 1
+        total = layout.ranks * (layout.ranks - 1) * int(sizes[0]) * 4
+        sent[parts[0][0]].append(total)
+    there, back = (
+        layout.exchanged_bytes(samples, 4, backward=b) for b in (False, True)
+    )
+    assert sorted(sent["f32"]) == sorted([there, back])
+    ids = samples * layout.id_columns * 4 * (layout.ranks - 1)
+    assert sent["s32"] == ([ids] if ids else [])
 
 
 def test_a_whole_table_a_rank_exchanges_what_the_paper_says() -> None:
@@ -467,3 +476,74 @@ def test_tables_of_two_types_are_refused() -> None:
             rows=wh.sparse_optimizer("sgd", 0.1),
             cluster="cpu:2",
         )
+
+
+def history_loss(net: Any, batch: Any) -> jax.Array:
+    """Histories that are looked up one by one, and a bag of the same table."""
+    events = net["item"][batch["history"]] + net["shop"][batch["shops"]]
+    bag = net["item"][batch["bag"]].sum(1) + net["user"][batch["user"]]
+    x = jnp.tanh(events).sum(1) * bag
+    return jnp.mean(((x @ net["w"]).sum(1) - batch["label"]) ** 2)
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "lazy_adam"])
+def test_rows_that_many_samples_need_are_exchanged_once(kind: str) -> None:
+    """Tables with fewer rows than a device looks up, in every way of storing them."""
+    random = np.random.default_rng(0)
+    sizes = {"item": (21, 32), "shop": (9, 32), "user": (300, 32)}
+    net = {
+        name: jnp.asarray(random.standard_normal(shape) * 0.1, jnp.float32)
+        for name, shape in {**sizes, "w": (32, 4)}.items()
+    }
+
+    def make(number: int) -> dict[str, np.ndarray]:
+        own = np.random.default_rng(number)
+        shapes = {"history": (32, 12), "shops": (32, 12), "bag": (32, 3), "user": (32,)}
+        rows = {"history": 17, "shops": 9, "bag": 21, "user": 300}  # 4 are not read
+        ids = {k: own.integers(0, rows[k], shapes[k]).astype(np.int32) for k in rows}
+        return {**ids, "label": own.standard_normal(32).astype(np.float32)}
+
+    rows = wh.sparse_optimizer(kind, 0.1)  # type: ignore[arg-type]
+    given: Any = {"optimizer": optax.sgd(0.01)}
+    losses, tables = [], []
+    for ranks, pins in (
+        (1, {}),
+        (4, {"item": "rows", "shop": "columns"}),
+        (4, {"item": "columns", "shop": "whole", "user": "rows"}),
+        (8, {"item": 3, "shop": "rows"}),
+    ):
+        plan = wh.plan_tables(
+            *(history_loss, net, make(0)),
+            rows=rows,
+            cluster=f"cpu:{ranks}",
+            pins=pins,
+            **given,
+        )
+        step = wh.compile_tables(
+            *(plan, history_loss, net), devices=jax.devices()[:ranks], **given
+        )
+        layout = step.programs.layout
+        if ranks > 1:
+            assert {"item", "shop"} >= set(layout.gathered) >= {"shop"}
+            plain = make_layout(
+                plan.placement, step.programs.program.lookups, step.programs.names
+            )
+            less, more = (x.exchanged_bytes(32, 4) for x in (layout, plain))
+            assert 2 * less < more
+            check_exchanges(step, step.init_from(net), make(0), 32)
+        state = step.init_from(net)
+        found = []
+        for number in range(3):
+            state, metrics = step(state, make(number))
+            found.append(float(metrics["loss"]))
+        losses.append(found)
+        tables.append(step.table_values(state))
+    for found, held in zip(losses[1:], tables[1:], strict=True):
+        np.testing.assert_allclose(found, losses[0], rtol=2e-6)
+        for name, table in held.items():
+            # Adam divides what is nearly zero by itself.
+            limit = 1e-4 if kind == "lazy_adam" else 2e-6
+            np.testing.assert_allclose(table, tables[0][name], rtol=0, atol=limit)
+        read = np.unique([make(number)["user"] for number in range(3)])
+        others = np.delete(held["user"], read, axis=0)
+        assert np.array_equal(others, np.delete(np.asarray(net["user"]), read, axis=0))

@@ -7,14 +7,10 @@ cluster and a plan, without touching a device.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
-from whalejax import _compat
-from whalejax.adapters.base import made_model
+from whalejax.adapters.abstract_models import abstract_model as abstract_model
 from whalejax.api.plan_request import PlanRequest, question_about
 from whalejax.api.search import search as find_plans
 from whalejax.api.search_result import Found
@@ -24,22 +20,6 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_data import Question
 from whalejax.user_code.losses import Job
-
-
-def abstract_model(job: Job) -> Any:
-    """Shapes of a job's model; no array is made and no device is touched.
-
-    Args:
-        job: its ``make_model`` takes a key or nothing.
-    """
-
-    def build() -> Any:
-        return made_model(job.make_model, jax.random.key(0))
-
-    # NNX modules need its own eval_shape; who made one has imported it.
-    nnx = sys.modules.get("flax.nnx")
-    with _compat.short_sharding_errors():
-        return jax.eval_shape(build) if nnx is None else nnx.eval_shape(build)
 
 
 def first_batch(job: Job, size: int | None) -> Any:

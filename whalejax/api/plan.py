@@ -5,15 +5,26 @@ Its options are a ``PlanRequest``, whose module holds all that follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import optax
 
 from whalejax.api.plan_request import PlanRequest
+from whalejax.api.tables_in_plans import (
+    TABLE_SETTINGS,
+    plan_with_tables,
+    refuse_table_settings,
+    table_notes,
+    table_request,
+)
+from whalejax.api.tables_request import RUNNABLE_SPLITS
 from whalejax.meshes import Cluster
 from whalejax.planner.near_names import names_arguments
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.tables.sections import SectionTimes
+from whalejax.tables.sparse_optimizers import SparseOptimizer
 
 
 @names_arguments("wh.plan")
@@ -51,6 +62,13 @@ def plan(
     bandwidth: str | float | None = None,
     wire: str | None = None,
     sum_wire: str | None = None,
+    tables: SparseOptimizer | None = None,
+    splits: Collection[str] = RUNNABLE_SPLITS,
+    together: Sequence[Sequence[str]] = (),
+    pins: Mapping[str, int | str] | None = None,
+    counts: Mapping[str, Any] | None = None,
+    staleness: int = 0,
+    times: SectionTimes | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
 
@@ -163,6 +181,22 @@ def plan(
         sum_wire: format of gradients while the peers of a stage add them up:
             ``"f32"``, which None stands for, ``"f16"`` or ``"int8"``. Only with
             ``swarm``.
+        tables: How rows of embedding tables change, ``wh.sparse_optimizer(...)``:
+            parameters that are only looked up are then placed as tables, and
+            ``optimizer`` is that of all others. With it only ``optimizer``,
+            ``cluster``, ``mesh`` (``data`` and ``fsdp``), ``trainable`` and the
+            following can be given; without it none of these.
+        splits: ways of storing a table that may be used: some of ``"whole"``,
+            ``"rows"``, ``"columns"`` and ``"replicate"``.
+        together: groups of tables that must be on one device, by their paths.
+        pins: what you fix, by the path of a table: its device, or one of ``splits``.
+        counts: how often each row is looked up, by the path of a table:
+            ``wh.count_lookups`` counts it.
+        staleness: on a cluster such as ``"cpu:2+h100:1"``, whose first part holds the
+            tables in processes of its own: number of newest updates that a lookup does
+            without, so that both parts work at once; with 0 every row has all of them.
+        times: measured times of these two sections, ``step.report().times``; None
+            predicts them.
 
     Returns:
         The plan; ``print`` shows it.
@@ -181,4 +215,11 @@ def plan(
     """
     settings = dict(locals())
     question = [settings.pop(name) for name in ("loss_fn", "model", "batch")]
-    return PlanRequest(**settings).plan(*question)
+    if tables is not None:
+        return plan_with_tables(table_request(settings), *question)
+    refuse_table_settings(settings)
+    for name in TABLE_SETTINGS:
+        del settings[name]
+    found = PlanRequest(**settings).plan(*question)
+    notes = table_notes(*question, trainable=trainable, axis_names=axis_names)
+    return dataclasses.replace(found, notes=(*found.notes, *notes)) if notes else found

@@ -19,6 +19,7 @@ from whalejax.cli.options import (
     ProfileCommand,
     TrainCommand,
     VerifyCommand,
+    given_plan_options,
 )
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES, is_number, is_whole, shown
 from whalejax.meshes.dtypes import PRECISIONS
@@ -242,3 +243,65 @@ def _problem(name: str, value: Any) -> str:
     if isinstance(value, str) and name not in _MAY_BE_EMPTY and not value.strip():
         return f"{shown(value)}; expected a word"
     return ""
+
+
+_OBEYED: Final = ("--cluster", "--batch", "--mesh")
+
+
+def check_table_options(options: TrainCommand, problems: Problems) -> None:
+    """Notes what is wrong with the options of tables.
+
+    Args:
+        options: Of the command.
+        problems: Takes it.
+    """
+    if options.tables is None:
+        if options.staleness:
+            problems.add(
+                f"--staleness is {options.staleness} without --tables, whose rows may "
+                "lack updates. Give both, or leave it out"
+            )
+        return
+    try:
+        row_optimizer(options.tables)
+    except WhaleError as error:
+        problems.add(f"--tables {options.tables}: {error}")
+    for name, words in given_plan_options(options):
+        if name not in _OBEYED:
+            problems.add(
+                f"{name} {words} was given with --tables, whose dense part is one "
+                "program in float32 with one micro-batch. Leave it out"
+            )
+    given = {
+        "--plan": options.plan,
+        "--processes": options.processes,
+        "--check": options.check,
+        "--replay": options.replay,
+    }
+    for name in (name for name, value in given.items() if value):
+        problems.add(f"{name} was given with --tables, and takes none. Leave it out")
+
+
+def row_optimizer(text: str) -> Any:
+    """The optimizer of rows that a text names.
+
+    Args:
+        text: Kind and learning rate.
+
+    Raises:
+        WhaleError: it names none.
+
+    >>> row_optimizer("row_adagrad:0.05").learning_rate
+    0.05
+    """
+    from whalejax.tables.sparse_optimizers import sparse_optimizer
+
+    kind, _, rate = text.partition(":")
+    try:
+        value = float(rate)
+    except ValueError:
+        raise WhaleError(
+            "expected a kind and a learning rate, such as adagrad:0.02"
+        ) from None
+    named: Any = kind
+    return sparse_optimizer(named, value)

@@ -150,6 +150,11 @@ class TrainCommand:
     nodes' means), adasum_updates (of what each rank's optimizer makes of them)"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
+    tables: Annotated[str | None, conf.arg(metavar="KIND:RATE")] = None
+    """place embedding tables, whose rows change by adagrad:0.02, or sgd, row_adagrad,
+    lazy_adam"""
+    staleness: int = 0
+    """of --tables on --cluster cpu:2+cpu:1: updates that a lookup may lack"""
     seed: int = 0
     """of the model's initial values and of dropout"""
     processes: Annotated[str | None, option(metavar="MIN:MAX")] = None

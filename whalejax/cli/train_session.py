@@ -20,8 +20,14 @@ import jax
 from rich.console import Console
 
 from whalejax.api import job_plans
+from whalejax.api.named_jobs import named_values
+from whalejax.api.plan import plan as make_plan
 from whalejax.cli import replay
-from whalejax.cli.option_checks import check_command
+from whalejax.cli.option_checks import (
+    check_command,
+    check_table_options,
+    row_optimizer,
+)
 from whalejax.cli.options import (
     TrainCommand,
     given_places,
@@ -120,6 +126,7 @@ def check_options(options: TrainCommand) -> None:
             "--check was given with --processes MIN:MAX, whose members plan for "
             "themselves. Check such a plan by itself: whalejax plan -o, whalejax check"
         )
+    check_table_options(options, problems)
     _check_save(options, problems)
     problems.raise_if_any()
 
@@ -182,6 +189,8 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
 
 
 def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan:
+    if options.tables is not None:
+        return _with_tables(job, model, options)
     settings = plan_settings(options)
     if options.cluster is None:
         remark(console, "planning; these devices are measured once, for at most 20 s")
@@ -193,6 +202,21 @@ def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> P
             job_plans.machine(options.cluster),
             **settings,
         )
+
+
+def _with_tables(job: Job, model: Any, options: TrainCommand) -> Plan:
+    """The plan of a job with its tables in it."""
+    mesh: Any = named_values(options.mesh, "--mesh", "data=2")
+    return make_plan(
+        job.loss_fn,
+        model,
+        job.batch_at(0, options.batch),
+        optimizer=job.optimizer,
+        cluster=options.cluster,
+        mesh=mesh or None,
+        tables=row_optimizer(options.tables or ""),
+        staleness=options.staleness,
+    )
 
 
 # What runs.

@@ -206,7 +206,9 @@ def _run_of(
         folder=folder,
         keep=given["keep"],
         resumed_from=resumed_from,
-        losses=_Losses(records.tell),
+        losses=_Losses(
+            records.tell, getattr(step, "steps_in_flight", _STEPS_IN_FLIGHT)
+        ),
         windows=_Windows(clock),
         evaluations=Evaluations(
             step,
@@ -391,7 +393,8 @@ class _NotFiniteError(Exception):
 class _Losses:
     """Losses in order; those still being computed are in flight."""
 
-    def __init__(self, tell: Callable[[Progress], None]) -> None:
+    def __init__(self, tell: Callable[[Progress], None], most_in_flight: int) -> None:
+        self._most_in_flight = most_in_flight
         self.values: list[float] = []
         self.step_seconds: float | None = None
         self._in_flight: deque[tuple[int, dict[str, Any]]] = deque()
@@ -405,7 +408,7 @@ class _Losses:
             metrics: of the step.
         """
         self._in_flight.append((step, dict(metrics)))
-        while len(self._in_flight) > _STEPS_IN_FLIGHT:
+        while len(self._in_flight) > self._most_in_flight:
             self._take()
 
     def wait(self) -> None:

@@ -23,12 +23,15 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from whalejax.adapters.base import Adapter, adapt, made_model
+from whalejax.adapters.base import Adapter, made_model
 from whalejax.capture.batch import aval_of
+from whalejax.distributed.standard_streams import say
 from whalejax.lowering.state import host_copy, typed_key
 from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
+from whalejax.planner.tables.placement import TablePlacement
+from whalejax.planner.tables.replace import Replacement, place_again
 from whalejax.runtime.table_checkpoint import (
     Sections,
     leaf_names,
@@ -37,17 +40,18 @@ from whalejax.runtime.table_checkpoint import (
 )
 from whalejax.runtime.validate import devices_of
 from whalejax.tables.dense import UNUSED, dense_outputs, dense_params
-from whalejax.tables.layout import make_layout
+from whalejax.tables.layout import TableLayout, make_layout
+from whalejax.tables.lookup_counts import LookupCounts
 from whalejax.tables.plan import TablesPlan, cut_program
-from whalejax.tables.programs import TableArrays, TablePrograms
-from whalejax.tables.recognize import check_divisible
+from whalejax.tables.programs import TablePrograms
+from whalejax.tables.recognize import TableProgram, check_divisible
 from whalejax.tables.store import TableStore
 from whalejax.tables.wide_ids import check_32_bits
 from whalejax.user_code.ambient_mesh import without_mesh
-from whalejax.user_code.argument_checks import refuse_bad_optimizer
 
 
-_OUT_OF_RANGE: Final = ("error", "clip")
+_WORTH: Final = 0.05
+"""Part of the most loaded rank's time for which tables are placed anew."""
 
 
 @functools.partial(
@@ -65,7 +69,8 @@ class TablesState:
         params: Trained leaves that are no tables, by their paths.
         rest: Leaves that are not trained.
         opt_state: State of their optimizer.
-        tables: Tables and the state of their rows.
+        tables: Tables and the state of their rows: ``TableArrays``, or what stands for
+            them where they are in other processes.
         step: Number of steps done, an int32 scalar.
         rng: The run's random key.
     """
@@ -73,9 +78,19 @@ class TablesState:
     params: dict[str, Any]
     rest: list[Any]
     opt_state: Any
-    tables: TableArrays
+    tables: Any
     step: Any
     rng: Any
+
+    @property
+    def samples(self) -> None:
+        """Samples that the steps took are not counted: each took a whole batch."""
+        return None
+
+    @property
+    def loss_scale(self) -> None:
+        """Losses are not scaled."""
+        return None
 
 
 class TableStep:
@@ -85,6 +100,7 @@ class TableStep:
         plan: What it runs.
         mesh: Devices, with the axes ``data`` and ``fsdp``.
         programs: The sections of the step, and the layout of the tables.
+        dtype: Element type of all tables.
         store: What brings tables to the devices and back.
         adapter: How the model divides into parameters and the rest.
     """
@@ -96,13 +112,16 @@ class TableStep:
         optimizer: optax.GradientTransformation | None,
         out_of_range: str,
         devices: Any,
+        replace_every: int | None = None,
     ) -> None:
         """Trace what is needed to know shapes; compile nothing.
 
         Args:
-            plan, adapter, optimizer, out_of_range, devices: As for ``compile_tables``.
+            plan, adapter, optimizer, out_of_range, devices, replace_every: As for
+                ``compile_tables``.
         """
-        self.plan, self.adapter = plan, adapter
+        self.plan, self.adapter, self._replace_every = plan, adapter, replace_every
+        self._counts = LookupCounts()
         self._trains = optimizer is not None
         self._optimizer = optax.identity() if optimizer is None else optimizer
         self.mesh = _mesh(plan, devices)
@@ -113,35 +132,66 @@ class TableStep:
                 f"this plan has the tables {', '.join(plan.tables)}, and the loss "
                 f"looks up {', '.join(dict.fromkeys(names))}. Plan again for this loss"
             )
-        check_divisible(program.lookups, plan.placement.ranks.count)
+        check_divisible(program.lookups, self.mesh.size)
+        self._use(plan, program, names, clips=out_of_range == "clip")
+
+    def _use(
+        self,
+        plan: TablesPlan,
+        program: TableProgram,
+        names: tuple[str, ...],
+        *,
+        clips: bool,
+    ) -> None:
+        """Lays tables out as a plan says, for all further steps."""
+        self.plan = plan
         rows = {table.name: table.rows for table in plan.placement.tables}
         self.programs = TablePrograms(
             program=program,
-            layout=make_layout(plan.placement, program.lookups, names),
+            layout=self._make_layout(plan, program, names),
             names=names,
             rows=tuple(rows[name] for name in names),
             optimizer=plan.rows,
             mesh=self.mesh,
             axes=tuple(plan.axes),
-            clips=out_of_range == "clip",
+            clips=clips,
         )
+        adapter = self.adapter
         leaves = dict(
             zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
         )
-        self.store = TableStore(
-            layout=self.programs.layout,
-            optimizer=plan.rows,
-            mesh=self.mesh,
-            axes=self.programs.axes,
-            shapes={t.name: (t.rows, t.width) for t in plan.placement.tables},
-            dtype=leaves[plan.tables[0]].dtype,
-        )
+        self.dtype = leaves[plan.tables[0]].dtype
+        self.store = self._make_store()
         self._train = jax.jit(self._advance, donate_argnums=0)
         self._eval = jax.jit(self._evaluate)
         self._bounds = jax.jit(
             self.programs.id_bounds,
             out_shardings=NamedSharding(self.mesh, PartitionSpec()),
         )
+
+    def _make_layout(
+        self, plan: TablesPlan, program: TableProgram, names: tuple[str, ...]
+    ) -> TableLayout:
+        """Where rows are, and how they reach the samples."""
+        samples = program.lookups[0].shape[0] // self.mesh.size
+        return make_layout(plan.placement, program.lookups, names, samples)
+
+    def _make_store(self) -> Any:
+        """What brings tables to where they are; its methods are ``TableStore``'s."""
+        tables = self.plan.placement.tables
+        return TableStore(
+            layout=self.programs.layout,
+            optimizer=self.plan.rows,
+            mesh=self.mesh,
+            axes=self.programs.axes,
+            shapes={table.name: (table.rows, table.width) for table in tables},
+            dtype=self.dtype,
+        )
+
+    @property
+    def parts_matter(self) -> bool:
+        """Whether another number of micro-batches computes something else."""
+        return False
 
     # Starting.
 
@@ -213,7 +263,7 @@ class TableStep:
         self,
         params: Mapping[str, Any],
         rest: list[Any],
-        tables: TableArrays,
+        tables: Any,
         key: Any,
         done: tuple[Any, int] | None,
     ) -> TablesState:
@@ -289,8 +339,100 @@ class TableStep:
                 "this step was compiled without an optimizer and can only evaluate. "
                 "Pass optimizer= to wh.compile_tables to train"
             )
-        new, metrics = self._train(self._checked(state), self._placed(batch))
+        held, leaves = self._checked(state), self._placed(batch)
+        if self._replace_every is not None:
+            held = self._replaced(held, leaves)
+        new, metrics = self._train(held, leaves)
         return new, metrics
+
+    # Placing anew.
+
+    def _replaced(self, state: TablesState, leaves: list[Any]) -> TablesState:
+        """Counts lookups; every so many steps places tables anew where that wins."""
+        program = self.programs.program
+        self._counts.add(self.programs.names, self.programs.rows, program.ids(leaves))
+        if self._counts.batches < (self._replace_every or 1):
+            return state
+        found = self.replacement()
+        self._counts = LookupCounts()
+        say(f"whalejax: {found}")
+        return self.place(state, found.placement) if found.gain > _WORTH else state
+
+    def replacement(self) -> Replacement:
+        """What placing tables anew would win, by the lookups that were counted.
+
+        Raises:
+            PlanError: none were counted; ``replace_every`` counts them.
+        """
+        if not self._counts.batches:
+            raise PlanError(
+                "no lookups were counted. Give replace_every= to wh.compile, and train"
+            )
+        placement = self.plan.placement
+        samples = self._counts.batches * placement.batch_size
+        return place_again(placement, self._counts.by_table, samples)
+
+    @without_mesh
+    def place(self, state: TablesState, placement: TablePlacement) -> TablesState:
+        """The state with its tables stored in another way, which this step then obeys.
+
+        Args:
+            state: Is consumed.
+            placement: Of the same tables on as many ranks.
+
+        Raises:
+            PlanError: it is of other tables or ranks.
+        """
+        held, before = self._checked(state), self.plan.placement
+        sizes = [
+            [(t.name, t.rows, t.width) for t in one.tables]
+            for one in (before, placement)
+        ]
+        if sizes[0] != sizes[1] or placement.ranks.count != before.ranks.count:
+            raise PlanError(
+                f"this placement is of {len(sizes[1])} tables on "
+                f"{placement.ranks.count} ranks; expected those of the plan, "
+                f"{len(sizes[0])} on {before.ranks.count}. Of another number of ranks "
+                "make a plan and a step, and let it adopt the state"
+            )
+        store, programs = self.store, self.programs
+        plan = dataclasses.replace(self.plan, placement=placement)
+        self._use(plan, programs.program, programs.names, clips=programs.clips)
+        return dataclasses.replace(held, tables=self._taken_over(held.tables, store))
+
+    def _taken_over(self, tables: Any, store: Any) -> Any:
+        """Tables of another store, in this one's."""
+        arrays = self.store.empty()
+        for kind in (None, *self.plan.rows.state_names):
+            for name, values in store.collect(tables, kind).items():
+                arrays = self.store.write(arrays, name, values, kind)
+        return arrays
+
+    @without_mesh
+    def adopt(self, state: Any, step: TableStep) -> TablesState:
+        """A copy of another step's state in this one's placement, by no file.
+
+        Args:
+            state: Is kept.
+            step: The step that it is of: of the same model and optimizers, on any
+                devices or processes.
+
+        Raises:
+            PlanError: it is another model's or optimizer's.
+        """
+        if not isinstance(step, TableStep):
+            raise PlanError(f"step is {shown(step)}; expected the step of the state")
+        held = step._checked(state)
+        own, given = self._abstract_sections(), step._abstract_sections()
+        if step.plan.rows.kind != self.plan.rows.kind or _shapes(own) != _shapes(given):
+            raise PlanError(
+                "the state is of another model or of other optimizers. Compile this "
+                "step with those that made it"
+            )
+        tables = self._taken_over(held.tables, step.store)
+        opt_state = jax.tree.map(np.asarray, held.opt_state)
+        done = jax.jit(self._shared_like_params)(opt_state), int(held.step)
+        return self._state(held.params, held.rest, tables, held.rng, done)
 
     @without_mesh
     def eval(self, state: TablesState, batch: Any) -> dict[str, Any]:
@@ -325,8 +467,8 @@ class TableStep:
             )
         return state
 
-    def _placed(self, batch: Any) -> list[Any]:
-        """The leaves of a batch on the devices, with ids that are in range."""
+    def _matching(self, batch: Any) -> list[Any]:
+        """The leaves of a batch that is as the plan's."""
         structure: Any = jax.tree.structure(self.plan.batch)
         expected = jax.tree.leaves(self.plan.batch)
         try:
@@ -342,19 +484,31 @@ class TableStep:
                 "containers and types. Plan again for another batch"
             )
         check_32_bits(batch)
-        shared = NamedSharding(self.mesh, PartitionSpec(self.programs.axes))
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        ranks = self.programs.layout.ranks
-        leaves = [
-            jax.device_put(leaf, shared if _divides(leaf, ranks) else whole)
-            for leaf in jax.tree.leaves(batch)
-        ]
-        if not self.programs.clips:
-            self._check_ids(leaves)
+        leaves: list[Any] = jax.tree.leaves(batch)
         return leaves
 
-    def _check_ids(self, leaves: list[Any]) -> None:
-        bounds = np.asarray(self._bounds(leaves))
+    def _on_devices(self, leaves: list[Any]) -> list[Any]:
+        """The leaves of a batch, shared out over the devices."""
+        shared = NamedSharding(self.mesh, PartitionSpec(self.programs.axes))
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return [
+            jax.device_put(leaf, shared if _divides(leaf, self.mesh.size) else whole)
+            for leaf in leaves
+        ]
+
+    def _placed(self, batch: Any) -> list[Any]:
+        """The leaves of a batch on the devices, with ids that are in range."""
+        leaves = self._on_devices(self._matching(batch))
+        if not self.programs.clips:
+            self._check_bounds(np.asarray(self._bounds(leaves)))
+        return leaves
+
+    def _check_bounds(self, bounds: np.ndarray) -> None:
+        """Refuses ids that are out of range.
+
+        Args:
+            bounds: From ``TablePrograms.id_bounds``.
+        """
         problems = Arguments("batch")
         for number, (least, most) in enumerate(bounds):
             rows, name = self.programs.rows[number], self.programs.names[number]
@@ -391,15 +545,32 @@ class TableStep:
     def _advance(
         self, state: TablesState, batch: list[Any]
     ) -> tuple[TablesState, dict[str, Any]]:
-        params, opt_state, tables, value, (metrics, rest) = self.programs.train(
-            self._loss(state, batch),
-            self._optimizer,
-            batch,
-            state.params,
-            state.opt_state,
-            state.tables,
-            state.step,
+        programs = self.programs
+        ids = programs.shared_out(programs.all_ids(batch))
+        vectors, taken = programs.look_up(state.tables, ids)
+        loss, dense, by_vector = self._gradients(state, batch, vectors)
+        by_vector = [programs.shared_out(one) for one in by_vector]
+        tables = programs.update(state.tables, ids, taken, by_vector, state.step)
+        return self._updated(dataclasses.replace(state, tables=tables), loss, dense)
+
+    def _gradients(
+        self, state: TablesState, batch: list[Any], vectors: list[Any]
+    ) -> tuple[Any, dict[str, Any], list[Any]]:
+        """(Loss and what it gave beside, gradients by parameters, by vectors)."""
+        loss, (dense, by_vector) = jax.value_and_grad(
+            self._loss(state, batch), argnums=(0, 1), has_aux=True
+        )(state.params, vectors)
+        return loss, dense, by_vector
+
+    def _updated(
+        self, state: TablesState, loss: Any, gradients: dict[str, Any]
+    ) -> tuple[TablesState, dict[str, Any]]:
+        """The next state, with the tables that are given, and metrics."""
+        value, (metrics, rest) = loss
+        updates, opt_state = self._optimizer.update(
+            gradients, state.opt_state, state.params
         )
+        params = optax.apply_updates(state.params, updates)
         params = {
             path: jax.lax.with_sharding_constraint(leaf, self._dense_sharding(path))
             for path, leaf in params.items()
@@ -409,7 +580,6 @@ class TableStep:
             params=params,
             rest=rest,
             opt_state=self._shared_like_params(opt_state),
-            tables=tables,
             step=state.step + 1,
         )
         return new, {"loss": value, **metrics}
@@ -529,7 +699,8 @@ class TableStep:
         Args:
             state: Is kept.
         """
-        return self.store.collect(state.tables, None)
+        found: dict[str, np.ndarray] = self.store.collect(state.tables, None)
+        return found
 
     def row_states(self, state: TablesState) -> dict[str, dict[str, np.ndarray]]:
         """State arrays of every table's rows, whole, by path and name.
@@ -564,6 +735,13 @@ class TableStep:
         return self.adapter.rebuild(*parts)
 
 
+def _shapes(sections: Sections) -> Any:
+    return {
+        section: {name: (x.shape, str(x.dtype)) for name, x in arrays.items()}
+        for section, arrays in sections.items()
+    }
+
+
 _map_params: Final[Any] = optax.tree_map_params
 
 
@@ -578,76 +756,3 @@ def _mesh(plan: TablesPlan, devices: Any) -> Mesh:
     order = plan.dense.device_order or range(len(found))
     ordered = np.array([found[number] for number in order], dtype=object)
     return Mesh(ordered.reshape(tuple(plan.axes.values())), tuple(plan.axes))
-
-
-@without_mesh
-def compile_tables(
-    plan: TablesPlan,
-    loss_fn: Callable[..., Any],
-    model: Any,
-    *,
-    optimizer: optax.GradientTransformation | None = None,
-    out_of_range: str = "error",
-    trainable: Any = None,
-    devices: Any = None,
-) -> TableStep:
-    """Turns a plan with tables into a step that runs.
-
-    Args:
-        plan: From ``wh.plan_tables``.
-        loss_fn: The loss that the plan was made for.
-        model: The same model, abstract or real.
-        optimizer: Optimizer of the parameters that are no tables; plain evaluation
-            needs none.
-        out_of_range: What becomes of ids that have no row: ``"error"`` checks every
-            batch before it is used, ``"clip"`` takes the nearest row.
-        trainable: As given to ``wh.plan_tables``.
-        devices: Devices to run on, in node order; all of them if left out.
-
-    Returns:
-        The step. Nothing is compiled before it is called.
-
-    Raises:
-        PlanError: the plan is for another model, batch or machine.
-    """
-    problems = Arguments("wh.compile_tables")
-    problems.of("plan", plan, TablesPlan, "what wh.plan_tables gave")
-    problems.choice("out_of_range", out_of_range, _OUT_OF_RANGE)
-    problems.raise_if_any()
-    refuse_bad_optimizer(optimizer)
-    if jax.process_count() > 1:
-        raise PlanError(
-            f"{jax.process_count()} processes are running; steps with tables run in "
-            "one process with all devices. Start one process"
-        )
-    adapter = adapt(model, loss_fn, trainable=trainable).without_values()
-    if adapter.param_paths != plan.model_paths:
-        other = set(adapter.param_paths) ^ set(plan.model_paths)
-        raise PlanError(
-            f"this plan is for another model: {', '.join(sorted(other)[:4])} "
-            f"{'is' if len(other) == 1 else 'are'} in one of them only. Plan again"
-        )
-    _check_shapes(plan, adapter)
-    return TableStep(plan, adapter, optimizer, out_of_range, devices)
-
-
-def _check_shapes(plan: TablesPlan, adapter: Adapter) -> None:
-    """Refuses a model whose parameters have other shapes than planned."""
-    leaves = dict(
-        zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
-    )
-    planned: dict[str, tuple[int, ...]] = {
-        table.name: (table.rows, table.width) for table in plan.placement.tables
-    }
-    planned |= {
-        leaf.path.removeprefix("dense."): tuple(leaf.shape)
-        for leaf in plan.dense.leaves
-        if leaf.path.startswith("dense.")
-    }
-    for path, shape in planned.items():
-        found = tuple(leaves[path].shape) if path in leaves else shape
-        if found != shape:
-            raise PlanError(
-                f"this plan is for another model: {path} has the shape {found}, and "
-                f"{shape} was planned. Plan again"
-            )

@@ -34,7 +34,7 @@ from whalejax.lowering.runner import OneProgram, Runner, abstract_state
 from whalejax.lowering.state import Origin, following, host_copy, typed_key
 from whalejax.lowering.state import TrainState as TrainState
 from whalejax.lowering.uneven.adaptive_shares import Following
-from whalejax.meshes.checks import Arguments, shown
+from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
 from whalejax.planner.near_names import names_arguments
@@ -636,6 +636,10 @@ def compile(
     axis_names: Mapping[str, str] | None = None,
     batch_axes: Any = 0,
     devices: Any = None,
+    out_of_range: str = "error",
+    job: str | None = None,
+    job_settings: Mapping[str, Any] | None = None,
+    replace_every: int | None = None,
 ) -> TrainStep:
     """Turn a plan into a step that runs.
 
@@ -648,9 +652,17 @@ def compile(
             dictionaries, lists and tuples; otherwise the plan knows it.
         trainable, axis_names, batch_axes: as given to ``wh.plan``.
         devices: the devices to run on, in node order; all of them if left out.
+        out_of_range: with tables, what becomes of ids that have no row: ``"error"``
+            checks every batch before it is used, ``"clip"`` takes the nearest row.
+        job: with tables in processes of their own, the job whose batches they make, as
+            the command line names it, for ``SectionsStep.run``.
+        job_settings: settings of that job.
+        replace_every: with tables, steps after which they are placed anew where their
+            lookups show that it wins; see ``wh.compile_tables``.
 
     Returns:
-        The step. Nothing is compiled before it is called.
+        The ``TrainStep``; of a plan with tables the ``TableStep`` or ``SectionsStep``.
+        Nothing is compiled before it is called.
 
     Raises:
         PlanError: the plan is for another model, batch or machine, or cannot run yet;
@@ -673,6 +685,22 @@ def compile(
             "this plan is an estimate (runnable=False) and cannot be run. Plan again "
             "without runnable=False"
         )
+    if plan.tables is not None:
+        from whalejax.runtime.compile_tables import compile_plan
+
+        _check_table_arguments(axis_names, batch_axes)
+        options: dict[str, Any] = {"trainable": trainable, "devices": devices}
+        step: Any = compile_plan(
+            plan,
+            *(loss_fn, model, batch, optimizer),
+            out_of_range=out_of_range,
+            job=job,
+            job_settings=job_settings,
+            replace_every=replace_every,
+            **options,
+        )
+        return step  # type: ignore[no-any-return]
+    _refuse_table_options(out_of_range, job, job_settings, replace_every)
     refuse_bad_optimizer(optimizer)
     check_order("wh.compile(plan, loss_fn, model)", loss_fn, model, batch)
     if batch is not None:
@@ -686,6 +714,35 @@ def compile(
         batch_axes=batch_axes,
         devices=devices,
     )
+
+
+def _check_table_arguments(axis_names: Any, batch_axes: Any) -> None:
+    problems = Arguments("wh.compile")
+    if axis_names is not None:
+        problems.add("axis_names was given with a plan with tables. Leave it out")
+    if not is_whole(batch_axes, 0, 0):
+        problems.add(
+            f"batch_axes is {shown(batch_axes)} with a plan with tables, whose batches "
+            "have samples along dimension 0. Leave it out"
+        )
+    problems.raise_if_any()
+
+
+def _refuse_table_options(
+    out_of_range: Any, job: Any, job_settings: Any, replace_every: Any
+) -> None:
+    problems = Arguments("wh.compile")
+    given = {
+        "job": job,
+        "job_settings": job_settings,
+        "replace_every": replace_every,
+    }
+    names = [name for name, value in given.items() if value is not None]
+    if not (isinstance(out_of_range, str) and out_of_range == "error"):
+        names.append("out_of_range")
+    for name in names:
+        problems.add(f"{name} is of plans with tables, and this has none. Leave it out")
+    problems.raise_if_any()
 
 
 @without_mesh

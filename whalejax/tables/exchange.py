@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from whalejax.tables.gathered import block_rows, pack_sums
 from whalejax.tables.layout import TableLayout, WidthLayout
 from whalejax.tables.recognize import NO_ID, Lookup
 from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
@@ -29,6 +30,8 @@ def exchange_ids(layout: TableLayout, ids: Any, axes: tuple[str, ...]) -> Any:
     Returns:
         ``int32[samples, columns]``: the ids that this rank looks up for all samples.
     """
+    if not layout.id_columns:
+        return jnp.zeros((ids.shape[0] * layout.ranks, 0), ids.dtype)
     none = jnp.full((ids.shape[0], 1), NO_ID, ids.dtype)
     padded = jnp.concatenate([ids, none], axis=1)
     parts = [each.source for each in layout.widths.values()]
@@ -39,7 +42,7 @@ def exchange_ids(layout: TableLayout, ids: Any, axes: tuple[str, ...]) -> Any:
 
 def give_vectors(
     layout: TableLayout, buffers: Mapping[int, Any], ids: Any, axes: tuple[str, ...]
-) -> Any:
+) -> tuple[Any, Any]:
     """Looks rows up and sends the vectors to the samples that they are for.
 
     Args:
@@ -49,18 +52,38 @@ def give_vectors(
         axes: Mesh axes that the ranks are numbered along.
 
     Returns:
-        ``[ranks, samples / ranks, elements]``: what each rank gave for these samples.
+        ``[ranks, samples / ranks, elements]``: what each rank gave for these samples;
+        and ``[ranks, elements]``: the rows that each sent whole.
+    """
+    rank, ranks = jax.lax.axis_index(axes), layout.ranks
+    vectors = look_up_rows(layout.widths, buffers, ids, rank)
+    whole = block_rows(layout, buffers, rank)
+    sent = vectors.reshape(ranks, -1), jnp.tile(whole, (ranks, 1))
+    received = _all_to_all(jnp.concatenate(sent, axis=1)[:, None], ranks, axes)
+    count = len(ids) // ranks * layout.vector_elements
+    shape = ranks, len(ids) // ranks, layout.vector_elements
+    return received[:, :count].reshape(shape), received[:, count:]
+
+
+def look_up_rows(
+    widths: Mapping[int, WidthLayout], buffers: Mapping[int, Any], ids: Any, rank: Any
+) -> Any:
+    """What one rank gives for some samples, ``[samples, elements]``.
+
+    Args:
+        widths: Layout of each buffer.
+        buffers: The rank's buffers by width.
+        ids: Ids that it takes, ``int32[samples, columns]``.
+        rank: Its number in the layouts.
     """
     dtype = jnp.result_type(*(buffer.dtype for buffer in buffers.values()))
     given = []
-    for width, each in layout.widths.items():
-        place, slot = _places(each, ids, axes)
+    for width, each in widths.items():
+        place, slot = _places(each, ids, rank)
         rows = buffers[width].at[place].get(mode="fill", fill_value=0)
         sums = _sum_columns(rows, slot, each.slots)
         given.append(sums.reshape(len(ids), each.slots * width).astype(dtype))
-    vectors = jnp.concatenate(given, axis=1)
-    sent = vectors.reshape(layout.ranks, len(ids) // layout.ranks, -1)
-    return _all_to_all(sent, layout.ranks, axes).reshape(sent.shape)
+    return jnp.concatenate(given, axis=1)
 
 
 def assemble(layout: TableLayout, number: int, lookup: Lookup, received: Any) -> Any:
@@ -86,18 +109,46 @@ def assemble(layout: TableLayout, number: int, lookup: Lookup, received: Any) ->
 
 
 def return_gradients(
-    layout: TableLayout, gradients: Sequence[Any], axes: tuple[str, ...], dtype: Any
-) -> Any:
+    layout: TableLayout,
+    gradients: Sequence[Any],
+    sums: Mapping[str, Any],
+    axes: tuple[str, ...],
+    dtype: Any,
+) -> tuple[Any, Any]:
     """Sends gradients of vectors to where their rows are.
 
     Args:
         layout: Buffers and columns.
         gradients: Gradient of each lookup's vectors, for this rank's samples.
+        sums: Of each table that was sent whole, as ``pack_sums`` takes them.
         axes: Mesh axes that the ranks are numbered along.
         dtype: Element type of the exchange.
 
     Returns:
-        ``[samples, elements]`` for the vectors that this rank gave.
+        ``[samples, elements]`` for the vectors that this rank gave; and ``[ranks,
+        elements]`` for the rows that it sent whole.
+    """
+    packed, ranks = pack_gradients(layout, gradients, dtype), layout.ranks
+    samples = packed.shape[1]
+    sent = packed.reshape(ranks, -1), pack_sums(layout, sums, dtype)
+    received = _all_to_all(jnp.concatenate(sent, axis=1)[:, None], ranks, axes)
+    count = samples * layout.vector_elements
+    shape = ranks * samples, layout.vector_elements
+    return received[:, :count].reshape(shape), received[:, count:]
+
+
+def pack_gradients(
+    layout: TableLayout, gradients: Sequence[Any], dtype: Any
+) -> jax.Array:
+    """Gradients of vectors by the rank that they are for.
+
+    Args:
+        layout: Buffers and columns.
+        gradients: Gradient of each lookup's vectors, for some samples.
+        dtype: Element type of the exchange.
+
+    Returns:
+        ``[ranks, samples, elements]``.
     """
     samples = gradients[0].shape[0]
     pieces: list[list[tuple[int, Any]]] = [[] for _ in range(layout.ranks)]
@@ -106,10 +157,9 @@ def return_gradients(
             vectors = gradient.reshape(samples, each.count, -1)
             part = vectors[:, :, slice(*each.columns)].reshape(samples, -1)
             pieces[each.rank].append((each.start, part.astype(dtype)))
-    sent = jnp.stack(
+    return jnp.stack(
         [_joined(each, samples, layout.vector_elements, dtype) for each in pieces]
     )
-    return _all_to_all(sent, layout.ranks, axes)
 
 
 def _joined(
@@ -125,35 +175,42 @@ def _joined(
 
 
 def update_buffers(
-    layout: TableLayout,
+    widths: Mapping[int, WidthLayout],
     optimizer: SparseOptimizer,
     buffers: Mapping[int, Any],
     states: Mapping[int, RowState],
     ids: Any,
     gradients: Any,
     step: Any,
-    axes: tuple[str, ...],
+    rank: Any,
+    more: Mapping[int, tuple[Any, Any]] = {},
 ) -> tuple[dict[int, Any], dict[int, RowState]]:
-    """Updates the rows of this rank that were looked up.
+    """Updates the rows of one rank that were looked up.
 
     Args:
-        layout: Buffers and columns.
+        widths: Layout of each buffer.
         optimizer: How rows change.
-        buffers, states: This rank's buffers and their state, by width.
-        ids: From ``exchange_ids``.
-        gradients: From ``return_gradients``.
+        buffers, states: The rank's buffers and their state, by width.
+        ids: Ids that it looked up, ``int32[samples, columns]``.
+        gradients: Gradients of what it gave, ``[samples, elements]``.
         step: Number of steps before this one.
-        axes: Mesh axes that the ranks are numbered along.
+        rank: Its number in the layouts.
+        more: By width, further rows of the buffer and their gradients.
     """
     new_buffers: dict[int, Any] = {}
     new_states: dict[int, RowState] = {}
-    for width, each in layout.widths.items():
-        place, slot = _places(each, ids, axes)
+    for width, each in widths.items():
+        place, slot = _places(each, ids, rank)
         stop = each.offset + each.slots * width
-        vectors = gradients[:, each.offset : stop].reshape(-1, each.slots, width)
+        vectors = gradients[:, each.offset : stop]
+        vectors = vectors.reshape(len(ids), each.slots, width)
         by_column = vectors[:, slot].reshape(-1, width).astype(buffers[width].dtype)
+        places = place.reshape(-1)
+        if width in more:
+            places = jnp.concatenate([places, more[width][0].astype(places.dtype)])
+            by_column = jnp.concatenate([by_column, more[width][1]])
         new_buffers[width], new_states[width] = update_rows(
-            optimizer, buffers[width], states[width], place.reshape(-1), by_column, step
+            optimizer, buffers[width], states[width], places, by_column, step
         )
     return new_buffers, new_states
 
@@ -257,9 +314,8 @@ def update_replicated(
     }
 
 
-def _places(each: WidthLayout, ids: Any, axes: tuple[str, ...]) -> tuple[Any, Any]:
+def _places(each: WidthLayout, ids: Any, rank: Any) -> tuple[Any, Any]:
     """Row of the buffer of each id, the number of rows for none; and its slot."""
-    rank = jax.lax.axis_index(axes)
 
     def mine(array: Any) -> Any:
         return jax.lax.dynamic_index_in_dim(jnp.asarray(array), rank, keepdims=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.planner.tables.placement import TablePlacement, TableShard
+from whalejax.planner.tables.table import ID_BYTES
 from whalejax.tables.recognize import Lookup
 
 
@@ -93,6 +94,19 @@ class ReceivedVectors:
     columns: tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredShard:
+    """A shard that is sent whole to all ranks, once for all of its lookups.
+
+    Attributes:
+        stored: Where it lies.
+        first: First of its rows among those of its width that its rank sends so.
+    """
+
+    stored: StoredShard
+    first: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TableLayout:
     """Buffers of a placement, and where each lookup finds its rows.
@@ -105,6 +119,10 @@ class TableLayout:
         received: For each lookup, where its vectors are; empty if replicated.
         vector_elements: Elements that a rank gives for each sample.
         id_columns: Ids that are sent to a rank for each sample.
+        gathered: Shards of the tables that are sent whole, by the name of the table:
+            those with fewer rows than a rank's samples need vectors of it.
+        blocks: By width, ``[ranks, rows]``: rows of the buffer that each rank sends
+            so; the number of rows for none.
     """
 
     ranks: int
@@ -114,22 +132,41 @@ class TableLayout:
     received: tuple[tuple[ReceivedVectors, ...], ...]
     vector_elements: int
     id_columns: int
+    gathered: Mapping[str, tuple[GatheredShard, ...]]
+    blocks: Mapping[int, np.ndarray]
 
-    def exchanged_bytes(self, samples: int, element_bytes: int) -> int:
+    def block_elements(self, beside: int) -> int:
+        """Elements of the rows that a rank sends whole.
+
+        Args:
+            beside: Elements that are sent beside each row.
+        """
+        return sum(x.shape[1] * (width + beside) for width, x in self.blocks.items())
+
+    def exchanged_bytes(
+        self, samples: int, element_bytes: int, *, backward: bool = False
+    ) -> int:
         """Bytes that all ranks send to others in one exchange of vectors.
 
-        With N samples, R ranks and at most V elements a sample from one rank:
-        N · V · q · (R - 1).
+        With N samples, R ranks, at most V elements a sample from one rank and F of rows
+        that are sent whole: (N · V + R · F) · q · (R - 1). Backward each of these rows
+        has the number of its lookups beside it.
 
         Args:
             samples: Samples of a global batch.
             element_bytes: Bytes of an element.
+            backward: Gradients are exchanged.
         """
-        return samples * self.vector_elements * element_bytes * (self.ranks - 1)
+        whole = self.ranks * self.block_elements(1 if backward else 0)
+        elements = samples * self.vector_elements + whole
+        return elements * element_bytes * (self.ranks - 1)
 
 
 def make_layout(
-    placement: TablePlacement, lookups: Sequence[Lookup], names: Sequence[str]
+    placement: TablePlacement,
+    lookups: Sequence[Lookup],
+    names: Sequence[str],
+    samples_per_rank: int = 0,
 ) -> TableLayout:
     """Lays the shards of a placement out in buffers.
 
@@ -137,15 +174,42 @@ def make_layout(
         placement: Where tables are stored.
         lookups: All lookups of the loss.
         names: Name of the table of each lookup.
+        samples_per_rank: Samples of each rank, where shards may be sent whole if that
+            moves less; else 0.
     """
+    plain = _layout(placement, lookups, names, 0)
+    ranks = placement.ranks.count
+    if not samples_per_rank or ranks == 1:
+        return plain
+    whole = _layout(placement, lookups, names, samples_per_rank)
+    samples = ranks * samples_per_rank
+
+    def moved(layout: TableLayout) -> int:
+        ids = samples * layout.id_columns * ID_BYTES * (ranks - 1)
+        vectors = (
+            layout.exchanged_bytes(samples, 4, backward=b) for b in (False, True)
+        )
+        return ids + sum(vectors)
+
+    return whole if moved(whole) < moved(plain) else plain
+
+
+def _layout(
+    placement: TablePlacement,
+    lookups: Sequence[Lookup],
+    names: Sequence[str],
+    samples: int,
+) -> TableLayout:
     ranks = placement.ranks.count
     replicated = frozenset(s.table for s in placement.shards if s.split == "replicate")
     shards = [s for s in placement.shards if s.table not in replicated]
     stored, rows = _stored(shards, ranks)
+    gathered, blocks = _gathered(stored, rows, ranks, lookups, names, samples)
     tasks = _Tasks(ranks)
     firsts = np.cumsum([0, *(one.num_ids for one in lookups)])
     for number, (lookup, name) in enumerate(zip(lookups, names, strict=True)):
-        for each in () if name in replicated else stored[name]:
+        apart = name in replicated or name in gathered
+        for each in () if apart else stored[name]:
             tasks.add(number, lookup, each, int(firsts[number]))
     widths: dict[int, WidthLayout] = {}
     offset = first_id = 0
@@ -164,7 +228,42 @@ def make_layout(
         ),
         vector_elements=offset,
         id_columns=first_id,
+        gathered=gathered,
+        blocks=blocks,
     )
+
+
+def _gathered(
+    stored: Mapping[str, Sequence[StoredShard]],
+    rows: Mapping[int, int],
+    ranks: int,
+    lookups: Sequence[Lookup],
+    names: Sequence[str],
+    samples: int,
+) -> tuple[dict[str, tuple[GatheredShard, ...]], dict[int, np.ndarray]]:
+    """Shards that are sent whole since that moves less, and their rows by rank."""
+    wanted = dict.fromkeys(stored, 0)
+    for lookup, name in zip(lookups, names, strict=True):
+        if name in wanted:
+            wanted[name] += samples * lookup.num_vectors
+    sent: dict[int, list[list[int]]] = {}
+    found: dict[str, tuple[GatheredShard, ...]] = {}
+    for name, shards in stored.items():
+        if max(each.shard.num_rows for each in shards) >= wanted[name]:
+            continue
+        placed = []
+        for each in shards:
+            by_rank = sent.setdefault(each.width, [[] for _ in range(ranks)])
+            own = by_rank[each.shard.rank]
+            placed.append(GatheredShard(stored=each, first=len(own)))
+            own.extend(range(each.base, each.base + each.shard.num_rows))
+        found[name] = tuple(placed)
+    return found, {w: _padded(by_rank, rows[w]) for w, by_rank in sent.items()}
+
+
+def _padded(by_rank: Sequence[Sequence[int]], none: int) -> np.ndarray:
+    most = max(map(len, by_rank))
+    return np.array([[*own, *[none] * (most - len(own))] for own in by_rank], np.int32)
 
 
 def _stored(

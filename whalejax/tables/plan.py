@@ -8,9 +8,11 @@ from typing import Any
 
 from whalejax.adapters.base import Adapter
 from whalejax.meshes.checks import shown
+from whalejax.planner.entries import LeafPlan
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.tables.placement import TablePlacement
+from whalejax.planner.tables.sections import Sections
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 
@@ -29,6 +31,9 @@ class TablesPlan:
         refused: By path of a parameter that is looked up, why it is no table.
         model_paths: Path of every trained leaf.
         batch: Structure of a global batch, of abstract arrays.
+        sections: How tables in processes of their own work beside the dense part; None
+            where the devices of the dense part hold them.
+        program_hash: Hash of the loss as it was traced.
     """
 
     placement: TablePlacement
@@ -37,6 +42,8 @@ class TablesPlan:
     refused: dict[str, str]
     model_paths: tuple[str, ...]
     batch: Any
+    sections: Sections | None = None
+    program_hash: str = ""
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -48,6 +55,16 @@ class TablesPlan:
         """Mesh axes that share out the batch, and the tables, with their sizes."""
         sizes = {"data": 1, "fsdp": 1} | dict(self.dense.axes)
         return {name: sizes[name] for name in ("data", "fsdp")}
+
+    @property
+    def trained(self) -> tuple[LeafPlan, ...]:
+        """Parameters of the dense part that are trained, in the order of their tree."""
+        return self.dense.trained
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Parts of the global batch, one after the other."""
+        return self.dense.num_micro_batches
 
     def why(self, path: str) -> str:
         """Says why a table or another parameter is stored as it is.
@@ -77,7 +94,8 @@ class TablesPlan:
 
     def __str__(self) -> str:
         refused = "".join(f"\nno table: {text}" for text in self.refused.values())
-        return f"{self.placement}{refused}\n\n{self.dense}"
+        sections = "" if self.sections is None else f"{self.sections}\n"
+        return f"{sections}{self.placement}{refused}\n\n{self.dense}"
 
 
 def cut_program(adapter: Adapter, batch: Any) -> TableProgram:

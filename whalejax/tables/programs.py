@@ -9,13 +9,12 @@ were looked up beside those of the parameters.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.tables.exchange import (
@@ -28,6 +27,7 @@ from whalejax.tables.exchange import (
     update_buffers,
     update_replicated,
 )
+from whalejax.tables.gathered import block_gradients, whole_table
 from whalejax.tables.layout import TableLayout
 from whalejax.tables.recognize import NO_ID, TableProgram
 from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
@@ -53,10 +53,6 @@ class TableArrays:
     states: dict[int, RowState]
     replicated: dict[str, Any]
     replicated_states: dict[str, RowState]
-
-
-DenseLoss = Callable[[Any, Sequence[Any]], tuple[Any, Any]]
-"""Of the parameters and the vectors; gives the mean loss, and what else is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,8 +85,16 @@ class TablePrograms:
         Args:
             batch: Leaves of a global batch.
         """
+        return self.join_ids(self.program.ids(batch))
+
+    def join_ids(self, by_lookup: Sequence[Any]) -> Any:
+        """Ids of all lookups side by side, clipped where that was chosen.
+
+        Args:
+            by_lookup: Those of each lookup.
+        """
         found = []
-        for ids, rows in zip(self.program.ids(batch), self.rows, strict=True):
+        for ids, rows in zip(by_lookup, self.rows, strict=True):
             if self.clips:
                 ids = jnp.where(ids == NO_ID, ids, jnp.clip(ids, 0, rows - 1))
             found.append(ids)
@@ -102,8 +106,16 @@ class TablePrograms:
         Args:
             batch: Leaves of a global batch.
         """
+        return self.bounds_of(self.program.ids(batch))
+
+    def bounds_of(self, by_lookup: Sequence[Any]) -> Any:
+        """Least and largest of some ids, ``int32[lookups, 2]``; 0 for none.
+
+        Args:
+            by_lookup: Ids of each lookup.
+        """
         bounds = []
-        for ids in self.program.ids(batch):
+        for ids in by_lookup:
             known = jnp.where(ids == NO_ID, 0, ids)
             bounds.append(jnp.stack([known.min(), known.max()]))
         return jnp.stack(bounds)
@@ -118,14 +130,19 @@ class TablePrograms:
 
         def run(tables: TableArrays, ids: Any) -> tuple[list[Any], Any]:
             taken = received = jnp.zeros((ids.shape[0], 0), ids.dtype)
+            whole = dict(tables.replicated)
             if self.layout.widths:
                 taken = exchange_ids(self.layout, ids, self.axes)
-                received = give_vectors(self.layout, tables.buffers, taken, self.axes)
+                received, blocks = give_vectors(
+                    self.layout, tables.buffers, taken, self.axes
+                )
+                for name in self.layout.gathered:
+                    whole[name] = whole_table(self.layout, name, blocks)
             vectors = []
             for number, own in enumerate(self._by_lookup(ids)):
                 lookup, name = self.program.lookups[number], self.names[number]
-                if name in self.layout.replicated:
-                    table = tables.replicated[name]
+                if name in whole:
+                    table = whole[name]
                     vectors.append(look_up_replicated(table, lookup, own))
                 else:
                     vectors.append(assemble(self.layout, number, lookup, received))
@@ -154,11 +171,16 @@ class TablePrograms:
             buffers, states = dict(tables.buffers), dict(tables.states)
             if self.layout.widths:
                 dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
-                returned = return_gradients(self.layout, gradients, self.axes, dtype)
+                sums = self._sums(self._gathered_shapes(dtype), ids, gradients)
+                returned, packed = return_gradients(
+                    self.layout, gradients, sums, self.axes, dtype
+                )
+                rank = jax.lax.axis_index(self.axes)
                 buffers, states = update_buffers(
-                    self.layout,
+                    self.layout.widths,
                     self.optimizer,
-                    *(buffers, states, taken, returned, step, self.axes),
+                    *(buffers, states, taken, returned, step, rank),
+                    block_gradients(self.layout, packed, buffers, rank),
                 )
             replicated, replicated_states = self._update_replicated(
                 tables, ids, gradients, step
@@ -180,14 +202,7 @@ class TablePrograms:
     def _update_replicated(
         self, tables: TableArrays, ids: Any, gradients: Sequence[Any], step: Any
     ) -> tuple[dict[str, Any], dict[str, RowState]]:
-        sums: dict[str, Any] = {}
-        for number, own in enumerate(self._by_lookup(ids)):
-            name, lookup = self.names[number], self.program.lookups[number]
-            if name in self.layout.replicated:
-                one = replicated_gradient(
-                    tables.replicated[name], lookup, own, gradients[number]
-                )
-                sums[name] = sums[name] + one if name in sums else one
+        sums = self._sums(tables.replicated, ids, gradients)
         sums = jax.lax.psum(sums, self.axes) if sums else sums
         arrays, states = {}, {}
         for name, total in sums.items():
@@ -199,6 +214,29 @@ class TablePrograms:
                 step,
             )
         return arrays, states
+
+    def _sums(
+        self, whole: Mapping[str, Any], ids: Any, gradients: Sequence[Any]
+    ) -> dict[str, Any]:
+        """Gradients of this rank by row, of tables that it has whole."""
+        sums: dict[str, Any] = {}
+        for number, own in enumerate(self._by_lookup(ids)):
+            name, lookup = self.names[number], self.program.lookups[number]
+            if name in whole:
+                one = replicated_gradient(whole[name], lookup, own, gradients[number])
+                sums[name] = sums[name] + one if name in sums else one
+        return sums
+
+    def _gathered_shapes(self, dtype: Any) -> dict[str, Any]:
+        """Shapes of the tables that were sent whole."""
+        rows = dict(zip(self.names, self.rows, strict=True))
+        shards = self.layout.gathered
+        return {
+            name: jax.ShapeDtypeStruct(
+                (rows[name], max(s.stored.shard.columns[1] for s in each)), dtype
+            )
+            for name, each in shards.items()
+        }
 
     def _by_lookup(self, ids: Any) -> list[Any]:
         """Each lookup's columns of all ids."""
@@ -227,35 +265,3 @@ class TablePrograms:
         """An array whose dimension 0 is shared out like the batch."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
         return jax.lax.with_sharding_constraint(array, sharding)
-
-    def train(
-        self,
-        loss: DenseLoss,
-        optimizer: optax.GradientTransformation,
-        batch: Sequence[Any],
-        params: Any,
-        opt_state: Any,
-        tables: TableArrays,
-        step: Any,
-    ) -> tuple[Any, Any, TableArrays, Any, Any]:
-        """One step of the optimizer.
-
-        Args:
-            loss: The dense part.
-            optimizer: Of the parameters that are no tables.
-            batch: Leaves of a global batch.
-            params, opt_state, tables: The state.
-            step: Number of steps before this one.
-
-        Returns:
-            Parameters, optimizer state, tables, the loss, and what it gave beside.
-        """
-        ids = self.shared_out(self.all_ids(batch))
-        vectors, taken = self.look_up(tables, ids)
-        (value, more), (dense, by_vector) = jax.value_and_grad(
-            loss, argnums=(0, 1), has_aux=True
-        )(params, vectors)
-        by_vector = [self.shared_out(one) for one in by_vector]
-        tables = self.update(tables, ids, taken, by_vector, step)
-        updates, opt_state = optimizer.update(dense, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, tables, value, more

@@ -82,6 +82,7 @@ class TableProgram:
         refused: By the number of another two-dimensional leaf that is looked up, why
             it is no table.
         inputs: Numbers of leaves: trained, other, and of the batch.
+        unread: Paths of leaves of the batch that nothing reads.
         metrics: Structure of what the loss reports.
     """
 
@@ -90,7 +91,13 @@ class TableProgram:
     refused: Mapping[int, str]
     inputs: tuple[int, int, int]
     _closed: Any
+    unread: tuple[str, ...] = ()
     metrics: Any = None
+
+    @property
+    def traced(self) -> Any:
+        """The whole loss as it was traced, with its lookups."""
+        return self._closed
 
     def ids(self, batch: Sequence[Any]) -> list[Any]:
         """The ids of each lookup, ``int32[samples, ids]``; ``NO_ID`` where masked.
@@ -162,6 +169,17 @@ def split_loss(
     try:
         traced = _compat.trace(flat, [*trained, *rest, *batch, *more])
     except Exception as error:
+        if "Indexer must have integer" in str(error):
+            floats = [
+                path
+                for path, leaf in zip(batch_paths, batch, strict=True)
+                if not np.issubdtype(leaf.dtype, np.integer)
+            ]
+            raise WhaleError(
+                "the loss looks rows up by ids that are no integers; of the batch "
+                f"{', '.join(floats[:8])} {'are' if floats[1:] else 'is'} of another "
+                f"type. Give ids as int32 ({error})"
+            ) from None
         if not isinstance(error, WhaleError):
             error.add_note("whalejax: raised in loss_fn, traced without values")
         raise
@@ -183,6 +201,7 @@ def split_loss(
         tables=tables,
         refused=refused,
         inputs=sizes,
+        unread=finder.unread(sum(sizes[:2]), batch_paths),
         _closed=closed,
     )
 
@@ -281,6 +300,20 @@ class _Finder:
                 origins = frozenset().union(*(self.origins[v] for v in operands))
                 self.origins |= {v: origins for v in equation.outvars}
         self.results = {v for v in self.jaxpr.outvars if not _compat.is_literal(v)}
+
+    def unread(self, first: int, paths: Sequence[str]) -> tuple[str, ...]:
+        """Paths of the leaves of the batch that nothing reads.
+
+        Args:
+            first: Number of the first of them among the inputs.
+            paths: Path of each.
+        """
+        variables = self.jaxpr.invars[first : first + len(paths)]
+        return tuple(
+            path
+            for path, variable in zip(paths, variables, strict=True)
+            if variable not in self.readers and variable not in self.results
+        )
 
     def _hidden_lookup(self, table: Any, readers: Sequence[Any]) -> list[Lookup] | str:
         """Why a leaf that is looked up behind another operation is no table."""

@@ -23,6 +23,12 @@ Kind: TypeAlias = Literal["sgd", "adagrad", "row_adagrad", "lazy_adam"]
 RowState: TypeAlias = dict[str, Any]
 
 _KINDS: Final = ("sgd", "adagrad", "row_adagrad", "lazy_adam")
+SPARSE_FORMS: Final = (
+    f"one of {', '.join(_KINDS)}, which change the rows that were looked up; Adam, "
+    "momentum and weight decay change all rows in every step and have no sparse form"
+)
+"""What is expected of an optimizer of rows."""
+
 _STATES: Final[Mapping[str, tuple[tuple[str, bool], ...]]] = {
     "sgd": (),
     "adagrad": (("sum_of_squares", False),),
@@ -53,7 +59,8 @@ class SparseOptimizer:
 
     def __post_init__(self) -> None:
         problems = Arguments("wh.sparse_optimizer")
-        problems.choice("kind", self.kind, _KINDS)
+        if not isinstance(self.kind, str) or self.kind not in _KINDS:
+            problems.refuse("kind", self.kind, SPARSE_FORMS)
         problems.number("learning_rate", self.learning_rate, least=0)
         problems.number("initial_accumulator", self.initial_accumulator, least=0)
         problems.number("epsilon", self.epsilon, least=0)

@@ -17,6 +17,7 @@ from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.cost.collectives import axis_parts
 from whalejax.planner.plan.report.headline import headline
 from whalejax.planner.plan.report.parameter_table import parameter_rows
+from whalejax.planner.plan.report.table_text import tables_text
 from whalejax.planner.plan.report.text_layout import (
     Line,
     check_lines,
@@ -77,7 +78,10 @@ def plan_lines(plan: PlanData, width: int | None, *, all_rows: bool) -> list[Lin
         width: columns of a line; None breaks none.
         all_rows: every kind of parameter and every reason, not only the largest.
     """
+    tables: list[Line] = [((line, ""),) for line in tables_text(plan).splitlines()]
     lines = [
+        *tables,
+        *([()] if tables else []),
         *paragraph("Plan", _head(plan), width, " · "),
         *headline(plan, width),
         *_step(plan, width),

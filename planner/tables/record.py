@@ -1,0 +1,127 @@
+"""A placement as plain data for files, and back, with every check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.json_codec import DataError, decode, encode
+from whalejax.planner.tables.placement import TablePlacement, TableShard
+from whalejax.planner.tables.ranks import Ranks
+from whalejax.planner.tables.table import Table
+from whalejax.planner.tables.ways import Item, Objective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRecord:
+    """A table without the counts of its rows; see ``Table``."""
+
+    name: str
+    rows: int
+    width: int
+    element_bytes: int
+    optimizer_bytes_per_row: int
+    lookups_per_sample: float
+    pooled: bool
+    vectors: float | None
+    splits_columns: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRecord:
+    """A placement; see ``TablePlacement``."""
+
+    tables: tuple[TableRecord, ...]
+    ranks: Ranks
+    batch_size: int
+    objective: Objective
+    shards: tuple[TableShard, ...]
+    loads: tuple[tuple[float, ...], ...]
+    memory_bytes: tuple[float, ...]
+    host_bytes: tuple[float, ...]
+    exchange_bytes: tuple[float, ...]
+    bound: float
+    gap: float
+    is_optimal: bool
+    items: tuple[Item, ...]
+    chosen: tuple[int, ...]
+    mean: tuple[float, ...]
+
+
+_ARRAYS = ("loads", "memory_bytes", "host_bytes", "exchange_bytes", "mean")
+
+
+def placement_data(placement: TablePlacement) -> dict[str, Any]:
+    """A placement as JSON data.
+
+    Args:
+        placement: Its tables lose their counts.
+    """
+    names = PlacementRecord.__slots__
+    values = {name: getattr(placement, name) for name in names}
+    values |= {name: np.asarray(values[name]).tolist() for name in _ARRAYS}
+    values["tables"] = tuple(
+        TableRecord(**{name: getattr(t, name) for name in TableRecord.__slots__})
+        for t in placement.tables
+    )
+    data: dict[str, Any] = {name: encode(value) for name, value in values.items()}
+    return data
+
+
+def placement_of(data: Any) -> TablePlacement:
+    """The placement that ``placement_data`` wrote.
+
+    Args:
+        data: JSON data.
+
+    Raises:
+        PlanError: it is none, or its shards are not those of its tables.
+    """
+    try:
+        record: PlacementRecord = decode(PlacementRecord, data, "tables.placement")
+        tables = tuple(
+            Table(**{name: getattr(t, name) for name in TableRecord.__slots__})
+            for t in record.tables
+        )
+    except (DataError, WhaleError) as error:
+        raise PlanError(f"the tables of this plan cannot be read: {error}") from None
+    problems = Problems("shards that no placement has", PlanError)
+    for text in _wrong_shards(tables, record):
+        problems.add(text)
+    problems.raise_if_any()
+    values = {name: getattr(record, name) for name in PlacementRecord.__slots__}
+    values |= {name: np.asarray(values[name], float) for name in _ARRAYS}
+    return TablePlacement(**{**values, "tables": tables})
+
+
+def _wrong_shards(tables: tuple[Table, ...], record: PlacementRecord) -> Iterator[str]:
+    count = record.ranks.count
+    sizes = {table.name: (table.rows, table.width) for table in tables}
+    stored = dict.fromkeys(sizes, 0.0)
+    for shard in record.shards:
+        rows, width = sizes.get(shard.table, (0, 0))
+        inside = 0 <= shard.rows[0] <= shard.rows[1] <= rows
+        inside &= 0 <= shard.columns[0] < shard.columns[1] <= width
+        if not inside or not 0 <= shard.rank < count:
+            yield f"a shard of {shard.table!r} on rank {shard.rank}"
+            continue
+        if not 0 <= shard.index < shard.shards:
+            yield f"shard {shard.index} of {shard.shards} of {shard.table!r}"
+            continue
+        copies = count if shard.split == "replicate" else 1
+        columns = shard.columns[1] - shard.columns[0]
+        stored[shard.table] += shard.num_rows * columns / copies
+    for name, (rows, width) in sizes.items():
+        if stored[name] != rows * width:
+            yield f"{stored[name]:,.0f} of {rows * width:,} elements of {name!r}"
+    numbers = {n for item in record.items for n in item.tables}
+    ways = [len(item.ways) for item in record.items]
+    if numbers != set(range(len(tables))) or len(record.chosen) != len(ways):
+        yield "ways of other tables"
+    elif any(not 0 <= way < n for way, n in zip(record.chosen, ways, strict=True)):
+        yield "a choice of no way"

@@ -1,0 +1,202 @@
+"""Two sections that work at once: tables on CPUs, the dense part beside them.
+
+With t_s seconds of a batch's lookups and updates in one process, n of them, t_w of its
+messages, t_d of the dense part, and lookups that lack at most s updates, s + 1 batches
+are on their way at once, and a step takes
+
+    max(t_s / n, t_w, t_d, (t_s / n + t_w + t_d) / (s + 1)).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from whalejax.meshes.checks import Arguments
+from whalejax.meshes.units import count_text, milliseconds
+from whalejax.planner.tables.placement import TablePlacement
+from whalejax.planner.tables.table import ID_BYTES, Table
+
+
+WIRE_BYTES_PER_SECOND: Final = 0.4e9
+"""Encrypted, between two processes of a machine, there and back at once (measured on
+two cores of a Xeon, November 2026); a network may be slower."""
+
+_WIRE_LATENCY: Final = 1e-3
+_ENOUGH: Final = 1.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionTimes:
+    """Seconds that each part of a step takes alone.
+
+    Attributes:
+        sparse_seconds: Lookups and updates of a batch, by one process.
+        wire_seconds: Ids, vectors and gradients of a batch on their way.
+        dense_seconds: The dense part of a batch.
+        batch_seconds: What makes a batch, in one process of the sparse section; 0
+            where batches are given.
+    """
+
+    sparse_seconds: float
+    wire_seconds: float
+    dense_seconds: float
+    batch_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = Arguments("SectionTimes")
+        for name in self.__slots__:
+            problems.number(name, getattr(self, name), least=0)
+        problems.raise_if_any()
+
+    def loads(self, processes: int) -> dict[str, float]:
+        """Seconds of a step for which each section is busy.
+
+        Args:
+            processes: Number of processes of the sparse section.
+        """
+        sparse = (self.sparse_seconds + self.batch_seconds) / processes
+        return {
+            "sparse": sparse,
+            "wire": self.wire_seconds,
+            "dense": self.dense_seconds,
+        }
+
+    def step_seconds(self, processes: int, staleness: int) -> float:
+        """Seconds from step to step.
+
+        Args:
+            processes: Number of processes of the sparse section.
+            staleness: Number of updates that a lookup may lack.
+
+        >>> times = SectionTimes(sparse_seconds=2.0, wire_seconds=0.5,
+        ...                      dense_seconds=1.0)
+        >>> times.step_seconds(2, 0), times.step_seconds(2, 1), times.step_seconds(2, 4)
+        (2.5, 1.25, 1.0)
+        """
+        loads = self.loads(processes).values()
+        return max(*loads, sum(loads) / (staleness + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sections:
+    """How the two sections work together.
+
+    Attributes:
+        staleness: Number of newest updates that a lookup does without.
+        processes: Number of processes of the sparse section.
+        most_processes: Number of them that the cluster has.
+        queue_depth: Most batches that are on their way at once.
+        times: What each section takes.
+        is_measured: The times were measured, and not predicted.
+    """
+
+    staleness: int
+    processes: int
+    most_processes: int
+    queue_depth: int
+    times: SectionTimes
+    is_measured: bool
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds from step to step."""
+        return self.times.step_seconds(self.processes, self.staleness)
+
+    @property
+    def alone_seconds(self) -> float:
+        """Seconds of a step of one process that did both, as fast as these are."""
+        times = self.times
+        return times.sparse_seconds + times.batch_seconds + times.dense_seconds
+
+    def __str__(self) -> str:
+        loads = self.times.loads(self.processes)
+        step = max(self.step_seconds, 1e-12)
+        busy = ", ".join(
+            f"{name} {milliseconds(seconds)} ({seconds / step:.0%})"
+            for name, seconds in loads.items()
+        )
+        how = "as measured" if self.is_measured else "as predicted"
+        late = (
+            "synchronous"
+            if not self.staleness
+            else f"rows lack the newest {count_text(self.staleness, 'update')}"
+        )
+        return (
+            f"processes of the sparse section: {self.processes} of "
+            f"{self.most_processes}; {late}; batches on the way: at most "
+            f"{self.queue_depth}\n"
+            f"a step takes {milliseconds(step)} {how}; busy: {busy}\n"
+            f"in one process, one part after the other, it would take "
+            f"{milliseconds(self.alone_seconds)}"
+        )
+
+
+def choose_sections(
+    times: SectionTimes,
+    most_processes: int,
+    staleness: int,
+    *,
+    is_measured: bool,
+    least_processes: int = 1,
+) -> Sections:
+    """The fewest processes that are as fast as all, and the queue that keeps them busy.
+
+    Args:
+        times: What each section takes.
+        most_processes: Number of processes that there are.
+        staleness: Number of updates that a lookup may lack.
+        is_measured: The times were measured.
+        least_processes: As many are taken at least.
+
+    >>> times = SectionTimes(sparse_seconds=2.0, wire_seconds=0.1, dense_seconds=1.1)
+    >>> chosen = choose_sections(times, 8, 4, is_measured=True)
+    >>> chosen.processes, chosen.queue_depth
+    (2, 4)
+    """
+    best = times.step_seconds(most_processes, staleness)
+    processes = next(
+        n
+        for n in range(least_processes, most_processes + 1)
+        if times.step_seconds(n, staleness) <= best * _ENOUGH
+    )
+    loads = times.loads(processes).values()
+    # As many as hide what a batch takes behind the slowest section, and one that waits.
+    hiding = math.ceil(round(sum(loads) / max(*loads, 1e-12), 6))
+    return Sections(
+        staleness=staleness,
+        processes=processes,
+        most_processes=most_processes,
+        queue_depth=min(staleness + 1, hiding) + 1,
+        times=times,
+        is_measured=is_measured,
+    )
+
+
+def predicted_times(
+    tables: tuple[Table, ...], placement: TablePlacement, dense_seconds: float
+) -> SectionTimes:
+    """What each section takes by the numbers of its devices.
+
+    Args:
+        tables: The tables.
+        placement: Where they are, on any number of processes.
+        dense_seconds: Predicted time of the dense part.
+    """
+    samples = placement.batch_size
+    ids = sum(t.lookups_per_sample for t in tables) * samples * ID_BYTES
+    element = [t.vectors_per_sample * t.width * t.element_bytes for t in tables]
+    vectors = sum(element) * samples
+    moved = 0.0
+    for table in tables:
+        lookups = samples * table.lookups_per_sample
+        row = table.width * table.element_bytes
+        state = row + table.optimizer_bytes_per_row
+        moved += lookups * row + 2 * table.distinct_rows(lookups) * state
+    wire = (ids + 2 * vectors) / WIRE_BYTES_PER_SECOND + 2 * _WIRE_LATENCY
+    return SectionTimes(
+        sparse_seconds=moved * placement.ranks.read_seconds,
+        wire_seconds=wire,
+        dense_seconds=dense_seconds,
+    )

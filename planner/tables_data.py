@@ -1,0 +1,46 @@
+"""What a plan keeps of embedding tables: plain data, which ``planner.tables`` reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax.planner.json_codec import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class TablesData:
+    """The placement of tables and all that follows from it, as a JSON object.
+
+    Attributes:
+        document: Entries of ``whalejax.tables.record.TablesRecord``.
+    """
+
+    document: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object."""
+        return self.document
+
+    @classmethod
+    def from_json(cls, data: Any) -> TablesData:
+        """The data of a file, which is checked where it is used.
+
+        Raises:
+            DataError: it is no object.
+        """
+        if not isinstance(data, dict) or "placement" not in data:
+            raise DataError("tables is no object with a placement")
+        return cls(data)
+
+    @property
+    def program(self) -> dict[str, Any]:
+        """What of it changes the program."""
+        sections = self.document.get("sections") or {}
+        kept = ("staleness", "processes", "queue_depth")
+        return {
+            "shards": self.document["placement"].get("shards"),
+            "rows": self.document.get("rows"),
+            "loss": self.document.get("program_hash"),
+            "sections": {name: sections.get(name) for name in kept},
+        }

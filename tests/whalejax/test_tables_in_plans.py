@@ -1,0 +1,251 @@
+"""Tables as a part of ``wh.plan``: one plan, its file, and the step that it becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
+from tests.whalejax.test_table_step import loss, make_batch, make_net
+from whalejax.cli.main import main
+from whalejax.planner.tables_data import TablesData
+from whalejax.runtime.table_step import TableStep
+
+
+OPTIMIZER: Final = optax.sgd(0.01, momentum=0.9)
+ROWS: Final = wh.sparse_optimizer("adagrad", 0.1)
+
+
+def make_plan(cluster: str = "cpu:4", **options: Any) -> wh.Plan:
+    net, batch = make_net(np.float32), make_batch(0, np.float32)
+    given: Any = {"optimizer": OPTIMIZER, "cluster": cluster, "tables": ROWS, **options}
+    return wh.plan(loss, net, batch, **given)
+
+
+def test_a_plan_with_tables_is_planned_and_compiled_like_any_other(
+    tmp_path: Path,
+) -> None:
+    plan = make_plan(pins={"user": "rows"})
+    net = make_net(np.float32)
+    step: Any = wh.compile(
+        plan, loss, net, optimizer=OPTIMIZER, devices=jax.devices()[:4]
+    )
+    assert isinstance(step, TableStep)
+    state, metrics = step(step.init_from(net), make_batch(0, np.float32))
+    step.save(tmp_path / "one", state)
+    again = step.restore(tmp_path / "one")
+    assert int(again.step) == 1 and np.isfinite(float(metrics["loss"]))
+    own = wh.plan_tables(
+        *(loss, net, make_batch(0, np.float32)),
+        rows=ROWS,
+        optimizer=OPTIMIZER,
+        cluster="cpu:4",
+        pins={"user": "rows"},
+    )
+    assert own.placement.shards == step.plan.placement.shards
+    assert "row ranges" in plan.why("user") or "hashed rows" in plan.why("user")
+    assert plan.why("w").startswith("dense.w")
+    assert str(own.placement) in str(plan)
+
+
+def test_its_file_is_the_same_plan(tmp_path: Path) -> None:
+    plan = make_plan("cpu:2+cpu:1", staleness=3)
+    plan.save(tmp_path / "plan.json")
+    found = wh.Plan.load(tmp_path / "plan.json")
+    assert found == plan and found.hash == plan.hash
+    assert str(found) == str(plan) and "the newest 3 updates" in str(plan)
+    assert found.hash != make_plan("cpu:2+cpu:1", staleness=2).hash
+    net = make_net(np.float32)
+    step: Any = wh.compile(
+        found, loss, net, optimizer=OPTIMIZER, devices=jax.devices()[:1]
+    )
+    with step:
+        _, metrics = step(step.init_from(net), make_batch(0, np.float32))
+        assert np.isfinite(float(metrics["loss"]))
+        assert step.sections.staleness == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d["placement"]["shards"][0].update(rank=9), "on rank 9"),
+        (lambda d: d["placement"]["shards"].pop(), "elements of"),
+        (lambda d: d["placement"].pop("loads"), "cannot be read"),
+        (lambda d: d.pop("rows"), "cannot be read"),
+    ],
+)
+def test_a_changed_file_is_refused(change: Any, words: str) -> None:
+    plan, net = make_plan(), make_net(np.float32)
+    document = json.loads(json.dumps(plan.document()))
+    change(document["tables"])
+    with pytest.raises(wh.WhaleError, match="changed by hand or damaged"):
+        wh.Plan.from_document(document)
+    forged = dataclasses.replace(plan, tables=TablesData(document["tables"]))
+    with pytest.raises(wh.WhaleError, match=words):
+        wh.compile(forged, loss, net, devices=jax.devices()[:4])
+
+
+def test_what_if_and_what_it_cannot_change() -> None:
+    plan = make_plan()
+    assert plan.what_if(cluster="cpu:2").num_devices == 2
+    assert "user: " in plan.what_if(pins={"user": 1}).why("user")
+    with pytest.raises(wh.WhaleError, match="'zero' cannot be changed of a plan with"):
+        plan.what_if(zero=1)
+
+
+def test_another_loss_of_the_same_tables_is_refused() -> None:
+    plan, net = make_plan(), make_net(np.float32)
+
+    def doubled(net: Any, batch: Any) -> Any:
+        return 2 * loss(net, batch)
+
+    def shifted(net: Any, batch: Any) -> Any:
+        return loss(net, {**batch, "user": batch["user"] // 2})
+
+    for other in (doubled, shifted):
+        with pytest.raises(wh.WhaleError, match="is for another loss"):
+            wh.compile(plan, other, net, optimizer=OPTIMIZER, devices=jax.devices()[:4])
+    # Evaluation of another loss is no training of it.
+    wh.compile(plan, doubled, net, devices=jax.devices()[:4])
+
+
+def test_what_tables_do_not_have_is_refused() -> None:
+    with pytest.raises(wh.WhaleError, match=r"precision was given[\s\S]*zero was"):
+        make_plan(precision="bf16", zero=1)
+    with pytest.raises(wh.WhaleError, match="staleness was given without tables"):
+        make_plan(tables=None, staleness=2)
+    with pytest.raises(wh.WhaleError, match="out_of_range is of plans with tables"):
+        net, batch = {"w": jnp.ones((4, 4))}, jnp.ones((8, 4))
+        plain = wh.plan(lambda n, x: (x @ n["w"]).mean(), net, batch, cluster="cpu:1")
+        wh.compile(plain, lambda n, x: (x @ n["w"]).mean(), net, out_of_range="clip")
+
+
+def test_a_plan_of_mostly_tables_says_what_placing_them_saves() -> None:
+    shapes = {
+        "table": jax.ShapeDtypeStruct((10_000, 32), jnp.float32),
+        "w": jax.ShapeDtypeStruct((32,), jnp.float32),
+    }
+    batch = {"ids": jax.ShapeDtypeStruct((8,), jnp.int32)}
+
+    def lookup(net: Any, batch: Any) -> Any:
+        return (net["table"][batch["ids"]] @ net["w"]).mean()
+
+    (note,) = [
+        note
+        for note in wh.plan(lookup, shapes, batch, cluster="cpu:1").notes
+        if "looked up" in note
+    ]
+    assert "1 table of 1.28 MB is only looked up" in note and "at most 0.08%" in note
+    placed = wh.plan(lookup, shapes, batch, cluster="cpu:1", tables=ROWS)
+    assert not any("looked up" in note for note in placed.notes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cluster", ["cpu:8", "cpu:1+cpu:8"])
+def test_the_command_line_trains_with_tables(
+    cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "train dlrm-test --tables adagrad:0.02 --steps 4 --quiet --json".split()
+    where = ["--cluster", cluster, "--save", str(tmp_path / "saved")]
+    assert main([*words, *where]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["steps"] == 4
+    assert main([*words, *where, "--resume", "--steps", "6"]) == 0
+
+
+def test_words_of_the_command_line_that_say_no_tables(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "dlrm-test", "--tables", "adam:0.1", "--zero", "1"]) != 0
+    assert main(["train", "dlrm-test", "--staleness", "1"]) != 0
+    assert "--staleness is 1 without --tables" in capsys.readouterr().err
+
+
+SHAPES: Final = {
+    "user": jax.ShapeDtypeStruct((1000, 16), jnp.float32),
+    "w": jax.ShapeDtypeStruct((16,), jnp.float32),
+}
+
+
+def small_loss(net: Any, batch: Any) -> Any:
+    return (net["user"][batch["ids"]] @ net["w"]).mean()
+
+
+def bag_loss(net: Any, batch: Any) -> Any:
+    rows = jax.ops.segment_sum(net["user"][batch["ids"]], batch["bag"], num_segments=64)
+    return ((rows @ net["w"]) * batch["x"]).mean()
+
+
+def ids_of(kind: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, kind)
+
+
+@pytest.mark.parametrize(
+    ("batch", "change", "words"),
+    [
+        (ids_of(np.float32, 64), {}, "no integers; of the batch ids is of another"),
+        (np.array([[1, 2], [3]], object), {}, "type object.*unlike lengths are given"),
+        ([[1, 2], [3]], {}, "Bags of unlike lengths are given padded"),
+        (ids_of(np.int32, 64), {"counts": {"user": np.ones(999)}}, r"shape \(999,\)"),
+        (ids_of(np.int32, 64), {"counts": {"item": np.ones(9)}}, "'item', which is no"),
+        (ids_of(np.int32, 64), {"tables": optax.adam(0.1)}, "sgd, adagrad, row_adagra"),
+        (ids_of(np.int32, 64), {"staleness": -1}, "staleness is -1; expected a whole"),
+        (ids_of(np.int32, 64), {"staleness": 1}, "no CPUs beside the devices"),
+    ],
+)
+def test_bad_input_is_refused_in_words(batch: Any, change: Any, words: str) -> None:
+    options: Any = {"tables": ROWS, "cluster": "h100:4", **change}
+    with pytest.raises(wh.WhaleError, match=f"(?s){words}"):
+        wh.plan(small_loss, SHAPES, {"ids": batch}, **options)
+
+
+def test_ragged_bags_are_refused_with_what_to_give() -> None:
+    batch = {
+        "ids": ids_of(np.int32, 500),
+        "bag": ids_of(np.int32, 500),
+        "x": ids_of(np.float32, 64),
+    }
+    with pytest.raises(wh.WhaleError, match=r"padded: ids of one shape, \(samples"):
+        wh.plan(bag_loss, SHAPES, batch, tables=ROWS, cluster="h100:4")
+
+
+@pytest.mark.parametrize(
+    ("rows", "cluster", "words"),
+    [
+        (2_000_000_000, "h100:4", "'user' takes 8.19 TB .* 749 GB short"),
+        (2_000_000_000, "cpu:2+h100:4", "'user' takes 8.19 TB .* 2.04 TB short"),
+        (3_000_000_000, "h100:4", "852,516,353 too many. Hash ids"),
+    ],
+)
+def test_a_table_too_large_for_all_says_by_how_much(
+    rows: int, cluster: str, words: str
+) -> None:
+    shapes = {
+        "user": jax.ShapeDtypeStruct((rows, 512), jnp.float32),
+        "w": jax.ShapeDtypeStruct((512,), jnp.float32),
+    }
+    with pytest.raises(wh.WhaleError, match=words):
+        wh.plan(
+            *(small_loss, shapes, {"ids": ids_of(np.int32, 64)}),
+            tables=ROWS,
+            cluster=cluster,
+        )
+
+
+def test_a_feature_that_no_table_takes_is_named() -> None:
+    batch = {"ids": ids_of(np.int32, 64), "shop": ids_of(np.int32, 64)}
+    plan = wh.plan(small_loss, SHAPES, batch, tables=ROWS, cluster="h100:4")
+    assert "shop of the batch is read by no table, and by nothing else" in str(plan)
+
+
+def test_optimizers_without_a_sparse_form_are_refused() -> None:
+    with pytest.raises(wh.WhaleError, match="'adam'; expected one of sgd, adagrad"):
+        wh.sparse_optimizer("adam", 0.1)  # type: ignore[arg-type]

@@ -1,0 +1,191 @@
+"""Tables as a part of ``wh.plan``: what it takes for them, and what it says of them.
+
+``wh.plan(..., tables=...)`` gives a plan that has the tables in it; without, a plan of
+a model that is mostly tables says what placing them would save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from whalejax.adapters.base import adapt
+from whalejax.api.plan_request import PlanRequest
+from whalejax.api.tables_request import TablesRequest
+from whalejax.capture.batch import aval_of
+from whalejax.meshes.checks import Arguments
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.tables.plan import cut_program
+from whalejax.tables.record import whole_plan
+from whalejax.user_code.ambient_mesh import without_mesh
+
+
+TABLE_SETTINGS: Final = (
+    *("tables", "splits", "together", "pins", "counts", "staleness", "times"),
+)
+"""Arguments of ``wh.plan`` that are of tables alone."""
+
+_SHARED: Final = ("optimizer", "cluster", "mesh", "trainable")
+_FEWEST_PARAMS: Final = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class TablesQuestion:
+    """A request about a model with tables; ``Plan.what_if`` and ``verify`` ask it.
+
+    Attributes:
+        request: The settings.
+        given: Loss, model and batch, abstract.
+        dense: Question that the dense part was planned by.
+    """
+
+    request: TablesRequest
+    given: tuple[Any, Any, Any]
+    dense: Any
+
+    def again(self, **changes: Any) -> Plan:
+        """The plan under other circumstances.
+
+        Args:
+            changes: Settings of tables, ``cluster`` and ``mesh``.
+        """
+        known = [f.name for f in dataclasses.fields(self.request)]
+        named = {"tables": "rows"}
+        problems = Arguments("what_if", PlanError)
+        for name in changes:
+            if named.get(name, name) not in known or name in ("rows", "optimizer"):
+                problems.add(
+                    f"{name!r} cannot be changed of a plan with tables; expected some "
+                    f"of {', '.join([*TABLE_SETTINGS, 'cluster', 'mesh'])}"
+                )
+        problems.raise_if_any()
+        values = {named.get(name, name): value for name, value in changes.items()}
+        request = dataclasses.replace(self.request, **values)
+        return plan_with_tables(request, *self.given)
+
+    def verify(
+        self, plan: Plan, topology: str | None, *, timeout_seconds: float
+    ) -> Any:
+        """What the compiler makes of the dense part.
+
+        Args:
+            plan, topology, timeout_seconds: As for ``Plan.verify``.
+        """
+        dense = dataclasses.replace(plan, tables=None, question=self.dense)
+        return self.dense.verify(dense, topology, timeout_seconds=timeout_seconds)
+
+
+def plan_with_tables(
+    request: TablesRequest, loss_fn: Callable[..., Any], model: Any, batch: Any
+) -> Plan:
+    """The plan of a model, with its tables in it.
+
+    Args:
+        request: The settings.
+        loss_fn, model, batch: As for ``wh.plan``.
+    """
+    found = request.plan(loss_fn, model, batch)
+    given = loss_fn, model, jax.tree.map(aval_of, batch)
+    question = TablesQuestion(request, given, found.dense.question)
+    return dataclasses.replace(whole_plan(found), question=question)
+
+
+def table_request(settings: Mapping[str, Any]) -> TablesRequest:
+    """The request for tables in the arguments of ``wh.plan``.
+
+    Args:
+        settings: All of them but loss, model and batch.
+
+    Raises:
+        WhaleError: an argument is wrong, or none that plans with tables obey.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(PlanRequest)}
+    problems = Arguments("wh.plan", PlanError)
+    for name, default in defaults.items():
+        if name not in _SHARED and _is_given(settings[name], default):
+            problems.add(
+                f"{name} was given with tables, whose dense part is one program in "
+                "float32 with one micro-batch; leave it out"
+            )
+    problems.raise_if_any()
+    own = {name: settings[name] for name in TABLE_SETTINGS if name != "tables"}
+    shared = {name: settings[name] for name in _SHARED}
+    return TablesRequest(rows=settings["tables"], **shared, **own)
+
+
+def _is_given(value: Any, default: Any) -> bool:
+    """Whether an argument is not its default."""
+    if value is default:
+        return False
+    plain = isinstance(default, bool | int | float | str)
+    return not (plain and type(value) is type(default) and value == default)
+
+
+def refuse_table_settings(settings: Mapping[str, Any]) -> None:
+    """Refuses what is of tables where there are none.
+
+    Args:
+        settings: Arguments of ``wh.plan``.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(TablesRequest)}
+    problems = Arguments("wh.plan", PlanError)
+    for name in TABLE_SETTINGS[1:]:
+        if _is_given(settings[name], defaults[name]):
+            problems.add(
+                f"{name} was given without tables. Give "
+                'tables=wh.sparse_optimizer("adagrad", 0.01), or leave it out'
+            )
+    problems.raise_if_any()
+
+
+@without_mesh
+def table_notes(
+    loss_fn: Callable[..., Any],
+    model: Any,
+    batch: Any,
+    *,
+    trainable: Any,
+    axis_names: Any,
+) -> tuple[str, ...]:
+    """What placing tables would save, where they are at least half of the parameters.
+
+    Args:
+        loss_fn, model, batch, trainable, axis_names: As for ``wh.plan``.
+    """
+    names = {"trainable": trainable, "axis_names": axis_names}
+    adapter = adapt(model, loss_fn, **names).without_values()
+    leaves = jax.tree.leaves(adapter.params)
+    sizes = [int(np.prod(leaf.shape)) for leaf in leaves]
+    flat = [s for s, x in zip(sizes, leaves, strict=True) if len(x.shape) == 2]
+    ids = any(np.dtype(x.dtype).kind in "iu" for x in _plain(batch))
+    if sum(sizes) < _FEWEST_PARAMS or 2 * sum(flat) < sum(sizes) or not ids:
+        return ()
+    try:
+        program = cut_program(adapter, jax.tree.map(aval_of, batch))
+    except Exception:  # The loss was planned; what fails here is no fault of it.
+        return ()
+    stored = sum(sizes[n] for n in program.tables)
+    if 2 * stored < sum(sizes):
+        return ()
+    read = sum(one.shape[0] * one.num_ids * one.width for one in program.lookups)
+    size = sum(sizes[n] * leaves[n].dtype.itemsize for n in program.tables)
+    count = len(program.tables)
+    return (
+        f"{count} {'tables' if count > 1 else 'table'} of {gigabytes(size)} "
+        f"{'are' if count > 1 else 'is'} only looked up, and a batch reads at most "
+        f"{min(1.0, read / stored):.2%} of that; a step as planned goes through all of "
+        'it. tables=wh.sparse_optimizer("adagrad", …) in place of optimizer= for them '
+        "updates the rows that were read, and places each table where it costs least",
+    )
+
+
+def _plain(batch: Any) -> list[Any]:
+    avals = [aval_of(leaf) for leaf in jax.tree.leaves(batch)]
+    return [x for x in avals if isinstance(x.dtype, np.dtype)]

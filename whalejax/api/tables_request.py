@@ -1,0 +1,386 @@
+"""Everything about tables that ``wh.plan`` takes, and the plan that follows from it.
+
+The tables are found in the program of the loss. They are placed on the devices, or on
+processes of CPUs beside them; what is left of the loss is planned like any other, with
+the vectors that are looked up as a part of its batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import numpy as np
+import optax
+
+from whalejax.adapters.base import Adapter, adapt
+from whalejax.api.plan_request import PlanRequest
+from whalejax.api.plan_settings import parsed_cluster
+from whalejax.capture.batch import aval_of, check_batch
+from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.tables.place import place_tables
+from whalejax.planner.tables.placement import TablePlacement
+from whalejax.planner.tables.ranks import Ranks
+from whalejax.planner.tables.sections import (
+    Sections,
+    SectionTimes,
+    choose_sections,
+    predicted_times,
+)
+from whalejax.planner.tables.table import Table
+from whalejax.tables.dense import dense_loss, dense_model
+from whalejax.tables.plan import TablesPlan, cut_program
+from whalejax.tables.recognize import TableProgram
+from whalejax.tables.record import program_hash
+from whalejax.tables.sparse_optimizers import SPARSE_FORMS, SparseOptimizer
+from whalejax.user_code.ambient_mesh import without_mesh
+from whalejax.user_code.argument_checks import check_optimizer
+
+
+_CPU_KINDS: Final = ("cpu",)
+
+_MOST_ROWS: Final = 2**31 - 1
+
+RUNNABLE_SPLITS: Final = ("whole", "rows", "columns", "replicate")
+"""Ways of storing a table that a step runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TablesRequest:
+    """What ``wh.plan_tables`` takes but the loss, the model and the batch, checked.
+
+    Attributes:
+        rows, optimizer, cluster, splits, together, pins, counts, mesh, trainable,
+            staleness, times: As for ``wh.plan_tables``.
+    """
+
+    rows: SparseOptimizer
+    optimizer: optax.GradientTransformation | None = None
+    cluster: Cluster | str | None = None
+    splits: Collection[str] = RUNNABLE_SPLITS
+    together: Sequence[Sequence[str]] = ()
+    pins: Mapping[str, int | str] | None = None
+    counts: Mapping[str, Any] | None = None
+    mesh: Mapping[str, int] | None = None
+    trainable: Any = None
+    staleness: int = 0
+    times: SectionTimes | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @without_mesh
+    def plan(self, loss_fn: Callable[..., Any], model: Any, batch: Any) -> TablesPlan:
+        """The plan for a model.
+
+        Args:
+            loss_fn, model, batch: As for ``wh.plan_tables``.
+
+        Raises:
+            WhaleError: no table was found, nothing fits, or an argument is wrong.
+        """
+        sparse, dense_cluster = split_sections(self.cluster)
+        _check_sections(sparse, self.staleness)
+        _check_bags(batch)
+        adapter = adapt(model, loss_fn, trainable=self.trainable).without_values()
+        _check_rows(adapter)
+        batch = jax.tree.map(aval_of, batch)
+        program = cut_program(adapter, batch)
+        check_tables(adapter, program, self.counts)
+        _check_lengths(batch, program)
+        known = parsed_cluster(dense_cluster)
+        dense = self._dense_plan(adapter, program, batch, known)
+        tables = self._tables(adapter, program)
+        size = max(one.shape[0] for one in program.lookups)
+        sections = None
+        if sparse is None:
+            if dense.num_devices != known.num_devices:
+                raise PlanError(
+                    f"the dense part uses {dense.num_devices} of {known.num_devices} "
+                    "devices; tables need all of them. Use a batch size that the "
+                    "devices divide"
+                )
+            ranks = Ranks.of(known, used_bytes=dense.memory.total_bytes)
+            placement = self._placed(tables, ranks, size, self.splits)
+        else:
+            seconds = dense.time.step_seconds
+            placement, sections = self._in_processes(tables, sparse, size, seconds)
+        refused = {adapter.param_paths[n]: text for n, text in program.refused.items()}
+        refused |= {
+            f"batch {path}": f"{path} of the batch is read by no table, and by nothing "
+            "else"
+            for path in program.unread
+        }
+        return TablesPlan(
+            program_hash=program_hash(program),
+            placement=placement,
+            dense=dense,
+            rows=self.rows,
+            refused=refused,
+            model_paths=adapter.param_paths,
+            batch=batch,
+            sections=sections,
+        )
+
+    def _placed(
+        self, tables: list[Table], ranks: Ranks, size: int, splits: Collection[str]
+    ) -> TablePlacement:
+        return place_tables(
+            tables,
+            ranks,
+            batch_size=size,
+            splits=splits,
+            together=self.together,
+            pins=self.pins,
+        )
+
+    def _in_processes(
+        self, tables: list[Table], sparse: Cluster, size: int, dense_seconds: float
+    ) -> tuple[TablePlacement, Sections]:
+        """Tables on as few processes as keep up with the dense part."""
+        splits = [split for split in self.splits if split != "replicate"]
+        placement = self._placed(tables, Ranks.of(sparse), size, splits)
+        fixed = [pin for pin in (self.pins or {}).values() if not isinstance(pin, str)]
+        sections = choose_sections(
+            self.times or predicted_times(tuple(tables), placement, dense_seconds),
+            sparse.num_devices,
+            self.staleness,
+            is_measured=self.times is not None,
+            least_processes=1 + max([0, *fixed]),
+        )
+        count = sections.processes
+        if count < sparse.num_devices:
+            whole = placement.ranks
+            ranks = dataclasses.replace(whole, count=count, per_node=count)
+            placement = self._placed(tables, ranks, size, splits)
+        return placement, sections
+
+    def _dense_plan(
+        self, adapter: Adapter, program: TableProgram, batch: Any, cluster: Cluster
+    ) -> Plan:
+        """The plan of the loss without its lookups."""
+        vectors = [
+            jax.ShapeDtypeStruct(one.vectors_shape, one.dtype)
+            for one in program.lookups
+        ]
+        request = PlanRequest(
+            optimizer=self.optimizer,
+            cluster=cluster,
+            mesh={"expert": 1, "context": 1, "tensor": 1, **(self.mesh or {})},
+            num_micro_batches=1,
+            zero=0,
+            offload="none",
+            remat="none",
+            shares="even",
+            trainable="dense.*",
+        )
+        return request.plan(
+            dense_loss(adapter, program),
+            dense_model(adapter, program),
+            {"batch": batch, "vectors": vectors},
+        )
+
+    def _tables(self, adapter: Adapter, program: TableProgram) -> list[Table]:
+        leaves = jax.tree.leaves(adapter.params)
+        samples = max(one.shape[0] for one in program.lookups)
+        found, rows = [], self.rows
+        for number in program.tables:
+            leaf, path = leaves[number], adapter.param_paths[number]
+            lookups = [one for one in program.lookups if one.param == number]
+            itemsize = np.dtype(leaf.dtype).itemsize
+            found.append(
+                Table(
+                    name=path,
+                    rows=leaf.shape[0],
+                    width=leaf.shape[1],
+                    element_bytes=itemsize,
+                    optimizer_bytes_per_row=rows.state_bytes_per_row(
+                        leaf.shape[1], itemsize
+                    ),
+                    lookups_per_sample=sum(o.shape[0] * o.num_ids for o in lookups)
+                    / samples,
+                    vectors=sum(o.shape[0] * o.num_vectors for o in lookups) / samples,
+                    splits_columns=not rows.is_row_wise,
+                    counts=(self.counts or {}).get(path),
+                )
+            )
+        return found
+
+
+def split_sections(
+    cluster: Cluster | str | None,
+) -> tuple[Cluster | None, Cluster | str | None]:
+    """(CPUs of the sparse section or None, cluster of the dense part) of a text.
+
+    Args:
+        cluster: As for ``plan_tables``.
+
+    >>> sparse, dense = split_sections("cpu:2+h100:8")
+    >>> sparse.num_devices, dense
+    (2, 'h100:8')
+    """
+    if not isinstance(cluster, str):
+        return None, cluster
+    first, plus, rest = cluster.partition("+")
+    if not plus or first.strip().lower().partition(":")[0] not in _CPU_KINDS:
+        return None, cluster
+    return parsed_cluster(first), rest.strip()
+
+
+def _check_sections(sparse: Cluster | None, staleness: int) -> None:
+    problems = Arguments("wh.plan_tables")
+    if staleness > 0 and sparse is None:
+        problems.add(
+            f"staleness is {staleness}, and the cluster has no CPUs beside the devices "
+            "of the dense part, which could hold the tables. Name them first, as in "
+            "cpu:2+h100:8, or leave staleness out"
+        )
+    problems.raise_if_any()
+
+
+def _check(request: TablesRequest) -> None:
+    problems = Arguments("wh.plan_tables")
+    rows, splits, mesh = request.rows, request.splits, request.mesh
+    together: Any = request.together
+    pins, times = request.pins, request.times
+    problems.whole("staleness", request.staleness)
+    problems.of("times", times, SectionTimes, "what report().times gave", none=True)
+    if not isinstance(rows, SparseOptimizer):
+        expected = f'wh.sparse_optimizer("adagrad", 0.01) or {SPARSE_FORMS}'
+        problems.refuse("the optimizer of rows", rows, expected)
+    check_optimizer(problems, request.optimizer)
+    if not _are_names(splits) or not set(splits) <= set(RUNNABLE_SPLITS):
+        problems.refuse(
+            "splits",
+            splits,
+            f"some of {', '.join(RUNNABLE_SPLITS)}; others can be placed and not run",
+        )
+    groups = list(together) if isinstance(together, list | tuple) else [None]
+    if not all(_are_names(group) for group in groups):
+        problems.refuse("together", together, "groups of paths of tables, in a list")
+    fixed = {None: 0} if not isinstance(pins, Mapping) else pins
+    for name, pin in () if pins is None else fixed.items():
+        known = is_whole(pin, 0) or (isinstance(pin, str) and pin in RUNNABLE_SPLITS)
+        if not isinstance(name, str) or not known:
+            problems.refuse(
+                "pins",
+                pins,
+                "a device or one of splits by the path of a table, or None",
+            )
+    if mesh is not None and (
+        not isinstance(mesh, Mapping) or not set(mesh) <= {"data", "fsdp"}
+    ):
+        problems.refuse("mesh", mesh, "sizes of data and fsdp, or None")
+    problems.raise_if_any()
+
+
+def _are_names(value: Any) -> bool:
+    """Whether it is some texts, at least one."""
+    listed = isinstance(value, list | tuple | set | frozenset)
+    return bool(listed and value and all(isinstance(name, str) for name in value))
+
+
+def check_tables(adapter: Adapter, program: TableProgram, counts: Any) -> None:
+    """Refuses a loss without tables, and counts of others.
+
+    Args:
+        adapter: The model.
+        program: Its loss, cut at the lookups.
+        counts: As for ``wh.plan_tables``.
+    """
+    if not program.lookups:
+        reasons = "; ".join(program.refused.values()) or (
+            "no parameter of two dimensions is read by ids of the batch"
+        )
+        raise PlanError(f"the loss looks up no table: {reasons}. Use wh.plan")
+    names = [adapter.param_paths[n] for n in program.tables]
+    problems = Arguments("wh.plan_tables")
+    if counts is not None and not isinstance(counts, Mapping):
+        problems.refuse("counts", counts, "counts of rows by the path of a table")
+    for name in counts if isinstance(counts, Mapping) else ():
+        if name not in names:
+            problems.add(
+                f"counts names {shown(name)}, which is no table; the tables are "
+                f"{', '.join(names[:8])}"
+            )
+    leaves = jax.tree.leaves(adapter.params)
+    types = {str(leaves[n].dtype) for n in program.tables}
+    if len(types) > 1:
+        problems.add(
+            f"tables have the element types {', '.join(sorted(types))}; expected one. "
+            "Cast them to one type"
+        )
+    problems.raise_if_any()
+
+
+_BAGS: Final = (
+    "Bags of unlike lengths are given padded: ids of one shape, (samples, longest), "
+    "with -1 where there is none, and summed as "
+    "jnp.where((ids >= 0)[..., None], table[ids], 0).sum(1); offsets and flat ids do "
+    "not say which samples a device has"
+)
+
+
+def _check_bags(batch: Any) -> None:
+    """Refuses what is no batch; where bags may be ragged, says how to give them."""
+    ragged = [
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if isinstance(leaf, np.ndarray) and leaf.dtype == object
+    ]
+    if ragged:
+        raise PlanError(
+            f"batch{ragged[0]} has the element type object, as NumPy gives lists of "
+            f"unlike lengths; expected int32. {_BAGS}"
+        )
+    try:
+        check_batch(batch, 0)
+    except WhaleError as error:
+        leaves = jax.tree.leaves(batch)
+        if not any(_is_integer(leaf) for leaf in leaves):
+            raise
+        raise PlanError(f"{error}\n{_BAGS}") from None
+
+
+def _is_integer(leaf: Any) -> bool:
+    kind = getattr(getattr(leaf, "dtype", None), "kind", "")
+    return kind in ("i", "u") or type(leaf) is int
+
+
+def _check_rows(adapter: Adapter) -> None:
+    """Refuses tables with more rows than ids can name."""
+    leaves = zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
+    problems = Problems("model", PlanError)
+    for path, leaf in leaves:
+        if len(leaf.shape) == 2 and leaf.shape[0] > _MOST_ROWS:
+            problems.add(
+                f"{path} has {leaf.shape[0]:,} rows, and ids of 32 bits name "
+                f"{_MOST_ROWS:,}: {leaf.shape[0] - _MOST_ROWS:,} too many. Hash ids "
+                "into fewer rows, or divide it into several tables"
+            )
+    problems.raise_if_any()
+
+
+def _check_lengths(batch: Any, program: TableProgram) -> None:
+    """Refuse lookups whose ids do not have a sample of the batch in each row."""
+    lengths = Counter(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape)
+    ((samples, _),) = lengths.most_common(1)
+    problems = Problems("loss_fn", PlanError)
+    for one in program.lookups:
+        if one.shape[0] != samples:
+            problems.add(
+                f"{one.feature} is looked up by ids of shape {one.shape}, and the "
+                f"batch has {samples} samples, which devices share out by the first "
+                "dimension; look ids up in the shape that they have in the batch, "
+                f"({samples}, …), padded where samples have unlike numbers of them, "
+                "and reshape what was looked up"
+            )
+    problems.raise_if_any()

@@ -1,0 +1,155 @@
+"""``wh.compile_tables``: from a plan with tables to the step that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import optax
+
+from whalejax.adapters.base import Adapter, adapt
+from whalejax.meshes.checks import Arguments, shown
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.sections_step import SectionsStep, check_job
+from whalejax.runtime.table_step import TableStep
+from whalejax.tables.plan import TablesPlan
+from whalejax.tables.record import program_hash, tables_plan
+from whalejax.user_code.ambient_mesh import without_mesh
+from whalejax.user_code.argument_checks import refuse_bad_optimizer
+
+
+_OUT_OF_RANGE: Final = ("error", "clip")
+
+
+@without_mesh
+def compile_tables(
+    plan: TablesPlan,
+    loss_fn: Callable[..., Any],
+    model: Any,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    out_of_range: str = "error",
+    trainable: Any = None,
+    devices: Any = None,
+    job: str | None = None,
+    job_settings: Mapping[str, Any] | None = None,
+    replace_every: int | None = None,
+) -> TableStep:
+    """Turns a plan with tables into a step that runs.
+
+    Args:
+        plan: From ``wh.plan_tables``.
+        loss_fn: The loss that the plan was made for.
+        model: The same model, abstract or real.
+        optimizer: Optimizer of the parameters that are no tables; plain evaluation
+            needs none.
+        out_of_range: What becomes of ids that have no row: ``"error"`` checks every
+            batch before it is used, ``"clip"`` takes the nearest row.
+        trainable: As given to ``wh.plan_tables``.
+        devices: Devices of the dense part, in node order; all of them if left out.
+        job: Of a plan with two sections, the job whose batches the sparse section makes
+            for ``SectionsStep.run``, as the command line names it.
+        job_settings: Settings of that job.
+        replace_every: Number of steps after which tables are placed anew where the
+            lookups of these steps show that it wins 5 % of the most loaded device's
+            time; what it would win is printed. None counts nothing.
+
+    Returns:
+        The step. Nothing is compiled before it is called. That of two sections has
+        processes until its ``close``.
+
+    Raises:
+        PlanError: the plan is for another model, batch or machine.
+    """
+    problems = Arguments("wh.compile_tables")
+    problems.of("plan", plan, TablesPlan, "what wh.plan_tables gave")
+    problems.choice("out_of_range", out_of_range, _OUT_OF_RANGE)
+    check_job(problems, job, job_settings)
+    problems.whole("replace_every", replace_every, least=1, none=True)
+    if replace_every is not None and isinstance(plan, TablesPlan) and plan.sections:
+        problems.add(
+            "replace_every was given, and tables in processes of their own stay where "
+            "they are. Leave it out"
+        )
+    if isinstance(job, str) and isinstance(plan, TablesPlan) and not plan.sections:
+        problems.add(
+            f"job is {shown(job)}, and this plan has no sparse section that could make "
+            "its batches. Plan with staleness= on such as cpu:2+h100:1"
+        )
+    problems.raise_if_any()
+    refuse_bad_optimizer(optimizer)
+    if jax.process_count() > 1:
+        raise PlanError(
+            f"{jax.process_count()} processes are running; steps with tables run in "
+            "one process with all devices. Start one process"
+        )
+    adapter = adapt(model, loss_fn, trainable=trainable).without_values()
+    if adapter.param_paths != plan.model_paths:
+        other = set(adapter.param_paths) ^ set(plan.model_paths)
+        raise PlanError(
+            f"this plan is for another model: {', '.join(sorted(other)[:4])} "
+            f"{'is' if len(other) == 1 else 'are'} in one of them only. Plan again"
+        )
+    _check_shapes(plan, adapter)
+    given = plan, adapter, optimizer, out_of_range, devices
+    if plan.sections is None:
+        step = TableStep(*given, replace_every)
+    else:
+        named = None if job is None else (job, dict(job_settings or {}))
+        step = SectionsStep(*given, job=named)
+    if optimizer is not None:
+        _check_program(plan, step)
+    return step
+
+
+def compile_plan(
+    plan: Plan,
+    loss_fn: Callable[..., Any],
+    model: Any,
+    batch: Any,
+    optimizer: optax.GradientTransformation | None,
+    **options: Any,
+) -> TableStep:
+    """``wh.compile`` of a plan with tables.
+
+    Args:
+        plan: One with tables.
+        loss_fn, model, batch, optimizer: As for ``wh.compile``.
+        options: Others of ``compile_tables``.
+    """
+    own = tables_plan(plan, batch)
+    return compile_tables(own, loss_fn, model, optimizer=optimizer, **options)
+
+
+def _check_program(plan: TablesPlan, step: TableStep) -> None:
+    """Refuses to train a loss that looks the same tables up in another program."""
+    if plan.program_hash not in ("", program_hash(step.programs.program)):
+        raise PlanError(
+            "this plan is for another loss: the tables are the same, and the program "
+            "around their lookups is not, or another version of JAX traced it. Plan "
+            "again for this loss"
+        )
+
+
+def _check_shapes(plan: TablesPlan, adapter: Adapter) -> None:
+    """Refuses a model whose parameters have other shapes than planned."""
+    leaves = dict(
+        zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
+    )
+    planned: dict[str, tuple[int, ...]] = {
+        table.name: (table.rows, table.width) for table in plan.placement.tables
+    }
+    planned |= {
+        leaf.path.removeprefix("dense."): tuple(leaf.shape)
+        for leaf in plan.dense.leaves
+        if leaf.path.startswith("dense.")
+    }
+    for path, shape in planned.items():
+        found = tuple(leaves[path].shape) if path in leaves else shape
+        if found != shape:
+            raise PlanError(
+                f"this plan is for another model: {path} has the shape {found}, and "
+                f"{shape} was planned. Plan again"
+            )

@@ -1,0 +1,507 @@
+"""The compiled step of a plan whose tables are in processes of their own.
+
+It has the life of any step with tables; what differs is that a call puts a batch into
+the pipeline of both sections and returns at once. Metrics and the state are there to
+read when the sections have come so far, and reading them waits for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from whalejax.meshes.checks import Arguments
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.tables.sections import Sections, SectionTimes
+from whalejax.runtime.table_step import TablesState, TableStep
+from whalejax.sections.pipeline import Pipeline, Work
+from whalejax.sections.remote_store import (
+    RemoteStore,
+    RemoteTables,
+    begin_message,
+    rank_ids,
+)
+from whalejax.tables.exchange import assemble, pack_gradients
+from whalejax.tables.layout import TableLayout, make_layout
+from whalejax.tables.plan import TablesPlan
+from whalejax.tables.recognize import TableProgram
+from whalejax.user_code.ambient_mesh import without_mesh
+
+
+class PipelineMetrics(Mapping[str, Any]):
+    """Metrics of a step; the first that is read waits until the step is done."""
+
+    def __init__(self, pipeline: Pipeline, work: Work) -> None:
+        """Wait for nothing yet.
+
+        Args:
+            pipeline: Where the step is on its way.
+            work: Its batch.
+        """
+        self._pipeline, self._work = pipeline, work
+
+    def __getitem__(self, name: str) -> Any:
+        return self._pipeline.wait_for(self._work)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pipeline.wait_for(self._work))
+
+    def __len__(self) -> int:
+        return len(self._pipeline.wait_for(self._work))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class PipelineState:
+    """The state after steps that may be on their way.
+
+    A step consumes it and returns the next one. What it has beside ``step`` waits until
+    those steps are done and their updates applied.
+
+    Attributes:
+        step: Number of steps, with those on their way.
+    """
+
+    def __init__(self, owner: SectionsStep, step: int) -> None:
+        """Wait for nothing yet.
+
+        Args:
+            owner: The step that it is of.
+            step: Number of steps.
+        """
+        self._owner, self.step = owner, step
+        self.samples = self.loss_scale = None
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Trained leaves that are no tables, by their paths."""
+        return self._owner.settled(self).params
+
+    @property
+    def rest(self) -> list[Any]:
+        """Leaves that are not trained."""
+        return self._owner.settled(self).rest
+
+    @property
+    def opt_state(self) -> Any:
+        """State of the dense optimizer."""
+        return self._owner.settled(self).opt_state
+
+    @property
+    def tables(self) -> RemoteTables:
+        """Stands for the tables."""
+        found: RemoteTables = self._owner.settled(self).tables
+        return found
+
+    @property
+    def rng(self) -> Any:
+        """The run's random key."""
+        return self._owner.settled(self).rng
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionReport:
+    """What both sections did; ``print`` shows it.
+
+    Attributes:
+        sections: As planned.
+        measured: The same with the times that were measured.
+        lags: How many lookups of processes lacked so many updates.
+        replaced: Number of processes that were started in place of another.
+    """
+
+    sections: Sections
+    measured: Sections
+    lags: dict[int, int]
+    replaced: int
+
+    @property
+    def times(self) -> SectionTimes:
+        """Measured times, for ``times=`` of ``wh.plan``."""
+        return self.measured.times
+
+    @property
+    def over_bound(self) -> int:
+        """Number of lookups that lacked more updates than planned; always 0."""
+        most = self.sections.staleness
+        return sum(count for lag, count in self.lags.items() if not 0 <= lag <= most)
+
+    def __str__(self) -> str:
+        total = max(1, sum(self.lags.values()))
+        lags = ", ".join(
+            f"{lag}: {count / total:.0%}" for lag, count in sorted(self.lags.items())
+        )
+        return (
+            f"planned: {self.sections}\nmeasured: {self.measured}\n"
+            f"updates that lookups lacked: {lags or 'none yet'}; processes replaced: "
+            f"{self.replaced}"
+        )
+
+
+class SectionsStep(TableStep):
+    """A plan of two sections, compiled: call it with a state and a global batch.
+
+    It has processes until ``close``, which ``with`` calls at its end.
+
+    Attributes:
+        pipeline: Both sections.
+    """
+
+    def __init__(
+        self,
+        *given: Any,
+        job: tuple[str, Mapping[str, Any]] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Start the processes of the sparse section.
+
+        Args:
+            given: As for ``TableStep``.
+            job: Name and settings of the job whose batches the processes make.
+            settings: Other arguments of ``Pipeline``.
+        """
+        self._job, self._settings = job, settings
+        self._held: TablesState | None = None
+        self._newest: PipelineState | TablesState | None = None
+        self._started = 0
+        super().__init__(*given)
+        self._ids = jax.jit(self._ids_and_bounds)
+        self._train_dense = jax.jit(self._advance_dense, donate_argnums=0)
+        self._eval_dense = jax.jit(self._evaluate_dense)
+
+    @property
+    def sections(self) -> Sections:
+        """How the sections work together."""
+        found: Sections | None = self.plan.sections
+        assert found is not None
+        return found
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Number of steps after which a loss is looked at, so that all work on."""
+        return self.sections.queue_depth
+
+    def _make_layout(
+        self, plan: TablesPlan, program: TableProgram, names: tuple[str, ...]
+    ) -> TableLayout:
+        return make_layout(plan.placement, program.lookups, names)
+
+    def _make_store(self) -> RemoteStore:
+        layout, rows, sections = self.programs.layout, self.plan.rows, self.sections
+        size = self.plan.placement.batch_size
+        job = None if self._job is None else (*self._job, size)
+        self.pipeline = Pipeline(
+            layout.ranks,
+            staleness=sections.staleness,
+            depth=sections.queue_depth,
+            begin=lambda rank: begin_message(
+                layout, rows, self.dtype, rank, sections.staleness, job
+            ),
+            dense=self._run_dense,
+            **self._settings,
+        )
+        return RemoteStore(
+            layout=layout,
+            optimizer=rows,
+            dtype=self.dtype,
+            pipeline=self.pipeline,
+            begun=[0],
+        )
+
+    def close(self) -> None:
+        """Ends the processes; a state that was not saved is lost."""
+        self.pipeline.close()
+
+    def __enter__(self) -> SectionsStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # States.
+
+    def settled(self, state: Any) -> TablesState:
+        """The state with all its arrays, once the steps before it are done.
+
+        Args:
+            state: The newest one.
+
+        Raises:
+            WhaleError: it was consumed, or a section failed.
+        """
+        self._begin(state)
+        self.pipeline.flush()
+        assert self._held is not None
+        return self._held
+
+    def _begin(self, state: Any) -> int:
+        """Takes the newest state; the number of steps before it."""
+        if isinstance(state, PipelineState):
+            if state is not self._newest or self._started != self.store.begun[0]:
+                raise WhaleError(_CONSUMED)
+            return state.step
+        given = super()._checked(state)
+        if not isinstance(given.tables, RemoteTables):
+            raise WhaleError(
+                "state is of another step, whose tables are on its devices; restore "
+                "its checkpoint, or begin with init or init_from of this step"
+            )
+        if given.tables.number != self.store.begun[0]:
+            raise WhaleError(_CONSUMED)
+        if self._started != given.tables.number:
+            self.pipeline.begin_at(int(given.step))
+            self._started = given.tables.number
+            self._held = self._newest = given
+        elif given is not self._newest:
+            raise WhaleError(_CONSUMED)
+        return int(given.step)
+
+    def _checked(self, state: Any) -> TablesState:
+        return self.settled(state)
+
+    # Running.
+
+    @without_mesh
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """One step of both optimizers, which is on its way when this returns.
+
+        Args:
+            state: Is consumed.
+            batch: The global batch.
+
+        Returns:
+            The new state, and metrics; to read them waits for the step.
+
+        Raises:
+            WhaleError: an id is out of range, the batch has another shape than the plan
+                is for, or a section failed.
+        """
+        self._check_trains()
+        leaves = [np.asarray(leaf) for leaf in self._matching(batch)]
+        step = self._begin(state)
+        return self._submitted(step, leaves, *self._host_ids(leaves))
+
+    def _submitted(
+        self, step: int, leaves: list[Any], ids: np.ndarray, bounds: np.ndarray
+    ) -> tuple[PipelineState, PipelineMetrics]:
+        if not self.programs.clips:
+            self._check_bounds(bounds)
+        work = Work(leaves=leaves, ids=rank_ids(self.programs.layout, ids))
+        self.pipeline.submit(work)
+        self._newest = PipelineState(self, step + 1)
+        return self._newest, PipelineMetrics(self.pipeline, work)
+
+    def run(self, state: Any, steps: int) -> Iterator[tuple[Any, Any]]:
+        """Steps whose batches the processes of the sparse section make.
+
+        Args:
+            state: Is consumed.
+            steps: Number of steps; they go on behind those of the state.
+
+        Yields:
+            The state and metrics of each step, as calls give them.
+
+        Raises:
+            WhaleError: the step was compiled without ``job``, or a section failed.
+        """
+        self._check_trains()
+        if self._job is None:
+            raise WhaleError(
+                "this step has no job whose batches it could make. Give job= to "
+                "wh.compile, or call the step with batches"
+            )
+        first, ranks = self._begin(state), self.programs.layout.ranks
+        ahead = self.sections.queue_depth + ranks
+        count = len(jax.tree.leaves(self.plan.batch))
+        with ThreadPoolExecutor(ranks) as pool:
+            waiting: deque[Future[list[np.ndarray]]] = deque()
+            for number in range(steps):
+                while len(waiting) < min(ahead, steps - number):
+                    step = first + number + len(waiting)
+                    waiting.append(
+                        pool.submit(self.pipeline.make_batch, step % ranks, step)
+                    )
+                arrays = waiting.popleft().result()
+                leaves, by_lookup = arrays[:count], arrays[count:]
+                tree: Any = jax.tree.structure(self.plan.batch)
+                self._matching(tree.unflatten(leaves))
+                ids, bounds = self._made_ids(by_lookup)
+                yield self._submitted(first + number, leaves, ids, bounds)
+
+    def _made_ids(self, by_lookup: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """What ``_host_ids`` gives, of ids that another process made."""
+        found = jax.jit(self._clipped_ids)(by_lookup)
+        return np.asarray(found[0]), np.asarray(found[1])
+
+    def _check_trains(self) -> None:
+        if not self._trains:
+            raise PlanError(
+                "this step was compiled without an optimizer and can only evaluate. "
+                "Pass optimizer= to wh.compile to train"
+            )
+
+    def _host_ids(self, leaves: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """(Ids of all lookups, their bounds), made beside what the devices do."""
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            ids, bounds = self._ids(leaves)
+            return np.asarray(ids), np.asarray(bounds)
+
+    def _ids_and_bounds(self, leaves: list[Any]) -> tuple[Any, Any]:
+        return self._clipped_ids(self.programs.program.ids(leaves))
+
+    def _clipped_ids(self, by_lookup: list[Any]) -> tuple[Any, Any]:
+        return self.programs.join_ids(by_lookup), self.programs.bounds_of(by_lookup)
+
+    @without_mesh
+    def eval(self, state: Any, batch: Any) -> dict[str, Any]:
+        """The loss and metrics of a batch; nothing changes.
+
+        Args:
+            state: Is kept; steps that are on their way are done first.
+            batch: As for a step.
+        """
+        leaves = [np.asarray(leaf) for leaf in self._matching(batch)]
+        ids, bounds = self._host_ids(leaves)
+        if not self.programs.clips:
+            self._check_bounds(bounds)
+        held = self.settled(state)
+        received = self.pipeline.look_up(rank_ids(self.programs.layout, ids))
+        placed = self._on_devices(leaves), self._received(received)
+        metrics: dict[str, Any] = self._eval_dense(held, *placed)
+        return metrics
+
+    def lower(self, state: Any, batch: Any) -> Any:
+        """The lowered dense section (``jax.stages.Lowered``).
+
+        Args:
+            state, batch: As for a step.
+        """
+        leaves = self._on_devices(self._matching(batch))
+        layout = self.programs.layout
+        size = self.plan.placement.batch_size
+        shape = layout.ranks, size, layout.vector_elements
+        received = jax.ShapeDtypeStruct(shape, self.dtype)
+        return self._train_dense.lower(self.settled(state), leaves, received)
+
+    def _run_dense(
+        self, work: Work, vectors: list[np.ndarray]
+    ) -> tuple[np.ndarray, Mapping[str, Any]]:
+        """The dense section, in its thread."""
+        placed = self._on_devices(work.leaves), self._received(vectors)
+        new, metrics, packed = self._train_dense(self._held, *placed)
+        self._held, work.leaves = new, None
+        return np.asarray(packed), metrics
+
+    def _received(self, vectors: list[np.ndarray]) -> Any:
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, self.programs.axes))
+        return jax.device_put(np.stack(vectors), sharding)
+
+    def _vectors(self, received: Any) -> list[Any]:
+        programs = self.programs
+        return [
+            assemble(programs.layout, number, lookup, received)
+            for number, lookup in enumerate(programs.program.lookups)
+        ]
+
+    def _advance_dense(
+        self, state: TablesState, batch: list[Any], received: Any
+    ) -> tuple[TablesState, dict[str, Any], Any]:
+        vectors = self._vectors(received)
+        loss, dense, by_vector = self._gradients(state, batch, vectors)
+        packed = pack_gradients(self.programs.layout, by_vector, received.dtype)
+        new, metrics = self._updated(state, loss, dense)
+        return new, metrics, packed
+
+    def _evaluate_dense(
+        self, state: TablesState, batch: list[Any], received: Any
+    ) -> dict[str, Any]:
+        vectors = self._vectors(received)
+        value, (metrics, _) = self._loss(state, batch)(state.params, vectors)
+        return {"loss": value, **metrics}
+
+    def place(self, state: Any, placement: Any) -> TablesState:
+        """Tables in processes stay where they are.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            "tables in processes of their own stay where they are. Plan anew with the "
+            "counts, and let a step of that plan adopt the state"
+        )
+
+    @without_mesh
+    def adopt(self, state: Any, step: TableStep) -> TablesState:
+        """A copy of another step's state in these processes, by no file.
+
+        Args:
+            state: Is kept.
+            step: The step that it is of, not this one.
+
+        Raises:
+            PlanError: it is this step's, or another model's or optimizer's.
+        """
+        if step is self:
+            raise PlanError("the state is of this step already. Go on with it")
+        return super().adopt(state, step)
+
+    # What was measured.
+
+    def report(self) -> SectionReport:
+        """What both sections took since the step was made, and how late updates were.
+
+        Median seconds of the first steps hold compilation; ``forget_times`` begins
+        anew.
+        """
+        sparse, wire, batch, dense = self.pipeline.seconds()
+        times = SectionTimes(
+            sparse_seconds=float(sum(sparse)),
+            wire_seconds=max(wire, default=0.0),
+            dense_seconds=dense,
+            batch_seconds=float(np.mean(batch or [0.0])),
+        )
+        measured = dataclasses.replace(self.sections, times=times, is_measured=True)
+        return SectionReport(
+            sections=self.sections,
+            measured=measured,
+            lags=dict(self.pipeline.lags),
+            replaced=self.pipeline.section.replaced,
+        )
+
+    def forget_times(self) -> None:
+        """Measures anew from here on."""
+        self.pipeline.forget_seconds()
+
+
+_CONSUMED = (
+    "this state was consumed by a step, or by another state that was begun since. Go "
+    "on with the state that the step returned"
+)
+
+
+def check_job(problems: Arguments, job: Any, settings: Any) -> None:
+    """Notes what is wrong with the name of a job and its settings.
+
+    Args:
+        problems: Takes them.
+        job: Name of a job, or None.
+        settings: Its settings, or None.
+    """
+    if job is not None and not isinstance(job, str):
+        problems.refuse("job", job, 'the name of a job, such as "dlrm", or None')
+    if isinstance(settings, Mapping) and settings and job is None:
+        problems.add("job_settings was given without job, the name of a job. Give it")
+    if settings is not None and not isinstance(settings, Mapping):
+        problems.refuse(
+            "job_settings", settings, "settings of the job by name, or None"
+        )

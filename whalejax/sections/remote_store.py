@@ -1,0 +1,154 @@
+"""Tables on their way to the processes of the sparse section, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from whalejax.sections.pipeline import Pipeline
+from whalejax.sections.row_service import width_arrays
+from whalejax.tables.layout import TableLayout, collect_tables
+from whalejax.tables.sparse_optimizers import SparseOptimizer
+from whalejax.wire.section_messages import Begin
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, slots=True)
+class RemoteTables:
+    """Stands for tables that are in other processes.
+
+    Attributes:
+        number: Which of the states that were begun there.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RemoteStore:
+    """What ``TableStore`` is for tables on devices, for those in processes.
+
+    Attributes:
+        layout: Buffers of the placement.
+        optimizer: How rows change, which says what state they have.
+        dtype: Element type of all tables.
+        pipeline: The processes.
+        begun: Number of states that were begun there, one element.
+    """
+
+    layout: TableLayout
+    optimizer: SparseOptimizer
+    dtype: Any
+    pipeline: Pipeline
+    begun: list[int]
+
+    def by_row(self, kind: str) -> bool:
+        """Whether a state array has one number a row.
+
+        Args:
+            kind: Name of the state array.
+        """
+        return self.optimizer.state_width(kind, 2) == 1
+
+    def empty(self) -> RemoteTables:
+        """Rows of zeros with their initial state, in place of those before."""
+        self.pipeline.clear()
+        self.begun[0] += 1
+        return RemoteTables(self.begun[0])
+
+    def write(
+        self, tables: RemoteTables, name: str, values: np.ndarray, kind: str | None
+    ) -> RemoteTables:
+        """The tables with one, or a state array of its rows, written to them.
+
+        Args:
+            tables: All tables.
+            name: Path of the table.
+            values: The whole table, or the state array.
+            kind: Name of the state array, or None for the table.
+        """
+        by_row = kind is not None and self.by_row(kind)
+        for each in self.layout.stored[name]:
+            columns = slice(0, 1) if by_row else slice(*each.shard.columns)
+            rows = np.ascontiguousarray(values[each.row_numbers, columns])
+            self.pipeline.put_rows(
+                each.shard.rank, each.width, kind or "", each.base, rows
+            )
+        return tables
+
+    def collect(self, tables: RemoteTables, kind: str | None) -> dict[str, np.ndarray]:
+        """Every table whole, or a state array of each, in host memory, by path.
+
+        Args:
+            tables: All tables, after ``Pipeline.flush``.
+            kind: Name of the state array, or None for the tables.
+        """
+        del tables
+        buffers: dict[int, np.ndarray] = {}
+        itemsize = np.dtype(self.dtype).itemsize
+        for width, each in self.layout.widths.items():
+            columns = self.optimizer.state_width(kind, width) if kind else width
+            parts = [
+                self.pipeline.get_rows(
+                    rank, width, kind or "", each.rows, columns * itemsize
+                )
+                for rank in range(self.layout.ranks)
+            ]
+            buffers[width] = np.concatenate(parts)
+        by_row = kind is not None and self.by_row(kind)
+        return collect_tables(self.layout, buffers, by_row)
+
+
+def begin_message(
+    layout: TableLayout,
+    optimizer: SparseOptimizer,
+    dtype: Any,
+    rank: int,
+    staleness: int,
+    job: tuple[str, Mapping[str, Any], int] | None,
+) -> Begin:
+    """What the process of a rank is told first.
+
+    Args:
+        layout: Buffers of the placement.
+        optimizer: How rows change.
+        dtype: Element type of all tables.
+        rank: The rank.
+        staleness: Number of newest updates that a lookup does without.
+        job: Name of a job, its settings and its batch size, where processes make
+            batches.
+    """
+    model, settings, batch_size = job or ("", {}, -1)
+    widths = layout.widths.values()
+    return Begin(
+        staleness=staleness,
+        optimizer=dataclasses.asdict(optimizer),
+        dtype=np.dtype(dtype).name,
+        widths=[(w.width, w.rows, w.slots, w.offset, w.first_id) for w in widths],
+        restores=False,
+        model=model,
+        settings=dict(settings),
+        batch_size=batch_size,
+        arrays=tuple(x for each in widths for x in width_arrays(each, rank)),
+    )
+
+
+def rank_ids(layout: TableLayout, ids: np.ndarray) -> list[np.ndarray]:
+    """The ids that each rank takes of a batch, ``int32[samples, columns]``.
+
+    Args:
+        layout: Buffers and columns.
+        ids: ``int32[samples, ids]``, those of all lookups side by side.
+    """
+    from whalejax.tables.recognize import NO_ID
+
+    none = np.full((len(ids), 1), NO_ID, ids.dtype)
+    padded = np.concatenate([ids, none], axis=1)
+    sources = [each.source for each in layout.widths.values()]
+    source = np.concatenate(sources, axis=1)
+    return [np.ascontiguousarray(padded[:, source[r]]) for r in range(layout.ranks)]

@@ -1,0 +1,201 @@
+"""Answers for the rows of one process of the sparse section."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from whalejax.sections.snapshots import (
+    clear_snapshots,
+    read_snapshot,
+    write_snapshot,
+)
+from whalejax.sections.sparse_rows import (
+    MissingIdsError,
+    SparseRows,
+    WrongVersionError,
+)
+from whalejax.tables.layout import WidthLayout
+from whalejax.tables.sparse_optimizers import SparseOptimizer
+from whalejax.wire.messages import Message, dtype_of
+from whalejax.wire.section_messages import (
+    Begin,
+    Begun,
+    Commit,
+    GetRows,
+    LookUp,
+    MadeBatch,
+    MakeBatch,
+    PutRows,
+    RowsChunk,
+    RowsPut,
+    Save,
+    Saved,
+    Update,
+    Updated,
+    Vectors,
+)
+from whalejax.wire.service import Handlers, Refused
+
+
+BatchMaker: TypeAlias = Callable[[int], Sequence[np.ndarray]]
+"""Of the number of a step: the leaves of its batch, and the ids of all lookups."""
+
+MakerFinder: TypeAlias = Callable[[str, Mapping[str, Any], int], BatchMaker]
+"""Of the name of a job, its settings and the batch size."""
+
+
+def width_arrays(each: WidthLayout, rank: int) -> list[np.ndarray]:
+    """What ``width_layout`` takes, of one rank.
+
+    Args:
+        each: Layout of a buffer on all ranks.
+        rank: The rank.
+    """
+    names = "modulus", "residue", "low", "high", "base", "slot"
+    return [getattr(each, name)[rank : rank + 1] for name in names]
+
+
+def width_layout(
+    sizes: tuple[int, int, int, int, int], arrays: Sequence[np.ndarray]
+) -> WidthLayout:
+    """Layout of a buffer on one rank.
+
+    Args:
+        sizes: Width, rows, slots, offset and first id.
+        arrays: From ``width_arrays``.
+    """
+    width, rows, slots, offset, first_id = sizes
+    modulus, residue, low, high, base, slot = arrays
+    return WidthLayout(
+        width=width,
+        rows=rows,
+        slots=slots,
+        source=np.zeros_like(modulus),
+        modulus=modulus,
+        residue=residue,
+        low=low,
+        high=high,
+        base=base,
+        slot=slot,
+        offset=offset,
+        first_id=first_id,
+    )
+
+
+class RowService:
+    """One process's rows, as others ask for them."""
+
+    def __init__(self, folder: Path, find_maker: MakerFinder) -> None:
+        """Hold nothing yet.
+
+        Args:
+            folder: Where snapshots of this process are.
+            find_maker: Finds what makes batches.
+        """
+        self._folder, self._find_maker = folder, find_maker
+        self._rows: SparseRows | None = None
+        self._asked: Begin | None = None
+        self._maker: BatchMaker | None = None
+        self._writing = threading.Lock()
+
+    @property
+    def handlers(self) -> Handlers:
+        """What answers each kind of question."""
+        return {
+            Begin: self._begin,
+            PutRows: self._put,
+            GetRows: self._get,
+            Commit: self._commit,
+            Save: lambda _: self._save(),
+            LookUp: self._look_up,
+            Update: self._update,
+            MakeBatch: self._make_batch,
+        }
+
+    @property
+    def rows(self) -> SparseRows:
+        """The rows.
+
+        Raises:
+            Refused: none were begun with.
+        """
+        if self._rows is None:
+            raise Refused("stale", "no rows were begun with")
+        return self._rows
+
+    def _begin(self, asked: Begin) -> Message:
+        widths = {
+            sizes[0]: width_layout(sizes, asked.arrays[6 * n : 6 * n + 6])
+            for n, sizes in enumerate(asked.widths)
+        }
+        optimizer = SparseOptimizer(**asked.optimizer)
+        rows = SparseRows(widths, optimizer, dtype_of(asked.dtype), asked.staleness)
+        version = -1
+        if asked.restores:
+            found = read_snapshot(self._folder)
+            if found is None:
+                raise Refused("missing", f"{self._folder} holds no whole snapshot")
+            rows.load(found)
+            version = rows.version
+        else:
+            clear_snapshots(self._folder)
+        self._rows, self._asked, self._maker = rows, asked, None
+        return Begun(version=version)
+
+    def _put(self, asked: PutRows) -> Message:
+        (array,) = asked.arrays
+        self.rows.write(asked.width, asked.state, asked.first, array)
+        return RowsPut()
+
+    def _get(self, asked: GetRows) -> Message:
+        found = self.rows.read(asked.width, asked.state, asked.first, asked.count)
+        return RowsChunk(arrays=(found,))
+
+    def _commit(self, asked: Commit) -> Message:
+        try:
+            self.rows.commit(asked.version, is_fresh=asked.fresh)
+        except WrongVersionError as error:
+            raise Refused("stale", str(error)) from None
+        return self._save()
+
+    def _save(self) -> Message:
+        with self._writing:
+            arrays = self.rows.copy()
+            write_snapshot(self._folder, arrays)
+            return Saved(version=int(arrays["version"]))
+
+    def _look_up(self, asked: LookUp) -> Message:
+        (ids,) = asked.arrays
+        try:
+            read = self.rows.look_up(asked.step, ids)
+        except WrongVersionError as error:
+            raise Refused("stale", str(error)) from None
+        return Vectors(
+            version=read.version, seconds=read.seconds, arrays=(read.vectors,)
+        )
+
+    def _update(self, asked: Update) -> Message:
+        gradients, *more = asked.arrays
+        ids = more[0] if more else None
+        rows = self.rows
+        try:
+            seconds = rows.update(asked.step, gradients, ids, asked.received)
+        except MissingIdsError as error:
+            raise Refused("missing", str(error)) from None
+        return Updated(version=rows.version, seconds=seconds)
+
+    def _make_batch(self, asked: MakeBatch) -> Message:
+        begun, said = time.perf_counter(), self._asked
+        if said is None or not said.model:
+            raise Refused("stale", "no job was named whose batches could be made")
+        if self._maker is None:
+            size = said.batch_size
+            self._maker = self._find_maker(said.model, said.settings, size)
+        arrays = tuple(self._maker(asked.step))
+        return MadeBatch(seconds=time.perf_counter() - begun, arrays=arrays)

@@ -1,0 +1,61 @@
+"""Snapshots of a process's rows in a folder: the newest that is whole is what counts.
+
+They outlive the process and not the machine: what a machine lost is restored from a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+
+_NAME: Final = "rows-{:012d}.npz"
+
+
+def write_snapshot(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a snapshot, and then removes the older ones.
+
+    Args:
+        folder: Folder of this process's snapshots alone.
+        arrays: What ``SparseRows.copy`` gave.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = _NAME.format(int(arrays["version"]))
+    draft = folder / f".{name}.{os.getpid()}"
+    with draft.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    draft.replace(folder / name)
+    for other in sorted(folder.glob("rows-*.npz")):
+        if other.name < name:
+            other.unlink(missing_ok=True)
+
+
+def read_snapshot(folder: Path) -> dict[str, np.ndarray] | None:
+    """The newest snapshot that can be read whole, or None.
+
+    Args:
+        folder: As for ``write_snapshot``.
+    """
+    for path in sorted(folder.glob("rows-*.npz"), reverse=True):
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
+                return {name: found[name] for name in found.files}
+        except (OSError, ValueError, zipfile.BadZipFile):
+            continue
+    return None
+
+
+def clear_snapshots(folder: Path) -> None:
+    """Removes all snapshots of a process.
+
+    Args:
+        folder: As for ``write_snapshot``.
+    """
+    for path in folder.glob("*rows-*.npz*"):
+        path.unlink(missing_ok=True)

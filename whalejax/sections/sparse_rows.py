@@ -1,0 +1,264 @@
+"""The rows that one process of the sparse section holds, and which updates they have.
+
+Rows of version v have the updates of the steps before v, each applied once and in
+order. A lookup of step t reads version t - s (the first one before t = s), whatever
+came when: an update is applied as soon as it and those before it are there and no
+lookup needs the rows without it. So losses do not depend on timing, and a process that
+was replaced gives the same vectors again.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax.meshes.errors import WhaleError
+from whalejax.tables.exchange import look_up_rows, update_buffers
+from whalejax.tables.layout import WidthLayout
+from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
+
+
+class WrongVersionError(WhaleError):
+    """Rows are not of the version that a lookup is to read."""
+
+
+class MissingIdsError(WhaleError):
+    """Gradients came of a step that was not looked up here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsRead:
+    """What a lookup gave.
+
+    Attributes:
+        vectors: ``[samples, elements]``.
+        version: Number of steps whose updates the rows had.
+        seconds: Time that it took.
+    """
+
+    vectors: np.ndarray
+    version: int
+    seconds: float
+
+
+class SparseRows:
+    """Rows, their optimizer's state and what is to be applied to them.
+
+    Attributes:
+        widths: Layout of each buffer; its arrays are of this process alone.
+        staleness: Number of newest updates that a lookup does without.
+        version: Number of steps whose updates the rows have.
+    """
+
+    def __init__(
+        self,
+        widths: Mapping[int, WidthLayout],
+        optimizer: SparseOptimizer,
+        dtype: Any,
+        staleness: int,
+    ) -> None:
+        """Rows of zeros, with the initial state.
+
+        Args:
+            widths, staleness: See the attributes.
+            optimizer: How rows change.
+            dtype: Element type of the rows.
+        """
+        self.widths, self.staleness, self.version = widths, staleness, 0
+        self._optimizer, self._lock = optimizer, threading.Lock()
+        self._allowed = self._begun_at = 0
+        self._ids: dict[int, np.ndarray] = {}
+        self._pending: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._buffers: dict[int, Any] = {
+            width: jnp.zeros((each.rows, width), dtype)
+            for width, each in widths.items()
+        }
+        self._states: dict[int, RowState] = {
+            width: {
+                name: jnp.full(
+                    (each.rows, optimizer.state_width(name, width)),
+                    optimizer.initial_value(name),
+                    dtype,
+                )
+                for name in optimizer.state_names
+            }
+            for width, each in widths.items()
+        }
+        self._look_up = jax.jit(functools.partial(_look_up, widths))
+        self._update = jax.jit(
+            functools.partial(_update, widths, optimizer), donate_argnums=(0, 1)
+        )
+
+    def begin(self, version: int, first: int) -> None:
+        """Go on from the rows as those after so many steps.
+
+        Args:
+            version: Number of steps whose updates the rows have.
+            first: That number when the run began, which no lookup reads less than.
+        """
+        with self._lock:
+            self.version = self._allowed = version
+            self._begun_at = first
+            self._ids.clear()
+            self._pending.clear()
+
+    def commit(self, version: int, *, is_fresh: bool) -> None:
+        """Go on from the rows after so many steps, with all updates until then.
+
+        Args:
+            version: Number of steps.
+            is_fresh: The rows are those already, as they were written.
+
+        Raises:
+            WrongVersionError: an update is not there.
+        """
+        if not is_fresh:
+            with self._lock:
+                self._apply(version)
+                if self.version != version:
+                    raise WrongVersionError(
+                        f"rows of version {version} are wanted, and these are of "
+                        f"version {self.version}"
+                    )
+        self.begin(version, version)
+
+    def look_up(self, step: int, ids: np.ndarray) -> RowsRead:
+        """The vectors of a batch.
+
+        Args:
+            step: Number of the step.
+            ids: ``int32[samples, columns]``.
+
+        Raises:
+            WrongVersionError: an update that it needs is not there, or one was applied
+                that it may not have.
+        """
+        with self._lock:
+            begun = time.perf_counter()
+            wanted = max(self._begun_at, step - self.staleness)
+            self._apply(wanted)
+            if self.version != wanted:
+                raise WrongVersionError(
+                    f"step {step} reads rows of version {wanted}, and these are of "
+                    f"version {self.version}"
+                )
+            vectors = np.asarray(self._look_up(self._buffers, ids))
+            self._ids[step] = ids
+            seconds = time.perf_counter() - begun
+            return RowsRead(vectors=vectors, version=self.version, seconds=seconds)
+
+    def update(
+        self, step: int, gradients: np.ndarray, ids: np.ndarray | None, received: int
+    ) -> float:
+        """Takes gradients, and applies what may be applied; the seconds that it took.
+
+        Args:
+            step: Number of the step that they are of.
+            gradients: ``[samples, elements]``, of the vectors.
+            ids: What was looked up, where this process may not know it.
+            received: Number of steps whose vectors came where they were asked for.
+
+        Raises:
+            MissingIdsError: the step was not looked up here, and no ids are given.
+        """
+        with self._lock:
+            begun = time.perf_counter()
+            if step >= self.version and step not in self._pending:
+                known = self._ids.get(step) if ids is None else ids
+                if known is None:
+                    raise MissingIdsError(f"step {step} was not looked up here")
+                self._pending[step] = known, gradients
+            self._apply(received - self.staleness)
+            return time.perf_counter() - begun
+
+    def _apply(self, allowed: int) -> None:
+        self._allowed = max(self._allowed, allowed)
+        while self.version < self._allowed and self.version in self._pending:
+            ids, gradients = self._pending.pop(self.version)
+            self._buffers, self._states = self._update(
+                self._buffers, self._states, ids, gradients, np.int32(self.version)
+            )
+            jax.block_until_ready(self._buffers)
+            self._ids.pop(self.version, None)
+            self.version += 1
+
+    # Rows as they are.
+
+    def read(self, width: int, state: str, first: int, count: int) -> np.ndarray:
+        """Some rows of a buffer, or of a state array of it.
+
+        Args:
+            width: Width of the buffer.
+            state: Name of the state array; empty for the rows.
+            first, count: Which rows.
+        """
+        with self._lock:
+            whole = self._states[width][state] if state else self._buffers[width]
+            return np.array(whole[first : first + count])
+
+    def write(self, width: int, state: str, first: int, rows: np.ndarray) -> None:
+        """Replaces some rows of a buffer, or of a state array of it.
+
+        Args:
+            width, state, first: As for ``read``.
+            rows: New values.
+        """
+        with self._lock:
+            held = self._states[width] if state else self._buffers
+            name: Any = state or width
+            held[name] = _replaced(held[name], rows, np.int32(first))
+
+    def copy(self) -> dict[str, np.ndarray]:
+        """A copy of every array by its name, the version and where the run began."""
+        with self._lock:
+            arrays = {f"{w}": np.array(x) for w, x in self._buffers.items()}
+            for width, held in self._states.items():
+                arrays |= {f"{width}.{k}": np.array(x) for k, x in held.items()}
+            return arrays | {
+                "version": np.array(self.version),
+                "first": np.array(self._begun_at),
+            }
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Takes what ``copy`` gave.
+
+        Args:
+            arrays: Rows, state arrays and the version, by name.
+        """
+        with self._lock:
+            self._buffers = {w: jnp.array(arrays[f"{w}"]) for w in self.widths}
+            self._states = {
+                width: {k: jnp.array(arrays[f"{width}.{k}"]) for k in held}
+                for width, held in self._states.items()
+            }
+        self.begin(int(arrays["version"]), int(arrays["first"]))
+
+
+def _look_up(
+    widths: Mapping[int, WidthLayout], buffers: Mapping[int, Any], ids: Any
+) -> Any:
+    return look_up_rows(widths, buffers, ids, 0)
+
+
+def _update(
+    widths: Mapping[int, WidthLayout],
+    optimizer: SparseOptimizer,
+    buffers: Mapping[int, Any],
+    states: Mapping[int, RowState],
+    *given: Any,
+) -> tuple[dict[int, Any], dict[int, RowState]]:
+    ids, gradients, step = given
+    return update_buffers(widths, optimizer, buffers, states, ids, gradients, step, 0)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _replaced(whole: Any, rows: Any, first: Any) -> Any:
+    return jax.lax.dynamic_update_slice(whole, rows, (first, jnp.int32(0)))

@@ -1,0 +1,299 @@
+"""The processes of the sparse section: started, watched, and replaced where they die.
+
+They are processes of this machine, as ``whalejax.processes`` starts them, and answer
+over the wire of all runs. Who is given up, and when a run is, ``whalejax.membership``
+says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+
+from whalejax.membership.endings import exit_text
+from whalejax.membership.failures import Failure, Failures
+from whalejax.membership.lease import Lease
+from whalejax.membership.settings import SupervisorSettings
+from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import Processes
+from whalejax.wire.connection import listen
+from whalejax.wire.keys import load_key, make_key
+from whalejax.wire.messages import A, Question
+from whalejax.wire.section_messages import Address, Hello, HelloHeard
+from whalejax.wire.service import Caller, Gone, Service
+
+
+PROGRAM: Final = "whalejax.api.sparse_process"
+"""Module that a process of the section runs."""
+
+ANSWER_SECONDS: Final = 60.0
+"""A process that answers nothing for so long is replaced."""
+
+_SLOWEST_BYTES_PER_SECOND: Final = 1e7
+_TURN_SECONDS: Final = 0.1
+_LONGEST_TURN_SECONDS: Final = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    """The process of one rank, as it is now."""
+
+    incarnation: int = -1
+    address: Address | None = None
+    started_at: float = 0.0
+    has_worked: bool = False
+
+
+class SparseSection:
+    """Processes that hold tables, by rank.
+
+    Attributes:
+        count: Number of processes.
+        folder: Folder of keys, logs and snapshots; removed at the end where it was
+            made here.
+        replaced: Number of processes that were started in place of another.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        notify: Callable[[], None],
+        fail: Callable[[Exception], None],
+        *,
+        folder: Path | None = None,
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> None:
+        """Starts the processes, and does not wait for them.
+
+        Args:
+            count: Number of processes.
+            notify: Called where a process has come.
+            fail: Called where the run is given up.
+            folder: A folder to use, or None for a new one.
+            answer_seconds: A process that answers nothing for so long is replaced.
+        """
+        self.count, self.replaced = count, 0
+        self._notify, self._fail, self._seconds = notify, fail, answer_seconds
+        own = folder is None
+        self.folder = (
+            Path(tempfile.mkdtemp(prefix="whalejax-tables-"))
+            if own
+            else (Path(str(folder)))
+        )
+        self._key_path = self.folder / "key"
+        make_key(self._key_path)
+        key = load_key(self._key_path)
+        self._service = Service(listen(), key, {Hello: self._hello})
+        self._caller = Caller(key)
+        self._lock = threading.Lock()
+        self._slots = [_Slot() for _ in range(count)]
+        self._suspects: set[tuple[int, int]] = set()
+        self._lease: Lease[int] = Lease(
+            SupervisorSettings(least=count, most=count).start_seconds,
+            _LONGEST_TURN_SECONDS,
+        )
+        self._failures = Failures(SupervisorSettings(least=count, most=count))
+        self._due = dict.fromkeys(range(count), 0.0)
+        self._closing = threading.Event()
+        self._pids: dict[int, int] = {}
+        self._thread = threading.Thread(target=self._manage, daemon=True)
+        self._thread.start()
+        closes = self._closing, self._thread, self.folder if own else None
+        self.close_processes = weakref.finalize(self, _close, *closes)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Number of the process of each rank that has one."""
+        with self._lock:
+            return dict(self._pids)
+
+    def snapshot_folder(self, rank: int) -> Path:
+        """Where the snapshots of a rank are."""
+        return self.folder / f"rows-{rank}"
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self.close_processes()
+        self._caller.close()
+        self._service.close()
+
+    def at(self, rank: int) -> tuple[int, Address] | None:
+        """(Incarnation, address) of a rank's process, once it has come.
+
+        Args:
+            rank: The rank.
+        """
+        with self._lock:
+            slot = self._slots[rank]
+            return None if slot.address is None else (slot.incarnation, slot.address)
+
+    def ask(
+        self, rank: int, incarnation: int, question: Question[A], num_bytes: int = 0
+    ) -> A | None:
+        """The answer of a rank's process; None where it is to be replaced.
+
+        Args:
+            rank, incarnation: Whom to ask.
+            question: What is asked.
+            num_bytes: Size of the answer.
+
+        Raises:
+            Refused: it answered with words.
+        """
+        found = self.at(rank)
+        if found is None or found[0] != incarnation:
+            return None
+        arrays = getattr(question, "arrays", ())
+        size = num_bytes + sum(x.nbytes for x in arrays)
+        seconds = self._seconds + size / _SLOWEST_BYTES_PER_SECOND
+        try:
+            answer = self._caller.ask(found[1], question, seconds=seconds)
+        except Gone:
+            with self._lock:
+                self._suspects.add((rank, incarnation))
+            return None
+        with self._lock:
+            self._slots[rank].has_worked = True
+        return answer
+
+    def progressed(self, step: int) -> None:
+        """A step was done, so that what failed before did not fail for good.
+
+        Args:
+            step: Number of steps done.
+        """
+        with self._lock:
+            self._failures.progressed(step)
+
+    def _hello(self, asked: Hello) -> HelloHeard:
+        with self._lock:
+            slot = self._slots[asked.rank] if asked.rank < self.count else _Slot()
+            if slot.incarnation != asked.incarnation:
+                return HelloHeard(known=False)
+            slot.address = asked.address
+            self._lease.forget(asked.rank)
+        self._notify()
+        return HelloHeard(known=True)
+
+    # In the thread that manages processes.
+
+    def _manage(self) -> None:
+        selector = selectors.DefaultSelector()
+        logs = self.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        processes = Processes((), {}, logs, selector)
+        with selector:
+            try:
+                while not self._closing.is_set():
+                    self._turn(processes, selector)
+            except Exception as error:  # Nobody else would notice.
+                self._fail(error)
+            finally:
+                processes.end_all()
+
+    def _turn(self, processes: Processes, selector: selectors.BaseSelector) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._lease.turn(now)
+            late = {(r, self._slots[r].incarnation) for r in self._lease.overdue(now)}
+            suspects, self._suspects = self._suspects | late, set()
+            current = {r: self._slots[r].incarnation for r in range(self.count)}
+        for rank, incarnation in suspects:
+            if current[rank] == incarnation:
+                processes.kill(_name(rank))
+        for rank in [rank for rank, at in self._due.items() if at <= now]:
+            del self._due[rank]
+            self._start(processes, rank, now)
+        for key, _ in selector.select(_TURN_SECONDS):
+            status = processes.ended(key.data)
+            self._ended(int(key.data.rpartition("-")[2]), status, processes)
+
+    def _start(self, processes: Processes, rank: int, now: float) -> None:
+        with self._lock:
+            slot = self._slots[rank]
+            slot.incarnation += 1
+            slot.started_at, slot.has_worked = now, False
+            self._lease.heard(rank, now)
+        settings = {
+            "rank": rank,
+            "incarnation": slot.incarnation,
+            "address": self._service.address,
+            "key": str(self._key_path),
+            "folder": str(self.snapshot_folder(rank)),
+            "parent": os.getpid(),
+        }
+        command = (sys.executable, "-m", PROGRAM, json.dumps(settings))
+        name, own = _name(rank), _environment(self.folder)
+        pid, _ = processes.start(name, own, command=command)
+        processes.release(name)
+        with self._lock:
+            self._pids[rank] = pid
+
+    def _ended(self, rank: int, status: int | None, processes: Processes) -> None:
+        now, log = time.monotonic(), processes.said(_name(rank))
+        with self._lock:
+            slot = self._slots[rank]
+            slot.address = None
+            self._pids.pop(rank, None)
+            self._lease.forget(rank)
+            name = _name(rank)
+            is_own = status is not None and status > 0
+            failure = Failure(
+                at=now,
+                since=slot.started_at,
+                name=name,
+                why=f"ended {exit_text(status or 0)}",
+                error=self._failures.error_of(name, log) if is_own else "",
+            )
+            self._failures.count(failure, log)
+            given_up = self._failures.exceeded(now)
+            self.replaced += 1
+            wait = 0.0 if slot.has_worked else self._failures.hold(now, rank)
+        if given_up:
+            raise WhaleError(
+                f"the sparse section is given up: {given_up}. Its logs are in "
+                f"{self.folder / 'logs'}"
+            )
+        self._due[rank] = now + wait
+        self._notify()
+
+
+def _name(rank: int) -> str:
+    return f"sparse-{rank}"
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Variables of a process that computes on CPUs, as this one does."""
+    config: Any = jax.config
+    cache = config.jax_compilation_cache_dir or str(folder / "compiled")
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": "1" if config.jax_enable_x64 else "0",
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _close(
+    closing: threading.Event, thread: threading.Thread, folder: Path | None
+) -> None:
+    """Ends the processes, and removes a folder that was made for them."""
+    closing.set()
+    if thread is not threading.current_thread():
+        thread.join(30.0)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

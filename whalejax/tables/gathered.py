@@ -1,0 +1,113 @@
+"""Tables that are sent whole: those of which a batch needs more vectors than rows.
+
+Unpooled lookups of long histories read the same rows many times. Where a shard has
+fewer rows than the vectors that a rank's samples need of it, each row is sent once, and
+no ids: the rank finds its vectors itself. Backward it sums its gradients by row first,
+and sends these sums with the number of lookups of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax.tables.layout import TableLayout
+
+
+def block_rows(layout: TableLayout, buffers: Mapping[int, Any], rank: Any) -> Any:
+    """The rows that a rank sends whole, ``[elements]``.
+
+    Args:
+        layout: Buffers and columns.
+        buffers: The rank's buffers by width.
+        rank: Its number.
+    """
+    dtype = jnp.result_type(*(buffer.dtype for buffer in buffers.values()))
+    parts = [
+        buffers[width].at[_mine(places, rank)].get(mode="fill", fill_value=0)
+        for width, places in layout.blocks.items()
+    ]
+    empty = jnp.zeros((0,), dtype)
+    return jnp.concatenate([empty, *(part.reshape(-1).astype(dtype) for part in parts)])
+
+
+def whole_table(layout: TableLayout, name: str, blocks: Any) -> Any:
+    """A table that was sent whole.
+
+    Args:
+        layout: Buffers and columns.
+        name: Name of the table.
+        blocks: ``[ranks, elements]``, from ``block_rows`` of each rank.
+    """
+    shards = [each.stored.shard for each in layout.gathered[name]]
+    size = max(s.rows[1] for s in shards), max(s.columns[1] for s in shards)
+    table = jnp.zeros(size, blocks.dtype)
+    starts = _starts(layout, 0)
+    for each in layout.gathered[name]:
+        shard, width = each.stored.shard, each.stored.width
+        start = starts[width] + each.first * width
+        part = blocks[shard.rank, start : start + shard.num_rows * width]
+        rows, columns = each.stored.row_numbers, slice(*shard.columns)
+        table = table.at[rows, columns].set(part.reshape(-1, width))
+    return table
+
+
+def pack_sums(layout: TableLayout, sums: Mapping[str, Any], dtype: Any) -> Any:
+    """Sums of gradients by the rank that they are for, ``[ranks, elements]``.
+
+    Args:
+        layout: Buffers and columns.
+        sums: ``[rows, width + 1]`` by the name of each table that was sent whole; the
+            last column counts lookups.
+        dtype: Element type of the exchange.
+    """
+    packed = jnp.zeros((layout.ranks, layout.block_elements(1)), dtype)
+    starts = _starts(layout, 1)
+    for name, total in sums.items():
+        for each in layout.gathered[name]:
+            shard, width = each.stored.shard, each.stored.width
+            own = total[each.stored.row_numbers]
+            part = jnp.concatenate([own[:, slice(*shard.columns)], own[:, -1:]], axis=1)
+            start = starts[width] + each.first * (width + 1)
+            stop = start + shard.num_rows * (width + 1)
+            flat = part.astype(dtype).reshape(-1)
+            packed = packed.at[shard.rank, start:stop].set(flat)
+    return packed
+
+
+def block_gradients(
+    layout: TableLayout, packed: Any, buffers: Mapping[int, Any], rank: Any
+) -> dict[int, tuple[Any, Any]]:
+    """By width: rows of the rank's buffer, the number of rows for none; gradients.
+
+    Args:
+        layout: Buffers and columns.
+        packed: ``[ranks, elements]`` that came from all ranks.
+        buffers: The rank's buffers by width.
+        rank: Its number.
+    """
+    total, found = packed.sum(0), {}
+    starts = _starts(layout, 1)
+    for width, places in layout.blocks.items():
+        count = places.shape[1]
+        start = starts[width]
+        own = total[start : start + count * (width + 1)].reshape(count, width + 1)
+        place = jnp.where(own[:, -1] > 0, _mine(places, rank), buffers[width].shape[0])
+        found[width] = place, own[:, :-1].astype(buffers[width].dtype)
+    return found
+
+
+def _starts(layout: TableLayout, beside: int) -> dict[int, int]:
+    """First element of each width."""
+    found, start = {}, 0
+    for width, places in layout.blocks.items():
+        found[width] = start
+        start += places.shape[1] * (width + beside)
+    return found
+
+
+def _mine(places: Any, rank: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(jnp.asarray(places), rank, keepdims=False)

@@ -1,0 +1,42 @@
+"""How often each row of each table was looked up, while a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from whalejax.tables.recognize import NO_ID
+
+
+class LookupCounts:
+    """Lookups of some batches.
+
+    Attributes:
+        batches: Number of batches that were counted.
+        by_table: ``int64[rows]`` by the name of each table.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was counted."""
+        self.batches = 0
+        self.by_table: dict[str, np.ndarray] = {}
+
+    def add(
+        self, names: Sequence[str], rows: Sequence[int], ids: Sequence[Any]
+    ) -> None:
+        """Counts one batch.
+
+        Args:
+            names: Name of the table of each lookup.
+            rows: Rows of that table.
+            ids: Ids of each lookup; those without a row count for none.
+        """
+        self.batches += 1
+        for name, size, own in zip(names, rows, ids, strict=True):
+            known = np.asarray(own).ravel()
+            known = known[(known != NO_ID) & (known >= 0) & (known < size)]
+            counted = np.bincount(known, minlength=size)
+            held = self.by_table.get(name)
+            self.by_table[name] = counted if held is None else held + counted

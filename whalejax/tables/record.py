@@ -1,0 +1,139 @@
+"""A plan with tables as one plan: its own fields as data of the plan of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from whalejax import _compat
+from whalejax.capture.batch import aval_of
+from whalejax.lowering.batch_record import batch_leaves, batch_of, batch_tree
+from whalejax.planner.entries import BatchLeaf
+from whalejax.planner.errors import PlanError
+from whalejax.planner.json_codec import DataError, decode, encode
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.tables.record import placement_data, placement_of
+from whalejax.planner.tables.sections import Sections
+from whalejax.planner.tables_data import TablesData
+from whalejax.tables.plan import TablesPlan
+from whalejax.tables.recognize import TableProgram
+from whalejax.tables.sparse_optimizers import SparseOptimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TablesRecord:
+    """What a plan keeps of its tables, beside the placement; see ``TablesPlan``.
+
+    Attributes:
+        rows, model_paths, sections: As there.
+        refused: (Path, why it is no table).
+        batch, batch_tree: Leaves of the global batch, and the containers around them.
+        program_hash: As there.
+    """
+
+    rows: SparseOptimizer
+    refused: tuple[tuple[str, str], ...]
+    model_paths: tuple[str, ...]
+    batch: tuple[BatchLeaf, ...]
+    batch_tree: str
+    program_hash: str
+    sections: Sections | None
+
+
+def whole_plan(plan: TablesPlan) -> Plan:
+    """The plan of the dense part, with the tables in it.
+
+    Args:
+        plan: Both.
+    """
+    record = TablesRecord(
+        rows=plan.rows,
+        refused=tuple(plan.refused.items()),
+        model_paths=plan.model_paths,
+        batch=batch_leaves(plan.batch),
+        batch_tree=batch_tree(plan.batch),
+        program_hash=plan.program_hash,
+        sections=plan.sections,
+    )
+    document = {**encode(record), "placement": placement_data(plan.placement)}
+    # As a file holds it, so that a plan equals the one that was read back.
+    data = TablesData(json.loads(json.dumps(document)))
+    return dataclasses.replace(plan.dense, tables=data)
+
+
+def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
+    """The tables and the dense part of a plan.
+
+    Args:
+        plan: One with tables.
+        batch: The global batch, where the plan does not know its containers.
+
+    Raises:
+        PlanError: it has none, or its file is damaged.
+    """
+    if plan.tables is None:
+        raise PlanError("this plan has no tables. Plan with tables= to place some")
+    document = dict(plan.tables.document)
+    placement = placement_of(document.pop("placement"))
+    try:
+        record: TablesRecord = decode(TablesRecord, document, "tables")
+    except DataError as error:
+        raise PlanError(f"the tables of this plan cannot be read: {error}") from None
+    known: Any = record  # It has the batch as a plan has it.
+    return TablesPlan(
+        placement=placement,
+        dense=dataclasses.replace(plan, tables=None),
+        rows=record.rows,
+        refused=dict(record.refused),
+        model_paths=record.model_paths,
+        batch=batch_of(known) if batch is None else jax.tree.map(aval_of, batch),
+        sections=record.sections,
+        program_hash=record.program_hash,
+    )
+
+
+def program_hash(program: TableProgram) -> str:
+    """Hash of a loss as it was traced: what it does, in which order, to what.
+
+    Args:
+        program: The loss, cut at its lookups.
+    """
+    text = json.dumps(_described(*_compat.open_jaxpr(program.traced)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _described(body: Any, constants: Sequence[Any] = ()) -> list[Any]:
+    """Equations by the names and shapes of what they do, and the values they know."""
+    numbers: dict[Any, int] = {}
+    for variable in (*body.constvars, *body.invars):
+        numbers[variable] = len(numbers)
+    found: list[Any] = [[_digest(x) for x in constants]]
+    for equation in body.eqns:
+        given = [
+            _digest(a.val) if _compat.is_literal(a) else numbers[a]
+            for a in equation.invars
+        ]
+        inner = [
+            _described(*_compat.open_jaxpr(one))
+            for one in _compat.inner_jaxprs(equation)
+        ]
+        for variable in equation.outvars:
+            numbers[variable] = len(numbers)
+        shapes = [str(v.aval) for v in equation.outvars]
+        found.append([equation.primitive.name, given, shapes, inner])
+    return found
+
+
+def _digest(value: Any) -> str:
+    """A value that a program knows, in short."""
+    if _compat.is_key_dtype(getattr(value, "dtype", None)):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    return f"{array.dtype}{array.shape}{hashlib.sha256(array.tobytes()).hexdigest()}"

@@ -1,0 +1,146 @@
+"""What the two sections of a recommender ask each other, and what the answers are.
+
+Steps are numbered in the messages, so that a question may come twice: an update that
+is there already changes nothing, and a lookup of the same step reads the same rows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+from msgspec import Meta
+
+from whalejax.wire.messages import (
+    Arrays,
+    Count,
+    Message,
+    Question,
+    Seconds,
+    Text,
+    Whole,
+)
+
+
+Address: TypeAlias = tuple[Text, Annotated[int, Meta(gt=0, lt=1 << 16)]]
+Widths: TypeAlias = Annotated[
+    list[tuple[Count, Whole, Whole, Whole, Whole]], Meta(max_length=4096)
+]
+"""Width, rows, slots, offset and first id of each buffer."""
+
+
+# Answers.
+
+
+class HelloHeard(Message):
+    known: bool
+
+
+class Begun(Message):
+    """``version`` is that of the rows that were read back; -1 for none."""
+
+    version: Whole
+
+
+class RowsPut(Message):
+    pass
+
+
+class RowsChunk(Message):
+    arrays: Arrays = ()
+
+
+class Saved(Message):
+    version: Whole
+
+
+class Vectors(Message):
+    """The rows lacked the updates of the steps from ``version`` on."""
+
+    version: Whole
+    seconds: Seconds
+    arrays: Arrays = ()
+
+
+class Updated(Message):
+    version: Whole
+    seconds: Seconds
+
+
+class MadeBatch(Message):
+    """The leaves of a batch, and the ids of its lookups behind them."""
+
+    seconds: Seconds
+    arrays: Arrays = ()
+
+
+# Questions to the dense section.
+
+
+class Hello(Question[HelloHeard]):
+    rank: Whole
+    incarnation: Whole
+    address: Address
+
+
+# Questions to a process that holds tables.
+
+
+class Begin(Question[Begun]):
+    """Six arrays for each buffer: see ``WidthLayout``."""
+
+    staleness: Whole
+    optimizer: dict[Text, Any]
+    dtype: Text
+    widths: Widths
+    restores: bool
+    model: Text = ""
+    settings: dict[Text, Any] = {}
+    batch_size: Whole = -1
+    arrays: Arrays = ()
+
+
+class PutRows(Question[RowsPut]):
+    width: Count
+    state: Text
+    first: Whole
+    arrays: Arrays = ()
+
+
+class GetRows(Question[RowsChunk]):
+    width: Count
+    state: Text
+    first: Whole
+    count: Whole
+
+
+class Commit(Question[Saved]):
+    """Go on from the rows after so many steps: as they are, or with all updates."""
+
+    version: Whole
+    fresh: bool
+
+
+class Save(Question[Saved]):
+    pass
+
+
+class LookUp(Question[Vectors]):
+    """``arrays`` are the ids, ``int32[samples, columns]``."""
+
+    step: Whole
+    arrays: Arrays = ()
+
+
+class Update(Question[Updated]):
+    """``arrays`` are gradients, and the ids where this process may not have them.
+
+    All lookups of the steps before ``received`` were received.
+    """
+
+    step: Whole
+    received: Whole
+    arrays: Arrays = ()
+
+
+class MakeBatch(Question[MadeBatch]):
+    step: Whole
