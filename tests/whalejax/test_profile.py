@@ -16,8 +16,7 @@ import pytest
 
 import whalejax as wh
 from whalejax.cli import main
-from whalejax.runtime.profile import profile_of
-from whalejax.runtime.profile_trace import (
+from whalejax.runtime.profiling.device_events import (
     DeviceEvent,
     TraceData,
     length,
@@ -26,6 +25,7 @@ from whalejax.runtime.profile_trace import (
     within,
     without,
 )
+from whalejax.runtime.profiling.step_profile import profile_of
 
 
 NET = {"a": np.ones((64, 256), np.float32), "b": np.ones((256, 64), np.float32)}

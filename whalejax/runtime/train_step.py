@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     import os
 
     from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal
-    from whalejax.runtime.profile import StepProfile
+    from whalejax.runtime.profiling.step_profile import StepProfile
 
 
 class TrainStep:
@@ -455,7 +455,7 @@ class TrainStep:
             PlanError: As a step does.
             WhaleError: The trace holds no step.
         """
-        from whalejax.runtime.profile import profiled
+        from whalejax.runtime.profiling.step_profile import profiled
 
         problems = Arguments("step.profile")
         problems.whole("steps", steps, least=1, most=1000)

@@ -29,7 +29,7 @@ from whalejax.runtime.planned_traffic import (
     compared_traffic,
     unplanned_traffic,
 )
-from whalejax.runtime.profile_trace import (
+from whalejax.runtime.profiling.device_events import (
     STEP_NAME,
     DeviceEvent,
     Spans,

@@ -1,0 +1,1 @@
+"""Steps that ran, measured beside what was predicted of them."""
