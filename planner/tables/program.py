@@ -11,14 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from scipy import optimize, sparse
 
 from whalejax.planner.tables.greedy import Assignment, Scale
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.ways import Item, rank_groups, times_chosen
+
+
+if TYPE_CHECKING:
+    from scipy import optimize
 
 
 _TOTAL_WEIGHT: Final = 2e-5
@@ -83,6 +86,8 @@ class _Rows:
     def constraint(self, columns: int) -> optimize.LinearConstraint:
         rows, cols, values = zip(*self.entries, strict=True)
         shape = (len(self.lower), columns)
+        from scipy import optimize, sparse  # Which take a third of a second.
+
         matrix = sparse.csr_array((values, (rows, cols)), shape=shape)
         return optimize.LinearConstraint(matrix, self.lower, self.upper)
 
@@ -119,6 +124,8 @@ def solve(
     most = [times_chosen(items[c.item].ways[c.way]) for c in columns]
     upper = [math.inf if at_most is None else at_most * (1 + 1e-9)]
     lower = [scale.bound * (1 - 1e-9)]
+    from scipy import optimize
+
     bounds = optimize.Bounds(
         [*lower, *[0] * (count - 1)], [*upper, *[1] * len(ways), *most]
     )

@@ -670,21 +670,7 @@ def compile(
     """
     from whalejax.lowering.batch_record import batch_of
 
-    if isinstance(loss_fn, Plan) or isinstance(model, Plan):
-        raise PlanError(
-            "the plan stands where the loss or the model is expected. The order is "
-            "wh.compile(plan, loss_fn, model)"
-        )
-    if not isinstance(plan, Plan):
-        raise PlanError(
-            f"plan is {shown(plan)}; expected what wh.plan gives, or wh.Plan.load of a "
-            "file"
-        )
-    if not plan.runnable:
-        raise PlanError(
-            "this plan is an estimate (runnable=False) and cannot be run. Plan again "
-            "without runnable=False"
-        )
+    _check_plan(plan, loss_fn, model)
     if plan.tables is not None:
         from whalejax.runtime.compile_tables import compile_plan
 
@@ -714,6 +700,25 @@ def compile(
         batch_axes=batch_axes,
         devices=devices,
     )
+
+
+def _check_plan(plan: Any, loss_fn: Any, model: Any) -> None:
+    """Refuse what is no plan that runs, or stands in another argument's place."""
+    if isinstance(loss_fn, Plan) or isinstance(model, Plan):
+        raise PlanError(
+            "the plan stands where the loss or the model is expected. The order is "
+            "wh.compile(plan, loss_fn, model)"
+        )
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"plan is {shown(plan)}; expected what wh.plan gives, or wh.Plan.load of a "
+            "file"
+        )
+    if not plan.runnable:
+        raise PlanError(
+            "this plan is an estimate (runnable=False) and cannot be run. Plan again "
+            "without runnable=False"
+        )
 
 
 def _check_table_arguments(axis_names: Any, batch_axes: Any) -> None:
