@@ -31,6 +31,7 @@ def model_work(graph: Graph, samples: int) -> ModelWork:
     """
     products = [op for op in graph.ops if op.flops]
     rows = _common_rows(graph, products)
+    weight = graph.weight_tensors()
     # Work grows with the samples: that of a few says what that of all is.
     scale = samples / max(1, graph.batch_size)
     params = graph.params
@@ -40,9 +41,19 @@ def model_work(graph: Graph, samples: int) -> ModelWork:
         active=_active_parameters(graph, products, rows),
         samples=samples,
         tokens=round(_tokens(graph, rows) * scale),
-        step_flops=round(sum(_both_passes(graph, op) for op in products) * scale),
+        step_flops=round(
+            sum(
+                _both_passes(graph, op) * (1 if _of_weights(weight, op) else scale)
+                for op in products
+            )
+        ),
         dtype=_product_dtype(graph, products),
     )
+
+
+def _of_weights(weight: Sequence[bool], op: Op) -> bool:
+    """Whether an operation reads weights alone, so that samples do not matter."""
+    return all(weight[t] for t in op.operands)
 
 
 def _both_passes(graph: Graph, op: Op) -> int:
@@ -50,7 +61,9 @@ def _both_passes(graph: Graph, op: Op) -> int:
     gradients = sum(graph.tensors[t].differentiable for t in op.operands)
     # Attention is two products, of which each has two gradients.
     behind = min(2, gradients)
-    return op.flops * op.trip * (1 + behind)
+    # A transposed convolution is counted with the zeros between its samples.
+    spread = math.prod(window.spread for window in op.windows)
+    return op.flops * op.trip * (1 + behind) // spread
 
 
 def _product_dtype(graph: Graph, products: Sequence[Op]) -> str:
@@ -86,7 +99,9 @@ def _tokens(graph: Graph, rows: int) -> int:
         tensor.path.rpartition(".")[2].partition("[")[0]: tensor.shape
         for tensor in graph.tensors
         if tensor.kind == "batch"
-        and "int" in tensor.dtype
+        and tensor.dtype.startswith(("int", "uint"))
+        and not tensor.dtype.endswith("int8")  # Which images are stored in.
+        and len(tensor.shape) <= 2
         and math.prod(tensor.shape) > graph.batch_size
     }
     for name in TOKEN_NAMES:
@@ -125,7 +140,9 @@ def _expert_shares(
         if op.kind in RAGGED:
             met //= experts
         taken = _choices(graph, experts)
-        share = taken / experts if taken else met / max(1, rows)
+        share = met / max(1, rows)
+        if taken and met < rows:  # Else each of them computes for every token.
+            share = taken / experts
         found[param] = min(1.0, max(found.get(param, 0.0), share))
     return found
 

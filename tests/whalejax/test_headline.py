@@ -6,7 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -71,6 +73,57 @@ def test_the_work_does_not_depend_on_the_plan() -> None:
     halved = plain.what_if(batch=plain.batch[0].shape[0] // 2)
     assert work_of(halved).step_flops * 2 == work_of(plain).step_flops
     assert work_of(halved).tokens * 2 == work_of(plain).tokens
+
+
+def test_products_of_weights_alone_do_not_grow_with_the_batch() -> None:
+    net = {"w": jnp.zeros((32, 64)), "a": jnp.zeros((32, 4)), "b": jnp.zeros((4, 64))}
+    found = {
+        work_of(
+            wh.plan(
+                lambda net, x: (x @ (net["w"] + net["a"] @ net["b"])).mean(),
+                net,
+                jnp.zeros((64, 32)),
+                cluster="h100:2",
+                optimizer=optax.sgd(0.1),
+                num_micro_batches=count,
+            )
+        ).step_flops
+        for count in (1, 2, 4)
+    }
+    assert len(found) == 1
+
+
+def test_a_transposed_convolution_is_counted_without_zeros() -> None:
+    kernel = {"w": jnp.zeros((2, 2, 16, 8))}
+
+    def loss(net: Any, x: Any) -> Any:
+        return jax.lax.conv_transpose(
+            x, net["w"], (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ).mean()
+
+    plan = wh.plan(
+        loss,
+        kernel,
+        jnp.zeros((8, 10, 10, 16)),
+        cluster="h100:2",
+        optimizer=optax.sgd(0.1),
+    )
+    forward = 2 * (8 * 10 * 10) * 16 * (2 * 2 * 8)
+    assert work_of(plan).step_flops == 2 * forward  # and the gradient of the kernel
+
+
+def test_images_are_no_tokens() -> None:
+    net = {"w": jnp.zeros((3 * 64, 8))}
+    plan = wh.plan(
+        lambda net, b: (
+            b["inputs"].reshape(-1, 3 * 64).astype(jnp.float32) @ net["w"]
+        ).mean(),
+        net,
+        {"inputs": np.zeros((16, 8, 8, 3), np.uint8)},
+        cluster="h100:2",
+        optimizer=optax.sgd(0.1),
+    )
+    assert (work_of(plan).tokens, work_of(plan).unit) == (0, "samples")
 
 
 def test_a_token_meets_some_of_the_experts() -> None:

@@ -198,3 +198,112 @@ def test_a_file_that_is_no_table_stays_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(wh.WhaleError, match="first column is 'name'"):
         StepTable(path, 0)
     assert path.read_text() == "name,value\na,1\n"
+
+
+class Samples:
+    """Numbered samples, which remember that they were read."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return {name: leaf[0] for name, leaf in data(index, 1).items()}
+
+
+def test_a_feed_goes_on_where_the_state_is(step: wh.TrainStep) -> None:
+    whole = wh.loop.train(step, fresh(step), wh.Feed(Samples(), SIZE, step), steps=4)
+    half = wh.loop.train(step, fresh(step), wh.Feed(Samples(), SIZE, step), steps=2)
+    state = step.adopt(half.state)
+    with pytest.raises(wh.WhaleError, match="batches comes to step 0 next, and the"):
+        wh.loop.train(step, state, wh.Feed(Samples(), SIZE, step), steps=4)
+    feed = wh.Feed(Samples(), SIZE, step, first_sample=half.state.samples)
+    rest = wh.loop.train(step, state, feed, steps=4)
+    assert [*half.losses, *rest.losses] == [*whole.losses]
+
+
+def test_a_run_that_stops_early_can_go_on(step: wh.TrainStep, tmp_path: Path) -> None:
+    run = wh.loop.train(
+        step,
+        fresh(step),
+        data,
+        steps=50,
+        save_dir=tmp_path,
+        save_every=50,
+        eval_batches=[data(100)],
+        eval_every=2,
+        best="loss",
+        best_mode="max",
+        patience=2,
+    )
+    assert run.stopped_early
+    assert run.checkpoint == wh.loop.latest(tmp_path)
+    assert int(step.restore(run.checkpoint).step) == len(run.losses)
+
+
+def test_a_new_run_takes_no_best_of_another(step: wh.TrainStep, tmp_path: Path) -> None:
+    options = {"save_dir": tmp_path, "eval_batches": [data(100)], "best": "loss"}
+    first = wh.loop.train(step, fresh(step), data, steps=2, **options)
+    assert first.checkpoint is not None
+    state = step.restore(first.checkpoint)
+    with pytest.raises(wh.WhaleError, match="keeps the best checkpoint by the minimum"):
+        wh.loop.train(step, state, data, steps=3, best_mode="max", **options)
+    for path in tmp_path.glob("step_*"):
+        path.rename(tmp_path.parent / path.name)
+    with pytest.raises(wh.WhaleError, match="keeps the best checkpoint of another run"):
+        wh.loop.train(step, fresh(step), data, steps=2, **options)
+
+
+def test_what_fails_in_an_evaluation_is_done_again(
+    step: wh.TrainStep, tmp_path: Path
+) -> None:
+    calls: list[int] = []
+
+    def sets() -> list[Any]:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("ended")
+        return [data(100)]
+
+    options: Any = {
+        "save_dir": tmp_path / "run",
+        "save_every": 2,
+        "eval_batches": sets,
+        "csv": tmp_path / "steps.csv",
+    }
+    with pytest.raises(RuntimeError, match="ended"):
+        wh.loop.train(step, fresh(step), data, steps=6, **options)
+    state = step.restore(wh.loop.latest(tmp_path / "run"))
+    wh.loop.train(step, state, data, steps=6, **options)
+    rows = rows_of(tmp_path / "steps.csv")
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [bool(row["eval/loss"]) for row in rows] == [False, True] * 3
+
+
+def test_a_metric_may_have_the_name_of_a_column(tmp_path: Path) -> None:
+    def named(net: Any, batch: Any) -> Any:
+        return loss_fn(net, batch)[0], {"step": jnp.float32(7.0)}
+
+    net, optimizer = {"w": jnp.zeros((4, 1))}, optax.sgd(0.05)
+    plan = wh.plan(named, net, data(0), optimizer=optimizer, cluster="cpu:2")
+    own = wh.compile(plan, named, net, optimizer=optimizer, devices=jax.devices()[:2])
+    table = tmp_path / "steps.csv"
+    run = wh.loop.train(own, own.init_from(net), data, steps=3, csv=table)
+    wh.loop.train(own, run.state, data, steps=5, csv=table)
+    assert [int(row["step"]) for row in rows_of(table)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"eval_batches": data(1)}, "eval_batches is .*expected a list of batches"),
+        ({"eval_batches": 3}, "eval_batches is 3; expected a list of batches"),
+        ({"hooks": print}, "hooks is .*expected a list of functions"),
+        ({"hooks": None}, "hooks is None; expected a list of functions"),
+        ({"csv": 3}, "csv is 3; expected the path of a CSV file"),
+    ],
+)
+def test_other_types_are_refused_at_once(
+    step: wh.TrainStep, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(wh.WhaleError, match=words):
+        wh.loop.train(step, fresh(step), data, steps=1, **options)

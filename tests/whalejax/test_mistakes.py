@@ -257,6 +257,34 @@ def test_a_class_of_nnx_is_given_its_random_numbers() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def test_makers_are_given_what_they_take() -> None:
+    key = jax.random.key(3)
+    want = jax.tree.leaves(step().init(Net, rng=key).params)
+    makers: list[Callable[..., Any]] = [
+        functools.partial(Net, 32),
+        lambda *, key: Net(rngs=nnx.Rngs(key)),
+        lambda rng: Net(rngs=nnx.Rngs(rng)),
+        lambda: Net(rngs=nnx.Rngs(0)),
+    ]
+    for maker in makers[:3]:
+        found = jax.tree.leaves(step().init(maker, rng=key).params)
+        for one, other in zip(found, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert int(step().init(makers[3], rng=key).step) == 0
+
+
+def test_a_batch_may_be_a_module_of_equinox() -> None:
+    eqx = pytest.importorskip("equinox")
+
+    class Batch(eqx.Module):  # type: ignore[misc, name-defined]
+        x: Any
+        y: Any
+
+    batch = Batch(BATCH["x"], BATCH["y"])
+    found = planned(lambda m, b: loss(m, {"x": b.x, "y": b.y}), net(), batch)
+    assert found.num_devices == 8
+
+
 def test_attributes_have_nearest_names() -> None:
     with pytest.raises(AttributeError, match="no 'memmory'. Did you mean 'memory'"):
         called(getattr, plan(), "memmory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from flax.linen.spmd import logical_to_mesh_axes
 
@@ -102,3 +103,16 @@ def test_names_of_the_models_own_stay() -> None:
     plan = planned("moe-test", {"fsdp": 8}, logical_names=True)
     names = {name for axes in plan.logical_axes().values() for name in axes}
     assert {"experts", "embed", "mlp"} <= names
+
+
+def test_words_inside_words_name_nothing() -> None:
+    """``network`` holds ``wo``, and ``group`` holds ``up``."""
+    net = {"network": jnp.zeros((8, 16)), "group": jnp.zeros((16, 24))}
+    plan = wh.plan(
+        lambda net, x: (x @ net["network"] @ net["group"]).mean(),
+        net,
+        jnp.zeros((8, 8)),
+        cluster="cpu:2",
+    )
+    names = {name for axes in plan.logical_axes().values() for name in axes}
+    assert not any(name and name.startswith("mlp") for name in names)

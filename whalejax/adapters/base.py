@@ -8,6 +8,7 @@ own because it alone knows Flax, and imports it only where the model is Flax's.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -404,18 +405,32 @@ def made_model(make_model: Callable[..., Any], key: Any) -> Any:
     if wants_key(make_model):
         check_needed(make_model, positional=1)
         return make_model(key)
-    check_needed(make_model)
-    return make_model()
+    name = _named_key(make_model)
+    check_needed(make_model, *[name] * bool(name))
+    return make_model(**{name: key}) if name else make_model()
+
+
+def _named_key(make_model: Callable[..., Any]) -> str:
+    """The parameter that takes a random key by its name alone; empty for none."""
+    try:
+        parameters = inspect.signature(make_model).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    found = (p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    return next((name for name in found if name in ("rng", "key")), "")
 
 
 def _takes_rngs(make_model: Callable[..., Any]) -> bool:
     """Whether it is a class of NNX whose constructor takes ``rngs``."""
     nnx = sys.modules.get("flax.nnx")
+    bound = make_model if isinstance(make_model, functools.partial) else None
+    made = make_model if bound is None else bound.func
     return (
         nnx is not None
-        and isinstance(make_model, type)
-        and issubclass(make_model, nnx.Module)
-        and "rngs" in _constructor(make_model).parameters
+        and isinstance(made, type)
+        and issubclass(made, nnx.Module)
+        and "rngs" in _constructor(made).parameters
+        and not (bound is not None and "rngs" in bound.keywords)
     )
 
 

@@ -683,6 +683,7 @@ VALUE_ERRORS: Final = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
 )
 """What JAX raises where the value of a traced array is asked for."""
 

@@ -30,6 +30,7 @@ class Evaluations:
         batches: A sequence of batches, a function that gives them anew, or None.
         records: Where results are written.
         folder: Folder of the checkpoints, or None.
+        first: Steps that were done before.
         metric: Name of the metric whose best checkpoint is kept, or None.
         mode: Which of its values are better.
         patience: Evaluations in a row without a better value that end the run, or None.
@@ -46,6 +47,7 @@ class Evaluations:
         *,
         records: Records,
         folder: Path | None,
+        first: int,
         metric: str | None,
         mode: Literal["min", "max"],
         patience: int | None,
@@ -62,6 +64,18 @@ class Evaluations:
         self.best: BestCheckpoint | None = None
         if metric is not None and folder is not None:
             self.best = best(folder)
+            if self.best is not None and first == 0:
+                raise WhaleError(
+                    f"{folder} keeps the best checkpoint of another run "
+                    f"({self.best.path.name}), and this one begins at step 0. Give "
+                    "another folder, or go on from a checkpoint of that run"
+                )
+            if self.best is not None and self.best.mode != mode:
+                raise WhaleError(
+                    f"{folder} keeps the best checkpoint by the "
+                    f"{self.best.mode}imum, and best_mode is {mode!r}. Give another "
+                    "folder, or the same mode"
+                )
             if self.best is not None and self.best.metric != metric:
                 raise WhaleError(
                     f"{folder} keeps the best checkpoint by {self.best.metric!r}, and "
@@ -105,6 +119,7 @@ class Evaluations:
         found = BestCheckpoint(
             step=done,
             metric=self._metric,
+            mode=self._mode,
             value=value,
             path=folder / f"best_{done:06d}",
         )

@@ -29,7 +29,7 @@ from whalejax.lowering.global_arrays import is_here, settle
 from whalejax.lowering.multihost.watchdog import lost
 from whalejax.lowering.state import TrainState
 from whalejax.membership.heartbeat import tells_of_loss
-from whalejax.meshes.checks import Arguments, shown
+from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.runtime.evaluations import Evaluations
@@ -163,7 +163,7 @@ def train(
     del settings["state"], settings["batches"]
     with ExitStack() as opened:
         run = _run_of(opened, int(state.step), **settings)
-        return run.go(state, _batch_function(batches))
+        return run.go(state, _batch_function(batches, run.rhythm.first))
 
 
 def _run_of(
@@ -215,6 +215,7 @@ def _run_of(
             batches,
             records=records,
             folder=folder,
+            first=first,
             metric=given["best"],
             mode=given["best_mode"],
             patience=given["patience"],
@@ -291,6 +292,8 @@ class _Run:
                     checkpoint = self._paused(done, state) or checkpoint
                     windows.open(done - first)
                 if self.evaluations.is_over:
+                    if self.folder is not None and not self.rhythm.saves(done):
+                        checkpoint = self._saved(done, state)
                     break
         except _NotFiniteError as error:
             _stop(error, steps, checkpoint, self.folder)
@@ -310,11 +313,17 @@ class _Run:
         checkpoint = None
         if self.folder is not None:
             _check_parameters(self.step, state, done)
-        if self.folder is not None and self.rhythm.saves(done):
-            checkpoint = _save(self.folder, done, self.step, state)
-            _prune(self.folder, self.keep, self.resumed_from)
+        # First evaluated: a run that is ended in it does the steps before it again.
         if self.rhythm.evaluates(done):
             self.evaluations.run(done, state)
+        if self.folder is not None and self.rhythm.saves(done):
+            checkpoint = self._saved(done, state)
+        return checkpoint
+
+    def _saved(self, done: int, state: TrainState) -> Path:
+        assert self.folder is not None
+        checkpoint = _save(self.folder, done, self.step, state)
+        _prune(self.folder, self.keep, self.resumed_from)
         return checkpoint
 
 
@@ -329,11 +338,18 @@ def latest(save_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def _batch_function(
-    batches: Callable[[int], Any] | Iterable[Any],
+    batches: Callable[[int], Any] | Iterable[Any], first: int
 ) -> Callable[[int], Any]:
     """What gives the batch of a step, by its number or one after the other."""
     if callable(batches):
         return batches
+    place = getattr(batches, "step", first)
+    if is_whole(place) and place != first:
+        raise WhaleError(
+            f"batches comes to step {place} next, and the state has {first} steps "
+            "behind it: samples would be seen again, or left out. Make it with "
+            f"wh.Feed(…, first_sample=state.samples), or first={first}"
+        )
     if isinstance(batches, Mapping) or not hasattr(batches, "__iter__"):
         raise WhaleError(
             f"batches is {shown(batches)}; expected a function from the number of a "
@@ -364,6 +380,18 @@ def _check_arguments(*, step: Any, **given: Any) -> None:
     for name in ("eval_every", "patience"):
         problems.whole(name, given[name], least=1, none=True)
     problems.choice("best_mode", given["best_mode"], ("min", "max"))
+    sets = given["eval_batches"]
+    if sets is not None and not (callable(sets) or isinstance(sets, list | tuple)):
+        problems.refuse(
+            "eval_batches", sets, "a list of batches, or a function that gives them"
+        )
+    hooks = given["hooks"]
+    if not isinstance(hooks, list | tuple) or not all(map(callable, hooks)):
+        problems.refuse(
+            "hooks", hooks, "a list of functions of a step's number and its values"
+        )
+    if given["csv"] is not None:
+        problems.path("csv", given["csv"], "the path of a CSV file")
     if given["eval_batches"] is None:
         for name in ("eval_every", "best", "patience"):
             if given[name] is not None:

@@ -56,7 +56,7 @@ class StepTable:
                     f"{self._columns[0]!r}. Give another file"
                 )
             self._write(kept)
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+        except (OSError, ValueError, csv.Error) as error:
             raise _unwritten(path, error) from error
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -177,7 +177,9 @@ class Records:
             self._flush()
             scalars = {k: v for k, v in progress.metrics.items() if np.ndim(v) == 0}
             seconds = progress.step_seconds
-            self._row = {"step": progress.step, **scalars, "step_seconds": seconds}
+            own = {"step": progress.step, "step_seconds": seconds}
+            rest = {k: v for k, v in scalars.items() if k not in own}
+            self._row = {"step": own.pop("step"), **rest, **own}
         if self._meter is not None:
             self._meter.show(progress.step, self._words(progress))
 
@@ -192,6 +194,7 @@ class Records:
         for hook in self._hooks:
             hook(step, named)
         self._row.update(named)
+        self._flush()
 
     def _flush(self) -> None:
         if self._row and self._table is not None:
@@ -218,12 +221,14 @@ class BestCheckpoint:
     Attributes:
         step: Steps done when it was written.
         metric: Name of the metric.
+        mode: Which of its values are better.
         value: Value of it.
         path: The checkpoint.
     """
 
     step: int
     metric: str
+    mode: Literal["min", "max"]
     value: float
     path: Path
 
@@ -240,6 +245,7 @@ def best(save_dir: str | os.PathLike[str]) -> BestCheckpoint | None:
         found = BestCheckpoint(
             step=int(data["step"]),
             metric=str(data["metric"]),
+            mode="max" if data["mode"] == "max" else "min",
             value=float(data["value"]),
             path=folder / f"best_{int(data['step']):06d}",
         )
@@ -285,7 +291,8 @@ def keep_best(
     save(found.path)
     if not writes:
         return
-    data = {"step": found.step, "metric": found.metric, "value": found.value}
+    names = ("step", "metric", "mode", "value")
+    data = {name: getattr(found, name) for name in names}
     part = save_dir / f".{BEST_FILE}.{os.getpid()}.tmp"
     part.write_text(json.dumps(data), encoding="utf-8")
     os.replace(part, save_dir / BEST_FILE)

@@ -227,8 +227,8 @@ def check_planned_state(
     if given and not planned:
         warn(
             f"the optimizer keeps {gigabytes(given)} beside the parameters, and the "
-            "plan was made without one: more memory is needed than was predicted. Give "
-            "wh.plan the optimizer that wh.compile is given"
+            "plan was made without one that keeps any: more memory is needed than was "
+            "predicted. Give wh.plan the optimizer that wh.compile is given"
         )
     elif given != planned:
         more = "more" if given > planned else "less"

@@ -65,7 +65,8 @@ def check_order(name: str, loss_fn: Any, model: Any, batch: Any) -> None:
         found.append(f"loss_fn is {_kind(loss_fn)}")
     if is_module(batch) or _is_plain_function(batch):
         found.append(f"batch is {_kind(batch)}")
-    if len(found) > 1 or (found and (is_module(batch) or _is_plain_function(model))):
+    flax = any(base.__module__.startswith("flax") for base in type(batch).__mro__)
+    if len(found) > 1 or _is_plain_function(model) or (flax and is_module(batch)):
         raise WhaleError(f"{'; '.join(found)}. The order is {name}")
 
 

@@ -21,7 +21,7 @@ class _Place:
     """A dimension of a parameter.
 
     Attributes:
-        words: Parts of the parameter's path, in lower case.
+        words: Words of the parameter's path, in lower case.
         dim: Number of the dimension.
         rank: Dimensions of the parameter.
     """
@@ -31,8 +31,12 @@ class _Place:
     rank: int
 
     def has(self, *parts: str) -> bool:
-        """Whether some word of the path contains one of some texts."""
-        return any(part in word for part in parts for word in self.words)
+        """Whether some word of the path is one of some texts, or begins with it."""
+        return any(
+            word == part or (len(part) > 3 and word.startswith(part))
+            for part in parts
+            for word in self.words
+        )
 
 
 def logical_names(plan: PlanData) -> dict[str, str]:
@@ -60,7 +64,7 @@ def _places(role: RoleInfo, ranks: Mapping[str, int]) -> list[_Place]:
     for alias in (role.name, *role.aliases):
         match = re.fullmatch(r"(.+)\[(\d+)(?:\.\d+)?\]", alias)
         if match and match[1] in ranks:
-            words = tuple(match[1].lower().split("."))
+            words = tuple(re.split(r"[._]", match[1].lower()))
             found.append(_Place(words, int(match[2]), ranks[match[1]]))
     return found
 
@@ -102,7 +106,7 @@ def _name(role: RoleInfo, ranks: Mapping[str, int]) -> str:
 
 
 def _is_table_of_places(place: _Place) -> bool:
-    return place.has("pos", "place", "segment", "distance", "type")
+    return place.has("pos", "position", "place", "segment", "distance", "type")
 
 
 def _by_path(place: _Place) -> str:
@@ -112,10 +116,10 @@ def _by_path(place: _Place) -> str:
         return "layers"
     if place.has("expert") and place.dim == place.rank - 3:
         return "experts"
-    if place.has("pos", "place") and place.dim == 0:
+    if place.has("pos", "position", "place") and place.dim == 0:
         return "position"
     if place.has("attention", "attn", "query", "key", "value") and place.rank >= 3:
-        if place.has("out", "o_proj", "proj"):
+        if place.has("out", "output", "o", "proj"):
             return {last - 2: "heads", last - 1: "head_dim"}.get(place.dim, "")
         return {last - 1: "heads", last: "head_dim"}.get(place.dim, "")
     if place.has("mlp", "ffn", "up", "gate", "wi", "fc1") and place.dim == last:

@@ -248,10 +248,19 @@ def profiled(
     for _ in range(WARM_UP_STEPS):
         state = run(state)
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        try:
+            jax.profiler.start_trace(folder)
+        except RuntimeError as error:
+            raise WhaleError(
+                f"another profiler is running ({error}). Stop it before profiling a "
+                "step: jax.profiler.stop_trace()"
+            ) from error
+        try:
             for _ in range(steps):
                 with jax.profiler.TraceAnnotation(STEP_NAME):
                     state = run(state)
+        finally:
+            jax.profiler.stop_trace()
         trace = read_trace(Path(folder))
     return state, profile_of(plan, program(), trace)
 
@@ -277,7 +286,7 @@ def profile_of(plan: PlanData, program: str, trace: TraceData) -> StepProfile:
                 for name, seconds in found.items():
                     sums[name] = sums.get(name, 0.0) + seconds
     count = len(trace.steps) * len(devices)
-    predicted = predicted_terms(plan)
+    predicted = predicted_terms(plan, by_axes=bool(program))
     terms = [
         ProfileTerm(
             name=name,
@@ -299,14 +308,21 @@ def profile_of(plan: PlanData, program: str, trace: TraceData) -> StepProfile:
     )
 
 
-def predicted_terms(plan: PlanData) -> dict[str, float]:
+def predicted_terms(plan: PlanData, *, by_axes: bool = True) -> dict[str, float]:
     """The plan's terms under the names of measured ones.
 
     Collectives have the seconds that they take on their links, hidden parts included.
+
+    Args:
+        plan: the plan.
+        by_axes: Traces tell over which axes a collective runs. Where there are several
+            programs they tell its kind alone, and nothing of what stages hand on.
     """
     found = {COMPUTE: sum(getattr(plan.time, f"{name}_seconds") for name in _COMPUTING)}
     for row in traffic(plan):
-        name = _collective_name(row.kind, row.axes)
+        if not by_axes and row.kind not in _KINDS:
+            continue
+        name = _collective_name(row.kind, row.axes if by_axes else ())
         found[name] = found.get(name, 0.0) + row.seconds
     return found
 
@@ -367,7 +383,8 @@ def _collective_of(
     if found is not None:
         return _collective_name(found.kind, found.axes(mesh))
     kind = name.partition(".")[0].removesuffix("-start").removesuffix("-done")
-    return _collective_name(kind, None) if kind in _KINDS else None
+    unknown = None if names else ()
+    return _collective_name(kind, unknown) if kind in _KINDS else None
 
 
 _KINDS: Final = (
