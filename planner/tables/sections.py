@@ -20,10 +20,11 @@ from whalejax.planner.tables.table import ID_BYTES, Table
 
 
 WIRE_BYTES_PER_SECOND: Final = 0.4e9
-"""Encrypted, between two processes of a machine, there and back at once (measured on
-two cores of a Xeon, November 2026); a network may be slower."""
+"""Assumed, not measured: encrypted, between two processes of a machine, there and back
+at once. It decides nothing once a run has measured its own times (``times=``)."""
 
 _WIRE_LATENCY: Final = 1e-3
+"""Seconds of a message, assumed like the rate above."""
 _ENOUGH: Final = 1.01
 
 
