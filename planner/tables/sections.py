@@ -154,7 +154,7 @@ def choose_sections(
     >>> times = SectionTimes(sparse_seconds=2.0, wire_seconds=0.1, dense_seconds=1.1)
     >>> chosen = choose_sections(times, 8, 4, is_measured=True)
     >>> chosen.processes, chosen.queue_depth
-    (2, 4)
+    (2, 3)
     """
     best = times.step_seconds(most_processes, staleness)
     processes = next(
