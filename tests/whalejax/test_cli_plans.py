@@ -218,7 +218,8 @@ COMPLETES = """
 set -e
 eval "$("$PYTHON" -m whalejax completion bash)"
 complete -p whalejax | sed 's/.*-F \\([^ ]*\\).*/\\1/' > name
-for line in "whalejax dif" "whalejax search gpt --pri"; do
+for line in "whalejax dif" "whalejax search gpt --pri" "whalejax swarm jo" \
+    "whalejax plan gpt-sm" "whalejax plan gpt --cluster h200" "whalejax jobs ad"; do
     COMP_WORDS=($line); COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
     COMP_LINE=$line; COMP_POINT=${#line}; COMPREPLY=()
     "$(cat name)" || true
@@ -237,7 +238,8 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert done.stdout.split() == ["diff", "--price"], done.stderr
+    words = ["diff", "--price", "join", "gpt-small", "h200:8", "add"]
+    assert done.stdout.split() == words, done.stderr
 
 
 @pytest.mark.parametrize(

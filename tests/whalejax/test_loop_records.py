@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import optax
 import pytest
 
 import whalejax as wh
+from whalejax import models
 from whalejax.runtime.run_records import StepTable
 
 
@@ -307,3 +309,52 @@ def test_other_types_are_refused_at_once(
 ) -> None:
     with pytest.raises(wh.WhaleError, match=words):
         wh.loop.train(step, fresh(step), data, steps=1, **options)
+
+
+def test_patience_counts_over_runs(step: wh.TrainStep, tmp_path: Path) -> None:
+    options: Any = {
+        "save_dir": tmp_path,
+        "save_every": 1,
+        "eval_batches": [data(100)],
+        "best": "loss",
+        "best_mode": "max",  # which falls from the first step on
+        "patience": 3,
+    }
+    whole = wh.loop.train(step, fresh(step), data, steps=9, **options)
+    assert whole.stopped_early and len(whole.losses) == 4
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    wh.loop.train(step, fresh(step), data, steps=3, **options)
+    for more in (1, 0):  # One evaluation is left; then there is nothing to do.
+        state = step.restore(wh.loop.latest(tmp_path))
+        rest = wh.loop.train(step, state, data, steps=9, **options)
+        assert rest.stopped_early and len(rest.losses) == more
+
+
+def test_steps_with_tables_take_all_of_it(tmp_path: Path) -> None:
+    job = models.job("dlrm-test")
+    model, optimizer = job.make_model(jax.random.key(0)), optax.adagrad(0.1)
+    plan = wh.plan(
+        job.loss_fn,
+        model,
+        job.batch_at(0),
+        optimizer=optimizer,
+        cluster="cpu:2",
+        tables=wh.sparse_optimizer("adagrad", 0.1),
+    )
+    own = wh.compile(
+        plan, job.loss_fn, model, optimizer=optimizer, devices=jax.devices()[:2]
+    )
+    run = wh.loop.train(
+        own,
+        own.init_from(model),
+        job.batch_at,
+        steps=3,
+        save_dir=tmp_path / "run",
+        eval_batches=[job.batch_at(9)],
+        best="loss",
+        csv=tmp_path / "steps.csv",
+        progress=True,
+    )
+    assert len(run.losses) == 3 and run.best is not None
+    assert own.restore(run.best.path) is not None

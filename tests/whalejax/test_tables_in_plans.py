@@ -110,6 +110,25 @@ def test_another_loss_of_the_same_tables_is_refused() -> None:
     def shifted(net: Any, batch: Any) -> Any:
         return loss(net, {**batch, "user": batch["user"] // 2})
 
+    def powered(net: Any, batch: Any, power: int) -> Any:
+        return jax.lax.integer_pow(loss(net, batch), power)
+
+    square = wh.plan(
+        lambda net, batch: powered(net, batch, 2),
+        net,
+        make_batch(0, np.float32),
+        optimizer=OPTIMIZER,
+        cluster="cpu:4",
+        tables=ROWS,
+    )
+    with pytest.raises(wh.WhaleError, match="is for another loss"):
+        wh.compile(
+            square,
+            lambda net, batch: powered(net, batch, 3),
+            net,
+            optimizer=OPTIMIZER,
+            devices=jax.devices()[:4],
+        )
     for other in (doubled, shifted):
         with pytest.raises(wh.WhaleError, match="is for another loss"):
             wh.compile(plan, other, net, optimizer=OPTIMIZER, devices=jax.devices()[:4])

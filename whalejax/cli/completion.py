@@ -51,17 +51,25 @@ def completion_script(
         other = _LITERAL.search(_printed(shell, parse_group))
         if other is not None:
             spec["subcommands"][name] = ast.literal_eval(other[1])
-    models = model_names()
-    for command in _commands(spec):
+    for _, command in _by_name(spec):
         _with_choices(command)
-    for name, command in _by_name(spec):
-        if name in _TAKING_MODELS:
-            options = command["options"]
-            command["subcommands"] = {
-                model: {"description": model, "options": options, "subcommands": {}}
-                for model in models
-            }
-    return text[: found.start(1)] + repr(spec) + text[found.end(1) :]
+    code = _MODELS.format(models=model_names(), commands=_TAKING_MODELS)
+    return text[: found.start(1)] + repr(spec) + code + text[found.end(1) :]
+
+
+_MODELS: Final = """
+def _with_models(spec):
+    for name, command in spec["subcommands"].items():
+        if name in {commands}:
+            command["subcommands"] = {{
+                model: {{**command, "description": model, "subcommands": {{}}}}
+                for model in {models}
+            }}
+        else:
+            _with_models(command)
+_with_models(COMPLETION_SPEC)
+"""
+"""Lines of the script after its literal, which would be long with every model in it."""
 
 
 def _printed(shell: str, parse: Callable[[list[str]], Any]) -> str:
@@ -105,7 +113,3 @@ def _by_name(spec: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         found.append((name, command))
         found += _by_name(command)
     return found
-
-
-def _commands(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    return [command for _, command in _by_name(spec)]

@@ -6,6 +6,8 @@ commands of its own, as ``whalejax jobs``.
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
 command needs it, so that help and errors come at once.
+
+The module is long because every command is handed over here.
 """
 
 from __future__ import annotations

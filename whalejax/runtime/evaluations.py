@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from whalejax.runtime.run_records import (
     host_values,
     is_better,
     keep_best,
+    note_best,
 )
 from whalejax.runtime.train_step import TrainStep
 
@@ -64,6 +66,7 @@ class Evaluations:
         self.best: BestCheckpoint | None = None
         if metric is not None and folder is not None:
             self.best = best(folder)
+            self._waited = 0 if self.best is None else self.best.waited
             if self.best is not None and first == 0:
                 raise WhaleError(
                     f"{folder} keeps the best checkpoint of another run "
@@ -111,6 +114,9 @@ class Evaluations:
         value = metrics[self._metric]
         if not is_better(value, self.best, self._mode):
             self._waited += 1
+            if self.best is not None and jax.process_index() == 0:
+                self.best = dataclasses.replace(self.best, waited=self._waited)
+                note_best(self.best)
             return
         self._waited = 0
         folder = self._folder
@@ -167,13 +173,18 @@ def mean_metrics(
     return {name: value / total for name, value in sums.items()}
 
 
-def _samples(step: TrainStep, batch: Any) -> int:
+def _samples(step: Any, batch: Any) -> int:
+    """Samples of a batch, as a weight that all processes agree on.
+
+    Of several processes each has a part of the batch, which may be unlike those of the
+    others; only whole batches are evaluated there, so that all weigh alike.
+    """
+    if jax.process_count() > 1:
+        return 1
     leaves = jax.tree.leaves(batch)
+    axes = getattr(step, "batch_axes", None) or [0] * len(leaves)
     return next(
-        (
-            int(np.shape(leaf)[axis])
-            for leaf, axis in zip(leaves, step.batch_axes, strict=False)
-            if axis is not None
-        ),
-        1,
+        int(np.shape(leaf)[axis])
+        for leaf, axis in zip(leaves, axes, strict=False)
+        if axis is not None
     )

@@ -9,16 +9,13 @@ once, here; the command line and scripts share it.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
 import shutil
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
@@ -26,43 +23,27 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.lowering.global_arrays import is_here, settle
-from whalejax.lowering.multihost.watchdog import lost
 from whalejax.lowering.state import TrainState
-from whalejax.membership.heartbeat import tells_of_loss
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.runtime.evaluations import Evaluations
 from whalejax.runtime.resume import checkpoints, held, steps_of
-from whalejax.runtime.run_records import BestCheckpoint, Records, host_values
+from whalejax.runtime.run_records import BestCheckpoint, Records
 from whalejax.runtime.run_records import best as best
+from whalejax.runtime.steps_in_flight import (
+    STEPS_IN_FLIGHT,
+    LossesInFlight,
+    NotFiniteError,
+    StepTimer,
+)
+from whalejax.runtime.steps_in_flight import Progress as Progress
 from whalejax.runtime.train_step import TrainStep
 
 
-_STEPS_IN_FLIGHT: Final = 2
-_WARM_UP_STEPS: Final = 2
-_WINDOW_SECONDS: Final = 4.0
 _LEFTOVER: Final = re.compile(
     rf"step_\d{{6,}}(\.deleted|{re.escape(UNFINISHED_SUFFIX)})"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What is known when the loss of a step arrives.
-
-    Attributes:
-        step: steps done, this one counted.
-        loss: of this step.
-        step_seconds: of a step in the latest window that was measured, or None.
-        metrics: Every metric of the step by name, ``loss`` among them; numbers where
-            they are scalar, else arrays of numpy.
-    """
-
-    step: int
-    loss: float
-    step_seconds: float | None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 Hook = Callable[[int, Mapping[str, Any]], Any]
@@ -74,16 +55,16 @@ class LoopResult:
     """What a call of ``train`` did.
 
     Attributes:
-        state: after the last step.
-        first_step: steps that the state had behind it at the start.
-        losses: of every step done here, in order.
-        step_seconds: median time of a step, the first two left out; None where no more
-            were done.
-        checkpoint: the latest one written here, or None.
+        state: State after the last step.
+        first_step: Number of steps that the state had behind it at the start.
+        losses: Loss of every step done here, in order.
+        step_seconds: Median seconds of a step without the first two; None where no
+            more were done.
+        checkpoint: Latest checkpoint that was written here, or None.
         evaluations: (step, metrics by name) of every evaluation done here, in order.
         best: The checkpoint of the best evaluation, of earlier runs too; None where
             none was asked for.
-        stopped_early: ``patience`` evaluations in a row were no better.
+        stopped_early: Whether ``patience`` evaluations in a row were no better.
     """
 
     state: TrainState
@@ -121,14 +102,15 @@ def train(
     """Train until so many steps are done in all.
 
     Args:
-        step: the compiled step.
-        state: is consumed; training goes on after the steps it has behind it.
-        batches: gives the global batch of a step, counted from 0; or an iterable whose
-            next batch is that of the next step, such as a ``wh.Feed``.
-        steps: to be done in all, those before a resumption counted.
-        save_dir: where checkpoints go, as ``step_000100``; None writes none.
-        save_every: steps between checkpoints; there is one after the last step too.
-        keep: how many checkpoints stay, the latest ones.
+        step: Compiled step, of ``wh.compile``.
+        state: State to begin with; it is consumed.
+        batches: Function from the number of a step, counted from 0, to its global
+            batch; or an iterable whose next batch is that of the next step, such as a
+            ``wh.Feed``.
+        steps: Number of steps to be done in all, those before a resumption counted.
+        save_dir: Folder of the checkpoints, ``step_000100``; None writes none.
+        save_every: Steps between checkpoints; there is one after the last step too.
+        keep: Number of checkpoints that stay, the latest ones.
         eval_batches: Batches of an evaluation: a sequence, or a function that gives
             them anew each time. Metrics of an evaluation are means over its batches,
             weighted by their samples.
@@ -146,10 +128,11 @@ def train(
         hooks: Called for each step with its number and its metrics by name, and for
             each evaluation with ``eval/`` before the names: ``lambda step, values:
             wandb.log(values, step=step)``. In one process of several.
-        resumed_from: a checkpoint that stays in any case.
-        on_step: called with every loss, in order, a few steps after it was computed.
-        clock: seconds, rising.
-        is_held: the caller holds ``save_dir`` for this run already
+        resumed_from: Checkpoint that stays in any case, or None.
+        on_step: Function called with the ``Progress`` of every step, in order, a few
+            steps after it was computed.
+        clock: Function that gives rising seconds.
+        is_held: Whether the caller holds ``save_dir`` for this run already
             (``runtime.resume.held``); else it is held here.
 
     Raises:
@@ -206,10 +189,10 @@ def _run_of(
         folder=folder,
         keep=given["keep"],
         resumed_from=resumed_from,
-        losses=_Losses(
-            records.tell, getattr(step, "steps_in_flight", _STEPS_IN_FLIGHT)
+        losses=LossesInFlight(
+            records.tell, getattr(step, "steps_in_flight", STEPS_IN_FLIGHT)
         ),
-        windows=_Windows(clock),
+        windows=StepTimer(clock),
         evaluations=Evaluations(
             step,
             batches,
@@ -265,8 +248,8 @@ class _Run:
     folder: Path | None
     keep: int
     resumed_from: Path | None
-    losses: _Losses
-    windows: _Windows
+    losses: LossesInFlight
+    windows: StepTimer
     evaluations: Evaluations
 
     def go(self, state: TrainState, batch_of: Callable[[int], Any]) -> LoopResult:
@@ -281,6 +264,9 @@ class _Run:
         losses, windows = self.losses, self.windows
         try:
             for done in range(first + 1, steps + 1):
+                if self.evaluations.is_over:  # An earlier run ended so.
+                    done -= 1
+                    break
                 state, metrics = self.step(state, batch_of(done - 1))
                 losses.expect(done, metrics)
                 pauses = self.rhythm.saves(done) or self.rhythm.evaluates(done)
@@ -295,7 +281,7 @@ class _Run:
                     if self.folder is not None and not self.rhythm.saves(done):
                         checkpoint = self._saved(done, state)
                     break
-        except _NotFiniteError as error:
+        except NotFiniteError as error:
             _stop(error, steps, checkpoint, self.folder)
         return LoopResult(
             state=state,
@@ -406,117 +392,6 @@ def _check_arguments(*, step: Any, **given: Any) -> None:
     problems.raise_if_any()
 
 
-# Losses that have not arrived yet.
-
-
-class _NotFiniteError(Exception):
-    """A loss or a parameter that is not finite: after which step, and what."""
-
-    def __init__(self, step: int, what: str) -> None:
-        super().__init__(step, what)
-        self.step = step
-        self.what = what
-
-
-class _Losses:
-    """Losses in order; those still being computed are in flight."""
-
-    def __init__(self, tell: Callable[[Progress], None], most_in_flight: int) -> None:
-        self._most_in_flight = most_in_flight
-        self.values: list[float] = []
-        self.step_seconds: float | None = None
-        self._in_flight: deque[tuple[int, dict[str, Any]]] = deque()
-        self._tell = tell
-
-    def expect(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step that was started; wait for one well before it.
-
-        Args:
-            step: its number.
-            metrics: of the step.
-        """
-        self._in_flight.append((step, dict(metrics)))
-        while len(self._in_flight) > self._most_in_flight:
-            self._take()
-
-    def wait(self) -> None:
-        """Wait for everything in flight."""
-        for step, metrics in self._in_flight:
-            _arrived(step, metrics["loss"])
-
-    def take_all(self) -> None:
-        """Take, check and tell everything in flight."""
-        while self._in_flight:
-            self._take()
-
-    def _take(self) -> None:
-        step, metrics = self._in_flight.popleft()
-        value = _arrived(step, metrics["loss"])
-        # In float16 such a step changed nothing, and a smaller scale is tried.
-        scale = metrics.get("loss_scale")
-        hopeful = scale is not None and float(scale) > 1.0
-        if not math.isfinite(value) and not hopeful:
-            raise _NotFiniteError(step, f"the loss is {value}")
-        self.values.append(value)
-        self._tell(
-            Progress(
-                step=step,
-                loss=value,
-                step_seconds=self.step_seconds,
-                metrics=host_values(metrics),
-            )
-        )
-
-
-def _arrived(step: int, loss: Any) -> float:
-    """The loss of a step, waited for; a lost process may show only here."""
-    try:
-        return float(loss)
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        if jax.process_count() > 1 and tells_of_loss(error):
-            raise lost(error, f"the loss of step {step}") from error
-        raise
-
-
-# Time.
-
-
-class _Windows:
-    """Time of a step over windows that open and close with nothing in flight.
-
-    The first steps are left out: they compile and fill caches.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._opened: tuple[int, float] | None = None
-        self._seconds: list[float] = []
-
-    def is_due(self, done: int) -> bool:
-        """Whether it is time to wait for what is in flight and call ``close``."""
-        if self._opened is None:
-            return done >= _WARM_UP_STEPS
-        return self._clock() - self._opened[1] >= _WINDOW_SECONDS
-
-    def open(self, done: int) -> None:
-        """Begin a window, or begin it again after something that is no step."""
-        if done >= _WARM_UP_STEPS:
-            self._opened = (done, self._clock())
-
-    def close(self, done: int) -> float | None:
-        """End the window, begin the next; seconds of a step in the one that ended."""
-        if self._opened is not None and done > self._opened[0]:
-            count = done - self._opened[0]
-            each = (self._clock() - self._opened[1]) / count
-            self._seconds.extend([each] * count)
-        self.open(done)
-        return self._seconds[-1] if self._seconds else None
-
-    def median_seconds(self) -> float | None:
-        """Over all steps in windows; each counts with the mean of its window."""
-        return statistics.median(self._seconds) if self._seconds else None
-
-
 # Checkpoints.
 
 
@@ -545,7 +420,7 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
     }
     paths = [planned.path for planned in step.plan.trained if planned.path in spoilt]
     if paths:
-        raise _NotFiniteError(done, f"parameters are not finite: {', '.join(paths)}")
+        raise NotFiniteError(done, f"parameters are not finite: {', '.join(paths)}")
 
 
 def _check_new(save_dir: Path, rhythm: _Rhythm) -> None:
@@ -597,7 +472,7 @@ def _remove_leftovers(save_dir: Path) -> None:
 
 
 def _stop(
-    error: _NotFiniteError, steps: int, checkpoint: Path | None, save_dir: Path | None
+    error: NotFiniteError, steps: int, checkpoint: Path | None, save_dir: Path | None
 ) -> NoReturn:
     if checkpoint:
         kept = (

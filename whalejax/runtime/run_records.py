@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -203,7 +203,7 @@ class Records:
 
     def _words(self, progress: Any) -> str:
         plan = self._plan
-        if plan is None:
+        if plan is None or not hasattr(plan, "work"):
             return f"loss {progress.loss:.4f}"
         return progress_words(
             progress.loss,
@@ -224,6 +224,7 @@ class BestCheckpoint:
         mode: Which of its values are better.
         value: Value of it.
         path: The checkpoint.
+        waited: Number of evaluations since then, which were no better.
     """
 
     step: int
@@ -231,6 +232,7 @@ class BestCheckpoint:
     mode: Literal["min", "max"]
     value: float
     path: Path
+    waited: int = field(default=0, compare=False)
 
 
 def best(save_dir: str | os.PathLike[str]) -> BestCheckpoint | None:
@@ -247,6 +249,7 @@ def best(save_dir: str | os.PathLike[str]) -> BestCheckpoint | None:
             metric=str(data["metric"]),
             mode="max" if data["mode"] == "max" else "min",
             value=float(data["value"]),
+            waited=int(data["waited"]),
             path=folder / f"best_{int(data['step']):06d}",
         )
     except (OSError, ValueError, KeyError, TypeError):
@@ -291,11 +294,21 @@ def keep_best(
     save(found.path)
     if not writes:
         return
-    names = ("step", "metric", "mode", "value")
-    data = {name: getattr(found, name) for name in names}
-    part = save_dir / f".{BEST_FILE}.{os.getpid()}.tmp"
-    part.write_text(json.dumps(data), encoding="utf-8")
-    os.replace(part, save_dir / BEST_FILE)
+    note_best(found)
     for path in save_dir.glob("best_*"):
         if path != found.path and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def note_best(found: BestCheckpoint) -> None:
+    """Write down which checkpoint is the best, and how many were no better since.
+
+    Args:
+        found: The checkpoint, in the folder of the file.
+    """
+    folder = found.path.parent
+    names = ("step", "metric", "mode", "value", "waited")
+    part = folder / f".{BEST_FILE}.{os.getpid()}.tmp"
+    text = json.dumps({name: getattr(found, name) for name in names})
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, folder / BEST_FILE)

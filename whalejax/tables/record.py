@@ -127,8 +127,20 @@ def _described(body: Any, constants: Sequence[Any] = ()) -> list[Any]:
         for variable in equation.outvars:
             numbers[variable] = len(numbers)
         shapes = [str(v.aval) for v in equation.outvars]
-        found.append([equation.primitive.name, given, shapes, inner])
+        plain = sorted(
+            f"{name}={value!r}"
+            for name, value in equation.params.items()
+            if _is_plain(value)
+        )
+        found.append([equation.primitive.name, given, shapes, inner, plain])
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a parameter of an operation is written alike in every process."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _digest(value: Any) -> str:

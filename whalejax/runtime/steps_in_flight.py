@@ -1,0 +1,150 @@
+"""Steps that were started and are not done, and the time that a step takes.
+
+A step returns before its work is done. Losses are looked at some steps later, and time
+is measured between two moments in which nothing is in flight.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import jax
+
+from whalejax.lowering.multihost.watchdog import lost
+from whalejax.membership.heartbeat import tells_of_loss
+from whalejax.runtime.run_records import host_values
+
+
+STEPS_IN_FLIGHT: Final = 2
+"""Number of steps after which a loss is waited for."""
+
+_WARM_UP_STEPS: Final = 2
+_WINDOW_SECONDS: Final = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What is known when the loss of a step arrives.
+
+    Attributes:
+        step: Number of steps done, this one counted.
+        loss: Loss of this step.
+        step_seconds: Seconds of a step in the latest window that was measured, or None.
+        metrics: Every metric of the step by name, ``loss`` among them; numbers where
+            they are scalar, else arrays of numpy.
+    """
+
+    step: int
+    loss: float
+    step_seconds: float | None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+class NotFiniteError(Exception):
+    """A loss or a parameter that is not finite: after which step, and what."""
+
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(step, what)
+        self.step = step
+        self.what = what
+
+
+class LossesInFlight:
+    """Losses in order; those still being computed are in flight."""
+
+    def __init__(self, tell: Callable[[Progress], None], most_in_flight: int) -> None:
+        self._most_in_flight = most_in_flight
+        self.values: list[float] = []
+        self.step_seconds: float | None = None
+        self._in_flight: deque[tuple[int, dict[str, Any]]] = deque()
+        self._tell = tell
+
+    def expect(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of a step that was started; wait for one well before it.
+
+        Args:
+            step: its number.
+            metrics: of the step.
+        """
+        self._in_flight.append((step, dict(metrics)))
+        while len(self._in_flight) > self._most_in_flight:
+            self._take()
+
+    def wait(self) -> None:
+        """Wait for everything in flight."""
+        for step, metrics in self._in_flight:
+            _arrived(step, metrics["loss"])
+
+    def take_all(self) -> None:
+        """Take, check and tell everything in flight."""
+        while self._in_flight:
+            self._take()
+
+    def _take(self) -> None:
+        step, metrics = self._in_flight.popleft()
+        value = _arrived(step, metrics["loss"])
+        # In float16 such a step changed nothing, and a smaller scale is tried.
+        scale = metrics.get("loss_scale")
+        hopeful = scale is not None and float(scale) > 1.0
+        if not math.isfinite(value) and not hopeful:
+            raise NotFiniteError(step, f"the loss is {value}")
+        self.values.append(value)
+        self._tell(
+            Progress(
+                step=step,
+                loss=value,
+                step_seconds=self.step_seconds,
+                metrics=host_values(metrics),
+            )
+        )
+
+
+def _arrived(step: int, loss: Any) -> float:
+    """The loss of a step, waited for; a lost process may show only here."""
+    try:
+        return float(loss)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if jax.process_count() > 1 and tells_of_loss(error):
+            raise lost(error, f"the loss of step {step}") from error
+        raise
+
+
+class StepTimer:
+    """Time of a step over windows that open and close with nothing in flight.
+
+    The first steps are left out: they compile and fill caches.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._opened: tuple[int, float] | None = None
+        self._seconds: list[float] = []
+
+    def is_due(self, done: int) -> bool:
+        """Whether it is time to wait for what is in flight and call ``close``."""
+        if self._opened is None:
+            return done >= _WARM_UP_STEPS
+        return self._clock() - self._opened[1] >= _WINDOW_SECONDS
+
+    def open(self, done: int) -> None:
+        """Begin a window, or begin it again after something that is no step."""
+        if done >= _WARM_UP_STEPS:
+            self._opened = (done, self._clock())
+
+    def close(self, done: int) -> float | None:
+        """End the window, begin the next; seconds of a step in the one that ended."""
+        if self._opened is not None and done > self._opened[0]:
+            count = done - self._opened[0]
+            each = (self._clock() - self._opened[1]) / count
+            self._seconds.extend([each] * count)
+        self.open(done)
+        return self._seconds[-1] if self._seconds else None
+
+    def median_seconds(self) -> float | None:
+        """Over all steps in windows; each counts with the mean of its window."""
+        return statistics.median(self._seconds) if self._seconds else None
