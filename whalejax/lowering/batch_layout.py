@@ -23,12 +23,12 @@ from whalejax.planner.errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLayout:
-    """How global batches are checked and laid out over the devices.
+    """Checks global batches and lays them out over the devices.
 
     Attributes:
         structure: tree of the batch that was traced.
-        leaves: what the plan knows of each leaf.
-        shardings: where each goes.
+        leaves: Planned shape, dtype and batch dimension of each leaf.
+        shardings: Target sharding of each leaf.
     """
 
     structure: Any
@@ -106,12 +106,12 @@ class BatchLayout:
     def problem(
         self, leaf: Any, planned: BatchLeaf, shapes: Collection[tuple[int, ...]]
     ) -> str:
-        """What is wrong with a leaf, if anything.
+        """Returns what is wrong with a leaf, or an empty string.
 
         Args:
-            leaf: as given.
-            planned: what the plan knows of it.
-            shapes: that it may have.
+            leaf: Leaf of the batch that the user gave.
+            planned: Leaf as the plan describes it.
+            shapes: Shapes that the leaf may have.
         """
         name = f"batch{planned.path}"
         if isinstance(leaf, jax.Array) and not _compat.is_concrete(leaf):
@@ -155,7 +155,7 @@ def part_shape(sharding: NamedSharding, shape: Sequence[int]) -> tuple[int, ...]
 
     Args:
         sharding: its layout.
-        shape: of all of it.
+        shape: Shape of the global array.
     """
     spans: list[set[tuple[int, int]]] = [set() for _ in shape]
     for index in sharding.addressable_devices_indices_map(tuple(shape)).values():

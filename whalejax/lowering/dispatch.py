@@ -1,4 +1,4 @@
-"""Which executor runs a plan: one step's gradients, and one batch's losses.
+"""Chooses the executor of a plan for one step's gradients and one batch's losses.
 
 The train step asks here and nowhere else, so that it need not know how a plan runs.
 """
@@ -29,8 +29,9 @@ def gradients_of(
     """Loss and gradients of the global batch, and the new rest.
 
     Args:
-        program: what to run.
-        params, rest, batch, rng, step, scale: as for ``spmd.gradients_of``.
+        program: Loss, optimizer and plan to run.
+        params, rest, batch, rng, step, scale: Arguments of ``spmd.gradients_of``,
+            unchanged.
     """
     if program.plan.combine != "mean":
         return per_rank.gradients_of(program, params, rest, batch, rng, step, scale)
@@ -51,7 +52,8 @@ def losses_of(
     """The summed losses of the global batch, without gradients.
 
     Args:
-        program, params, rest, batch, rng, step: as for ``spmd.losses_of``.
+        program, params, rest, batch, rng, step: Arguments of ``spmd.losses_of``,
+            unchanged.
     """
     if program.plan.combine != "mean":
         return per_rank.losses_of(program, params, rest, batch, rng, step)

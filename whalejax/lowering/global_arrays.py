@@ -23,7 +23,7 @@ def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
 
     Args:
         plan: one whose stages have programs of their own.
-        devices: in node order.
+        devices: Devices of the plan, in node order.
     """
     assert plan.stages is not None
     if plan.pipelines:
@@ -87,7 +87,7 @@ class Everywhere:
 
     Attributes:
         mesh: all devices, by stage.
-        whole: of what all devices hold.
+        whole: Shardings of the results over all devices.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Everywhere:
 
         Args:
             wholes: for each stage, the layout of what all its devices hold.
-            stages: where each array lies.
+            stages: Stage that holds each array.
             avals: its shape and dtype.
         """
         rows = [np.asarray(whole.mesh.devices).reshape(-1) for whole in wholes]
@@ -112,7 +112,7 @@ class Everywhere:
         """The arrays on all devices.
 
         Args:
-            arrays: as they are, or None for those that are not here.
+            arrays: Arrays of this process, or None for those that it does not hold.
         """
         if not arrays or self.whole.is_fully_addressable:
             copied: list[Any] = jax.device_put(list(arrays), [self.whole] * len(arrays))
@@ -187,7 +187,7 @@ class StageMetrics:
         Args:
             avals: its shapes and dtypes.
             whole: for each stage, the layout of what all its devices hold.
-            stage: which one tells it; the last one if left out.
+            stage: Stage that holds the values; default: the last one.
         """
         leaves, self._tree = jax.tree.flatten(avals)
         self._alone = all(sharding.is_fully_addressable for sharding in whole)
@@ -209,7 +209,8 @@ def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
 
     Args:
         program: from arrays to arrays.
-        arrays: what it takes; anything stands for what is not here.
+        arrays: Arguments of the program; anything may stand for those of other
+            processes.
         mesh: its devices.
     """
     waits = mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
@@ -234,12 +235,13 @@ def settle() -> None:
 def seen_on(
     array: Any, whole: NamedSharding, shape: tuple[int, ...] | None = None
 ) -> Any:
-    """What all devices hold, as the devices of one stage hold it; None if not here.
+    """Returns an array of all devices as the devices of one stage hold it, or None if
+    no such device is here.
 
     Args:
         array: on all devices.
-        whole: of what all devices of the stage hold.
-        shape: of what they hold together, where that is a slice of the array.
+        whole: Sharding over all devices of the stage.
+        shape: Shape that the devices hold together, where that is a slice of the array.
     """
     if not is_here(whole):
         return None
@@ -258,8 +260,8 @@ def joined(
 
     Args:
         copies: alike, of the stages that have devices here.
-        whole: of what all devices hold.
-        shape: of it, where the copies are slices.
+        whole: Sharding over all devices.
+        shape: Shape of the global array, where the copies are slices.
     """
     first = copies[0]
     if is_key(first):
@@ -296,13 +298,13 @@ def wrapped(x: Any, impl: Any) -> Any:
 
     Args:
         x: the words, or the array.
-        impl: as ``impl_of`` says.
+        impl: Key implementation that ``impl_of`` returned.
     """
     return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
 
 
 def impl_of(aval: Any) -> Any:
-    """How random keys are made, or None of other arrays."""
+    """Returns the implementation of random keys, or None for other arrays."""
     if not is_key(aval):
         return None
     found: list[Any] = []
@@ -324,7 +326,7 @@ def behind(spec: Any) -> PartitionSpec:
     """The layout of such arrays of all stages, one behind the other.
 
     Args:
-        spec: of each, on its stage; it names the first dimension.
+        spec: Sharding of each array on its stage; it names the first dimension.
     """
     first, *others = spec
     inner = () if first is None else first if isinstance(first, tuple) else (first,)
@@ -335,7 +337,7 @@ def zeros_on(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> list[
     """Zeros, on each device here.
 
     Args:
-        shape, dtype: of the whole array.
+        shape, dtype: Shape and dtype of the global array.
         sharding: its layout.
     """
     local = sharding.shard_shape(tuple(shape))

@@ -22,7 +22,7 @@ GROWS_AFTER: Final = 2000
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """What losses in float16 are multiplied by, and how it went; scalars.
+    """Dynamic scale of float16 losses and its history; scalars.
 
     Attributes:
         scale: float32; doubles after ``GROWS_AFTER`` good steps, halves after a bad.

@@ -1,4 +1,4 @@
-"""What a loss reports beside itself, summed over micro-batches by every executor.
+"""Sums the metrics that a loss reports over micro-batches, for every executor.
 
 Executors know one way to put micro-batches together: they add them. Means are sums that
 are divided at the end, and rows of samples are sums of arrays that are zero where other
@@ -28,10 +28,10 @@ def summands(metrics: Any, weight: Any, number: Any, cut: MicroBatchRows) -> Any
     """One micro-batch's part of the sums.
 
     Args:
-        metrics: as the loss reports them.
-        weight: what means are weighed with; None if the loss has none.
-        number: of the micro-batch.
-        cut: how the batch is cut into micro-batches.
+        metrics: Metrics that the loss reported.
+        weight: Weight of means; None if the loss has none.
+        number: Number of the micro-batch.
+        cut: Division of the batch into micro-batches.
     """
     count = cut.count
 
@@ -65,11 +65,11 @@ def summands(metrics: Any, weight: Any, number: Any, cut: MicroBatchRows) -> Any
 
 
 def reported(metrics: Any, count: Any) -> Any:
-    """What is reported of the global batch.
+    """Returns the metrics of the global batch.
 
     Args:
         metrics: sums over its micro-batches.
-        count: of micro-batches, or their weight.
+        count: Number of micro-batches, or their total weight.
     """
 
     def one(metric: Any) -> Any:
@@ -115,7 +115,7 @@ def _summable(metric: Any) -> Any:
 
 
 def _once(metric: Any, number: Any, count: int) -> Any:
-    """What all micro-batches have alike, which the first alone reports."""
+    """Keeps a metric that is equal in all micro-batches from the first one alone."""
     metric = _summable(metric)
     if count == 1:
         return metric

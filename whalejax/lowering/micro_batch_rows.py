@@ -1,4 +1,4 @@
-"""Which samples of a global batch are in which micro-batch, for every executor.
+"""Assigns samples of a global batch to micro-batches, for every executor.
 
 Micro-batch ``m`` of ``M`` holds the samples ``m, m + M, m + 2·M …``: what meets in a
 micro-batch depends on ``M`` alone, and a batch dimension that is sharded over devices
@@ -21,7 +21,7 @@ from whalejax.planner.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchRows:
-    """How a batch is cut into micro-batches.
+    """Division of a batch into micro-batches.
 
     Attributes:
         count: Number of micro-batches per step.
@@ -33,7 +33,6 @@ class MicroBatchRows:
 
     @classmethod
     def of(cls, plan: Plan) -> MicroBatchRows:
-        """Those of a plan."""
         return cls(count=plan.num_micro_batches, group=plan.group_size)
 
     def rows(self, size: int, number: int) -> np.ndarray:
@@ -41,7 +40,7 @@ class MicroBatchRows:
 
         Args:
             size: Samples of the global batch.
-            number: Of the micro-batch.
+            number: Number of the micro-batch.
 
         >>> MicroBatchRows(count=2).rows(6, 1)
         array([1, 3, 5])
@@ -57,7 +56,7 @@ class MicroBatchRows:
         Args:
             size: Samples of the global batch.
             axis: The array's batch dimension.
-            number: Of the micro-batch.
+            number: Number of the micro-batch.
         """
         front = (slice(None),) * axis
         if self.group == 1:
@@ -70,7 +69,7 @@ class MicroBatchRows:
         Args:
             leaf: The array.
             axis: Its batch dimension.
-            number: Of the micro-batch; may be traced.
+            number: Number of the micro-batch; may be traced.
         """
         part = jax.lax.dynamic_index_in_dim(
             leaf.reshape(self._cut(leaf.shape, axis)), number, axis + 1, keepdims=False
@@ -93,7 +92,7 @@ class MicroBatchRows:
         Args:
             part: The array of the micro-batch.
             axis: Its batch dimension.
-            number: Of the micro-batch; may be traced.
+            number: Number of the micro-batch; may be traced.
         """
         shape = list(part.shape)
         shape[axis] *= self.count

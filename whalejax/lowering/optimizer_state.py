@@ -1,4 +1,4 @@
-"""Which parts of an optimizer's state belong to which parameter.
+"""Finds which leaves of an optimizer's state belong to which parameter.
 
 The planner counts their bytes and the lowering lays them out, so both ask here.
 """
@@ -31,12 +31,14 @@ def updates(
     params: Any,
     loss: Any,
 ) -> tuple[Any, Any]:
-    """What an optimizer adds to parameters, and its new state.
+    """Returns an optimizer's updates of the parameters, and its new state.
 
     Args:
         optimizer: with support for more arguments.
-        gradients, state, params: as it takes them.
-        loss: which it is given as ``value``, unless it takes no such argument.
+        gradients, state, params: Gradients, optimizer state and parameters, with the
+            structures that the optimizer takes.
+        loss: Loss that is passed as ``value``, unless the optimizer takes no such
+            argument.
 
     Raises:
         WhaleError: it takes other arguments, or parameters in a form of its own.
@@ -83,7 +85,8 @@ def optimizer_bytes(
     Args:
         adapter: the model.
         optimizer: an optax transformation.
-        platform: that runs it. On ``"cpu"`` roots and the like are counted, too.
+        platform: Platform that runs the optimizer. On ``"cpu"`` square roots and the
+            like are counted, too.
 
     Raises:
         WhaleError: it is none, or takes other parameters or arguments than a step has.
@@ -176,7 +179,9 @@ def _thinned(params: Any) -> Any:
 
 
 def _slow_elements(jaxpr: Any) -> int:
-    """Of branches, those of the one with most; of loops, those of every turn known."""
+    """Counts elements of slow operations: the largest branch, and every known iteration
+    of loops.
+    """
     found = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name in _SLOW:

@@ -35,11 +35,11 @@ from whalejax.planner.search.spmd import analysed_for
 
 
 class Runner(Protocol):
-    """What runs a plan."""
+    """Runner of a plan."""
 
     @property
     def program(self) -> Program:
-        """What is run."""
+        """Loss, optimizer and plan that are run."""
         ...
 
     @property
@@ -54,7 +54,7 @@ class Runner(Protocol):
 
     @property
     def batch_shardings(self) -> tuple[NamedSharding, ...]:
-        """Where each flat leaf of a global batch goes."""
+        """Sharding of each flat leaf of a global batch."""
         ...
 
     def born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
@@ -62,7 +62,7 @@ class Runner(Protocol):
 
         Args:
             build: gives parameters, the rest and the run's key.
-            arguments: what it takes.
+            arguments: Arguments of ``build``.
         """
         ...
 
@@ -74,7 +74,7 @@ class Runner(Protocol):
         """The loss and metrics of a batch, and what they weigh.
 
         Args:
-            state: as ``state.bare`` gives it.
+            state: State without its exported model, from ``state.bare``.
             batch: a global batch as its layout gives it.
         """
         ...
@@ -204,7 +204,7 @@ def rest_layouts(program: Program, mesh: Mesh) -> Callable[[int], NamedSharding]
     """Layouts of what is not trained, by number: of weights as planned, else whole.
 
     Args:
-        program: what is run.
+        program: Loss, optimizer and plan to run.
         mesh: the devices.
     """
     planned = {leaf.path: leaf.param_spec for leaf in program.plan.leaves}
@@ -215,10 +215,10 @@ def rest_layouts(program: Program, mesh: Mesh) -> Callable[[int], NamedSharding]
 def fresh_state(
     program: Program, origin: Origin, build: Callable[..., Any]
 ) -> Callable[..., TrainState]:
-    """What makes the state of a run that begins.
+    """Returns a function that makes the state of a new run.
 
     Args:
-        program: what is run.
+        program: Loss, optimizer and plan to run.
         origin: the step's.
         build: gives parameters, the rest and the run's key.
     """
@@ -247,7 +247,7 @@ def abstract_state(program: Program, origin: Origin) -> TrainState:
     """Shapes and dtypes of the state.
 
     Args:
-        program: what is run.
+        program: Loss, optimizer and plan to run.
         origin: the step's.
     """
     params = jax.tree.map(
@@ -278,14 +278,14 @@ def laid_out(
     """A state with something for every leaf.
 
     Args:
-        program: what is run.
+        program: Loss, optimizer and plan to run.
         origin: the step's.
-        params: of each parameter.
-        followers: of optimizer state that follows each parameter.
+        params: Item for each parameter.
+        followers: Item for the optimizer state that follows each parameter.
         rest: by the number of a leaf that is not trained.
-        others: of everything else.
-        kin: of optimizer state of each parameter that has another shape; as of
-            everything else if left out.
+        others: Item for every other leaf.
+        kin: Item for the optimizer state of each parameter that has another shape than
+            it; default: ``others``.
     """
     shapes = abstract_state(program, origin)
     leaves = program.plan.trained
@@ -322,10 +322,10 @@ def finished(
     """The next state, and metrics, once all micro-batches are done.
 
     Args:
-        program: what is run.
+        program: Loss, optimizer and plan to run.
         state: before the step.
-        sums: what the micro-batches add up to.
-        rest: what is not trained, after them.
+        sums: Sums over all micro-batches.
+        rest: Non-trainable state after the last micro-batch.
         end: the optimizer's step, as ``spmd.update``.
     """
     params = jax.tree.leaves(state.params)
@@ -359,7 +359,7 @@ def finished(
 
 
 def _if_finite(program: Program, finite: Any, after: Any, before: Any) -> Any:
-    """What is not trained, as a step left it where that had finite gradients."""
+    """Keeps a step's new non-trainable state where its gradients were finite."""
     frozen, tree = program.captured.frozen, jax.tree.structure(after)
     pairs = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
     found = [
@@ -372,8 +372,8 @@ def metrics_of(program: Program, sums: Sums) -> Metrics:
     """The loss and what is reported beside it, of the global batch.
 
     Args:
-        program: what is run.
-        sums: what the micro-batches add up to.
+        program: Loss, optimizer and plan to run.
+        sums: Sums over all micro-batches.
     """
     weighted = program.captured.graph.weighted
     count = sums.weight if weighted else program.plan.num_micro_batches
@@ -381,10 +381,10 @@ def metrics_of(program: Program, sums: Sums) -> Metrics:
 
 
 def evaluation_of(program: Program, sums: Sums) -> Evaluation:
-    """What an evaluation gives.
+    """Returns the loss, the metrics and the weights of an evaluation.
 
     Args:
-        program, sums: as for ``metrics_of``.
+        program, sums: Arguments of ``metrics_of``, unchanged.
     """
     return metrics_of(program, sums), sums.weight
 

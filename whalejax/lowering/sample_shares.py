@@ -1,4 +1,4 @@
-"""Which samples of a global batch go where, when replicas take unlike shares of it.
+"""Assigns samples of a global batch to replicas with unequal shares.
 
 A global batch is cut into micro-batches as on one device. Replicas take whole
 micro-batches, one after the other; so what is computed does not depend on who takes how
@@ -33,7 +33,7 @@ def checked_shares(
     Args:
         given: micro-batches of each replica.
         plan: with unlike shares.
-        most: that the memory of each holds.
+        most: Largest share that the memory of each replica holds.
 
     Raises:
         PlanError: they are no whole numbers, too few or many, add up to another number
@@ -60,11 +60,11 @@ def checked_shares(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortionLayout(BatchLayout):
-    """How global batches are checked, and cut into this process's micro-batches.
+    """Checks global batches and cuts them into this process's micro-batches.
 
     Attributes:
         axes: the batch dimension of each leaf, or None.
-        cut: how a global batch is cut into micro-batches.
+        cut: Division of a global batch into micro-batches.
         mine: gives the numbers of those that this process runs, as shares are now.
     """
 

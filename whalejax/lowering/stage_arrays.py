@@ -67,7 +67,7 @@ def dealt(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     """A layout on all devices: by device, or else by stage, or else whole.
 
     Args:
-        shape: of the array.
+        shape: Shape of the global array.
         mesh: all devices, by stage.
     """
     stages = mesh.devices.shape[0]

@@ -29,14 +29,14 @@ from whalejax.planner.errors import PlanError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Which step made a state: one for each step, equal to no other.
+    """Identity of the step that made a state; equal to no other.
 
     A step that is given another one's state compares layouts once. It stands in the
     tree of every state, which JAX's caches keep for ever; hence it is not the step
     itself.
 
     Attributes:
-        adapter: how the model divides.
+        adapter: Adapter that divides the model into parameters and other state.
         mesh: all devices, where stages hold leaves on devices of their own; else None.
     """
 
@@ -46,11 +46,11 @@ class Origin:
 
 @dataclass(slots=True)
 class Shown:
-    """What was handed out of a state as its model.
+    """Last model that was exported from a state.
 
     Attributes:
         model: the last one, if modes can be set on it.
-        modes: that were set on one before.
+        modes: Modes that were set on an earlier exported model.
     """
 
     model: Any = None
@@ -73,15 +73,15 @@ class TrainState:
 
     Attributes:
         params: trained leaves, in the structure of the user's model.
-        rest: what is not trained: statistics, random keys, other collections.
+        rest: Non-trainable state: statistics, random keys, other collections.
         opt_state: the optimizer's state.
         step: number of steps done, an int32 scalar.
         rng: the run's random key, from which each step folds its own, or None.
-        loss_scale: how losses are scaled where float16 computes, or None.
+        loss_scale: Scale of float16 losses, or None.
         origin: tells which step made it.
-        samples: that the steps done took, whatever their batch size was then. It stands
-            beside the arrays: a function of your own that returns another state loses
-            it (None), and ``dataclasses.replace`` keeps it.
+        samples: Number of samples of all steps so far, at whatever batch size. It
+            stands beside the arrays: a function of your own that returns another state
+            loses it (None), and ``dataclasses.replace`` keeps it.
     """
 
     params: Any
@@ -186,7 +186,7 @@ def consuming(state: TrainState) -> Iterator[None]:
     the end, and after an error if any other buffer has gone.
 
     Args:
-        state: is consumed.
+        state: State whose buffers are donated.
     """
     try:
         yield
@@ -207,7 +207,7 @@ def typed_key(rng: Any, *, for_loss: bool) -> Any:
     """A key array; raw uint32 keys, as ``jax.random.PRNGKey`` makes, are wrapped.
 
     Args:
-        rng: what the user gave.
+        rng: Random key or seed that the user gave.
         for_loss: the loss takes it; its algorithm must be the traced one.
     """
     if not is_array(rng) or isinstance(rng, jax.ShapeDtypeStruct):

@@ -36,7 +36,7 @@ class StepRunner:
         """One step; see ``runner.Runner``.
 
         Args:
-            state: is consumed.
+            state: State of the step before; its buffers are donated.
             batch: a global batch as the executor's layout gives it.
         """
         self._agree()
@@ -49,8 +49,8 @@ class StepRunner:
         """The loss and metrics of a batch; see ``runner.Runner``.
 
         Args:
-            state: as ``state.bare`` gives it.
-            batch: as for ``advance``.
+            state: State without its exported model, from ``state.bare``.
+            batch: Global batch, laid out like the one of ``advance``.
         """
         self._agree()
         with self.watch.step("an evaluation"):

@@ -1,1 +1,1 @@
-"""What several processes check and watch while they run one step."""
+"""Agreement checks and deadlines of steps that several processes run together."""

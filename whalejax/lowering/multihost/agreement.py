@@ -52,7 +52,8 @@ class Agreement:
         """Know who takes part.
 
         Args:
-            mesh: of all processes, or nothing is compared.
+            mesh: Mesh of all processes; where one process has it alone, nothing is
+                compared.
             one_kind: their devices must be of one kind, as one program runs on them.
         """
         devices: Any = mesh.devices
@@ -72,9 +73,10 @@ class Agreement:
         """Compare, the first time that it is called; all processes call it.
 
         Args:
-            program: what is run; its plan and its optimizer must be alike.
-            also: what else must be, by name; called where that is compared, as a
-                plan's hash takes longer than many a step.
+            program: Loss, optimizer and plan; plan and optimizer must be equal in all
+                processes.
+            also: Further values that must be equal, by name; called only where they are
+                compared, as a plan's hash takes longer than many a step.
             plan: the plan of all processes, if that is not the program's.
 
         Raises:
@@ -109,10 +111,10 @@ class Agreement:
 
 
 def differences(found: Sequence[Mapping[str, str]]) -> list[str]:
-    """What processes have otherwise than process 0, with the remedy.
+    """Describes where processes differ from process 0, with the remedy.
 
     Args:
-        found: what each process says of itself, by name.
+        found: Reports of the processes: text by name.
 
     >>> for line in differences([{"jax": "0.10.0"}, {"jax": "0.10.2"}]): print(line)
     processes 1 have another jax than process 0 (0.10.2, not 0.10.0): install one in all
@@ -146,7 +148,6 @@ _REMEDIES = {
 
 
 def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, str]]:
-    """What every process says of itself, by its number."""
     folder = f"whalejax/agreement/{next(_rounds)}"
     _compat_processes.tell_processes(
         f"{folder}/{jax.process_index()}", json.dumps(mine)

@@ -35,8 +35,8 @@ def fingerprint(program: Program) -> str:
     """Twelve hexadecimal digits of what an optimizer keeps and does.
 
     Args:
-        program: whose optimizer updates its parameters; the names, shapes and types of
-            both count, and what its update computes.
+        program: Program whose optimizer updates its parameters; names, shapes and
+            dtypes of both count, and what the update computes.
 
     Raises:
         WhaleError: its update takes more than a step has for it.

@@ -36,11 +36,12 @@ TIMES_LONGEST: Final = 10
 
 
 def lost(error: BaseException, where: str) -> WhaleError:
-    """What a user is told when another process is gone; waits to see which.
+    """Returns the error for a step that failed because another process is gone; waits
+    to see which.
 
     Args:
-        error: what JAX says of it.
-        where: what was being done.
+        error: Error that JAX raised.
+        where: Activity that failed, for the message.
     """
     said = str(error).splitlines()[0][:200]
     who = heartbeat.begun().missing() or "which one cannot be seen from here"
@@ -54,9 +55,9 @@ class Watch:
     """Watches steps, and evaluations.
 
     Attributes:
-        least_seconds: that one may take in any case.
-        first_seconds: that the first of a kind may take.
-        doing: what is being issued.
+        least_seconds: Least deadline of a step in seconds.
+        first_seconds: Deadline in seconds of the first step of each kind.
+        doing: Kind of step that is being issued.
     """
 
     def __init__(self, *, alone: bool) -> None:
@@ -113,7 +114,7 @@ class Watch:
         """Around the issuing of a step, or of something else.
 
         Args:
-            kind: what is issued.
+            kind: Name of what is issued, for the message.
 
         Raises:
             WhaleError: a process that takes part is gone, or one before it failed.
@@ -138,7 +139,9 @@ class Watch:
             self._longest[kind] = 0.0 if longest is None else max(took, longest)
 
     def _overdue(self) -> tuple[str, float, float] | None:
-        """What has waited too long, its seconds, and those of the longest before it."""
+        """Returns what is overdue, its seconds, and the longest seconds of earlier
+        ones.
+        """
         with self._lock:
             self._settle()
             if not self._open:
@@ -181,7 +184,6 @@ class Watch:
 
 
 def _there(results: Sequence[Any] | None) -> bool:
-    """What a step gives is there; what the next one has consumed was."""
     if results is None:
         return False
     try:

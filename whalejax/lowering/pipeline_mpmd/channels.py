@@ -52,7 +52,7 @@ class Aside:
 
         Args:
             hand: makes it.
-            arrays: what it takes.
+            arrays: Arrays that ``hand`` takes.
         """
         before = self._last
 
@@ -105,8 +105,8 @@ class Way:
         """The arrays on the other stage; None for each if that is not here.
 
         Args:
-            arrays: as they are, or None for each if they are not here.
-            aside: where to wait for other processes, if not here.
+            arrays: Arrays of this process, or None for each that it does not hold.
+            aside: Thread that waits for other processes, if not this one.
         """
         if not self._here:
             return lambda: [None] * len(self._targets)
@@ -158,7 +158,9 @@ class _Crossing:
     def _wrapping(
         self, avals: Sequence[Any], raw: Sequence[Any], targets: Sequence[NamedSharding]
     ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-        """What brings arrays into the form and layout that is sent, and back."""
+        """Returns the functions that convert arrays to the layout of the transfer, and
+        back.
+        """
         impls = [impl_of(a) for a in avals]
 
         def unwrap(xs: Sequence[Any]) -> list[Any]:

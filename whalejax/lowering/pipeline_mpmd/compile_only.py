@@ -28,9 +28,9 @@ class StageProgram:
     """A compiled program of a stage.
 
     Attributes:
-        stage: whose.
-        name: what it does, such as ``"forward of part 0"``.
-        runs: how often it runs in a step.
+        stage: Number of the stage.
+        name: What the program does, such as ``"forward of part 0"``.
+        runs: Runs of the program in a step.
         compiled: the program, a ``jax.stages.Compiled``.
     """
 
@@ -42,7 +42,7 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What a device of a stage holds in a step, in bytes; it adds up to the peak.
+    """Peak memory of a device of a stage in a step, in bytes by term.
 
     Attributes:
         params_bytes: parameters, with copies of those that another stage stores.
@@ -50,8 +50,8 @@ class StageMemory:
         gradients_bytes: gradients, as they are added up.
         kept_bytes: the batch, what is not trained, and at its most what micro-batches
             in flight keep for their backward pass.
-        temporary_bytes: what is on top of that when memory is fullest: temporaries of
-            a program, what it was handed, and what it gives.
+        temporary_bytes: Bytes above the other terms at the peak: a program's
+            temporaries, inputs and outputs.
     """
 
     params_bytes: int
@@ -74,12 +74,12 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What one part of the model is handed, or hands back, on each of its devices.
+    """Bytes that each device of one part receives, forward or backward.
 
     Attributes:
         part: number of the part.
         action: ``forward`` for values, ``backward`` for cotangents of them.
-        times: in a step.
+        times: Number of transfers in a step.
         nbytes: each time.
     """
 
@@ -94,8 +94,9 @@ class Rehearsal:
     """The programs of stages, and what they hold and move.
 
     Attributes:
-        programs: in the order in which a step first runs them, by part.
-        memory: of a device of each stage.
+        programs: Compiled programs by part, in the order in which a step first runs
+            them.
+        memory: Memory of a device of each stage.
         moved: between parts.
         once_bytes: for each stage, what its devices are given once in a step: inputs
             that another stage holds, and gradients that another made of parameters
@@ -112,9 +113,9 @@ def rehearsed(apart: StageExecutor, state: Any, batch: Sequence[Any]) -> Rehears
     """Compile all programs of a step.
 
     Args:
-        apart: what runs.
+        apart: Executor of the stages.
         state: shapes, dtypes and layouts of the state.
-        batch: those of the flat batch.
+        batch: Abstract leaves of the flat batch.
     """
     return _Rehearsing(apart, state, batch).found()
 
@@ -223,7 +224,6 @@ class _Rehearsing:
         return results_of(lowered, compiled)
 
     def _common(self, site: Site) -> dict[int, Any]:
-        """What all micro-batches of a place read, by number."""
         place, names, state = site.place, site.place.names, self.state
         whole = self.apart.whole[site.stage]
         numbers = zip(
@@ -333,7 +333,7 @@ class _Rehearsing:
     # What goes from stage to stage.
 
     def _moved(self) -> Iterator[Moved]:
-        """What parts are handed, and hand back, in a micro-batch."""
+        """Yields the transfers of each part in a micro-batch."""
         apart = self.apart
         sums: dict[tuple[int, Action], int] = {}
         for action, places in apart.moves.targets.items():

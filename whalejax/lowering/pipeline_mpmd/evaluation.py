@@ -18,8 +18,8 @@ class Evaluating(Apart):
         """Trace what is needed to know shapes; compile nothing.
 
         Args:
-            home: has the states.
-            *args: as for all runners, with the loss as it is evaluated.
+            home: Training executor, which owns the states.
+            *args: Arguments of every runner, with the loss in evaluation mode.
         """
         self._home = home
         super().__init__(*args)

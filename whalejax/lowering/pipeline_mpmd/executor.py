@@ -73,7 +73,7 @@ class _Whole(Program):
     """The program of the whole model, whose parameters lie on several meshes.
 
     Attributes:
-        meshes: of each parameter.
+        meshes: Mesh of each parameter.
     """
 
     meshes: tuple[Mesh, ...]
@@ -92,12 +92,12 @@ class Apart(StepRunner):
     """Runs a plan whose stages have programs of their own; see ``runner.Runner``.
 
     Attributes:
-        plan: that it runs.
+        plan: Plan that it runs.
         captured: the loss.
-        plans, meshes: of each stage.
+        plans, meshes: Plan and mesh of each stage.
         whole: for each stage, the layout of what all its devices hold.
         division: the loss in parts.
-        table: who does what when.
+        table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
     """
 
     def __init__(
@@ -249,11 +249,11 @@ class Apart(StepRunner):
 
     @functools.cached_property
     def _homes(self) -> dict[int, int]:
-        """Where state lies that follows parameters of one stage."""
+        """Returns the stage of optimizer state that follows parameters of one stage."""
         return self.captured.steady.homes(self._owners)
 
     def input_sharding(self, number: int, stage: int) -> NamedSharding:
-        """Where an input of the loss lies on a stage."""
+        """Returns the sharding of an input of the loss on a stage."""
         if number < len(self._owners):
             return self._of_param(number, "param_spec", stage)
         if number < self.first_batch:
@@ -263,7 +263,7 @@ class Apart(StepRunner):
         return named(next(leaves, planned).spec, self.meshes[stage])
 
     def gradient_sharding(self, number: int, stage: int) -> NamedSharding:
-        """Where the gradient of a parameter is added up on a stage."""
+        """Returns the sharding in which a stage accumulates a parameter's gradient."""
         return self._of_param(number, "gradient_spec", stage)
 
     # Running.
@@ -291,9 +291,10 @@ class Apart(StepRunner):
 
         Args:
             state: before the step; it is consumed.
-            losses: what their losses add up to; None if that is not here.
+            losses: Sums of the micro-batches' losses; None if another process holds
+                them.
             gradients: the sum for each parameter, or ``ABSENT``.
-            rest: what is not trained, after them.
+            rest: Non-trainable state after the last micro-batch.
         """
         sums = replace(
             losses or jax.tree.map(lambda _: ABSENT, self.sums),
@@ -321,10 +322,10 @@ class Apart(StepRunner):
         return self.reported(run.losses())
 
     def reported(self, sums: Sums | None) -> Evaluation:
-        """What an evaluation gives.
+        """Returns the loss and metrics of an evaluation.
 
         Args:
-            sums: what the losses add up to; None if that is not here.
+            sums: Sums of the losses; None if another process holds them.
         """
         found = self._told if sums is None else self._metrics(sums)
         told: Evaluation = self._evaluated(jax.tree.leaves(found))
@@ -465,11 +466,11 @@ class Apart(StepRunner):
         return analyse_graph(self.captured.graph).dims
 
     def counted(self, number: int, leaf: Any) -> Any:
-        """What is not trained after a step: counters have counted on.
+        """Advances counters in the non-trainable state after a step.
 
         Args:
-            number: of the input of the loss.
-            leaf: as the micro-batches left it.
+            number: Number of the input of the loss.
+            leaf: Leaf after the last micro-batch.
         """
         each = self.division.units.counters.get(number)
         if each is None or not self.here[self.owner(number)]:
@@ -508,7 +509,9 @@ class Apart(StepRunner):
 
     @functools.cached_property
     def unread(self) -> dict[int, Callable[[], Any]]:
-        """By the number of a parameter that nothing reads, what makes its gradient."""
+        """Returns functions that make the gradients of parameters that nothing reads,
+        by number.
+        """
         read = {n for site in self.sites for n in site.place.params}
         return {
             n: jax.jit(
@@ -570,7 +573,9 @@ class Apart(StepRunner):
         return parted, StageMetrics(shape.unflatten(avals)[1], self.whole)
 
     def _wheres(self, end: int, metrics: Any) -> Any:
-        """Where the state, the sums and what is not trained lie."""
+        """Returns stage and sharding of the state, the sums and the non-trainable
+        state.
+        """
         owned = [Where(owner=i, consumed=True) for i in self._owners]
         state = self._state(
             params=owned,

@@ -20,16 +20,16 @@ class StageExecutor(Protocol):
     """Stages with programs of their own, laid out and compiled; ``executor.Apart``.
 
     Attributes:
-        plan, plans: that it runs, and of each stage.
-        mesh, meshes: of all stages, and of each.
+        plan, plans: Plan of the model and of each stage.
+        mesh, meshes: Mesh of all stages, and of each.
         whole: for each stage, the layout of what all its devices hold.
         here: for each stage, whether this process has devices of it.
         division: the loss in parts.
-        table: who does what when.
+        table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
         layouts: for each stage, the layouts of values.
-        moves: what stages bring each other.
+        moves: Transfers between stages.
         finish: the end of a step.
-        program: of the whole model.
+        program: Loss, optimizer and plan of the model.
     """
 
     plan: Plan
@@ -69,7 +69,7 @@ class StageExecutor(Protocol):
     @functools.cached_property
     def unread(self) -> Any: ...
     def counted(self, number: int, leaf: Any) -> Any:
-        """What is not trained after a step: counters have counted on."""
+        """Advances counters in the non-trainable state after a step."""
         ...
 
     def owner(self, number: int) -> int:

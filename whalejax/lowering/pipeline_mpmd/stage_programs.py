@@ -19,7 +19,7 @@ class CompiledPart:
 
     Attributes:
         reads: numbers of the values that it takes.
-        gives: what it makes.
+        gives: Operands that the part returns.
         program: from values, and from what it adds to, to both; a ``jax.jit``.
         mesh: devices on which it runs.
     """
@@ -32,11 +32,11 @@ class CompiledPart:
     def run(
         self, values: Sequence[Any], before: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """What it makes, and what it added to.
+        """Returns the new values and the updated sums.
 
         Args:
-            values: that it reads.
-            before: what it adds to, which is consumed.
+            values: Values that the part reads.
+            before: Sums so far; their buffers are donated.
         """
         found: tuple[list[Any], list[Any]] = run_alone(
             lambda both: self.program(*both), (values, before), self.mesh
@@ -49,13 +49,13 @@ class Site:
     """A place with its compiled programs.
 
     Attributes:
-        number: of the place.
-        stage: which holds it.
-        place: what it computes.
+        number: Number of the virtual stage.
+        stage: Stage that holds it.
+        place: Traced forward and backward pass.
         forward: makes what it hands on, what it keeps, and adds to the sums.
         backward: makes cotangents, and adds to the gradients.
         weight: adds to the gradients, where the schedule splits the backward.
-        forward_only: as ``forward``, but keeps nothing.
+        forward_only: Program like ``forward`` that saves no residuals.
     """
 
     number: int
@@ -84,12 +84,12 @@ def site_of(
     """A place with its programs, which are compiled when they are run.
 
     Args:
-        number: of the place.
-        stage: which holds it.
-        place: what it computes.
+        number: Number of the virtual stage.
+        stage: Stage that holds it.
+        place: Traced forward and backward pass.
         mesh: devices of the stage.
         splits: gradients of parameters are made in a program of their own.
-        options: of the compiler.
+        options: XLA options of the compiler.
     """
     names, steps, kept = place.names, place.steps, place.kept
     inputs = {*steps.inputs}
@@ -143,14 +143,14 @@ def _piece(
     """A part of a place's program, compiled when it is run.
 
     Args:
-        name: of the program.
+        name: Name of the compiled program.
         steps: all of it.
-        gives: what the part makes, of which the last are added to something.
-        given: what it may take.
-        added: how many.
+        gives: Operands that the part returns; the last ``added`` are added to sums.
+        given: Numbers of the values that the part may take.
+        added: Number of results that are added to sums.
         mesh: devices on which it runs.
-        options: of the compiler.
-        also: what it does beside.
+        options: XLA options of the compiler.
+        also: Further steps that the part runs.
     """
     _, reads = steps.needed(gives, given, also)
     first = len(gives) - added

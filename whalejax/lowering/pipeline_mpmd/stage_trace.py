@@ -1,4 +1,4 @@
-"""What one place of a pipeline computes: its part of the loss, forward and backward.
+"""Traces one virtual stage of a pipeline: its part of the loss, forward and backward.
 
 The part is traced once together with its backward pass, and that program is cut in two,
 or in three where a schedule splits the backward: what comes first keeps what follows
@@ -38,12 +38,12 @@ ABSENT = _Absent()
 
 @dataclass(slots=True)
 class _Here:
-    """Which equations run at a place; see ``evaluate.Here``.
+    """Equations of one virtual stage; implements ``evaluate.Here``.
 
     Attributes:
-        positions: of its equations.
-        imports: what it is handed.
-        wanted: what it hands on, or reports.
+        positions: Positions of the stage's equations in the program.
+        imports: Values that earlier stages transfer to it.
+        wanted: Values that it transfers or reports.
         found: these, as they were made.
     """
 
@@ -68,18 +68,20 @@ class Names:
     """Numbers of what a place takes and gives, in its program.
 
     Attributes:
-        params, rest, batch: of the loss's inputs, in the order of ``TracedPlace``.
-        imports: of what it is handed, in the order of the part's.
-        rng, step, number, scale: of the run's key, the step's and the micro-batch's
-            numbers, and what losses are multiplied by; None where there are none.
-        counted: of how many micro-batches counters have counted.
-        cotangents: of what it hands on that a gradient flows through; behind it that
-            of the loss, at the last place.
-        exports: what it hands on, in the order of the part's.
-        fresh: what is not trained, after the micro-batch, in the order of the part's.
+        params, rest, batch: Numbers of the loss's inputs, in the order of
+            ``TracedPlace``.
+        imports: Numbers of the imported values, in the order of the part's imports.
+        rng, step, number, scale: Numbers of the run's key, the step, the micro-batch
+            and the loss scale; None where there are none.
+        counted: Number of micro-batches that counters have counted.
+        cotangents: Numbers of the cotangents of differentiable exports; the last
+            virtual stage adds that of the loss.
+        exports: Numbers of the exported values, in the order of the part's exports.
+        fresh: Numbers of the non-trainable state after the micro-batch, in the order of
+            the part's.
         sums: total, weight and metrics, flat; of the last place.
         returns: cotangents of what it was handed, where a gradient flows through it.
-        gradients: of the parameters.
+        gradients: Numbers of the parameters' gradients.
     """
 
     params: list[int]
@@ -104,12 +106,12 @@ class TracedPlace:
     """A place of a pipeline.
 
     Attributes:
-        part: what it runs.
+        part: Part of the program that the virtual stage runs.
         params, rest, batch: numbers of the loss's inputs that it reads.
-        sent: what it hands on that a gradient flows through.
-        received: what it is handed that one flows through.
+        sent: Exported values that a gradient flows through.
+        received: Imported values that a gradient flows through.
         steps: its program, forward and backward.
-        names: what goes in and out.
+        names: Numbers of its inputs and outputs.
         sums_tree: structure of ``(total, weight, metrics)``.
     """
 
@@ -125,7 +127,7 @@ class TracedPlace:
 
     @functools.cached_property
     def late(self) -> frozenset[int]:
-        """What the backward pass alone can make, or is given."""
+        """Values that only the backward pass makes or receives."""
         return frozenset(self.steps.depending(self.names.cotangents))
 
     @functools.cached_property
@@ -139,18 +141,17 @@ class TracedPlace:
 
     @property
     def behind(self) -> list[Operand]:
-        """What the backward pass makes."""
         return [*self.names.returns, *self.names.gradients]
 
     @functools.cached_property
     def kept(self) -> list[int]:
-        """What the forward pass keeps for it, beside what the place is given."""
+        """Returns the residuals of the forward pass that are no inputs of the stage."""
         return self.steps.kept(self.behind, self.late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What all places of a pipeline know.
+    """Facts that all virtual stages of a pipeline share.
 
     Attributes:
         units: the loss.
@@ -177,13 +178,13 @@ def place_of(
     """Trace a place.
 
     Args:
-        program: of its stage.
-        facts: of the pipeline.
-        part: what the place runs.
-        layouts: of what it hands on and is handed.
-        last: it gives the loss.
-        cuts_batch: it takes the global batch, and its micro-batch from that; else it is
-            given leaves of the micro-batch.
+        program: Program of its stage.
+        facts: Facts of the pipeline.
+        part: Part of the program that the virtual stage runs.
+        layouts: Sharding of each imported and exported value.
+        last: Whether it computes the loss.
+        cuts_batch: Whether it takes the global batch and slices its micro-batch;
+            otherwise it receives the leaves of the micro-batch.
     """
     return _Tracer(program, facts, part, layouts, last, cuts_batch).place()
 
@@ -323,7 +324,9 @@ class _Tracer:
     def _ahead(
         self, params: list[Any], handed: Mapping[Value, Any], given: dict[str, Any]
     ) -> tuple[dict[Value, Any], list[Any], list[Any], Any]:
-        """What it hands on, what is not trained, its sums, and the total."""
+        """Returns the exports, the new non-trainable state, the sums and the total
+        loss.
+        """
         program, units = self.program, self.facts.units
         values: dict[int, Any] = dict(zip(self.params, params, strict=True))
         step, number = given["step"], given["number"]

@@ -30,13 +30,13 @@ class Pass:
     """One pass over a batch.
 
     Attributes:
-        apart: what runs.
+        apart: Executor of the stages.
         leaves: the inputs of the loss, as they are now.
         copies: by stage and number, those that another stage holds.
         common: for each place, what all micro-batches read, by number.
-        live: of a place and micro-batch, what its backward pass reads.
-        coming: of an action, place and micro-batch, what others hand to it.
-        leaving: what was made and is not handed over yet.
+        live: Residuals of the backward pass, by virtual stage and micro-batch.
+        coming: Transferred arrays, by action, virtual stage and micro-batch.
+        leaving: Computed values that are not transferred yet.
         sums, gradients: for each place, what was added up.
     """
 
@@ -52,11 +52,12 @@ class Pass:
         """Bring to every stage what it reads; run nothing yet.
 
         Args:
-            apart: what runs.
+            apart: Executor of the stages.
             state: before the step.
             batch: flat leaves of the global batch.
             keeps: the backward pass follows.
-            first_micro_batch: of the global batch, the number of the schedule's first.
+            first_micro_batch: Number within the global batch of the schedule's first
+                micro-batch.
         """
         self.apart = apart
         self.keeps = keeps
@@ -131,7 +132,6 @@ class Pass:
     def _came(
         self, action: Action, number: int, micro_batch: int
     ) -> Iterator[tuple[Value, Any]]:
-        """What others handed to a place."""
         for values, coming in self.coming.pop((action, number, micro_batch), ()):
             yield from zip(values, coming(), strict=True)
 
@@ -212,7 +212,9 @@ class Pass:
         )
 
     def losses(self) -> Sums | None:
-        """What the micro-batches' losses add up to; None if that is not here."""
+        """Returns the sum of the micro-batches' losses, or None if another process
+        holds it.
+        """
         if not self.apart.here[-1]:
             return None
         tree = self.apart.sites[-1].place.sums_tree
@@ -240,7 +242,7 @@ class Pass:
         ]
 
     def rest_after(self) -> Any:
-        """What is not trained, after all micro-batches."""
+        """Returns the non-trainable state after all micro-batches."""
         tree: Any = jax.tree.structure(self.state.rest)
         last = self.first + tree.num_leaves
         return tree.unflatten(

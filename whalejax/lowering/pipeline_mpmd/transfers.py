@@ -1,4 +1,4 @@
-"""What the stages of a pipeline bring each other: inputs, values, cotangents, sums."""
+"""Transfers between pipeline stages: inputs, values, cotangents, sums."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Moves:
         self._agreement.check(apart.program, self.described, plan=apart.plan)
 
     def described(self) -> dict[str, object]:
-        """What processes must have alike beside the plan, by name."""
+        """Returns values beside the plan that must be equal in all processes, by name.
+        """
         layouts = [
             (
                 plan.model_hash,
@@ -68,9 +69,9 @@ class Moves:
         """An input of the loss on another stage; None if that is not here.
 
         Args:
-            number: of the input.
-            stage: where it goes.
-            leaf: as its own stage holds it.
+            number: Number of the input.
+            stage: Stage that receives it.
+            leaf: Leaf on the stage that owns it.
         """
         apart = self._apart
         return self._sent(
@@ -85,8 +86,8 @@ class Moves:
         """The gradient of a parameter where it belongs; None if that is not here.
 
         Args:
-            number: of the parameter.
-            stage: where it was made.
+            number: Number of the parameter.
+            stage: Stage that computed the gradient.
             gradient: or None if that is not here.
         """
         apart = self._apart
@@ -100,11 +101,12 @@ class Moves:
         return self._sent(key, [gradient], [aval], [source], [target])()[0]
 
     def handed(self, handing: Handing, arrays: Sequence[Any] | None) -> Coming:
-        """What one place hands another, where that one has it; None if not here.
+        """Transfers the values of one virtual stage to another; None if the receiver is
+        not here.
 
         Args:
-            handing: which place, and to which.
-            arrays: as the first made them; None if they are not here.
+            handing: Transfer to make: its source and its target.
+            arrays: Arrays of the source; None if another process holds them.
         """
         values = self.values_of(handing)
         way = handing.action, handing.source, handing.target
@@ -138,13 +140,14 @@ class Moves:
         return self._ways[key].send(arrays, aside)
 
     def layout(self, value: Value, place: int) -> NamedSharding:
-        """Where a value that places hand each other lies at one of them."""
+        """Returns the sharding of a transferred value at one virtual stage."""
         apart = self._apart
         stage = place % len(apart.plans)
         return named(apart.layouts[stage].get(value, ()), apart.meshes[stage])
 
     def values_of(self, handing: Handing) -> list[Value]:
-        """What is handed over: the values, or those whose cotangents are."""
+        """Returns the values of a transfer, or those whose cotangents are transferred.
+        """
         found: list[Value] = self.targets[handing.action][handing.source][
             handing.target
         ]
@@ -152,7 +155,7 @@ class Moves:
 
     @functools.cached_property
     def targets(self) -> Mapping[Action, list[dict[int, list[Value]]]]:
-        """By action, for each place, what it hands to which other.
+        """Returns the values that each virtual stage transfers, by action and target.
 
         Values go to those who read them, and cotangents to those who made these, where
         a gradient flows through them.
@@ -172,7 +175,7 @@ class Moves:
 
     @functools.cached_property
     def order(self) -> tuple[ScheduleRow | Handing, ...]:
-        """In which order everything is issued, in all processes."""
+        """Returns the order in which all processes issue actions and transfers."""
         return self.order_of(self._apart.table)
 
     def order_of(self, table: Schedule) -> tuple[ScheduleRow | Handing, ...]:

@@ -34,12 +34,12 @@ from whalejax.lowering.pipeline_mpmd.update_split import Group, Owner, Parting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Where an input or an output of the program lies.
+    """Stage, sharding and donation of an input or output of the program.
 
     Attributes:
         owner: the stage; None for all devices.
-        sharding: of an output, its layout.
-        consumed: of an input, that the program may reuse its memory.
+        sharding: Sharding of an output.
+        consumed: Whether the program may reuse the memory of an input.
     """
 
     owner: Owner
@@ -53,7 +53,8 @@ class _Told:
 
     Attributes:
         group: the part that makes them.
-        numbers: of these values.
+        numbers: Vector of the scalars of one dtype that a stage broadcasts to all
+            others.
     """
 
     group: Group
@@ -126,9 +127,9 @@ class Parted:
 
         Args:
             steps: the program.
-            inputs, outputs: where they lie.
+            inputs, outputs: Stage, sharding and donation of each input and output.
             whole: for each stage, the layout of what all its devices hold.
-            options: of the compiler.
+            options: XLA options of the compiler.
 
         Raises:
             PlanError: an operation takes arrays of several stages.
@@ -259,7 +260,6 @@ class Parted:
         return joined([x for x in copies if x is not None], where.sharding)
 
     def _vectors(self, group: Group) -> tuple[_Told, ...]:
-        """What a part tells, by type."""
         types: dict[Any, list[int]] = defaultdict(list)
         for number in sorted(self._parting.tells[group]):
             types[self._steps.avals[number].dtype].append(number)
@@ -369,7 +369,8 @@ class Parted:
         gives: Sequence[int],
         there: Sequence[NamedSharding | None],
     ) -> frozenset[int]:
-        """Of arrays, those whose memory has room for a result: as JAX matches them."""
+        """Returns the donated arrays whose memory fits a result, matched as JAX does.
+        """
         avals = [self._steps.avals[n] for n in gives]
         if None in there and any(
             len(x.sharding.device_set) > 1 for x in given.values()

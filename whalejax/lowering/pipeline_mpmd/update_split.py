@@ -1,4 +1,4 @@
-"""Which stage runs which part of a program over the arrays of several stages.
+"""Divides a program over the arrays of several stages among them.
 
 An operation runs where its arrays are. Numbers that several stages make are told to
 all, and every stage does for itself what follows from them and takes no array. This is
@@ -39,7 +39,7 @@ class Parting:
     """A program in parts.
 
     Attributes:
-        owners: of each value, the stage that has it.
+        owners: Stage that owns each value.
         levels: after how many exchanges it is there.
         gives, tells: for each part, what others, or the outputs, take of it as it is,
             and what it tells all.
@@ -60,9 +60,10 @@ class Parting:
 
         Args:
             steps: the program.
-            inputs, outputs: where they lie.
-            stages: how many there are.
-            meshes: of each; where an operation lays its result on one, it runs there.
+            inputs, outputs: Owners of the inputs and outputs.
+            stages: Number of stages.
+            meshes: Mesh of each stage; an operation that lays its result on one runs
+                there.
             few_rounds: every stage does what follows from a number that all were told,
                 also where the other numbers are of one stage: a sum over stages in
                 turn then takes one exchange, and tells more numbers.
@@ -103,7 +104,9 @@ class Parting:
         return self.levels[number] + (self.owners[number] not in (None, owner))
 
     def _owner(self, step: Step) -> Owner:
-        """Where an operation runs: where its arrays are, or its numbers."""
+        """Returns the stage where an operation runs: that of its arrays, or of its
+        scalars.
+        """
         laid = self._laid(step)
         if laid is not None:
             return laid
@@ -126,7 +129,7 @@ class Parting:
         return self._meshes.index(mesh) if mesh in self._meshes else None
 
     def _cut(self) -> dict[Group, list[int]]:
-        """What each part reads; the parts are found from the outputs back.
+        """Finds what each part reads, from the outputs back.
 
         Raises:
             PlanError: a stage would have to tell another an array.
@@ -178,10 +181,10 @@ def check_update(
     """Refuse what stages with programs of their own cannot do at the end of a step.
 
     Args:
-        plan: where its stages have no such programs, nothing is refused.
+        plan: Plan; where its stages have no programs of their own, nothing is refused.
         adapter: the model.
-        optimizer: what updates it.
-        steady: what changes once a step beside it.
+        optimizer: Optimizer that updates the model.
+        steady: State beside the parameters that changes once a step.
 
     Raises:
         PlanError: it takes arrays of several stages into one operation.
