@@ -29,7 +29,7 @@ class StageProgram:
 
     Attributes:
         stage: Number of the stage.
-        name: What the program does, such as ``"forward of part 0"``.
+        name: Purpose of the program, such as ``"forward of part 0"``.
         runs: Runs of the program in a step.
         compiled: the program, a ``jax.stages.Compiled``.
     """

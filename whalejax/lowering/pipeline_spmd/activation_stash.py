@@ -1,4 +1,4 @@
-"""What a stage in lockstep keeps of a micro-batch between its two passes.
+"""Saves activations or residuals of micro-batches in flight in a lockstep pipeline.
 
 Either what it was given, and its layers are computed again; or all that their
 derivative reads. Of that, what does not depend on what the stage was given (parameters,
@@ -38,7 +38,7 @@ class Derivative:
 
         Args:
             function: the stage's layers.
-            params, given: of the shapes and dtypes that they will have.
+            params, given: Parameters and inputs of the right shapes and dtypes.
         """
         self._function = function
         self._params = list(params)
@@ -67,7 +67,7 @@ class Derivative:
         self.kept = [jaxpr.outvars[i].aval for i in places]
 
     def _run(self, params: list[Any], given: Any, number: Any) -> list[Any]:
-        """What is handed on, and the leaves of the derivative."""
+        """Returns the outputs of the stage and the leaves of the derivative."""
         handed, derivative = jax.vjp(
             lambda params, given: self._function(params, given, number), params, given
         )
@@ -75,12 +75,13 @@ class Derivative:
         return [*handed, *leaves]
 
     def forward(self, given: Carry, number: Any) -> list[Any]:
-        """What is kept of a micro-batch; what the stage hands on comes first."""
+        """Returns the outputs of the stage, followed by the residuals of a micro-batch.
+        """
         found = self._run(self._params, given, number)
         return [found[i] for i in self._places]
 
     def handed(self, kept: Sequence[Any]) -> Carry:
-        """What the stage handed on."""
+        """Returns the outputs of the stage from its residuals."""
         return tuple(kept[: self._outputs])
 
     def backward(
@@ -89,9 +90,9 @@ class Derivative:
         """Gradients of the parameters, and what goes back to the stage before.
 
         Args:
-            kept: of the micro-batch.
-            number: of the micro-batch.
-            cotangents: of what the stage handed on.
+            kept: Residuals of the micro-batch.
+            number: Number of the micro-batch.
+            cotangents: Cotangents of the stage's outputs.
         """
         made = iter(self._still(*jax.tree.leaves((self._params, self._given, number))))
         leaves = [
@@ -103,12 +104,12 @@ class Derivative:
 
 
 class Inputs:
-    """Of a micro-batch in flight a stage keeps what it was given.
+    """Stash of stage inputs; the backward pass recomputes everything else.
 
     The backward pass computes the layers again.
 
     Attributes:
-        empty: what is kept of a micro-batch, all zero.
+        empty: Zeros of the stash's shapes for one micro-batch.
     """
 
     def __init__(self, local: OneStage) -> None:
@@ -123,8 +124,8 @@ class Inputs:
 
         Args:
             kept: rings of what is kept.
-            given: what the stage before handed on.
-            numbers: of each stage, its micro-batch, or -1.
+            given: Outputs of the previous stage.
+            numbers: Micro-batch of each stage, or -1.
 
         Returns:
             The rings, and what is handed on.
@@ -146,9 +147,9 @@ class Inputs:
         """Gradients and sums of a micro-batch, and what goes back to the stage before.
 
         Args:
-            given: what the stage was given.
-            handed: what came back from the stage behind.
-            number: of the micro-batch.
+            given: Inputs of the stage.
+            handed: Cotangents from the next stage.
+            number: Number of the micro-batch.
         """
         local, given = self._local, tuple(given)
         if local.branches:
@@ -193,10 +194,10 @@ class Inputs:
 
 
 class Residuals:
-    """Of a micro-batch in flight a stage keeps all that its derivative reads.
+    """Stash of all residuals of the derivative.
 
     Attributes:
-        empty: what is kept of a micro-batch, all zero.
+        empty: Zeros of the stash's shapes for one micro-batch.
     """
 
     def __init__(self, local: OneStage) -> None:
@@ -225,9 +226,9 @@ class Residuals:
         """Gradients and sums of a micro-batch, and what goes back to the stage before.
 
         Args:
-            kept: of the micro-batch.
-            handed: what came back from the stage behind.
-            number: of the micro-batch.
+            kept: Residuals of the micro-batch.
+            handed: Cotangents from the next stage.
+            number: Number of the micro-batch.
         """
         local, derivative = self._local, self._derivative
         results = derivative.handed(kept)

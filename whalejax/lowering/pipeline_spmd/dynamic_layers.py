@@ -29,8 +29,8 @@ class Turns:
 
     Attributes:
         body: one turn, from constants, carries and slices to carries and more.
-        num_consts, num_carries: how many operands stay and are handed on; those after
-            them are stacks.
+        num_consts, num_carries: Numbers of loop-invariant and of carried operands; the
+            operands after them are stacked.
         most: slices that a stack has, the largest number of turns.
         masked: ``most`` turns are taken, and those too many change nothing. Where
             devices share collectives inside, they must take equally many turns.
@@ -52,13 +52,13 @@ class Turns:
         return self.most if self.masked else count
 
     def chosen(self, here: Any, fresh: Any, before: Any) -> Any:
-        """What a turn gives, unless it is one too many."""
+        """Selects the new carry, or the old one in a surplus iteration."""
         if not self.masked:
             return fresh
         return jax.tree.map(lambda x, y: jnp.where(here, x, y), fresh, before)
 
     def given(self, operands: Operands, carry: Operands, index: Any) -> Operands:
-        """What one turn is given."""
+        """Returns the operands of one iteration."""
         slices = (_at(x, index) for x in operands[self.carries.stop :])
         return (*operands[: self.num_consts], *carry, *slices)
 
@@ -67,8 +67,8 @@ def counted(turns: Turns, count: Any, operands: Operands) -> Operands:
     """Run a loop.
 
     Args:
-        turns: what a turn does.
-        count: how many turns, an int32 scalar of at most ``turns.most``.
+        turns: Loop to run.
+        count: Number of iterations, an int32 scalar of at most ``turns.most``.
         operands: constants, carries (floating-point numbers), stacks.
 
     Returns:
@@ -108,14 +108,14 @@ OWN, ONCE = -1, -2
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """What the backward pass reads.
+    """Residuals of a loop for its backward pass.
 
     Attributes:
         backward: the derivative of a layer; its leaves are those of all turns.
         sliced: for each leaf, whether a turn has a slice of it.
         flows: for each operand, whether a gradient flows through it.
         count: turns.
-        operands: of the loop.
+        operands: Operands of the loop.
     """
 
     backward: Any
@@ -135,7 +135,9 @@ class _Kept:
 def _differentiated(
     turns: Turns, given: Sequence[Any], flows: Sequence[bool]
 ) -> tuple[Operands, Any]:
-    """What a turn gives, and its derivative for the operands that have one."""
+    """Returns an iteration's results, and its derivative for the operands that have
+    one.
+    """
     places = [i for i, flowing in enumerate(flows) if flowing]
 
     def layer(*floats: Any) -> Operands:
@@ -151,11 +153,11 @@ def _differentiated(
 def _sources(
     turns: Turns, given: Operands, flows: Sequence[bool]
 ) -> tuple[list[int], list[Any]]:
-    """Where the leaves of a turn's derivative come from.
+    """Returns the source of each leaf of an iteration's derivative.
 
     Args:
         turns: the loop.
-        given: what one turn is given.
+        given: Operands of one iteration.
         flows: for each operand, whether a gradient flows through it.
 
     Returns:

@@ -52,9 +52,9 @@ def pipelined_gradients(
     """Loss and gradients of the global batch, and the rest; see ``gradients_of``.
 
     Args:
-        program: what to run.
+        program: Loss, optimizer and plan to run.
         stack: the scan over layers.
-        params, rest, batch, rng, step, scale: as there.
+        params, rest, batch, rng, step, scale: Arguments of ``gradients_of``, unchanged.
     """
     table, plan = _table(program), program.plan
     assert plan.stages is not None
@@ -114,7 +114,9 @@ def _specs_of(count: int, stack: Stack) -> list[PartitionSpec]:
 
 
 def _rest_specs(rest: Any, stack: Stack) -> Any:
-    """Of what is not trained, layers lie on the stages."""
+    """Returns the specs of the non-trainable state, whose layers are stored on the
+    stages.
+    """
     tree: Any = jax.tree.structure(rest)
     count = tree.num_leaves
     return tree.unflatten(
@@ -189,7 +191,8 @@ def _on_stages(
 
 
 def _counted(rest: Any, stack: Stack, number: Any) -> Any:
-    """What is not trained, with its counters as so many micro-batches leave them."""
+    """Returns the non-trainable state with its counters after ``number`` micro-batches.
+    """
     if not any(stack.advances):
         return rest
     leaves = [
@@ -205,7 +208,7 @@ def _dealt_out(
     run: Callable[[list[Any]], Sums],
     params: Sequence[Any],
 ) -> Sums:
-    """What stages make of their parameters, from these as they are stored."""
+    """Runs the stages on their own layers, regrouped from the stored parameters."""
     counts = layer_counts(program)
     if min(counts) == max(counts):
         return run(list(params))
@@ -228,9 +231,9 @@ def pipelined_losses(
     """The summed losses of the global batch, without gradients; see ``losses_of``.
 
     Args:
-        program: what to run.
+        program: Loss, optimizer and plan to run.
         stack: the scan over layers.
-        params, rest, batch, rng, step: as there.
+        params, rest, batch, rng, step: Arguments of ``losses_of``, unchanged.
     """
     table = _table(program)
     turns = turns_of(table)[: table.num_micro_batches + table.num_stages - 1, :, 0]

@@ -35,13 +35,13 @@ class StageLayers:
 
     Attributes:
         stack: the scan over all layers.
-        counts: how many of them each stage has.
+        counts: Number of layers of each stage.
         masked: all stages take equally many turns, because they share collectives.
         stage, last: number of this stage, and whether it is the last.
-        given: what the stage before it handed on.
+        given: Outputs of the previous stage.
         ends: nothing behind the layers is wanted.
         made: the layers were run before, and what they hand on is given.
-        results: what the layers hand on.
+        results: Outputs of the layers.
     """
 
     stack: Stack
@@ -70,7 +70,6 @@ class StageLayers:
         return [*map(self.beyond, self.results), *unread]
 
     def _made(self, equation: Any, values: Sequence[Any], body: rebuild.Body) -> Carry:
-        """What this stage's layers give."""
         parts, most = _compat.scan_parts(equation), max(self.counts)
         first, end = parts.num_consts, parts.num_consts + parts.num_carries
         entering = [
@@ -130,11 +129,11 @@ class OneStage:
     """One stage's part of the program, inside ``shard_map`` over the stages.
 
     Attributes:
-        program, stack: what runs.
-        params: those of this stage.
+        program, stack: Program and layer stack to run.
+        params: Parameters of this stage.
         stage: number of this stage.
         micro: gives the rest, the flat batch and the key of a micro-batch.
-        scale: what the loss is multiplied by before it is differentiated, or None.
+        scale: Scale of the loss before differentiation, or None.
     """
 
     program: Program
@@ -161,11 +160,11 @@ class OneStage:
         return [p for i, p in enumerate(self.params) if i not in self.stack.params]
 
     def chosen(self, numbers: Any, work: Callable[[], Any], idle: Any) -> Any:
-        """What some work gives where this stage has a micro-batch for it."""
+        """Returns ``work()`` where this stage has a micro-batch, else ``idle``."""
         return chosen(numbers, self.stage, work, idle, branches=self.branches)
 
     def layers(self, given: Carry, *, ends: bool, made: bool = False) -> StageLayers:
-        """Those of this stage, from what it was given, or what they have made."""
+        """Returns this stage's layers, from their inputs or their outputs."""
         return StageLayers(
             made=made,
             stack=self.stack,
@@ -178,7 +177,7 @@ class OneStage:
         )
 
     def nothing(self) -> Carry:
-        """What layers hand on, all zero."""
+        """Returns zeros of the layers' outputs."""
         jaxpr, _ = _compat.open_jaxpr(self.program.captured.jaxpr)
         equation = jaxpr.eqns[self.stack.position[0]]
         carried = equation.outvars[: _compat.scan_parts(equation).num_carries]
@@ -186,12 +185,12 @@ class OneStage:
         return self.laid(zeros)
 
     def laid(self, carry: Sequence[Any]) -> Carry:
-        """What layers hand on, in its layout."""
+        """Constrains the layers' outputs to their sharding."""
         program = self.program
         return tuple(program.constrain(carry, program.constraints.carried))
 
     def forward(self, params: Sequence[Any], given: Carry, number: Any) -> Carry:
-        """What the stage hands on of a micro-batch."""
+        """Returns the outputs of the stage for a micro-batch."""
         layers = self.layers(given, ends=True)
         rest, batch, key = self.micro(number)
         with contextlib.suppress(_Reached):
@@ -201,14 +200,14 @@ class OneStage:
     def loss(
         self, params: Sequence[Any], given: Carry, number: Any, *, made: bool = False
     ) -> tuple[tuple[Carry, Any], Sums]:
-        """What it hands on and the scaled total, and the sums, of a micro-batch.
+        """Returns the outputs, the scaled total and the sums of a micro-batch.
 
         Total and sums are those of the last stage.
 
         Args:
-            params: of the stage.
+            params: Parameters of the stage.
             given: by the stage before; or what the layers have made, if so.
-            number: of the micro-batch.
+            number: Number of the micro-batch.
             made: see ``repeated_layers``.
         """
         layers = self.layers(given, ends=False, made=made)
@@ -221,11 +220,11 @@ class OneStage:
         return (layers.results, scaled), sums
 
     def head(self, results: Carry, number: Any) -> tuple[Sums, list[Any], Carry]:
-        """What stands behind the layers, forward and back, of a micro-batch.
+        """Runs the part after the layers forward and backward on a micro-batch.
 
         Args:
-            results: what the layers handed on.
-            number: of the micro-batch.
+            results: Outputs of the layers.
+            number: Number of the micro-batch.
 
         Returns:
             Sums, gradients of ``others``, and cotangents of the results.
@@ -270,6 +269,6 @@ class OneStage:
 
 
 def layer_counts(program: Program) -> tuple[int, ...]:
-    """How many layers each stage has."""
+    """Returns the number of layers of each stage."""
     assert program.plan.stages is not None
     return program.plan.stages.layers

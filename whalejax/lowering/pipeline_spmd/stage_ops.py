@@ -31,8 +31,8 @@ def in_stages(
         values: its operands.
         specs: layouts of these, where it looks something up.
         mesh: the devices.
-        flows: of a call with a derivative rule of its own, through which operands a
-            gradient flows.
+        flows: Whether a gradient flows through each operand of a call with its own
+            derivative rule.
     """
     before = equation.invars[0].aval.shape if values else ()
     if equation.primitive.name == "reshape" and values[0].shape != before:

@@ -1,4 +1,4 @@
-"""What stages that run one loop do in each turn, and how they hand on results."""
+"""Ticks of a lockstep pipeline: selection of work, transfers and ring buffers."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def turns_of(table: Schedule) -> np.ndarray:
 def chosen(
     numbers: Any, stage: Any, work: Callable[[], Any], idle: Any, *, branches: bool
 ) -> Any:
-    """What some work gives where a stage has a micro-batch for it, else a stand-in.
+    """Returns ``work()`` where a stage has a micro-batch, else ``idle``.
 
     Stages part ways only where nothing inside is sharded: where something is, all of
     them do what one of them has to, because they run the same collectives.
 
     Args:
-        numbers: of each stage, its micro-batch, or -1.
+        numbers: Micro-batch of each stage, or -1.
         stage: number of this one.
-        work: what it does.
-        idle: what stands for it.
+        work: Function that does the work.
+        idle: Result where there is no micro-batch.
         branches: nothing inside is sharded.
     """
     here = numbers[stage] >= 0
@@ -73,8 +73,8 @@ def put(ring: Any, value: Any, number: Any) -> Any:
 
     Args:
         ring: with room for so many micro-batches as are in flight.
-        value: what is kept.
-        number: of the micro-batch, or -1.
+        value: Value to keep.
+        number: Number of the micro-batch, or -1.
     """
     place = jnp.maximum(number, 0) % ring.shape[0]
     value = jnp.where(number >= 0, value, taken(ring, place))
@@ -82,7 +82,7 @@ def put(ring: Any, value: Any, number: Any) -> Any:
 
 
 def taken(ring: Any, number: Any) -> Any:
-    """What is kept of a micro-batch."""
+    """Reads a micro-batch's slot of a ring buffer."""
     place = number % ring.shape[0]
     return jax.lax.dynamic_index_in_dim(ring, place, keepdims=False)
 

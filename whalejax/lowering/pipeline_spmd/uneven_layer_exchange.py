@@ -23,10 +23,11 @@ from whalejax.planner.sharding.layout import Spec
 
 
 def rows_of(layers: Sequence[int]) -> np.ndarray:
-    """Which layer stands in which place.
+    """Returns the layer in each slot of the padded stages.
 
     Args:
-        layers: how many each stage has.
+        layers: Returns the slot of each layer, among those of all stages one after the
+            other.
 
     Returns:
         ``int32[stages, most]``.
@@ -42,7 +43,7 @@ def rows_of(layers: Sequence[int]) -> np.ndarray:
 
 
 def places_of(layers: Sequence[int]) -> np.ndarray:
-    """In which place a layer stands, of those of all stages one after the other.
+    """Number of layers of each stage.
 
     >>> places_of([3, 1]).tolist()
     [0, 1, 2, 3]
@@ -60,10 +61,10 @@ def dealt(
     """Parameters as stages compute with them.
 
     Args:
-        program: what runs.
+        program: Loss, optimizer and plan to run.
         stack: the scan over layers, and its parameters.
         params: flat parameters, as stored.
-        layers: how many each stage has.
+        layers: Number of layers of each stage.
     """
     leaves, found = program.plan.trained, list(params)
     for i in stack.params:
@@ -72,11 +73,11 @@ def dealt(
 
 
 def dealt_rest(program: Program, stack: Stack, rest: Any, layers: Sequence[int]) -> Any:
-    """What is not trained, with its layers as stages compute with them.
+    """Regroups the non-trainable state of layers by the stages that compute with it.
 
     Args:
-        program, stack, layers: as for ``dealt``.
-        rest: as stored.
+        program, stack, layers: Arguments of ``dealt``, unchanged.
+        rest: Non-trainable state as it is stored.
     """
     if min(layers) == max(layers) or not stack.frozen:
         return rest
@@ -101,8 +102,8 @@ def collected(
     """Gradients as they are kept.
 
     Args:
-        program, stack, layers: as for ``dealt``.
-        gradients: of the parameters as stages computed with them.
+        program, stack, layers: Arguments of ``dealt``, unchanged.
+        gradients: Gradients of the parameters as the stages computed with them.
     """
     found = list(gradients)
     for i in stack.params:

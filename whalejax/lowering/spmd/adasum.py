@@ -43,9 +43,9 @@ def combined(
     Args:
         stacked: for each parameter sums over a rank's samples, with the ranks along a
             leading dimension that ``data`` shards.
-        weights: of each rank's samples: what its sums are divided by.
+        weights: Weight of each rank's samples, by which its sums are divided.
         specs: layout of each parameter on the axes beside ``data``.
-        slices: how many layers each stacks, which are tensors of their own.
+        slices: Number of layers that each tensor stacks; each layer counts as a tensor.
         mesh: the devices.
         node: ranks, one after the other, that are averaged before.
     """
@@ -91,8 +91,8 @@ class _Packing:
     """Tensors in one buffer of columns, in equal parts for all ranks.
 
     Attributes:
-        parts: of each tensor; those of as many columns stand together.
-        ranks: how many parts.
+        parts: Size of each tensor's part; tensors with as many columns stand together.
+        ranks: Number of parts.
     """
 
     parts: tuple[Part, ...]
@@ -158,7 +158,7 @@ class _Rows:
 
     Attributes:
         high, low: (group, number, column); ``low`` is None where it is 0.
-        exponents: of the power, (group, tensor).
+        exponents: Exponents of the powers of two, (group, tensor).
     """
 
     high: Any
@@ -174,7 +174,6 @@ class _Rows:
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return len(self.high)
 
     @property
@@ -204,7 +203,7 @@ class _Rows:
         return _Rows(high=high, low=low, exponents=self.exponents - shifts)
 
     def values(self, packing: _Packing) -> Any:
-        """As plain floats."""
+        """Returns the tensors as plain floats."""
         return self.scaled(self.exponents, packing).high
 
 
@@ -213,8 +212,8 @@ class _PartialDots:
     """Exchange of the dot products of the parts that devices hold.
 
     Attributes:
-        packing: of the tensors.
-        specs: of the parameters.
+        packing: Packing of the tensors.
+        specs: Specs of the parameters.
         mesh: the devices.
     """
 
@@ -250,7 +249,7 @@ class _PartialDots:
         return jax.lax.all_gather(jnp.concatenate(found, -1), tuple(axes))
 
     def local(self, every: Any) -> Any:
-        """Of numbers of all tensors, (pair, tensor), those on this device."""
+        """Selects this device's numbers from those of all tensors, (pair, tensor)."""
         found, first = [], 0
         for part, spec in zip(self.packing.parts, self.specs, strict=True):
             whole = every[:, first : first + part.slices]
@@ -273,8 +272,8 @@ def weighted_means(sums: Any, weights: Any) -> Any:
     """Sums over samples as means, zero where the samples have no weight.
 
     Args:
-        sums: of several ranks, along the first dimension.
-        weights: of the samples of each.
+        sums: Sums of several ranks, stacked along the first dimension.
+        weights: Sample weights of each rank.
     """
     by = weights.reshape(-1, *[1] * (sums.ndim - 1)).astype(sums.dtype)
     nonzero = by != 0
@@ -325,7 +324,7 @@ def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
 
 
 def _column_dots(ones: Pair, others: Pair) -> tuple[Pair, Pair, Pair]:
-    """Of every pair of columns the dot product and both squared norms."""
+    """Returns the dot product and both squared norms of every pair of columns."""
 
     def body(number: Any, sums: Any) -> Any:
         def row(x: Any) -> Any:
@@ -353,7 +352,8 @@ def _by_tensor(sums: Sequence[Pair], packing: _Packing) -> list[Pair]:
 
 
 def _ratios(every: Any) -> tuple[tuple[Pair, Pair], Any]:
-    """What of each tensor's partner is removed from it, of scaled tensors.
+    """Returns the coefficient by which each tensor's partner is subtracted, with scaled
+    tensors.
 
     Args:
         every: (device, number, pair, tensor), as ``_PartialDots.gathered`` gives it.
@@ -402,7 +402,7 @@ def _power(exponents: Any, dtype: Any) -> Any:
 
 
 def _exponents(x: Any) -> Any:
-    """Of the least power of two above each number that is not negative, by its bits.
+    """Returns the exponent of the least power of two above each non-negative number.
 
     What is below the least normal number, and zero, is taken as half of it.
     """

@@ -40,8 +40,8 @@ def chunked(
     """Run a call that makes logits.
 
     Args:
-        one: what it computes.
-        values: of its inputs.
+        one: Call that makes logits and reduces them.
+        values: Values of its inputs.
         count: chunks of the tokens of a device; fewer where it does not divide them.
         spec: layout of the logits.
         mesh: the devices.
@@ -110,7 +110,7 @@ class _Chunks:
         return tuple(() if tag is None else self.spec[tag] for tag in tags)
 
     def hidden_tags(self) -> Tags:
-        """Of the hidden values; what is contracted has none."""
+        """Tags of the hidden values; the contracted dimension has none."""
         places = dict(zip(self.one.tokens, self.one.token_tags, strict=True))
         return tuple(places.get(d) for d in range(len(self.one.hidden.aval.shape)))
 
@@ -149,7 +149,7 @@ class _Chunks:
         return loss
 
     def exit_tags(self) -> list[Tags]:
-        """Of what is made of the logits."""
+        """Tags of the values that are made of logits."""
         return [self.one.nodes[end].tags for end in self.one.ends]
 
     def inputs(self, hidden: Any, outside: Mapping[int, Any]) -> Any:
@@ -165,7 +165,7 @@ class _Chunks:
         )
 
     def logits(self, hidden: Any, kernel: Any) -> Any:
-        """Of one chunk."""
+        """Returns the logits of one chunk."""
         pair = (kernel, hidden) if self.one.turned else (hidden, kernel)
         return self.constrained(_compat.bind(self.one.product, pair)[0], self.spec)
 
@@ -177,7 +177,7 @@ class _Chunks:
         trained: Sequence[int],
         cotangents: Sequence[Any],
     ) -> list[Any]:
-        """Of hidden values, kernel, and what is trained beside them."""
+        """Returns gradients of hidden values, kernel and further trained inputs."""
         one = self.one
         stored, read = kernel, self.used(kernel)
         wide = jnp.promote_types(kernel.dtype, jnp.float32)
@@ -235,7 +235,7 @@ class _Chunks:
         return tuple(range(len(self.one.tokens)))
 
     def kernel_shape(self) -> tuple[int, ...]:
-        """Of the sums of all devices."""
+        """Shape of the kernel's summed gradient over all devices."""
         one = self.one
         parts = [self.parts(t) for t in one.token_tags]
         depth = [one.kernel.aval.shape[k] for _, k in one.depth]

@@ -1,4 +1,4 @@
-"""Where a plan constrains the layout of values, equation by equation.
+"""Finds which values a plan constrains, equation by equation.
 
 The compiler's propagation fills in what lies between, but only constraints make it
 follow the plan: results of products, lookups and everything else that mixes
@@ -37,7 +37,7 @@ SharedRows = tuple[Rows, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What to constrain while evaluating a traced loss.
+    """Layout constraints for the evaluation of a traced loss.
 
     Attributes:
         results: (position, result) to the layouts it passes through, in order.
@@ -51,9 +51,9 @@ class Constraints:
         sorted_rows: calls that sort rows across the batch, by position: where rows lie,
             and the axes that share the samples.
         chunks: into how many the tokens of a device are cut in calls that make logits.
-        waiting: what waits in host memory for the backward pass: position of a
-            checkpointed region to numbers of its inputs, and of an equation inside one
-            to numbers of its results.
+        waiting: Values that are kept in host memory until the backward pass: position
+            of a checkpointed region to numbers of its inputs, and of an equation inside
+            one to numbers of its results.
         carried: layouts of what layers hand to the next stage; empty without stages.
         flows: position of a call with a derivative rule of its own to whether a
             gradient flows through each operand.
@@ -193,7 +193,7 @@ class _Collector:
         return any(position[: len(call)] == call for call in self.calls)
 
     def _of_sorted_rows(self, index: int, table: Table) -> None:
-        """What a device does with its own rows needs no layouts but weights' own."""
+        """Collects weights' own layouts alone for operations on a device's own rows."""
         op = self.graph.ops[index]
         for slot, tensor in enumerate(op.operands):
             if self.weight[tensor]:
@@ -339,7 +339,7 @@ def _from_whole(op: Op, final: Spec) -> tuple[Spec, ...]:
 
 
 def _waiting(graph: Graph, outputs: Outputs, given: Outputs) -> Waiting:
-    """Where a traced loss has values that wait in host memory."""
+    """Finds the values of a traced loss that are kept in host memory."""
     moves = waiting_values(graph).keys()
     kept = {t for op in graph.ops if op.kept for t in op.results} & moves
     found = {position: _among(tensors, moves) for position, tensors in given.items()}
@@ -368,7 +368,7 @@ def constraints_of(plan: Plan, analysed: Analysed, captured: Captured) -> Constr
     Args:
         plan: the plan.
         analysed: a trace of the same model, analysed.
-        captured: that trace.
+        captured: Traced loss that the plan was made for.
     """
     collector = _Collector(plan, analysed, captured)
     found = replace(collector.collect(), flows=_flows(captured))

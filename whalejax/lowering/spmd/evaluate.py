@@ -109,17 +109,17 @@ def with_waiting(policy: Any) -> Any:
 
 
 class ScanReplacement(Protocol):
-    """What runs in place of a scan over layers, on some of them."""
+    """Replacement of a scan over layers that runs some of them."""
 
     @property
     def position(self) -> Position:
-        """Where the scan stands."""
+        """Position of the scan."""
         ...
 
     def through(
         self, equation: Any, values: Sequence[Any], body: rebuild.Body
     ) -> list[Any]:
-        """What the scan gives.
+        """Returns the results of the scan.
 
         Args:
             equation: the scan as traced.
@@ -134,14 +134,14 @@ class ScanReplacement(Protocol):
 
 
 class Here(Protocol):
-    """What runs of a program on one device where others run the rest."""
+    """Equations of a program that run on one device while others run the rest."""
 
     def runs(self, position: Position) -> bool:
         """Whether an equation runs here."""
         ...
 
     def given(self, position: Position, slot: int) -> Any:
-        """What stands for a result of an equation that does not."""
+        """Returns the value of an equation that runs elsewhere."""
         ...
 
     def made(self, position: Position, slot: int, value: Any) -> None:
@@ -217,13 +217,14 @@ def evaluate(
     Args:
         jaxpr: open or closed, as captured.
         arguments: one value for each of its inputs.
-        constraints: what to constrain, by position.
+        constraints: Constraints by position.
         mesh: the mesh of the plan.
-        position: where the jaxpr stands in the outermost one.
-        looped: it is the body of a loop, or in one.
-        recomputed: it is a checkpointed region of the user's, or in one.
-        part: of the layers, where not all are run.
-        here: which equations run, where not all do.
+        position: Position of the jaxpr within the outermost one.
+        looped: Whether the jaxpr is the body of a loop, or inside one.
+        recomputed: Whether the jaxpr is a checkpointed region of the user's, or inside
+            one.
+        part: Replacement of the layers' scan, where only some layers run.
+        here: Equations to run, where only some do.
         ready: weights that a loop around it reads, as they are computed with.
 
     Returns:

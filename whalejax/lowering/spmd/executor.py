@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """What micro-batches add up to.
+    """Sums over micro-batches.
 
     Attributes:
         total: sum of the losses' totals.
@@ -77,7 +77,7 @@ class Program:
     Attributes:
         plan: the plan.
         captured: the loss, traced at micro-batch shape.
-        adapter: how the model divides into parameters and the rest.
+        adapter: Adapter that divides the model into parameters and other state.
         constraints: layouts inside the loss.
         mesh: the devices.
         optimizer: an optax transformation.
@@ -119,10 +119,10 @@ class Program:
 
         Args:
             params, batch: flat leaves.
-            rest: what is not trained.
+            rest: Non-trainable state.
             rng: a key, or None where the loss takes none.
-            part: of the layers, where not all are run.
-            here: which equations run, where not all do.
+            part: Replacement of the layers' scan, where only some layers run.
+            here: Equations to run, where only some do.
 
         Returns:
             Total, and (weight, metrics, new rest).
@@ -142,7 +142,8 @@ class Program:
         return total, tuple(others)
 
     def followers(self) -> list[Follower]:
-        """What lies in host memory and is updated in pieces there, with its layouts.
+        """Returns the state in host memory that is updated in chunks there, with its
+        layouts.
 
         Raises:
             PlanError: the optimizer is another one, and needs some of it as a whole.
@@ -179,7 +180,7 @@ def micro_batches(
     """Cut a global batch into micro-batches along a new leading dimension.
 
     Args:
-        program: what will run.
+        program: Loss, optimizer and plan that will run.
         batch: flat leaves of the global batch.
 
     Returns:
@@ -215,13 +216,13 @@ def gradients_of(
     """Loss and gradients of the global batch, and the new rest.
 
     Args:
-        program: what to run.
+        program: Loss, optimizer and plan to run.
         params, batch: flat leaves.
-        rest: what is not trained, in the adapter's structure.
+        rest: Non-trainable state, in the adapter's structure.
         rng: the run's key, or None where the loss takes none.
         step: number of the step; keys fold it in, and the micro-batch's index.
-        scale: what the loss is multiplied by before it is differentiated, and the
-            gradients divided by; or None.
+        scale: Factor of the loss before differentiation, by which gradients are
+            divided; or None.
         first: number of the first micro-batch, from which keys count.
     """
     one = differentiator(program, params, rest, rng, step, scale, first)
@@ -241,11 +242,13 @@ def differentiator(
     scale: Any = None,
     first: Any = 0,
 ) -> Callable[..., tuple[Sums, Any]]:
-    """What takes a micro-batch forward and back.
+    """Returns a function that runs a micro-batch forward and backward.
 
     Args:
-        program, params, rng, step, scale, first: as for ``gradients_of``.
-        rest: what is not trained, as the step began, or at least its random keys.
+        program, params, rng, step, scale, first: Arguments of ``gradients_of``,
+            unchanged.
+        rest: Non-trainable state at the beginning of the step, or at least its random
+            keys.
 
     Returns:
         From the rest, the flat micro-batch and its index to sums and the new rest.
@@ -290,7 +293,9 @@ def differentiator(
 
 
 def _seed(param: Any, spec: Spec, mesh: Mesh) -> Any:
-    """What is differentiated in place of a parameter in host memory; see ``Away``."""
+    """Returns the array that is differentiated in place of a parameter in host memory;
+    see ``Away``.
+    """
     nothing = jnp.zeros(param.shape, param.dtype)
     return jax.lax.with_sharding_constraint(nothing, named(spec, mesh))
 
@@ -330,7 +335,8 @@ def losses_of(
     """The summed losses of the global batch, without gradients.
 
     Args:
-        program, params, rest, batch, rng, step, first: as for ``gradients_of``.
+        program, params, rest, batch, rng, step, first: Arguments of ``gradients_of``,
+            unchanged.
     """
     one = evaluator(program, params, rest, rng, step, first)
     count = program.plan.num_micro_batches
@@ -357,10 +363,12 @@ def evaluator(
     step: Any,
     first: Any = 0,
 ) -> Callable[..., Sums]:
-    """What takes a micro-batch forward: from its index and flat leaves to sums.
+    """Returns a function that runs a micro-batch forward, from its index and flat
+    leaves to sums.
 
     Args:
-        program, params, rest, rng, step, first: as for ``gradients_of``.
+        program, params, rest, rng, step, first: Arguments of ``gradients_of``,
+            unchanged.
     """
     adapter = program.adapter
     at_step = adapter.fold_rest(rest, step)
@@ -427,7 +435,7 @@ def update(
     """The optimizer's step, each device on the shards it owns.
 
     Args:
-        program: what to run.
+        program: Loss, optimizer and plan to run.
         params: flat parameters, as stored.
         state: optimizer state.
         gradients: flat gradients of the mean loss.
@@ -473,7 +481,8 @@ def stepping(
 
     Args:
         optimizer: the optimizer.
-        structure, state_tree: of the parameters and of the state.
+        structure, state_tree: Tree structures of the parameters and of the optimizer's
+            state.
         skips: the last value says whether anything changes.
 
     Returns:
@@ -582,7 +591,7 @@ def update_program(
 
 
 def hosted(adapter: Adapter, optimizer: optax.GradientTransformation) -> Hosted:
-    """What a plan may move to host memory, as far as the optimizer is concerned.
+    """Returns the state that a plan may offload, as far as the optimizer allows.
 
     Args:
         adapter: the model, with abstract parameters.

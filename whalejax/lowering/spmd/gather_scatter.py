@@ -37,7 +37,7 @@ _LINEAR = frozenset({"gather", "scatter", "scatter-add", "scatter-sub"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationParts:
-    """How devices divide an operation.
+    """Division of an operation among devices.
 
     Attributes:
         given, out: layouts of operands and results.
@@ -61,7 +61,9 @@ class _Free:
     taken: set[str] = field(default_factory=set)
 
     def take(self, spec: Spec, dim: int, size: int) -> tuple[str, ...]:
-        """Those that a layout gives a dimension, where they are free and divide it."""
+        """Returns the axes that a layout gives a dimension, where they are free and
+        divide it.
+        """
         axes = spec[dim] if dim < len(spec) else ()
         axes = tuple(a for a in axes if self.sizes.get(a, 1) > 1)
         count = math.prod(self.sizes[a] for a in axes)
@@ -85,7 +87,7 @@ def in_parts(
         values: its operands.
         specs: layouts of these, as far as they are known; empty ones are whole.
         mesh: the devices; inside ``shard_map`` over the stages.
-        flows: as ``holds`` takes it.
+        flows: Argument of ``holds``, unchanged.
     """
     automatic = automatic_axes(mesh)
     sizes = {a: n for a, n in mesh.shape.items() if a in automatic and n > 1}
@@ -280,13 +282,14 @@ def _keys(equation: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What one device takes of its part of an operand.
+    """One device's share of a gather.
 
     Attributes:
         equation: the gather.
-        sizes: of the axes.
+        sizes: Size of each mesh axis.
         laid: axes that shard each dimension of the operand.
-        picked: which part of an index points into a sharded dimension, and its axes.
+        picked: Index component that points into a sharded dimension, and that
+            dimension's axes.
     """
 
     equation: Any
@@ -335,7 +338,7 @@ class _Taken:
         return [jnp.where(here, found, jnp.zeros((), found.dtype))]
 
     def _within(self, indices: Any) -> Any:
-        """Which indices are in bounds; all of them where what is not is clipped."""
+        """Returns which indices are in bounds; all of them where others are clipped."""
         places = signed(indices)
         within = jnp.ones(places.shape[:-1], jnp.bool_)
         if self._mode == Mode.FILL_OR_DROP:
@@ -345,7 +348,7 @@ class _Taken:
         return within
 
     def finish(self, results: list[Any], operand: Any, indices: Any) -> list[Any]:
-        """What is out of bounds is filled, where the gather says so."""
+        """Fills results that are out of bounds, where the gather says so."""
         del operand
         if not self.picked or self._mode != Mode.FILL_OR_DROP:
             return results
@@ -362,7 +365,7 @@ def signed(indices: Any) -> Any:
 
 
 def filling(value: Any, dtype: Any) -> Any:
-    """What a gather gives out of bounds; see ``jax.lax.gather``."""
+    """Returns the value that a gather gives out of bounds; see ``jax.lax.gather``."""
     if value is None and _compat.is_inexact(dtype):
         value = jnp.nan
     elif value is None and dtype == jnp.bool_:
@@ -433,7 +436,7 @@ class _Backward:
     """One device's part of the backward pass.
 
     Attributes:
-        parts: how the operation is divided.
+        parts: Division of the operation among devices.
         flows: operands that gradients flow to, by number.
         across: axes that shard the cotangents.
     """

@@ -33,8 +33,8 @@ def loop_weights(
     Args:
         equation: the scan as traced.
         values: its operands.
-        constraints: where weights are gathered.
-        position: of its body.
+        constraints: Constraints that name the gathered weights.
+        position: Position of the scan's body.
 
     Returns:
         What makes each of them, as it is before it is gathered.
@@ -64,10 +64,10 @@ def _walk(
 
     Args:
         jaxpr: the body.
-        inputs: what makes each of its inputs, or None for what turns change.
-        position: of the body.
+        inputs: Maker of each input, or None for inputs that change in every iteration.
+        position: Position of the body.
         gathers: see ``Constraints.gathers``.
-        found: where reads are written down.
+        found: Dictionary that receives the reads.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
     known: _Known = {
@@ -100,7 +100,9 @@ def _results(
     gathers: Mapping[Place, Any],
     found: dict[Place, Made],
 ) -> list[Made | None]:
-    """What makes the results of an equation; None for what turns change."""
+    """Returns the makers of an equation's results, or None for values that change in
+    every iteration.
+    """
     kind = _compat.recursion(equation)
     inner = _compat.inner_jaxprs(equation)
     unknown: list[Made | None] = [None] * len(equation.outvars)

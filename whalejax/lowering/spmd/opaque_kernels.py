@@ -34,8 +34,8 @@ def runs_whole(equation: Any, flows: Sequence[bool] | None = None) -> bool:
 
     Args:
         equation: the equation.
-        flows: of a call with a derivative rule of its own, for each operand whether a
-            gradient flows through it.
+        flows: Whether a gradient flows through each operand of a call with its own
+            derivative rule.
     """
     if is_kernel(equation):
         return True

@@ -66,7 +66,7 @@ def streamed(
     Args:
         update: the step.
         values: its inputs.
-        followers: what to stream, each of which ``streamable`` gave.
+        followers: State to stream; ``streamable`` returned each.
         mesh: the devices.
 
     Returns:
@@ -77,7 +77,7 @@ def streamed(
 
 
 def streamable(program: Any, followers: Sequence[Follower]) -> list[Follower]:
-    """Those of which nothing needs as a whole what lies in host memory.
+    """Returns the followers whose state in host memory nothing reads as a whole.
 
     Args:
         program: the step, from ``flattened``.
@@ -112,9 +112,9 @@ class FollowerPart:
     """The elementwise part of the program that gives one follower's outputs.
 
     Attributes:
-        follower: whose.
+        follower: Follower whose outputs the part makes.
         places: numbers of the outputs: the parameter, then the state.
-        equations: in program order.
+        equations: Equations in program order.
         whole, single: variables that it reads beside the parameter and its state: of
             the parameter's shape, and scalars.
     """
@@ -222,7 +222,7 @@ class UpdateRun:
         self.env.update(zip(self.body.invars, values, strict=True))
 
     def outputs(self) -> list[Any]:
-        """What the update gives."""
+        """Returns the results of the update."""
         for equation in self.parts.needed()[0]:
             operands = [_read(atom, self.env) for atom in equation.invars]
             results = _compat.bind(equation, operands)
@@ -266,11 +266,11 @@ class _Loop:
     """The elementwise part over pieces of one device's shard.
 
     Attributes:
-        equations: what runs.
+        equations: Equations of the loop.
         target: the parameter.
-        states: what follows it.
-        hosted: what of these lies in host memory.
-        whole, single: what else is read.
+        states: Optimizer state of the parameter.
+        hosted: State that is stored in host memory.
+        whole, single: Other arrays that the loop reads, sliced or complete.
         outs: the parameter and the states after it.
     """
 

@@ -31,11 +31,11 @@ was noted, to another value."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadStep:
-    """What is done to a parameter on the device before it is read.
+    """Pending operation on an offloaded parameter.
 
     Attributes:
         run: does it.
-        rank: of the parameter when the step was noted.
+        rank: Rank of the parameter when the operation was recorded.
         keeps: leading dimensions that it leaves alone, of which slices can be taken.
     """
 
@@ -50,8 +50,9 @@ class Away:
 
     Attributes:
         host: its values.
-        seed: what is differentiated in its place; None where nothing is.
-        steps: what is yet to be done to it, in order; to the seed it was done.
+        seed: Array that is differentiated in its place; None where no gradient is
+            needed.
+        steps: Pending operations, in order; they have been applied to the seed.
     """
 
     host: Any
@@ -60,7 +61,7 @@ class Away:
 
     @property
     def sliceable(self) -> bool:
-        """What is yet to be done to it can be done to slices of it."""
+        """Returns whether the pending operations can be applied to slices."""
         rank = self.host.ndim
         return all(step.keeps > step.rank - rank for step in self.steps)
 
@@ -100,7 +101,8 @@ def out_of_host(value: Any) -> Any:
 
 
 def viewed(equation: Any, value: Away) -> Away | None:
-    """What an operation gives that puts a parameter into another form or type.
+    """Returns the offloaded parameter after an operation that only changes its shape or
+    dtype.
 
     Args:
         equation: the operation.

@@ -34,7 +34,7 @@ from whalejax.user_code.losses import Merged, is_merged
 
 
 def plan_of_rank(plan: Plan) -> Plan:
-    """What one rank of ``data`` runs of a plan, on its own samples.
+    """Returns the plan that one rank of ``data`` runs on its own samples.
 
     Args:
         plan: the plan of all.
@@ -60,8 +60,10 @@ def gradients_of(
     """Loss and gradients of the global batch, and the new rest.
 
     Args:
-        program: what to run; the loss is traced at a rank's micro-batch.
-        params, rest, batch, rng, step, scale: as for ``executor.gradients_of``.
+        program: Loss, optimizer and plan to run; the loss is traced at a rank's
+            micro-batch.
+        params, rest, batch, rng, step, scale: Arguments of ``executor.gradients_of``,
+            unchanged.
 
     Returns:
         Sums whose gradients are combined; in the delta form those of each rank, along
@@ -103,7 +105,8 @@ def losses_of(
     """The summed losses of the global batch, without gradients.
 
     Args:
-        program, params, rest, batch, rng, step: as for ``gradients_of``.
+        program, params, rest, batch, rng, step: Arguments of ``gradients_of``,
+            unchanged.
     """
 
     def of_rank(own: Program, shared: Any, batch: Sequence[Any], first: Any) -> Any:
@@ -132,8 +135,9 @@ def update(
     All ranks begin at the same state, which afterwards is the mean of theirs.
 
     Args:
-        program, params, state, loss, applies: as for ``executor.update``.
-        gradients: of each rank, along a leading dimension.
+        program, params, state, loss, applies: Arguments of ``executor.update``,
+            unchanged.
+        gradients: Gradients of each rank, along a leading dimension.
     """
     structure: Any = jax.tree.structure(program.adapter.params)
     specs = [_without_data(leaf.param_spec) for leaf in program.plan.trained]
@@ -165,10 +169,10 @@ def update(
 def _on_ranks(
     program: Program, function: Callable[..., Any], shared: Any, *stacked: Any
 ) -> Any:
-    """What a function gives on every rank of ``data``, along a leading dimension.
+    """Runs a function on every rank of ``data`` and stacks the results.
 
     Args:
-        program: what all run.
+        program: Program that all ranks run.
         function: takes a rank's program, ``shared``, and its slices of ``stacked``.
         shared: values that all ranks have.
         stacked: values of each rank, along a leading dimension.
@@ -196,10 +200,10 @@ def _on_ranks(
 def _on_batches(
     program: Program, function: Callable[..., Any], shared: Any, batch: Sequence[Any]
 ) -> Any:
-    """What a function gives on every rank's part of a global batch.
+    """Runs a function on every rank's part of a global batch and stacks the results.
 
     Args:
-        program: what all run.
+        program: Program that all ranks run.
         function: takes a rank's program, ``shared``, the rank's flat batch and the
             number of its first micro-batch.
         shared: values that all ranks have.
@@ -281,7 +285,7 @@ def _summed(program: Program, sums: Sums) -> Sums:
 
 
 def _metric(metric: Any, *, weighted: bool) -> Any:
-    """What all ranks report, of what each does.
+    """Combines the metrics of all ranks.
 
     ``reported`` divides by the micro-batches of one rank, or by the weight of all.
     """
@@ -314,11 +318,11 @@ def _rows(metric: Merged, rows: Any) -> Any:
 
 
 def _rest(program: Program, before: Any, moved: Sequence[Any]) -> Any:
-    """What is not trained, after a step: the mean over ranks of what each has.
+    """Returns the non-trainable state after a step: the mean over ranks.
 
     Args:
-        program: what is run.
-        before: as the step began.
+        program: Loss, optimizer and plan to run.
+        before: State at the beginning of the step.
         moved: leaves of it that a step may change, of all ranks.
     """
     frozen = program.captured.frozen

@@ -62,12 +62,12 @@ class _Laid:
 
     Attributes:
         one: the attention.
-        specs: of query, key, value, and of the others.
-        out: of the output.
-        axes: those that shard the sequence.
-        row: which of the query's own dimensions is the sequence (an index into
+        specs: Specs of query, key, value and the other operands.
+        out: Spec of the output.
+        axes: Mesh axes that shard the sequence.
+        row: Sequence dimension among the query's own dimensions (an index into
             ``one.rows``).
-        ring: who computes what.
+        ring: Assignment of block pairs to devices and rounds.
         filled: the score in blocks that are not computed, where it may have a weight.
         mesh: the devices.
     """
@@ -256,7 +256,7 @@ class _Local:
         return dealt_out(x, dim, self.laid.axes, self.ring.size, back=back)
 
     def onward(self, x: Any) -> Any:
-        """What goes round, one device further."""
+        """Sends blocks to the next device of the ring."""
         n = self.ring.size
         return lax.ppermute(x, self.laid.axes, [(d, (d + 1) % n) for d in range(n)])
 
@@ -331,7 +331,7 @@ class _Local:
         return found, pullback
 
     def _starts(self, sizes: Mapping[int, int]) -> dict[int, Any]:
-        """Where this device's part of other dimensions begins."""
+        """Returns the offset of this device's part in other sharded dimensions."""
         query = self.laid.specs[0]
         places = {t: q for q, *_, t in self.one.batch} | {t: q for q, t in self.groups}
         return {
@@ -379,7 +379,7 @@ class _Local:
         return self._unflat(output, 3), query, key, value, level, below
 
     def _starts_of(self, pair: Any) -> tuple[Any, Any]:
-        """Where the rows and the columns of a pair begin on this device."""
+        """Returns the offsets of a pair's rows and columns on this device."""
         return pair[0] * self.ring.row_size, pair[1] * self.ring.column_size
 
     def _rows(self, pair: Any, values: Sequence[Any]) -> list[Any]:
@@ -499,7 +499,7 @@ class _Local:
     # Rounds.
 
     def _left_out(self) -> LeftOut | None:
-        """What else the rows look at that see nothing; None where there are none."""
+        """Returns the masked blocks that rows attend to without effect, or None."""
         if self.laid.filled is None:
             return None
         here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
@@ -534,7 +534,7 @@ class _Local:
             here: this device's pairs of blocks in each round, and their number.
             moving: keys and values, which go round.
             sums: their cotangents, which go with them and come home; or ().
-            state: what stays.
+            state: Blocks that do not move between rounds.
             block: from a pair, ``moving``, ``sums`` and ``state`` to state and sums.
             rest: the same of a round and the pairs of it that are not computed.
         """

@@ -22,7 +22,7 @@ class LeftOut:
 
     Args:
         ring: the rounds.
-        score: in all hidden blocks.
+        score: Score in all masked blocks.
         here: this device's place in the ring.
         wide: the type of sums.
     """
@@ -78,9 +78,9 @@ class LeftOut:
         """Cotangent of one value of a hidden block, ``[batch, row blocks, width]``.
 
         Args:
-            level, below: of the rows, ``[batch, group, rows]``.
+            level, below: Row maxima and sums, ``[batch, group, rows]``.
             given: cotangents of the output, ``[batch, group, rows, width]``.
-            kind: in which weights are read.
+            kind: Dtype in which weights are read.
         """
         weights = jnp.where(self.columns > 0, self._each(level) / below, 0)
         weighed = weights.astype(kind).astype(self.wide)[..., None] * given
@@ -103,7 +103,7 @@ class LeftOut:
 
 
 def _hidden(ring: Ring) -> np.ndarray:
-    """Which blocks they are, ``[device, round, row block, column block]``."""
+    """Returns the masked blocks, ``[device, round, row block, column block]``."""
     device, step = np.ix_(range(ring.size), range(ring.size))
     rows = ring.rows[device][:, :, :, None]
     columns = ring.columns[(device - step) % ring.size][:, :, None, :]

@@ -31,8 +31,8 @@ def on_own_rows(
     Args:
         jaxpr: the program.
         values: its inputs.
-        rows: where rows lie in it.
-        axes: that share the samples; others are left to the compiler.
+        rows: Positions of sample rows in the program's values.
+        axes: Mesh axes that shard the samples; others are left to the compiler.
         mesh: the devices.
     """
     parts = math.prod(mesh.shape[axis] for axis in axes)

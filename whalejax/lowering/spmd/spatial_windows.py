@@ -31,7 +31,7 @@ from whalejax.planner.sharding.layout import SPATIAL_AXES, Spec
 def shared_windows(
     equation: Any, specs: Sequence[Spec], mesh: Any
 ) -> dict[str, Window]:
-    """By mesh axis, the window along the dimension that it shares.
+    """Returns the window along the dimension that each mesh axis shards.
 
     Args:
         equation: an operation.
@@ -200,7 +200,7 @@ def _without_padding(equation: Any, shared: set[int]) -> Any:
 def _with_halo(
     x: Any, axis: str, window: Window, sizes: tuple[int, int], padding: Any, parts: int
 ) -> Any:
-    """What the windows of a device's part of the result read.
+    """Extends a device's part of the input by what its windows read of the neighbours.
 
     Where parts of operand and result begin at the same windows, all devices read from
     the same place on; else each from its own.
@@ -209,7 +209,7 @@ def _with_halo(
         x: a device's part.
         axis, window: the mesh axis, and the window along the dimension that it shares.
         sizes: extents of operand and result, of all devices.
-        padding: what stands beyond the first and the last device.
+        padding: Padding value outside the first and the last device.
         parts: devices.
     """
     if window.spread > 1:
@@ -239,7 +239,7 @@ def _strip(
     *,
     up: bool,
 ) -> Any:
-    """What a device reads beyond one side of its part.
+    """Returns what a device reads beyond one side of its part.
 
     Args:
         x: a device's part.
@@ -247,7 +247,7 @@ def _strip(
         halo: elements that come from a neighbour, which has no fewer.
         reach: elements in all; those beyond the halo are read by the first device
             before its part, or by the last behind it.
-        padding: what stands beyond the first and the last device.
+        padding: Padding value outside the first and the last device.
         parts: devices.
         up: from the one below, whose elements come before; else from the one above.
     """

@@ -40,7 +40,7 @@ def strided(equation: Any, value: Any) -> Any:
 
 
 def _columns(size: int, start: int, limit: int, stride: int) -> tuple[int, int] | None:
-    """Which column of a matrix a slice takes, and how many of its elements."""
+    """Returns the column of a matrix that a slice takes, and its number of elements."""
     if stride == 1 or size % stride or start >= stride:
         return None
     return start, len(range(start, limit, stride))

@@ -40,8 +40,8 @@ class Following(StepRunner):
 
     Attributes:
         rebalances: shares follow what replicas are measured to take.
-        program: of the whole model.
-        batch_shardings: of a micro-batch's leaves.
+        program: Loss, optimizer and plan of the whole model.
+        batch_shardings: Shardings of a micro-batch's leaves.
     """
 
     program: Program
@@ -51,7 +51,7 @@ class Following(StepRunner):
         """Begin with the shares of a plan.
 
         Args:
-            plan: whose replicas take unlike shares.
+            plan: Plan whose replicas take unequal shares.
             mine: the replicas that have devices of this process.
         """
         self._plan = plan
@@ -74,11 +74,10 @@ class Following(StepRunner):
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Of a micro-batch on each replica, as measured; 0 where not known."""
         return self._balance.seconds
 
     def layout(self, structure: Any) -> PortionLayout:
-        """How batches are given: to this process its micro-batches.
+        """Describes the batches that this process takes: its own micro-batches.
 
         Args:
             structure: tree of a batch.
@@ -151,13 +150,13 @@ def told_size(replicas: int) -> int:
 
 
 def told_pace(seconds: float, shares: Sequence[int], replica: int, row: Mesh) -> Any:
-    """What a replica tells the others of its speed, as its processes measured it.
+    """Packs the measured pace of this process for the other replicas.
 
     Where it lies in several processes these measure differently; the largest number
     of a column is what they all tell.
 
     Args:
-        seconds: of a micro-batch, as this process measured it; 0 if it did not.
+        seconds: Measured seconds of a micro-batch; 0 if this process measured none.
         shares: micro-batches of every replica, by which it runs.
         replica: its number.
         row: the devices that tell it.

@@ -35,7 +35,7 @@ class Contributing:
         """Compile nothing yet.
 
         Args:
-            runner: of a plan with one replica.
+            runner: Runner of a plan with one replica.
         """
         assert len(runner.shares) == 1
         self._runner = runner
@@ -53,12 +53,12 @@ class Contributing:
     def part(
         self, state: TrainState, batch: Sequence[Any], number: int
     ) -> list[np.ndarray]:
-        """What a micro-batch adds to the sum of a step.
+        """Returns a micro-batch's contribution to the sums of a step.
 
         Args:
-            state: is kept.
+            state: State of the run; it is not donated.
             batch: flat leaves of the global batch.
-            number: of the micro-batch.
+            number: Number of the micro-batch.
         """
         runner = self._runner
         seen = runner._seen(state, 0)
@@ -104,7 +104,7 @@ class Contributing:
         """The next state, and metrics, of the sum of all micro-batches.
 
         Args:
-            state: is consumed.
+            state: State of the step before; its buffers are donated.
             buffers: the sum.
         """
         runner = self._runner

@@ -38,7 +38,7 @@ def on_shards(
     Args:
         mesh: the devices.
         local: from a sequence of shards to another.
-        given, found: how the arrays of the two are laid out.
+        given, found: Shardings of the function's inputs and outputs.
     """
     return jax.shard_map(
         local,
@@ -64,7 +64,7 @@ class Buffers:
         """Know what is packed.
 
         Args:
-            mesh: of the replica.
+            mesh: Mesh of the replica.
             avals: shapes and dtypes of the arrays.
             places: their layouts on it.
         """
@@ -119,8 +119,8 @@ class Exchange:
     """Adds up buffers of all replicas, or gathers them, and gives each the same.
 
     Attributes:
-        program: what runs on all devices; None where they are unlike in one process,
-            which compiles nothing for both.
+        program: Compiled program over all devices; None where devices of several kinds
+            in one process rule that out.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Exchange:
         Args:
             mesh: all devices, replicas along its first axis, ``data``.
             replicas: the mesh of each, whose first axis has size 1.
-            avals: of a replica's buffers.
+            avals: Shapes and dtypes of a replica's buffers.
             gathers: each device is given those of all replicas in their order, one
                 behind the other, and not their sum.
         """
@@ -171,7 +171,7 @@ class Exchange:
         ]
 
     def add(self, buffers: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
-        """What all replicas' buffers give, on each replica that has devices here.
+        """Returns the combined buffers on each replica that has devices here.
 
         Args:
             buffers: by replica, of those; they are consumed.

@@ -1,4 +1,5 @@
-"""How moving statistics change in a micro-batch, so that replicas can share the work.
+"""Finds how moving statistics change in a micro-batch, so that replicas can share the
+work.
 
 A moving average is ``r -> a r + c``, with the same ``a`` in every micro-batch and a
 ``c`` that its samples say. Of such leaves what micro-batches do one after the other is
@@ -23,15 +24,15 @@ from whalejax.capture import Captured
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Untrained:
-    """What replicas tell each other of leaves that are not trained, and what follows.
+    """Reduces non-trainable leaves over replicas.
 
     Moving averages are brought to where all micro-batches, one after the other, bring
     them; other statistics are averaged, with the micro-batches that each replica has
     run as weights; what is counted in whole numbers is counted by all together.
 
     Attributes:
-        slopes: of moving averages, by the number of the leaf.
-        counters: what each micro-batch adds, by the number of the leaf.
+        slopes: Slopes of moving averages, by the number of the leaf.
+        counters: Increments of counters in a micro-batch, by the number of the leaf.
         frozen: numbers of weights.
         count: micro-batches of all.
         steady: numbers of leaves that micro-batches leave alone.
@@ -55,10 +56,10 @@ class Untrained:
         """A replica's part of a leaf, to be added up over replicas.
 
         Args:
-            number: of the leaf.
+            number: Number of the leaf.
             old, new: before and after the replica's micro-batches.
-            ran: how many these are.
-            later: how many others run behind them.
+            ran: Number of micro-batches of this replica.
+            later: Number of micro-batches that other replicas run after these.
         """
         if number in self.slopes:
             slope = jnp.asarray(self.slopes[number], new.dtype)
@@ -73,9 +74,10 @@ class Untrained:
         """A leaf after the step of all replicas.
 
         Args:
-            number: of the leaf.
+            number: Number of the leaf.
             old: before the step.
-            total: what all told of it; of those that ``is_own``, nothing.
+            total: Sum of all replicas' contributions; unused for leaves that
+                ``is_own``.
         """
         if self.is_own(number, old):
             added = self.count * self.counters.get(number, 0)
@@ -89,7 +91,8 @@ class Untrained:
 
 
 def slopes(captured: Captured) -> dict[int, np.ndarray]:
-    """By the number of a leaf that is not trained, ``a`` of its moving average.
+    """Returns the slope of each moving average, by the number of the non-trainable
+    leaf.
 
     Leaves that change in another way are left out.
 

@@ -63,7 +63,8 @@ class Pipes(Following):
 
     Attributes:
         pipelines: each of them.
-        program: of the whole model, on the devices of the first.
+        program: Loss, optimizer and plan of the whole model, on the first replica's
+            devices.
         mesh: all devices, by stage, those of the first pipeline first.
     """
 
@@ -81,7 +82,8 @@ class Pipes(Following):
         """Trace what is needed to know shapes; compile nothing.
 
         Args:
-            plan, captured, optimizer, devices, batch_axes, origin: as for all runners.
+            plan, captured, optimizer, devices, batch_axes, origin: Arguments of every
+                runner.
             home: runs the same plan, and its states are to be evaluated.
         """
         each = len(devices) // len(plan.pipelines)
@@ -221,7 +223,7 @@ class Pipes(Following):
         return {}
 
     def _order(self, replica: int, count: int) -> tuple[ScheduleRow | Handing, ...]:
-        """In which order a pipeline issues so many micro-batches."""
+        """Returns the order in which a pipeline issues ``count`` micro-batches."""
         if not count:
             return ()
         key = replica, count
@@ -295,7 +297,7 @@ class Pipes(Following):
 
     @functools.cached_property
     def _owners(self) -> list[tuple[int, ...]]:
-        """By the number of an input of the loss, the stage of each that holds it."""
+        """Returns the stage that holds each input of the loss in each pipeline."""
         count = self.pipelines[0].first_batch
         return [tuple(one.owner(n) for one in self.pipelines) for n in range(count)]
 
@@ -378,7 +380,7 @@ class Pipes(Following):
         return jax.jit(self._untrained.after, static_argnums=0)
 
     def _paces(self) -> Any:
-        """What all pipelines were measured to take, on all devices here.
+        """Returns the measured seconds of all pipelines, on all devices here.
 
         Each is told by the processes of its first stage: others are done before.
         """

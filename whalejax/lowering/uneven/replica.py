@@ -62,9 +62,9 @@ class Replica:
             program: on the replica's mesh.
             state: an abstract one.
             batch: flat abstract leaves of a micro-batch.
-            replicas: how many there are.
-            slopes: of moving statistics; see ``moving_statistics``.
-            options: of the compiler.
+            replicas: Number of replicas.
+            slopes: Slopes of moving statistics; see ``moving_statistics``.
+            options: XLA options of the compiler.
         """
         self.program = program
         first = len(jax.tree.leaves(state.params))
@@ -220,7 +220,7 @@ class Replica:
         ]
 
     def _after(self, before: Any, told: Sequence[Any]) -> Any:
-        """What is not trained, after the step of all replicas."""
+        """Returns the non-trainable state after the step of all replicas."""
         structure: Any = jax.tree.structure(before)
         sums, found = iter(told), []
         for i, old in enumerate(jax.tree.leaves(before)):
@@ -234,10 +234,11 @@ class Replica:
 
 
 def inputs_of(program: Program, state: TrainState) -> tuple[Any, ...]:
-    """What a micro-batch takes of a state: parameters, rest, key, step, loss scale.
+    """Returns what a micro-batch reads of a state: parameters, non-trainable state,
+    key, step, loss scale.
 
     Args:
-        program: what is run.
+        program: Loss, optimizer and plan to run.
         state: the state, or an abstract one.
     """
     rng = state.rng if program.adapter.takes_rng else None

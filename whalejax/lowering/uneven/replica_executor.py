@@ -56,7 +56,7 @@ class Uneven(Following):
     Attributes:
         program: on all devices.
         mesh: all devices, replicas along its first axis.
-        exchange: what replicas add up together.
+        exchange: Exchange that sums the replicas' buffers.
     """
 
     def __init__(
@@ -133,7 +133,9 @@ class Uneven(Following):
         return self._joined(copies)
 
     def _kept(self, whole: Callable[..., TrainState], r: int) -> Callable[..., Any]:
-        """What makes a replica's state, of what makes the whole one."""
+        """Returns a function that makes a replica's state from the function for the
+        full one.
+        """
         if not self._plan.zero:
             return whole
         slices = ReplicaSlices(
@@ -303,7 +305,7 @@ class Uneven(Following):
 
     @functools.cached_property
     def _replicas(self) -> dict[int, Replica]:
-        """Those with devices here."""
+        """Returns the replicas with devices here."""
         if self._plan.zero:
             return {**self._owning}
         return {r: Replica(*self._own(r), **self._common) for r in self._mine}
@@ -348,7 +350,6 @@ class Uneven(Following):
 
     @functools.cached_property
     def gathering(self) -> Exchange:
-        """What replicas gather, where each updates slices."""
         avals = self._owning[self._mine[0]].gathered.avals
         return Exchange(self.mesh, self._meshes, avals, gathers=True)
 

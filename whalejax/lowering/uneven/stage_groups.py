@@ -1,4 +1,4 @@
-"""What pipelines side by side add up: stage by stage, of those that hold the same.
+"""Sums gradients of parallel pipelines, stage by stage.
 
 Each pipeline is cut as suits its devices, so that a parameter may lie on other stages
 of each. Those that lie on the same stages of all make a group, and cross together. All
@@ -42,7 +42,7 @@ class StageGroup:
     """Stages of all pipelines, one of each, that hold the same arrays.
 
     Attributes:
-        stages: of each pipeline, the number of the stage.
+        stages: Number of the stage in each pipeline.
         here: the pipelines whose stage has devices of this process.
         rows: the devices of each.
     """
@@ -51,8 +51,8 @@ class StageGroup:
         """Know where it is; compile nothing.
 
         Args:
-            stages: of each pipeline, the number of the stage.
-            meshes: of these stages.
+            stages: Number of the stage in each pipeline.
+            meshes: Mesh of each of these stages.
         """
         self.stages = tuple(stages)
         self.rows = [row_of(mesh) for mesh in meshes]
@@ -97,7 +97,7 @@ class StageGroup:
         """Arrays with the values of the first pipeline.
 
         Args:
-            arrays, specs: as for ``add``.
+            arrays, specs: Arguments of ``add``, unchanged.
         """
         if not arrays:
             return {}
@@ -168,8 +168,8 @@ def groups_of(
     """Groups by the stages of each pipeline, in the order in which they cross.
 
     Args:
-        owners: of anything that is to cross, the stage that holds it in each pipeline.
-        meshes: of each pipeline, those of its stages.
+        owners: Stage of each array in each pipeline.
+        meshes: Meshes of the stages of each pipeline.
     """
     return {
         stages: StageGroup(

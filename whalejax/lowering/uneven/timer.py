@@ -16,7 +16,7 @@ class Stopwatch:
     A thread waits for what a step begins with and ends with; the step goes on.
 
     Attributes:
-        seconds: of a micro-batch when last measured; 0 if it never was.
+        seconds: Seconds of a micro-batch at the last measurement; 0 if there was none.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class Stopwatch:
         self._queue.put((before, 0))
 
     def stop(self, after: Any, count: int) -> None:
-        """They are issued.
+        """Ends the issuing of a group of micro-batches.
 
         Args:
             after: arrays that are there when they are done; donated to nothing.
-            count: how many they are, 1 or more.
+            count: Number of micro-batches, 1 or more.
         """
         self._queue.put((after, count))
 

@@ -45,10 +45,11 @@ from whalejax.planner.plan.plan import Plan
 
 
 def cut_along(plan: Plan) -> dict[int, int]:
-    """By the number of a parameter, the dimension in which its state is cut.
+    """Returns the dimension in which each parameter's optimizer state is sliced, by
+    number.
 
     Args:
-        plan: of replicas.
+        plan: Plan with several replicas.
     """
     return {
         number: dim
@@ -77,7 +78,7 @@ class ReplicaSlices:
 
     Attributes:
         dims: by the number of a parameter, the dimension in which its state is cut.
-        owners: of each leaf of the optimizer's state, the parameter that it follows.
+        owners: Parameter that each leaf of the optimizer's state follows.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ReplicaSlices:
             program: on the replica's mesh.
             state: an abstract one, whole.
             replica: its number.
-            replicas: how many there are.
+            replicas: Number of replicas.
         """
         self.program, self.dims = program, cut_along(program.plan)
         self._state = jax.tree.leaves(state.opt_state)
@@ -121,7 +122,7 @@ class ReplicaSlices:
         return lax.slice_in_dim(shard, first, first + size, axis=dim)
 
     def begun(self, state: Any) -> Any:
-        """Of the optimizer's whole state, what this replica keeps."""
+        """Slices the optimizer's full state for this replica."""
         leaves = jax.tree.leaves(state)
         structure: Any = jax.tree.structure(state)
         for place, owner in enumerate(self.owners):
@@ -217,13 +218,13 @@ class _Own(UpdateRun):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredPiece:
-    """Of an array that replicas gather, what each sends.
+    """Slice of an array that each replica sends when all gather it.
 
     Attributes:
         shard: shape of a device's part of the whole array.
         spec: its layout on a replica.
-        dim: in which every replica has its slice; None where all have the whole, of
-            which each sends as much.
+        dim: Dimension of the replicas' slices; None where all hold the full array, of
+            which each sends an equal chunk.
     """
 
     shard: tuple[int, ...]
@@ -235,7 +236,7 @@ class GatheredPiece:
         return -(-math.prod(self.shard) // replicas)
 
     def sent(self, shard: Any, replica: int, replicas: int) -> Any:
-        """What a device sends of its slice, or of the whole."""
+        """Returns the buffer that a device sends."""
         flat = shard.reshape(-1)
         if self.dim is not None:
             return flat
@@ -271,11 +272,11 @@ class Gathered:
         """Know what is gathered.
 
         Args:
-            mesh: of the replica.
-            pieces: of each array.
+            mesh: Mesh of the replica.
+            pieces: Slice to send of each array.
             dtypes: theirs.
             replica: its number.
-            replicas: how many there are.
+            replicas: Number of replicas.
         """
         self._mesh, self._pieces = mesh, list(pieces)
         self._replica, self._replicas = replica, replicas
@@ -332,8 +333,8 @@ class OwningReplica(Replica):
     """A replica that updates its slices, and gathers what all have updated.
 
     Attributes:
-        slices: what it keeps of the optimizer's state.
-        gathered: what all replicas gather.
+        slices: Slices of the optimizer's state that this replica keeps.
+        gathered: Arrays that all replicas gather.
         collect: from what was gathered to what ``whole`` puts into the state, and a
             number that is there when all of it is.
     """
@@ -390,7 +391,9 @@ class OwningReplica(Replica):
         )
 
     def _told_of(self, state: TrainState) -> list[Any]:
-        """What is gathered of a state: all that devices could make unlike."""
+        """Returns the arrays of a state that must be gathered to be equal on all
+        replicas.
+        """
         kept, rest = jax.tree.leaves(state.opt_state), jax.tree.leaves(state.rest)
         return [
             *jax.tree.leaves(state.params),
@@ -404,8 +407,8 @@ class OwningReplica(Replica):
         """The update of this replica's slices.
 
         Args:
-            state: is consumed.
-            buffers: what the exchange gave.
+            state: State of the step before; its buffers are donated.
+            buffers: Buffers that the exchange returned.
 
         Returns:
             A state without parameters, metrics, the paces of all replicas, and buffers
@@ -437,7 +440,7 @@ class OwningReplica(Replica):
 
         Args:
             state: without parameters.
-            told: what ``collect`` made.
+            told: Gathered arrays that ``collect`` returned.
         """
         tree: Any = jax.tree.structure(self.program.adapter.params)
         count = tree.num_leaves
