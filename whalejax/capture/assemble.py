@@ -112,7 +112,7 @@ def _frozen_weights(walk: Walk, adapter: Adapter, still: Sequence[bool]) -> list
 
 
 def _multiplied(walk: Walk, given: set[int], small: set[int]) -> set[int]:
-    """Which of some inputs products multiply values with, through casts and scales.
+    """Returns the inputs that products multiply values with, through casts and scales.
 
     Args:
         walk: the walked program.
@@ -180,7 +180,7 @@ def graph_of(
         num_micro_batches: into how many parts the batch was cut.
         weighted: the user gave the loss's weight.
         entered: marks that were entered while tracing.
-        others: what else the program gives.
+        others: Other results of the program.
 
     Raises:
         WhaleError: no parameter reaches the loss, or marks nest in a forbidden way.
@@ -274,7 +274,7 @@ def model_hash(graph: Graph, leaves: Sequence[TracedLeaf]) -> str:
     """Sixteen hex digits over the leaves, the global batch and the marks.
 
     Args:
-        graph: of the loss as it was written.
+        graph: Graph of the loss as the user wrote it.
         leaves: the batch.
     """
     model = [

@@ -37,7 +37,7 @@ class TracedLeaf:
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
-        """What is traced in its place."""
+        """Abstract value that is traced in place of the leaf."""
         return _compat.abstract(self.micro_shape, self.dtype)
 
     def resized(self, times: int) -> TracedLeaf:

@@ -28,7 +28,7 @@ class Steady:
         leaves: its numbers among what is not trained.
         advance: from all inputs of the loss, of which it reads parameters and this
             state alone, to the new values.
-        avals: of these inputs.
+        avals: Abstract values of these inputs.
         reads: for each, the numbers of the inputs that it is made of, itself left out.
     """
 
@@ -38,10 +38,10 @@ class Steady:
     reads: tuple[tuple[int, ...], ...] = ()
 
     def homes(self, params: Sequence[int]) -> dict[int, int]:
-        """Where arrays of this state lie: with the first parameter they are made of.
+        """Returns the owner of each array of this state: that of its first parameter.
 
         Args:
-            params: where each parameter lies.
+            params: Owner of each parameter.
 
         Returns:
             By the number of the leaf; left out where it is made of no parameter.
@@ -54,12 +54,12 @@ class Steady:
         return found
 
     def after(self, params: Sequence[Any], before: Any, rest: Any) -> Any:
-        """What is not trained, at the end of a step.
+        """Returns the non-trainable state at the end of a step.
 
         Args:
             params: flat parameters, as the step began.
-            before, rest: what is not trained, as the step began and as its
-                micro-batches left it.
+            before, rest: Non-trainable state at the beginning of the step and after its
+                micro-batches.
         """
         if self.advance is None:
             return rest
@@ -80,7 +80,7 @@ def held_back(
 
     Args:
         jaxpr: the traced loss; the last of its outputs are the new leaves.
-        rest: what is not trained.
+        rest: Non-trainable state.
         first: number of the input that is its first leaf.
         size: samples of the micro-batch that was traced.
         resized: traces the loss with twice as many samples.
@@ -125,7 +125,7 @@ def left_alone(jaxpr: Any, steady: Sequence[int], first: int, count: int) -> Any
         jaxpr: the traced loss; the last of its outputs are the new leaves.
         steady: the numbers of these leaves.
         first: number of the input that is its first leaf.
-        count: how many leaves there are.
+        count: Number of leaves.
     """
     start = len(_compat.open_jaxpr(jaxpr)[0].outvars) - count
     same = {start + i: first + i for i in steady}
@@ -156,7 +156,7 @@ def _of_any_size(
     size: int,
     resized: Callable[[], Any],
 ) -> list[int]:
-    """Those of some leaves that change alike for micro-batches of every size."""
+    """Returns the leaves that change equally with micro-batches of every size."""
     places = [start + i for i in steady]
     if not steady or not _may_hold(_compat.needed_jaxpr(jaxpr, places), size):
         return steady

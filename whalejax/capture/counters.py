@@ -18,10 +18,10 @@ _SAME = ("copy", "copy_p", "convert_element_type", "reshape")
 
 
 def advances(rest: Any, jaxpr: Any, first: int) -> tuple[int | None, ...]:
-    """What one micro-batch adds to each leaf of what is not trained.
+    """Returns the increment of each non-trainable leaf in one micro-batch.
 
     Args:
-        rest: what is not trained.
+        rest: Non-trainable state.
         jaxpr: the traced loss; the last of its outputs are the new leaves.
         first: number of the input that is the first leaf.
 
@@ -45,7 +45,7 @@ def advances(rest: Any, jaxpr: Any, first: int) -> tuple[int | None, ...]:
 
 
 def _added(jaxpr: Any, atom: Any) -> tuple[int, int] | None:
-    """Which input a value is, and what was added to it; None where it is no such sum.
+    """Returns the input and the increment that a value is the sum of, or None.
 
     Args:
         jaxpr: open or closed.
@@ -67,7 +67,7 @@ def _added(jaxpr: Any, atom: Any) -> tuple[int, int] | None:
 
 
 def _before(equation: Any, slot: int) -> tuple[Any, int] | None:
-    """What a result of an equation is made of, and what the equation adds."""
+    """Returns the operand and the increment that a result is the sum of, or None."""
     name = equation.primitive.name
     if (
         name in _SAME

@@ -66,12 +66,12 @@ class OpDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What surrounds the equations of one inner jaxpr.
+    """Surroundings of the equations of one inner jaxpr.
 
     Attributes:
         prefix: position of the jaxpr.
         labels, scope, trip, remat, chunks: see ``OpDraft``.
-        policy: of the checkpointed region around it.
+        policy: Policy of the checkpointed region around it.
         sorted_rows: the call around it that sorts rows across the batch, or None.
         depth: length of the position of that call's jaxpr.
     """

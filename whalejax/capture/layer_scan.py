@@ -31,8 +31,8 @@ class Unshared(PlanError):
     """The layers of a model cannot be shared out among stages alike.
 
     Attributes:
-        reason: why, in words.
-        remedy: what to do about it, in words that begin a sentence.
+        reason: Reason, as a clause.
+        remedy: Remedy, as the beginning of a sentence.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -46,11 +46,11 @@ class Stack:
     """A scan over layers.
 
     Attributes:
-        position: where it stands.
+        position: Position of the scan.
         params: numbers of the trained parameters that it slices.
         frozen: numbers, among what is not trained, of the weights that it slices.
-        length: how many layers.
-        advances: what a micro-batch adds to each leaf of what is not trained.
+        length: Number of layers.
+        advances: Increment of each non-trainable leaf in one micro-batch.
     """
 
     position: tuple[int, ...]

@@ -29,8 +29,8 @@ def traced_with_axes(
 
     Args:
         trace: makes a jaxpr of a flat function and abstract arguments.
-        function: what a user wrote.
-        arguments: what it takes.
+        function: Function of the user's.
+        arguments: Arguments of the function.
     """
     names: tuple[str, ...] = ()
     while True:

@@ -30,14 +30,14 @@ def fixed_options(
     has_optimizer: bool,
     hosts: Callable[[], Hosted],
 ) -> FixedOptions:
-    """What a search of a loss has to keep to.
+    """Returns the options that a search of a loss must respect.
 
     Args:
-        options: as the user gave them.
+        options: Options that the user gave.
         programs: the loss, as written and otherwise.
         runnable: the plan is to run.
         has_optimizer: an optimizer was given.
-        hosts: what it can be cut into, when it matters.
+        hosts: Function that returns the offloadable state, called where it matters.
 
     Raises:
         PlanError: an option that this loss or its optimizer cannot have.
@@ -57,7 +57,7 @@ def as_planned(captured: Captured, plan: PlanData) -> Captured:
     """A loss with all that a plan changes of its program.
 
     Args:
-        captured: as it was written, cast as planned.
+        captured: Loss as the user wrote it, in the planned precision.
         plan: its options and the precision of its TaskGraphs.
     """
     found = captured.with_precisions(plan.precisions).with_attention(plan.attention)
@@ -65,7 +65,7 @@ def as_planned(captured: Captured, plan: PlanData) -> Captured:
 
 
 def _attention(options: UserOptions, programs: Programs) -> Chosen | None:
-    """How attention is to run, if the user says so and it can."""
+    """Returns the variant of attention that the user asked for, if it can run."""
     chosen = checked_attention(options.attention, programs.graph)
     if chosen:
         check_rings(
@@ -102,8 +102,8 @@ def check_runs(offload: Sequence[str] | None, hosts: Callable[[], Hosted]) -> No
     """Refuse what no executor of this version keeps in host memory.
 
     Args:
-        offload: what is to lie there, as ``fixed_options`` gives it.
-        hosts: what the optimizer can be cut into.
+        offload: State to keep in host memory, as ``fixed_options`` returns it.
+        hosts: Function that returns the offloadable state.
 
     Raises:
         PlanError: all that cannot.
@@ -120,7 +120,9 @@ def _offload(
     has_optimizer: bool,
     hosts: Callable[[], Hosted],
 ) -> tuple[str, ...] | None:
-    """What is to lie in host memory, in the usual order; all problems at once."""
+    """Returns the state to keep in host memory, in the usual order; raises all problems
+    at once.
+    """
     if offload is None:
         return None
     if is_nothing(offload):

@@ -27,8 +27,8 @@ def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
 
     Args:
         graph: the captured loss, whose names stand at the first dimensions.
-        short: how many names are missing, by the paths of weights whose metadata does
-            not name all dimensions.
+        short: Number of missing names, by the paths of weights whose metadata does not
+            name all dimensions.
 
     Returns:
         The graph, and what a user should know.
@@ -123,7 +123,8 @@ def _indexed(before: Shape, after: Shape) -> list[int]:
 
 
 def _through(op: Op, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Where an operation that keeps all dimensions, in any order, leaves them."""
+    """Returns the positions of dimensions after an operation that only permutes them.
+    """
     found = [-1] * len(dims)
     for factor in op.factors:
         ends = dict(factor.members)

@@ -54,7 +54,7 @@ def at_precision(adapter: Adapter, precision: str) -> Adapter:
 def taken_precision(
     asked: str, traced: Callable[[str | Mapping[str, str]], Any]
 ) -> tuple[str | Mapping[str, str], list[str]]:
-    """How the precision of a whole model is brought about, so that it has an effect.
+    """Returns the precision in the form that takes effect, and notes on it.
 
     Parameters and batches are cast once, and the model's own promotion does the rest.
     Where the model insists on float32, for more than a router or the like, a cast would
@@ -126,7 +126,7 @@ def widest_work(graph: Graph) -> str:
 
 
 def bf16_note(plan: Plan, graph: Graph) -> list[str]:
-    """What is said of products in 16 bits on devices without units for them.
+    """Returns a note on 16-bit products on devices without units for them.
 
     Args:
         plan: on any devices.

@@ -34,7 +34,7 @@ class Programs:
 
     Attributes:
         adapter: the model and its loss.
-        known: what searches have found of the programs.
+        known: Results of earlier searches about the programs.
         blocks: the loss with attention in blocks, by (TaskGraph, ``"ring"`` or
             ``"gather"``) pairs.
         cut: the same, and the tokens cut into so many parts where logits are made.
@@ -70,7 +70,7 @@ class Programs:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """What the model names for checkpointing."""
+        """Names that the model gives for checkpointing."""
         return checkpoint_names(self.captured.jaxpr)
 
     def _blocks(self, attention: Chosen) -> Captured:
@@ -157,7 +157,7 @@ class Traces:
             batch: the GLOBAL batch, abstract.
             batch_axes: the batch dimension of its leaves; always the same.
             num_micro_batches: into how many parts it is cut.
-            precision: of the whole model, or of each TaskGraph.
+            precision: Precision of the model, or of each TaskGraph.
 
         Raises:
             WhaleError: the batch cannot be cut so, or the loss cannot be traced.
@@ -193,8 +193,9 @@ def check_reports(programs: Programs, plan: Plan) -> None:
     """Refuse what micro-batches of a plan report and cannot be put together.
 
     Args:
-        programs: of the loss, perhaps traced with another number of them.
-        plan: that may be run.
+        programs: Programs of the loss, perhaps traced with another number of
+            micro-batches.
+        plan: Plan that may be run.
     """
     count = plan.num_micro_batches
     # Ranks that combine what each has report as so many micro-batches do.

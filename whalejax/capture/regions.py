@@ -51,7 +51,7 @@ def regions(ops: Sequence[OpDraft], tensors: Sequence[TensorDraft]) -> Regions:
 
     Args:
         ops: operations in program order.
-        tensors: what they compute.
+        tensors: Tensors that the operations compute.
 
     Raises:
         WhaleError: marks nest in a forbidden way; all of them are listed.
@@ -113,7 +113,7 @@ class _Tree:
         return self._open[-1] if self._open else 0
 
     def _restart(self, labels: Sequence[Label], depth: int) -> int:
-        """Where a stage counts from the start again, its pipeline is a new one."""
+        """Starts a new pipeline where a stage counts from the first one again."""
         old, site = self.instances[self._open[depth]].label or labels[depth]
         mark, new_site = labels[depth]
         if old.kind == mark.kind == "stage" and site == new_site:

@@ -1,4 +1,4 @@
-"""Which operations take statistics of the samples that the loss or the state reads.
+"""Finds operations whose statistics of the samples reach the loss or the state.
 
 It follows the batch dimension, and what was reduced over it, forward through the
 factors of a graph's operations. Values behind a statistic, such as batch
@@ -23,7 +23,7 @@ def statistics(graph: Graph, loss: Sequence[int], state: Sequence[int]) -> set[i
     """Indices of operations whose statistics of the samples the loss depends on.
 
     Args:
-        graph: Of the loss.
+        graph: Graph of the loss.
         loss, state: Tensors that it gives, and that it leaves of the model's state.
     """
     follow = _Follow(graph, [*loss, *state])

@@ -20,10 +20,10 @@ CONSTRAINT: Final = "sharding_constraint"
 
 
 def constraint_notes(jaxpr: Any) -> list[str]:
-    """What a user should know of the layouts that a program asks for.
+    """Returns notes on the layouts that a program itself constrains.
 
     Args:
-        jaxpr: of the loss, as captured.
+        jaxpr: Traced loss.
     """
     found = [*_constraints(jaxpr)]
     if not found:
@@ -79,7 +79,8 @@ _OF_EXPLICIT: Final = (
 
 
 def mesh_error_text(error: Exception) -> str:
-    """What to say of an error about a mesh that a loss needs; empty for other errors.
+    """Returns the message for an error about a mesh that a loss needs; empty for other
+    errors.
 
     Args:
         error: raised while the loss was traced.
@@ -94,7 +95,7 @@ def refuse_explicit_axes(jaxpr: Any) -> None:
     """Refuse a program in which values lie along explicit axes.
 
     Args:
-        jaxpr: of the loss, as written.
+        jaxpr: Jaxpr of the loss as the user wrote it.
 
     Raises:
         WhaleError: the first such value, and the line that makes it.

@@ -58,7 +58,7 @@ def with_sorted_rows(
     Args:
         jaxpr: closed, as captured.
         other: the same loss with more samples.
-        inputs: what is known of the inputs, in both.
+        inputs: Facts about the inputs in both programs.
         sizes: samples of both.
 
     Returns:
@@ -85,10 +85,10 @@ def holds_sort(jaxpr: Any) -> bool:
 
 
 def rows_after(rows: Mapping[str, Rows], before: Any, after: Any) -> dict[str, Rows]:
-    """Where rows lie in the calls of a program that was run anew.
+    """Returns the positions of rows in the calls of a program that was traced again.
 
     Args:
-        rows: where they lay in each, by its name.
+        rows: Positions of the rows in each call, by its name.
         before, after: the program, then and now.
 
     Returns:
@@ -120,9 +120,9 @@ class _Builder:
     """Runs a program anew with the calls in it.
 
     Attributes:
-        seen: what is known of its variables, by the position of their jaxpr.
-        samples: of the batch.
-        found: where rows lie in the calls so far.
+        seen: Facts about its variables, by the position of their jaxpr.
+        samples: Number of samples of the batch.
+        found: Positions of the rows in the calls so far.
     """
 
     seen: Mapping[Position, Mapping[Any, Value]]
@@ -218,7 +218,7 @@ class _Builder:
         group: Sequence[int],
         at: Position,
     ) -> Rows | None:
-        """Where rows lie in a call; None where they do not lie in front."""
+        """Returns the positions of rows in a call; None where they are not in front."""
         known = self.seen[at]
         ends = [_row_dims(several, known) for several in (inputs, outputs)]
         if None in ends or any(d for dims in ends for d in dims or ()):
@@ -257,9 +257,9 @@ class _Builder:
         Args:
             equation: the equation.
             at, place: its position in the program, and in the call.
-            known: what is known of its variables.
-            sizes: how many rows there may be, where nothing is.
-            results: where that is written down.
+            known: Facts about its variables.
+            sizes: Possible numbers of rows, where nothing is known.
+            results: Dictionary that receives the positions.
 
         Returns:
             False where it cannot be said.
@@ -382,7 +382,7 @@ def _can_be_ordered(body: Any, calls: Sequence[rebuild.Call]) -> bool:
 def _scoped_function(
     equations: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], name: str
 ) -> Callable[..., list[Any]] | None:
-    """What runs equations inside the scopes that all are in, each in its others.
+    """Returns a function that runs equations inside their common scopes.
 
     Returns:
         A function of that name; None where an annotation holds some of them and not

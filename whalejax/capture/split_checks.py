@@ -37,8 +37,9 @@ class SplitBatch:
     Attributes:
         whole: Samples of the batch.
         part: Samples of a part.
-        what: What a part is.
-        asked: Who asked for parts, as ``"num_micro_batches=4"``; empty for the plan.
+        what: Name of a part, for messages.
+        asked: Option of the user's that asks for parts, as ``"num_micro_batches=4"``;
+            empty for the plan.
     """
 
     whole: int
@@ -75,7 +76,7 @@ def check_split(captured: Captured, plan: Plan, whole: int | None = None) -> Non
 
     Args:
         captured: The loss, traced with any number of samples in a micro-batch.
-        plan: What is to be run.
+        plan: Plan that is to be run.
         whole: Samples of the plan's batch, where the loss was traced for another.
 
     Raises:
@@ -112,10 +113,10 @@ def refusal(
     """The error for a batch that may not be split.
 
     Args:
-        found: Why its samples are not independent.
-        split: How it would be split.
+        found: Proof that failed, with its reason.
+        split: Split that was asked for.
         weighted: The loss is a ``WeightedLoss``.
-        tried: Why one part will not do either, where that was tried.
+        tried: Reason why one part fails too, where that was tried.
     """
     assert found.reason is not None
     asked = f"{split.asked}: " if split.asked else ""
@@ -138,7 +139,7 @@ def _unit(reason: Reason) -> int:
 
 
 def reason_text(reason: Reason) -> str:
-    """What combines samples, with its operation and source line.
+    """Describes the operation that combines samples, with its source line.
 
     >>> reason_text(Reason(operation="sort", line="model.py:3", why="sorts samples"))
     'sort (model.py:3) sorts samples'
@@ -210,11 +211,11 @@ _HELPS: Final[Mapping[str, str]] = {
 
 
 def split_note(captured: Captured, plan: Plan, whole: int) -> list[str]:
-    """What a plan says of a batch that it splits.
+    """Returns the note of a plan that splits its batch.
 
     Args:
         captured: The loss.
-        plan: What was planned.
+        plan: Plan that was made.
         whole: Samples of its batch.
     """
     split = split_of(plan, whole)

@@ -88,9 +88,9 @@ class Captured:
     """A traced loss: as plain data for the planner and as a jaxpr for lowering.
 
     Attributes:
-        graph: what the planner reads.
-        jaxpr: of the flat function ``fn(*params, *rest, *batch, [rng])`` which gives
-            ``(total, weight, *metrics, *new_rest)``, all leaves in flatten order.
+        graph: Graph for the planner.
+        jaxpr: Jaxpr of the flat function ``fn(*params, *rest, *batch, [rng])`` which
+            gives ``(total, weight, *metrics, *new_rest)``, all leaves in flatten order.
         adapter: the model that was traced.
         batch_tree: structure of the batch.
         out_tree: structure of ``(total, weight, metrics, new_rest)``.
@@ -102,15 +102,15 @@ class Captured:
         sorted_rows: calls by position that sort rows across the batch.
         batch_axes: the batch dimension of each batch leaf; None where it has none.
         reader: describes another program of the same inputs and results.
-        apart: how what is reported of parts of the batch is put together.
-        notes: what could not be counted, in words.
+        apart: Combination of reported values over parts of the batch.
+        notes: Sentences on work that could not be counted.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
         precisions: (TaskGraph, precision) where only some compute in 16 bits.
         chunks: into how many parts the tokens are cut where logits are made of them.
         axes: names of axes that the loss uses and nobody binds: all samples.
-        steady: what the program leaves alone because it changes once a step.
+        steady: State that the program leaves alone because it changes once a step.
         changing: paths of what else is not trained and changes, with every micro-batch.
-        whole: of attention that cannot be, where it stands and why.
+        whole: Position of and reason for each attention that cannot be cut up.
         independence: proves that parts of a batch compute what the whole does, from
             their samples and the whole's, and the group that stays together (None for
             whatever the program asks for).
@@ -141,7 +141,7 @@ class Captured:
 
     @property
     def weights(self) -> tuple[bool, ...]:
-        """Which inputs of the flat function are weights, trained or not."""
+        """Returns which inputs of the flat function are weights, trained or not."""
         inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
         return tuple(t.kind == "param" for t in self.graph.tensors[:inputs])
 
@@ -171,7 +171,7 @@ class Captured:
 
     @property
     def float32_part(self) -> float:
-        """Of all products' work, the part that is of float32 and need not be."""
+        """Returns the fraction of the products' work that is needlessly in float32."""
         every = sum(op.flops * op.trip for op in self.graph.ops)
         return sum(op.flops * op.trip for op in self._free_float32) / max(1, every)
 
@@ -221,9 +221,9 @@ class Captured:
         """Remember what was asked for, and note what it does not change.
 
         Args:
-            precisions: as asked for.
+            precisions: Precisions that the user asked for.
             casts: something is cast.
-            wide: how many products stay in float32, by where they stand.
+            wide: Number of products that stay in float32, by position.
         """
         words, notes = ", ".join(precision_words(tuple(precisions))), [*self.notes]
         for where, count in (wide or {}).items():
@@ -314,7 +314,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """What a trace needs to be known as beside its equations."""
+    """Options and names that a trace needs beside its equations."""
 
     adapter: Adapter
     leaves: Sequence[TracedLeaf]
@@ -500,7 +500,7 @@ def _sorting_rows(
         jaxpr: closed, as captured.
         traced: the loss as it was written, with some number of samples.
         reader: knows the batch, and the model.
-        steady: what the program leaves alone.
+        steady: State that the program leaves alone.
         inputs: every flat input.
     """
     size = next(x.micro_shape[x.axis] for x in reader.leaves if x.axis is not None)
@@ -526,7 +526,7 @@ def _loss_programs(
     axes: Sequence[str],
     changing: Sequence[int],
 ) -> LossPrograms:
-    """What a proof is made from that samples are independent."""
+    """Returns the programs from which the independence of samples is proved."""
     adapter, leaves = flat.adapter, reader.leaves
     first = len(jax.tree.leaves(flat.out_tree.unflatten(range(flat.num_results))[:3]))
     places = [0, 1, *(first + i for i in changing)]
@@ -594,7 +594,7 @@ def _told(
     again: Callable[[int], Trace],
     changing: Sequence[int],
 ) -> tuple[Any, Callable[[], Reports]]:
-    """How what the loss reports is put together; refused where it cannot be.
+    """Finds how reported values are combined; refuses those that cannot be.
 
     Returns:
         Structure of what the loss gives of the batch as it is cut, and what tells how
@@ -662,7 +662,7 @@ def _traced(
     Args:
         flat: the loss.
         arguments: their shapes.
-        part: which part of the batch that is, for errors; or empty.
+        part: Name of the batch's part, for errors; or empty.
     """
     try:
         jaxpr, axes = traced_with_axes(tracing(_compat.trace), flat, arguments)
@@ -689,7 +689,7 @@ VALUE_ERRORS: Final = (
 
 
 def _value_read(error: Exception, part: str) -> str:
-    """What to say of a loss that reads a value while it is traced, and where."""
+    """Returns the message for a loss that reads a value while it is traced."""
     ours = Path(__file__).parents[1]
     frames = [
         frame
@@ -713,7 +713,8 @@ def _of_a_part(
     """Say of an error in a micro-batch that the whole batch has none, if that is so.
 
     Args:
-        adapter, batch, rng, batch_axes, num_micro_batches: as of ``capture``.
+        adapter, batch, rng, batch_axes, num_micro_batches: Arguments of ``capture``,
+            unchanged.
 
     Raises:
         WhaleError: the loss can be computed on the whole batch.
@@ -747,7 +748,7 @@ def _samples_taken(adapter: Adapter, batch: Any, rng: Any, batch_axes: Any) -> i
 
 
 def _part(size: int, count: int) -> str:
-    """What a micro-batch is of a batch, in words."""
+    """Describes a micro-batch as a part of a batch."""
     if count == 1:
         return ""
     return f" for a micro-batch of {size} of the batch's {size * count} samples"

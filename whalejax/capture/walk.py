@@ -62,8 +62,8 @@ class SortedRows:
     Its tensors have the samples as a dimension of their own, in front.
 
     Attributes:
-        rows: where rows lie in it.
-        tensors: those that are of samples.
+        rows: Positions of the rows in the call.
+        tensors: Tensors with a dimension of samples.
     """
 
     rows: Rows
@@ -79,7 +79,7 @@ class _Seen:
 
 
 class KnownRules:
-    """How equations treat dimensions, found once for those of equal layers."""
+    """Cache of the rules of equations, which equal layers share."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Behaviour] = {}
@@ -104,7 +104,7 @@ class KnownRules:
         return known
 
     def of(self, seen: _Seen) -> Behaviour:
-        """How an equation treats dimensions."""
+        """Returns the behaviour of an equation."""
         if seen.rule is None:
             seen.rule = self._of(seen.view)
         return seen.rule
@@ -120,7 +120,7 @@ class KnownRules:
         return known
 
     def of_attention(self, jaxpr: Any) -> Behaviour:
-        """How a call that is attention treats dimensions; ``jaxpr`` is its body."""
+        """Returns the behaviour of a call that is attention; ``jaxpr`` is its body."""
         key = id(jaxpr)
         if key not in self._attention:
             # The body is kept, so that no other has its id.
@@ -146,14 +146,14 @@ class Walk:
 
     Attributes:
         tiled: read slices that together cut a value into equal parts as a split.
-        rings: which calls that are attention, by position, are one operation; the
-            others are looked into like other calls.
+        rings: Calls that count as one attention operation, by position; others are
+            flattened.
         chunks: into how many the tokens are cut in calls that make logits; if more than
             one, the backward pass computes these again.
-        rows: where rows lie in calls that sort them across the batch, by name.
-        rules: what was found of equations before, perhaps of other walks.
+        rows: Positions of the rows in calls that sort them across the batch, by name.
+        rules: Rules of equations, perhaps found by other walks.
         tensors: by id; the program's inputs come first.
-        ops: in program order.
+        ops: Operations in program order.
         outputs: for every equation by position, call-like ones included, the tensor
             ids of its results.
         given: for every checkpointed region by position, the tensor ids of its inputs.
@@ -163,7 +163,7 @@ class Walk:
         ruled: operands and results of calls with a derivative rule of their own, which
             may lead gradients past what has none.
         kept: outermost scans, whose turns keep something for their backward pass.
-        notes: what could not be counted, in words.
+        notes: Sentences on work that could not be counted.
     """
 
     tiled: bool = False
@@ -565,7 +565,7 @@ class Walk:
         return tuple(results)
 
     def stacked(self, flows: Sequence[bool]) -> tuple[Stacked, ...]:
-        """What the turns of scans keep, each like a tensor of their bodies.
+        """Returns the residuals of scans, each like a tensor of the scan's body.
 
         Args:
             flows: for every tensor, whether a gradient flows through it.
@@ -727,7 +727,7 @@ def tiles(equations: Sequence[Any]) -> dict[Any, tuple[int, int]]:
     """Slices that together cut a value into equal parts, as a split does.
 
     Args:
-        equations: of one jaxpr.
+        equations: Equations of one jaxpr.
 
     Returns:
         Result of each such slice to the dimension and the number of parts.

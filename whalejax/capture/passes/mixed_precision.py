@@ -88,8 +88,8 @@ def wide_products(
 
     Args:
         jaxpr: closed, as captured.
-        position: where it stands.
-        where: why nothing in it can compute in 16 bits, in words; or empty.
+        position: Position of the program.
+        where: Reason why nothing in it can compute in 16 bits; or empty.
 
     Yields:
         The position of each, and why it cannot compute in 16 bits; empty where it can.
@@ -113,7 +113,7 @@ def narrowed(
     Args:
         jaxpr: closed, as captured.
         precisions: by position, of equations that compute in ``bf16`` or ``f16``.
-        weights: which of its inputs are parameters, trained or not.
+        weights: Whether each input is a parameter, trained or not.
 
     Returns:
         The program; inputs and results have the types that they had.
@@ -133,7 +133,7 @@ class _Scope:
     """One jaxpr being run.
 
     Attributes:
-        values: of its variables, some of them narrower than as traced.
+        values: Values of its variables, some of them narrower than traced.
         weights: variables that depend on parameters alone.
         numbers: variables all of whose elements are one known number.
         casts: values in other types, made once for all who read them so.

@@ -46,7 +46,7 @@ def policy_of(policy: str, names: Sequence[str]) -> Any:
 
     Args:
         policy: ``"dots"``, ``"named"``, ``"named:a,b"`` or ``"full"``.
-        names: what ``"named"`` keeps.
+        names: Names that ``"named"`` saves.
 
     Returns:
         The policy; None keeps nothing.

@@ -34,7 +34,7 @@ class AttentionPattern:
         depth: contracted places in query and key.
         column: place of the keys in key and value, and its number in the scores.
         width: places of the value's own dimensions.
-        weights_dtype: in which the second product reads what the softmax gives.
+        weights_dtype: Dtype in which the second product reads the softmax.
         turned: the value is the left operand of the second product.
         keys_first: the keys are the left operand of the first.
     """
@@ -68,7 +68,7 @@ class AttentionPattern:
 
     @property
     def output_dims(self) -> tuple[tuple[str, int], ...]:
-        """What each dimension of the output is.
+        """Returns the kind and index of each dimension of the output.
 
         ``("scores", n)`` is dimension ``n`` of the scores, ``("width", n)`` dimension
         ``n`` of the value.
@@ -111,7 +111,7 @@ def trained_in(body: Any, flags: Sequence[bool]) -> set[Any]:
 
 
 def trained_in_scan(scan: Any, flags: Sequence[bool]) -> list[bool]:
-    """Which inputs of a scan's body have gradients: carries may come to have them."""
+    """Returns which inputs of a scan's body have gradients; carries may gain them."""
     body = _compat.open_jaxpr(_compat.inner_jaxprs(scan)[0])[0]
     parts, found = _compat.scan_parts(scan), list(flags)
     while True:

@@ -35,7 +35,8 @@ class ScoreNode:
     """A value on the way to the scores.
 
     Attributes:
-        equation: what makes it; None for the product and for values from outside.
+        equation: Equation that makes the value; None for the product and for values
+            from outside.
         inputs: numbers of the nodes that it is made of; None for a literal.
         tags: its dimensions.
         outside: number of the value from outside, or None.
@@ -85,7 +86,7 @@ def stops_gradient(equation: Any, trained: set[Any]) -> bool:
     """Whether a gradient goes into an equation, and none through its results.
 
     Args:
-        equation: such as a comparison.
+        equation: Equation such as a comparison.
         trained: variables through which a gradient flows.
     """
     atoms = (a for a in equation.invars if not _compat.is_literal(a))
@@ -131,8 +132,8 @@ def reduced_tags(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | N
     """Tags of the operands of a reduction or a lookup over a dimension that is whole.
 
     Args:
-        equation: whose result has tags.
-        tags: of its result.
+        equation: Equation whose result has tags.
+        tags: Tags of its result.
         whole: the dimension over which it may reduce.
 
     Returns:
@@ -174,7 +175,9 @@ def _looked_up(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | Non
 
 
 def looked_up_dims(equation: Any) -> tuple[int, ...]:
-    """Which dimensions of a gather's result are those of its indices, in order."""
+    """Returns the dimensions of a gather's result that are those of its indices, in
+    order.
+    """
     offsets = equation.params["dimension_numbers"].offset_dims
     dims = range(len(equation.outvars[0].aval.shape))
     return tuple(dim for dim in dims if dim not in offsets)

@@ -73,7 +73,7 @@ def with_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[Any, tuple[str, ...
 
     Args:
         jaxpr: closed, as captured.
-        trained: of its inputs, those with gradients.
+        trained: Whether each input has a gradient.
 
     Returns:
         The program, without other calls that could be inlined; and for each attention
@@ -88,10 +88,10 @@ def with_logits(jaxpr: Any, trained: Sequence[bool]) -> Any:
 
 
 def possible_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[int, int]:
-    """How much attention, and how many logits, can be calls of a program.
+    """Returns how many attentions and logits can become calls.
 
     Args:
-        jaxpr, trained: as ``with_calls`` takes them.
+        jaxpr, trained: Arguments of ``with_calls``, unchanged.
     """
 
     def count(program: Any, kind: Callable[[Any], bool]) -> int:
@@ -108,7 +108,7 @@ def most_tokens(jaxpr: Any) -> int:
     """The most tokens that one call of a program makes logits of; 0 where none does.
 
     Args:
-        jaxpr: what ``with_logits`` gave, or some of it.
+        jaxpr: Program, or part of one, that ``with_logits`` returned.
     """
     found = 0
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
@@ -148,7 +148,7 @@ def _flattened(jaxpr: Any) -> Any:
 
 
 def _instead_of_calls(equation: Any) -> Callable[..., list[Any]] | str | None:
-    """What stands for an equation of a program without calls."""
+    """Returns the replacement of an equation of a program without calls."""
     kind = _opened(equation)
     if kind is None or kind == "inline":
         return kind
@@ -174,7 +174,9 @@ def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def _opened(equation: Any) -> str | None:
-    """How an equation is run by what it calls; None where it is bound as it is."""
+    """Returns how an equation's inner program is run: ``"inline"``, ``"remat"``,
+    ``"scan"``, or None.
+    """
     called = is_attention(equation) or makes_logits(equation) or sorts_rows(equation)
     kind = _compat.recursion(equation)
     return kind if kind in ("inline", "remat", "scan") and not called else None
@@ -199,7 +201,8 @@ def _counted(value: Any) -> Any:
 
 
 def _count(value: Any) -> Callable[[], Any] | None:
-    """What counts the positions that a program holds as an array, if it holds any."""
+    """Returns a function that makes the positions a program holds as an array, if any.
+    """
     shape: Any = getattr(value, "shape", ())
     dtype: Any = getattr(value, "dtype", None)
     known = _compat.is_concrete(value) or isinstance(value, np.ndarray)
@@ -231,7 +234,7 @@ class _Builder:
 
     Args:
         flat: closed, without calls that could be inlined.
-        trained: of its inputs, those with gradients.
+        trained: Whether each input has a gradient.
         find: tells the calls.
     """
 
@@ -248,7 +251,8 @@ class _Builder:
         return spliced(self.flat, self._changed, items=self.arranged.items)
 
     def _changed(self, equation: Any) -> Callable[..., list[Any]] | None:
-        """What stands for a loop or a checkpointed region in which there are calls."""
+        """Returns the replacement of a loop or checkpointed region that contains calls.
+        """
         within = self.arranged.inside.get(id(equation))
         if within is None or within.same:
             return None
@@ -359,7 +363,7 @@ def keeping(scan: Any, calls: set[int]) -> Callable[[Sequence[Any]], list[Any]]:
     That is queries, keys and values as they are dealt out, and the output.
 
     Args:
-        scan: as traced.
+        scan: Scan as it was traced.
         calls: ids of the calls in it that run in blocks.
     """
 

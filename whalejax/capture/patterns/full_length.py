@@ -34,7 +34,7 @@ class Long:
     Attributes:
         whole: with the tokens that were cut off.
         dim: the dimension of tokens.
-        length: how many of them, the first, are the value's.
+        length: Number of leading elements that are the value's own.
     """
 
     whole: Any
@@ -70,7 +70,7 @@ class Long:
         return lax.pad(value, jnp.zeros((), value.dtype), config)
 
     def now(self, whole: Any, dim: int) -> Long:
-        """What was made of it, at full length."""
+        """Returns a result that was computed at full length."""
         return Long(whole=whole, dim=dim, length=self.length)
 
 
@@ -98,7 +98,7 @@ _CUTS = frozenset(("slice", "dynamic_slice"))
 
 
 def _one_cut(equation: Any) -> tuple[int, int, int, int] | None:
-    """Of a slice of one dimension: that, its length before and after, the start."""
+    """Returns a slice's one dimension, its length before and after, and its start."""
     if equation.primitive.name not in _CUTS:
         return None
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
@@ -111,7 +111,7 @@ def _one_cut(equation: Any) -> tuple[int, int, int, int] | None:
 
 
 def _start(equation: Any, dim: int, last: int) -> int | None:
-    """Where a slice begins, if that is a number of the program's text.
+    """Returns the start of a slice, if it is a constant of the program.
 
     Args:
         equation: one of ``_CUTS``.
@@ -151,8 +151,8 @@ class _Runner:
 
     Attributes:
         cuts: positions of the slices that are put off.
-        lengths: of sequences before and after them. Whole numbers that are cut alike,
-            as labels are, are brought to the same places and carried on so too.
+        lengths: Sequence lengths before and after the cuts. Integers that are cut
+            alike, as labels are, are padded to the same positions too.
     """
 
     cuts: frozenset[Position]
@@ -191,7 +191,7 @@ class _Runner:
     def _begun(
         self, equation: Any, operands: Sequence[Any], position: Position
     ) -> Long | None:
-        """What a cut gives, if it is put off."""
+        """Returns the result of a cut that is postponed."""
         one = _one_cut(equation)
         if one is None or one[1:3] not in self.lengths:
             return None

@@ -27,7 +27,7 @@ from whalejax.capture.rules.elementwise import SAME_SHAPE
 
 
 class NotTokensError(Exception):
-    """What follows a product does not treat each token alone."""
+    """Raised where an operation after a product mixes tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +39,17 @@ class Logits:
     Attributes:
         hidden, kernel: the operands.
         outside: other variables that are read.
-        trained: of those, which have gradients.
+        trained: Whether each of those has a gradient.
         product: the equation.
         exits: variables without the vocabulary that others read.
-        nodes: how the exits are made, in an order in which they can be computed.
+        nodes: Nodes that make the exits, in an order in which they can be computed.
         source: the node that is the product.
         ends: nodes of the exits.
         tokens: places of the hidden values' own dimensions.
         depth: contracted places in hidden values and kernel.
         vocab: place of the vocabulary in the kernel.
         turned: the kernel is the left operand.
-        outside_tags: of each variable from outside.
+        outside_tags: Tags of each variable from outside.
     """
 
     hidden: Any
@@ -77,7 +77,7 @@ class Logits:
 
     @property
     def tags(self) -> Tags:
-        """Of the product's result: the tokens' dimensions and the vocabulary."""
+        """Tags of the product's result: the tokens' dimensions and the vocabulary."""
         shape = self.product.outvars[0].aval.shape
         return tuple(None if size == 1 else dim for dim, size in enumerate(shape))
 
@@ -98,9 +98,9 @@ class Logits:
         """The exits of some tokens.
 
         Args:
-            logits: of these tokens.
+            logits: Logits of these tokens.
             outside: by number, what is read beside them.
-            sizes: of the dimensions.
+            sizes: Sizes of the dimensions.
         """
         found: list[Any] = []
         for number, node in enumerate(self.nodes):
@@ -138,7 +138,7 @@ def logits_of(jaxpr: Any, trained: int) -> Logits:
 
     Args:
         jaxpr: the call's one inner jaxpr, whose results are the exits.
-        trained: how many of its inputs, the first ones, have gradients.
+        trained: Number of leading inputs that have gradients.
     """
     body = _compat.open_jaxpr(jaxpr)[0]
     flags = [place < trained for place in range(len(body.invars))]
@@ -148,7 +148,7 @@ def logits_of(jaxpr: Any, trained: int) -> Logits:
 
 @dataclass(slots=True)
 class _Search:
-    """What is made of one product."""
+    """Search for the values that are made of one product."""
 
     body: Any
     trained: set[Any]
@@ -251,7 +251,7 @@ class _Search:
         return region, tags
 
     def _exits(self, region: set[int], tags: Mapping[Any, Tags]) -> list[Any]:
-        """What the region gives to others."""
+        """Returns the values that equations outside the region read."""
         read = {v for v in self.body.outvars if not _compat.is_literal(v)}
         for equation in self.body.eqns:
             if id(equation) not in region:

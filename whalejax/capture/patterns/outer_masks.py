@@ -24,11 +24,11 @@ from whalejax.jaxpr import rebuild
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """How a mask is made.
+    """Equations that make a mask.
 
     Attributes:
         sources: the variables that it is made of, together smaller than the mask.
-        equations: those from the sources to the mask, in order.
+        equations: Equations from the sources to the mask, in order.
     """
 
     sources: tuple[Any, ...]
@@ -40,7 +40,7 @@ class _Region:
     """A scan or a checkpointed region.
 
     Attributes:
-        equation: as traced.
+        equation: Equation as it was traced.
         inner: its jaxpr.
         trained: for each input of ``inner``, whether it has a gradient.
         masks: numbers of the inputs that attention reads for pairs of rows and columns.
@@ -59,7 +59,7 @@ def with_inner_masks(jaxpr: Any, trained: Sequence[bool]) -> Any:
 
     Args:
         jaxpr: without calls that could be inlined.
-        trained: of its inputs, those with gradients.
+        trained: Whether each input has a gradient.
     """
     avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
     # Each time masks move one region further in. It ends: what is handed over instead
@@ -133,7 +133,9 @@ def _masks(jaxpr: Any, trained: Sequence[bool]) -> set[int]:
 
 
 def _made(variable: Any, maker: Mapping[Any, Any], flows: set[Any]) -> _Maker | None:
-    """How to make a variable of smaller ones; None where there is no way."""
+    """Returns the equations that make a variable of smaller ones; None where there are
+    none.
+    """
     if _compat.is_literal(variable) or variable not in maker or variable in flows:
         return None
     sources, equations = _chain(variable, maker, flows)

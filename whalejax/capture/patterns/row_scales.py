@@ -22,12 +22,12 @@ from whalejax.jaxpr import rebuild
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Factor:
-    """What weights are multiplied with, or divided by.
+    """Factor that weights are multiplied with, or divided by.
 
     Attributes:
         atom: a variable or a literal.
         tags: for each of its dimensions, which of the weights it is.
-        divides: it does.
+        divides: Whether weights are divided by it.
     """
 
     atom: Any
@@ -41,7 +41,7 @@ class _Scaled:
 
     Attributes:
         weights: a variable.
-        factors: in the order in which they follow.
+        factors: Factors in the order of their use.
         order: for each dimension of the scaled weights, which of the weights it is.
     """
 
@@ -118,7 +118,9 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 
 def _output_places(product: Any, side: int) -> list[int | None]:
-    """Where each dimension of an operand lies in the output; None where summed over."""
+    """Returns the output dimension of each operand dimension; None where it is summed
+    over.
+    """
     inside, batch = product.params["dimension_numbers"]
     ranks = [len(atom.aval.shape) for atom in product.invars]
     own = [
@@ -162,7 +164,9 @@ class _Chains:
         self._known: dict[Any, _Scaled | None] = {}
 
     def behind(self, atom: Any) -> _Scaled | None:
-        """What is behind weights, perhaps turned or cast; None for other values."""
+        """Returns weights and factors of a value, through transposes and casts; None
+        for other values.
+        """
         if _compat.is_literal(atom):
             return None
         if atom not in self._known:
@@ -188,7 +192,7 @@ class _Chains:
         return next((found for found in either if found is not None), None)
 
     def _scaled(self, equation: Any, place: int) -> _Scaled | None:
-        """What is behind an operand of an equation, and the other operand."""
+        """Returns weights and factors of an operand, with the other operand."""
         lying = _factors(equation, place)
         found = None if lying is None else self.behind(equation.invars[place])
         if lying is None or found is None:
@@ -208,11 +212,11 @@ class _Chains:
 
 
 def _factors(equation: Any, place: int) -> tuple[tuple[int, ...], Tags] | None:
-    """Of a product element by element: how weights and factor lie in the result.
+    """Returns the dimensions of weights and factor in an elementwise product's result.
 
     Args:
         equation: a multiplication, a division, or a product that sums over nothing.
-        place: of the weights among the operands.
+        place: Index of the weights among the operands.
 
     Returns:
         For each dimension of the result which of the weights it is, and for each of the
@@ -239,7 +243,7 @@ def _factors(equation: Any, place: int) -> tuple[tuple[int, ...], Tags] | None:
 
 
 def _narrowest(atom: Any, tags: Tags, maker: Mapping[Any, Any]) -> tuple[Any, Tags]:
-    """What a factor was spread from, with its tags."""
+    """Returns the array that a factor was broadcast from, with its tags."""
     while not _compat.is_literal(atom):
         equation = maker.get(atom)
         if equation is None or equation.primitive.name not in CASTS | SPREADS:

@@ -69,7 +69,7 @@ def _rounded(bounds: Interval, dtype: Any, *, exact: bool) -> Interval:
     Integers beyond their type wrap, and floating point rounds.
 
     Args:
-        bounds: of the numbers.
+        bounds: Bounds of the numbers.
         dtype: the type.
         exact: no arithmetic made them, so that bounds which the type holds stay.
     """

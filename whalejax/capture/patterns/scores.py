@@ -1,4 +1,4 @@
-"""What a model does to attention scores before the softmax, block by block.
+"""Programs of a model's attention scores before the softmax, block by block.
 
 Scores are a product of queries and keys, scaled, capped, masked or shifted by
 equations of the user's own. Here these become a small program of which any block of
@@ -43,10 +43,11 @@ class Scores:
     """The program from a product to the scores.
 
     Attributes:
-        nodes: in an order in which they can be computed; the last is the scores.
+        nodes: Nodes in an order in which they can be computed; the last makes the
+            scores.
         product: the node that is the product, whose tags say how its dimensions lie.
         outside: variables that come from outside, each once.
-        tags: of those, one for each way in which they are read.
+        tags: Tags of those, one for each way in which they are read.
     """
 
     nodes: list[ScoreNode] = field(default_factory=list)
@@ -55,7 +56,7 @@ class Scores:
 
     @property
     def tags(self) -> list[set[Tags]]:
-        """How each value from outside is read."""
+        """Returns the tags with which each value from outside is read."""
         found: list[set[Tags]] = [set() for _ in self.outside]
         for node in self.nodes:
             if node.outside is not None:
@@ -73,8 +74,8 @@ class Scores:
 
         Args:
             product: its products, laid out as the traced product is.
-            sizes: of the dimensions of the scores in this block.
-            offsets: where each of them begins; what is absent begins at 0.
+            sizes: Sizes of the dimensions of the scores in this block.
+            offsets: Offset of each dimension; default: 0.
             outside: the part of a value from outside that the block reads.
         """
         values: list[Any] = []
@@ -89,13 +90,13 @@ class Scores:
         return values[-1]
 
     def hidden(self, rows: int, columns: int, row: int, column: int) -> Any:
-        """Which blocks need not be computed, whatever is in the product.
+        """Returns which blocks are masked whatever the product holds.
 
         They hold masked scores alone, and each row sees some other score; or, where a
         row may see none, they all hold one number, whose weight ``filled`` tells of.
 
         Args:
-            rows, columns: how many equal blocks there are of each.
+            rows, columns: Number of equal blocks of each.
             row, column: dimensions of the scores that are cut into them.
 
         Returns:
@@ -117,7 +118,7 @@ class Scores:
         looks at hidden blocks too.
 
         Args:
-            rows, columns, row, column: as ``hidden`` takes them.
+            rows, columns, row, column: Arguments of ``hidden``, unchanged.
 
         Returns:
             None where each row is known to see a score beside which masked ones are

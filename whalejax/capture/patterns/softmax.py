@@ -28,7 +28,7 @@ def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | No
     """The softmax whose result a product reads, perhaps turned or in another type.
 
     Args:
-        weights: what the product reads.
+        weights: Operand of the product.
         maker: the equation that makes each variable.
 
     Returns:
@@ -86,7 +86,7 @@ CASTS: Final = frozenset({"convert_element_type", "copy", "name"})
 
 
 def _softmax(equation: Any, maker: Mapping[Any, Any]) -> tuple[Any, int] | None:
-    """What a softmax is given and over which dimension, if a division ends one."""
+    """Returns the operand and dimension of the softmax that a division ends, if any."""
     if equation is None or equation.primitive.name != "div":
         return None
     above, below = equation.invars

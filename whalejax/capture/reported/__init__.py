@@ -1,1 +1,1 @@
-"""How values that a loss reports are combined over micro-batches."""
+"""Rules that combine a loss's reported values over micro-batches."""

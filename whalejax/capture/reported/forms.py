@@ -1,4 +1,4 @@
-"""How a value of a whole batch is made of the same value of its micro-batches.
+"""Forms of values: how a whole batch's value follows from its micro-batches'.
 
 Every value of a program has a form: it is the same for all samples, has a row for each
 sample, or is a sum, a mean, a maximum or a minimum over them. This module gives the
@@ -17,7 +17,7 @@ from whalejax.planner.model.graph import LOOKUPS
 
 
 class Kind(enum.IntEnum):
-    """What a value is made of, from what is simplest."""
+    """Kinds of values, from the simplest."""
 
     SAME = 0
     """Of no sample."""
@@ -41,12 +41,13 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueForm:
-    """What a value is.
+    """Form of one value.
 
     Attributes:
-        kind: what it is made of.
-        power: of the number of micro-batches by which the value of the whole batch is
-            larger than the mean of its parts; None of zero, for which each is right.
+        kind: Kind of the value.
+        power: Power of the number of micro-batches by which the value of the whole
+            batch is larger than the mean of its parts; None of zero, for which each is
+            right.
         sources: operations that mixed the samples; ``APART`` where it is none of them.
     """
 
@@ -91,13 +92,13 @@ _PRODUCTS: Final = frozenset(("mul", "dot_general", "conv_general_dilated"))
 
 
 def mixed(forms: Iterable[ValueForm], *sources: int) -> ValueForm:
-    """What mixes samples, by some operations and those behind its operands."""
+    """Returns the form of a value in which some operations mixed samples."""
     behind = frozenset[int]().union(*(form.sources for form in forms))
     return ValueForm(kind=Kind.MIXED, sources=behind | frozenset(sources or (APART,)))
 
 
 def joined(forms: Sequence[ValueForm]) -> ValueForm:
-    """What is one value or another, as a loop's carry is."""
+    """Returns the form of a value that is one of several, like a loop's carry."""
     if not forms:
         return SAME
     powers = {form.power for form in forms} - {None}
@@ -116,11 +117,11 @@ def joined(forms: Sequence[ValueForm]) -> ValueForm:
 
 
 def passed(kind: str, forms: Sequence[ValueForm]) -> ValueForm:
-    """What an operation gives that keeps every sample apart.
+    """Returns the form of a result whose operation keeps samples apart.
 
     Args:
-        kind: of the operation.
-        forms: of its operands, scalars of the program included.
+        kind: Kind of the operation.
+        forms: Forms of its operands, scalars of the program included.
     """
     kinds = {form.kind for form in forms}
     if Kind.MIXED in kinds or (Kind.PLACE in kinds and kinds - {Kind.PLACE, Kind.SAME}):
@@ -151,12 +152,12 @@ def passed(kind: str, forms: Sequence[ValueForm]) -> ValueForm:
 
 
 def added(kind: str, forms: Sequence[ValueForm], index: int) -> ValueForm:
-    """What an operation gives that takes samples together.
+    """Returns the form of a result whose operation reduces over samples.
 
     Args:
-        kind: of the operation.
-        forms: of its operands.
-        index: of the operation.
+        kind: Kind of the operation.
+        forms: Forms of its operands.
+        index: Index of the operation.
     """
     plain = all(form.kind in _PLAIN for form in forms)
     if plain and kind in _FIRST and forms[0].power in (0, None):
@@ -173,7 +174,7 @@ def added(kind: str, forms: Sequence[ValueForm], index: int) -> ValueForm:
 
 
 def _end(kind: str, forms: Sequence[ValueForm]) -> ValueForm:
-    """What an operation gives of maxima or minima over the samples."""
+    """Returns the form of an operation on maxima or minima over the samples."""
     places = [n for n, form in enumerate(forms) if form.kind in _ENDS]
     own = {forms[n].kind for n in places}
     rest = [form for n, form in enumerate(forms) if n not in places]
@@ -205,5 +206,5 @@ def _product(forms: Sequence[ValueForm]) -> ValueForm:
 
 
 def _behind(forms: Iterable[ValueForm]) -> frozenset[int]:
-    """Which operations mixed what is behind some values."""
+    """Returns the operations that mixed samples in the sources of some values."""
     return frozenset[int]().union(*(form.sources for form in forms))

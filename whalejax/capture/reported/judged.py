@@ -1,4 +1,4 @@
-"""How each reported value is put together, from two traces of a loss.
+"""Finds the combination of each reported value from two traces of a loss.
 
 It asks ``samples`` where rows stand and ``parts`` what a value is made of, and knows
 which of the two answers for what.
@@ -33,7 +33,7 @@ def judged(
     changing: Collection[int],
     state: Sequence[int],
 ) -> dict[int, Said]:
-    """How each of some results is put together of those of micro-batches.
+    """Returns the combination of each of some results.
 
     Args:
         small, large: the loss with fewer and with more samples.
@@ -74,7 +74,9 @@ def judged(
 
 
 def _placed(said: str, stands: SampleRows | Unclear | None) -> SampleRows | str:
-    """What is known of a value, with the place of its rows where it has some."""
+    """Returns the combination of a value, with the position of its rows where it has
+    some.
+    """
     if said == "rows" and isinstance(stands, SampleRows):
         return stands
     if said == "rows":
@@ -86,13 +88,13 @@ def _placed(said: str, stands: SampleRows | Unclear | None) -> SampleRows | str:
 
 
 def _tensors(trace: Trace, numbers: Sequence[int]) -> dict[int, int]:
-    """Of some results by number, the tensors; left out where they are scalars."""
+    """Returns the tensors of some results by number; scalars are left out."""
     found: dict[int, Value] = {n: trace.results[n] for n in numbers}
     return {n: t for n, t in found.items() if t is not None}
 
 
 def _scalar(pairing: Pairing, number: int) -> Said:
-    """How a number that stands in the program is put together."""
+    """Returns the combination of a number that is a constant of the program."""
     a, b = (values[number] for values in pairing.literals)
     unclear = Unclear(shape=(), why="depends on the number of samples")
     try:

@@ -28,9 +28,9 @@ class Trace:
 
     Attributes:
         program: its jaxpr.
-        graph: of it.
+        graph: Graph of the program.
         walk: by which that was made.
-        results: of the program, as tensors of the graph.
+        results: Results of the program, as tensors of the graph.
     """
 
     program: Any
@@ -41,11 +41,11 @@ class Trace:
 
 @dataclass(slots=True)
 class Pairing:
-    """Which values of two traces are the same of fewer and of more samples.
+    """Pairs of equal values in two traces with fewer and more samples.
 
     Attributes:
         small, large: the traces.
-        times: how many times the samples of the first the second has.
+        times: Ratio of the second trace's samples to the first's.
         pairs: by tensor of the first, that of the second.
         torn: tensors of the first that the second makes of others.
         lost: numbers of results that are other tensors in the second.
@@ -170,11 +170,11 @@ class Pairing:
 
 
 def power_of(a: Any, b: Any, times: int) -> int | None:
-    """Of which power of the samples' number a scalar is a multiple.
+    """Returns the power of the number of samples that a scalar is a multiple of.
 
     Args:
         a, b: with fewer and with more samples.
-        times: how many times as many.
+        times: Ratio of the numbers of samples.
 
     Returns:
         None of zero, which is a multiple of each.
@@ -282,7 +282,7 @@ def _scalars_of(
 def _inside(
     equation: Any, values: tuple[Any, ...], place: int, count: int
 ) -> tuple[Any, ...]:
-    """What the inputs of an inner jaxpr are; None where it is not a scalar."""
+    """Returns the inputs of an inner jaxpr; None for those that are no scalars."""
     kind = _compat.recursion(equation)
     if kind == "cond":
         return values[1:]
@@ -310,7 +310,7 @@ def _makers(graph: Graph) -> dict[int, list[int]]:
 
 
 def _backs(walk: Walk) -> dict[int, int]:
-    """By carry as a turn of a loop consumes it, the one that it produces."""
+    """Returns the carry that a loop's iteration produces for each carry it reads."""
     return {back: out for out, back in walk.loops}
 
 

@@ -1,4 +1,4 @@
-"""How micro-batches' values of what a loss reports make the whole batch's.
+"""Finds how reported values of micro-batches combine to the whole batch's.
 
 It goes through two traces of a loss, with fewer and with more samples, and gives every
 value its form. A value that one device would compute in another way of the whole batch
@@ -89,11 +89,11 @@ class ValueForms:
                     self._op(index, op)
 
     def said(self, tensor: int, *, inexact: bool) -> str:
-        """How a reported value is put together, or why that cannot be told.
+        """Returns the combination of a reported value, or why there is none.
 
         Args:
-            tensor: of the smaller program.
-            inexact: it is of floating point.
+            tensor: Tensor of the smaller program.
+            inexact: Whether it is of floating point.
         """
         form = self.forms.get(tensor, MIXED)
         grown = bool(self.pairing.grown.get(tensor))
@@ -186,7 +186,9 @@ class ValueForms:
         return self.pairing.small.graph.tensors[tensor].dtype
 
     def _ratio(self, given: Sequence[Any], forms: Sequence[ValueForm]) -> ValueForm:
-        """Of a sum and something: a mean if that is the loss's own weight."""
+        """Returns the form of a sum divided by something: a mean if that is the loss's
+        own weight.
+        """
         weight, over = self.pairing.small.results[1], forms[0]
         if weight is not None and isinstance(given[1], int):
             own, under = self._base(weight), self._base(given[1])
@@ -197,7 +199,7 @@ class ValueForms:
         return passed("div", forms)
 
     def _base(self, tensor: int) -> int:
-        """What was cast, or kept from being zero."""
+        """Returns the tensor before casts and guards against zero."""
         makers = self.pairing.makers[0][tensor]
         op = self.pairing.small.graph.ops[makers[0]] if makers else None
         if op is None or op.kind not in _SMALL or len(op.operands) != 1:

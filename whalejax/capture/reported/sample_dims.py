@@ -1,4 +1,4 @@
-"""Which dimension of what a loss reports is the batch.
+"""Finds the batch dimension of reported values.
 
 With several micro-batches a reported value with a row for each sample has to be put
 together in the order of the global batch, while any other is a mean or a sum. This
@@ -20,12 +20,12 @@ from whalejax.planner.model.reshape_factors import groups, slots_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRows:
-    """Where the samples stand in one dimension.
+    """Position of the samples in one dimension.
 
     Attributes:
         axis: the dimension.
-        outer: how often all samples are repeated in it.
-        inner: how many elements in a row are of one sample.
+        outer: Number of repeats of all samples in the dimension.
+        inner: Number of consecutive elements of one sample.
     """
 
     axis: int = 0
@@ -38,8 +38,8 @@ class Unclear:
     """A value of which it cannot be told how micro-batches are put together.
 
     Attributes:
-        shape: of one micro-batch's.
-        why: what is known of it.
+        shape: Value whose combination over micro-batches is unknown.
+        why: Shape in one micro-batch.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Unclear:
 
 
 class _Mark(enum.Enum):
-    """What a dimension is, where it is not ``SampleRows``."""
+    """Fact that is known of it."""
 
     OTHER = "comes from a dimension that is no batch"
     MIXED = "holds some samples, or samples in another order"
@@ -66,10 +66,10 @@ _CUTS = frozenset(("slice", "dynamic_slice"))
 def reported_rows(
     graph: Graph, values: Sequence[int]
 ) -> list[SampleRows | Unclear | None]:
-    """Where the samples stand in each value that a loss reports.
+    """Meanings of a dimension that is not ``SampleRows``.
 
     Args:
-        graph: of the loss, traced with more than one sample.
+        graph: Returns the position of the samples in each reported value.
         values: ids of tensors that are no scalars.
 
     Returns:
@@ -117,7 +117,7 @@ class _Follow:
         return ranks, len(self.single)
 
     def said(self, value: int) -> SampleRows | Unclear | None:
-        """What is known of a value."""
+        """Graph of the loss, traced with more than one sample."""
         shape = self.graph.tensors[value].shape
         dims = [self.where.get((value, dim)) for dim in range(len(shape))]
         rows = [
@@ -199,7 +199,7 @@ class _Follow:
             self.single.update(op.results)
 
     def _made(self, op: Op) -> _Where:
-        """What an untied dimension is where no samples are lost."""
+        """Returns the position of the samples in a value."""
         known = any(
             isinstance(self.where.get((t, d)), (SampleRows, _Mark))
             for t in op.operands
@@ -225,7 +225,7 @@ def _rank(where: _Where) -> int:
 
 
 def _stronger(a: _Where, b: _Where) -> _Where:
-    """What a dimension is that two are tied to; rows that differ are mixed."""
+    """Returns the meaning of an untied dimension where no samples are lost."""
     if isinstance(a, SampleRows) and isinstance(b, SampleRows) and a != b:
         return _Mark.MIXED
     return a if _rank(a) >= _rank(b) else b
@@ -234,10 +234,12 @@ def _stronger(a: _Where, b: _Where) -> _Where:
 def _regrouped(
     given: Sequence[_Where], before: Sequence[int], after: Sequence[int]
 ) -> Iterator[_Where]:
-    """What dimensions are that hold the same elements as others, in the same order.
+    """Returns the meaning of a dimension that two are tied to; different rows are
+    mixed.
 
     Args:
-        given: what the others are.
+        given: Yields the meanings of dimensions that regroup the elements of others in
+            order.
         before, after: sizes of the others, and of those.
     """
     rows = [dim for dim, x in enumerate(given) if isinstance(x, SampleRows)]

@@ -1,4 +1,4 @@
-"""How the values that a loss reports are put together, as far as its program shows it.
+"""Finds how reported values are combined, as far as the program shows it.
 
 It stands between the trace, which knows the values by name, and ``sample_dims``, which
 knows where their rows are; and it says in words what cannot be put together.
@@ -55,7 +55,7 @@ def reports(
     """Find out how reported values are put together of values of micro-batches.
 
     Args:
-        trace: of the loss.
+        trace: Trace of the loss.
         out_tree: structure of ``(total, weight, metrics, new_rest)``.
         again: traces the loss with another number of samples.
         changing: inputs that every micro-batch changes, and random keys.
@@ -92,7 +92,7 @@ def _scaled(
 
 
 def _alone(trace: Trace, wanted: Sequence[int]) -> dict[int, Said]:
-    """What one trace shows by itself, of a loss that takes no other batch."""
+    """Returns what one trace shows of a loss that takes no other batch size."""
     found: dict[int, Said] = {
         n: Unclear(shape=avals(trace)[n].shape, why=_ONE_SIZE) for n in wanted
     }
@@ -115,7 +115,7 @@ def check_keys(trace: Trace, out_tree: Any) -> None:
     """Refuse random keys among what a loss reports, of which there is no number.
 
     Args:
-        trace: of the loss.
+        trace: Trace of the loss.
         out_tree: structure of ``(total, weight, metrics, new_rest)``.
 
     Raises:
@@ -152,7 +152,7 @@ def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
     """Reports that are put together as was found.
 
     Args:
-        trace: of the loss.
+        trace: Trace of the loss.
         out_tree: structure of ``(total, weight, metrics, new_rest)``.
         found: by number of the result.
     """
@@ -195,8 +195,8 @@ def check_clear(
     Args:
         unclear: by name.
         size: samples of a micro-batch.
-        chosen: how many micro-batches the planner chose, if it did.
-        combine: how ranks combine, each of which has micro-batches of its own, if so.
+        chosen: Number of micro-batches that the planner chose, if it did.
+        combine: Combination over ranks that have micro-batches of their own, if any.
 
     Raises:
         WhaleError: every such value, and what to do.

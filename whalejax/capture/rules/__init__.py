@@ -1,1 +1,1 @@
-"""How each primitive treats the dimensions of its operands."""
+"""Rules for the dimensions of each primitive's operands."""

@@ -18,7 +18,7 @@ from whalejax.planner.model.graph import Factor, FactorKind
 
 
 def attention_behaviour(jaxpr: Any) -> Behaviour:
-    """How an attention as one operation treats dimensions.
+    """Returns the behaviour of an attention as one operation.
 
     Queries, keys and values are sharded over the sequence alike: the keys go round.
 

@@ -1,4 +1,4 @@
-"""How one primitive treats dimensions, as plain data, and helpers to say it.
+"""Behaviour of one primitive towards dimensions, as plain data, with helpers.
 
 Rules (``rules_*.py``) look at an ``Equation`` and return a ``Behaviour``. Slots count
 the equation's operands first, literals included, and then its results; the walk
@@ -22,7 +22,7 @@ Member = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equation:
-    """What a rule may look at.
+    """Facts of an equation that a rule may read.
 
     Attributes:
         name: the primitive's name.
@@ -48,7 +48,7 @@ class Equation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behaviour:
-    """What a rule says of one equation.
+    """Behaviour of one equation towards dimensions.
 
     Attributes:
         factors: index letters.
@@ -111,12 +111,12 @@ class Letters:
 
 
 def of_each(rule: Behaviour, flags: Sequence[bool], samples: int) -> Behaviour:
-    """What is done to each of some samples, as one operation on all of them.
+    """Returns the behaviour of an operation on several samples from that on one.
 
     Args:
-        rule: of one sample.
-        flags: which slots are of samples; these have them as a dimension in front.
-        samples: how many there are.
+        rule: Behaviour on one sample.
+        flags: Whether each slot has a leading dimension of samples.
+        samples: Number of samples.
     """
     if rule.reshape:
         # Samples stay in front of what is regrouped.

@@ -75,7 +75,9 @@ def _ragged_dot(equation: Equation) -> Behaviour:
 
 
 def _conv(equation: Equation) -> Behaviour:
-    """Of spatial dimensions, those that are taken point by point are as any other."""
+    """Returns the behaviour of a convolution; spatial dimensions with windows of one
+    are like any other.
+    """
     params = equation.params
     numbers = params["dimension_numbers"]
     (lhs_n, lhs_c, *lhs_space) = numbers.lhs_spec

@@ -21,7 +21,8 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def behaviour(equation: Equation) -> Behaviour:
-    """How an equation treats dimensions; everything whole where no rule is known.
+    """Returns the behaviour of an equation; dimensions stay whole where no rule is
+    known.
 
     Args:
         equation: primitive, parameters and shapes.

@@ -1,4 +1,4 @@
-"""How convolutions and poolings slide along spatial dimensions, as plain data.
+"""Geometry of convolution and pooling windows along spatial dimensions, as plain data.
 
 Rules of both read it, and so does the lowering, which tells from it what each device
 does. What devices cannot share says why.

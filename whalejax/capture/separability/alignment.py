@@ -1,4 +1,4 @@
-"""How the dimensions of operands lie beside each other, and how reshapes regroup them.
+"""Aligns the dimensions of operands and regroups them in reshapes.
 
 Both ask the same: two lists of atoms hold the same elements in the same order, so they
 are brought to atoms of equal sizes. Plain, equal and drawn atoms may be cut; the
@@ -45,7 +45,7 @@ def align_dims(dims: Sequence[Dims]) -> Dims:
     """Dimensions of an elementwise result.
 
     Args:
-        dims: Those of each operand, all of one rank.
+        dims: Dimensions of each operand, all of one rank.
 
     Raises:
         CoupledError: samples meet places of the batch, or other samples.

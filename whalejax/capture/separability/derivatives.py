@@ -26,13 +26,13 @@ from whalejax.capture.separability.values import (
 
 
 class TraceFollower(Protocol):
-    """What follows a program in two traces; see ``Interpreter``."""
+    """Follower of a program in two traces; see ``Interpreter``."""
 
     share: float
     scale: float
 
     def run(self, part: Any, whole: Any, inputs: Sequence[Value]) -> list[Value]:
-        """What is known of a program's results."""
+        """Returns facts about a program's results."""
 
 
 RULE: Final = (
@@ -53,8 +53,8 @@ def check_derivative(
     Args:
         follower: Follows the traced rule.
         part, whole: The call, in both traces.
-        given: What is known of its operands.
-        found: What is known of its results.
+        given: Facts about its operands.
+        found: Facts about its results.
 
     Returns:
         What is known of its results; what is zero may have a gradient that is not.
@@ -136,7 +136,7 @@ def _check_alike(value: Value, ruled: Value) -> None:
 
 
 def _cotangent(value: Value, follower: TraceFollower) -> Value:
-    """What a mean over samples hands back for a value."""
+    """Returns facts about the cotangent of a value under a mean over samples."""
     ordered = fact_of(value, Sorted)
     if ordered is not None:
         base = _cotangent(ordered.base, follower)

@@ -27,7 +27,7 @@ class PairedEquation:
 
     Attributes:
         part, whole: The equations.
-        values: What is known of the operands.
+        values: Facts about the operands.
     """
 
     part: Any
@@ -89,7 +89,8 @@ def fixed(dims: Dims = (), ratio: float | None = 1.0) -> Value:
 
 
 def combined_kind(values: Sequence[Value]) -> tuple[Dependence, bool]:
-    """How a result depends on the samples, and whether it is within a loop over them.
+    """Returns the dependence of a result on the samples, and whether it is inside a
+    loop over them.
 
     Raises:
         CoupledError: samples meet a sum over them, or other samples.
@@ -139,7 +140,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _ratio(part: Any, whole: Any) -> float | None:
-    """By which factor the first of two numbers is larger; None of zeros."""
+    """Returns the ratio of two numbers; None of zeros."""
     a, b = np.asarray(part), np.asarray(whole)
     if a == b or (a != a and b != b):
         return None if a == 0 and a.dtype != bool else 1.0

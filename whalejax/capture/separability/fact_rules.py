@@ -71,11 +71,11 @@ _ROW_WISE: Final = frozenset(ELEMENTWISE_RULES) | frozenset(
 
 
 def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """What facts say of an equation's results; None where they say nothing.
+    """Returns the facts about an equation's results; None where no rule applies.
 
     Args:
         equation: The equation.
-        reason: What couples samples if the results are used in another way.
+        reason: Reason to report if the results are used in another way.
 
     Raises:
         CoupledError: it couples samples.
@@ -250,7 +250,7 @@ def _one_hot(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 
 
 def _counted(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """How often each number stands there: one-hot rows, added up."""
+    """Returns the fact about counts of numbers: one-hot rows, added up."""
     del reason
     value = equation.values[0]
     one_hot = fact_of(value, OneHot)
@@ -390,7 +390,7 @@ def divided_order(
     Args:
         call: The call of a function, in either trace.
         values: Its operands.
-        reason: What couples samples if the result is used in another way.
+        reason: Reason to report if the result is used in another way.
     """
     if len(values) != 2:
         return None

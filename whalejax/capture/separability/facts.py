@@ -1,4 +1,4 @@
-"""What is known of a value beside how it depends on the samples.
+"""Facts about a value beside its dependence on the samples.
 
 Positions, and the orders in which experts' tokens are sorted, are coupled to all
 samples by themselves. Programs use them to look something up in each sample, or to
@@ -62,7 +62,7 @@ class Numbered:
     """Whole numbers that are told from others.
 
     Attributes:
-        ids: Which.
+        ids: Numbers of the distinct values.
         wrapped: A constant was added, as to negative indices.
     """
 
@@ -79,7 +79,7 @@ class OneHot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdCounts:
-    """How many of some numbers are 0, 1, 2 …"""
+    """Counts of the numbers 0, 1, 2 …"""
 
     ids: Ids
 
@@ -99,12 +99,12 @@ class Sorting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Where the elements stood that a sort brought to each place.
+    """Source positions of elements after a sort.
 
     Attributes:
         sorting: The sort.
         divided: By which number places were divided: k gives the token of k choices.
-        inverse: Where a sort brought the elements, instead.
+        inverse: Whether it holds the target positions instead.
     """
 
     sorting: Sorting
@@ -140,11 +140,11 @@ class Carry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningSum:
-    """What a loop along the batch has added up, with what one iteration adds to it.
+    """Running sum of a loop along the batch, with one iteration's increment.
 
     Attributes:
-        carry: What it was when the iteration began.
-        added: What was added since; None for nothing.
+        carry: Value at the beginning of the iteration.
+        added: Increment since then; None for nothing.
     """
 
     carry: Carry
@@ -156,7 +156,7 @@ class Counter:
     """State that samples change: as it was given, or with a sum of them added.
 
     Attributes:
-        name: Of the state.
+        name: Name of the state.
         share: Samples of a part over those of the whole.
     """
 

@@ -124,7 +124,9 @@ def _gather(equation: PairedEquation) -> list[Value]:
 
 
 def _filler(equation: PairedEquation) -> Value:
-    """What a lookup outside gives; no number, where it is none of the program's."""
+    """Returns facts about the fill value of a lookup; no number where it is none of the
+    program's.
+    """
     value = equation.params.get("fill_value")
     filled = equation.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
     if not filled or (value is None and _compat.is_inexact(equation.result_dtype)):
@@ -203,7 +205,9 @@ def _written(
     gone: Sequence[Dim],
     dims: Sequence[Dim],
 ) -> Value:
-    """What a scatter gives, whose updates along some dimensions meet in one place."""
+    """Returns facts about a scatter whose updates meet in one element along some
+    dimensions.
+    """
     operand, indices, updates = values
     index = list(columns or [indices])
     kind, within = combined_kind([updates, *index])

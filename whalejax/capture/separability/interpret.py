@@ -67,7 +67,7 @@ class Interpreter:
         differentiated: Whether derivatives of the program are taken, as they are not
             of a traced derivative rule, which may call the function that it is of.
         at: Position of the program in the outermost one.
-        seen: What was known of every variable, by the position of its jaxpr; of calls,
+        seen: Facts about every variable, by the position of its jaxpr; of calls,
             checkpointed regions and loops over layers. None where nobody asks.
     """
 
@@ -81,11 +81,11 @@ class Interpreter:
     seen: dict[Position, Mapping[Any, Value]] | None = None
 
     def run(self, part: Any, whole: Any, inputs: Sequence[Value]) -> list[Value]:
-        """What is known of a program's results.
+        """Returns facts about a program's results.
 
         Args:
             part, whole: Its jaxprs.
-            inputs: What is known of its inputs.
+            inputs: Facts about its inputs.
         """
         (body, constants), (other, others) = map(_compat.open_jaxpr, (part, whole))
         known: dict[Any, Value] = {}
@@ -307,7 +307,7 @@ def of_einsum(reason: Reason, equation: Any) -> Reason:
 
 
 def _ended_by(decides: Value, value: Value) -> Value:
-    """What a condition decides on.
+    """Returns facts about a value that a condition selects.
 
     Raises:
         CoupledError: one sample decides on what is of all.
@@ -349,7 +349,9 @@ def _with_sizes(value: Value, part: Any, whole: Any) -> Value:
 
 
 def _join(a: Value, b: Value) -> Value:
-    """What is one value or the other, as a carry is before and after an iteration."""
+    """Returns facts about a value that is one of two, like a carry before and after an
+    iteration.
+    """
     a, b = replace(a, numbers=None), replace(b, numbers=None)
     if a == b:
         return a

@@ -38,7 +38,7 @@ def place_in_loop(count: tuple[int, int], reason: Reason, times: int = 1) -> Val
 
     Args:
         count: Iterations of the loop in both traces.
-        reason: What couples samples where it is used in another way.
+        reason: Reason to report where it is used in another way.
         times: By which number it was multiplied.
     """
     fact = LoopPlace(count=count, times=times)
@@ -131,7 +131,7 @@ def index_sizes(equation: PairedEquation) -> list[int]:
 
 
 def _at_place(dim: Dim, place: LoopPlace, sizes: tuple[int, int]) -> Dim:
-    """What a loop takes of a dimension at its place.
+    """Returns the dimension that a loop's slice takes at its position.
 
     Raises:
         CoupledError: it is not one sample, or one group of them, after the other.

@@ -37,7 +37,7 @@ class LossInput:
 
     Attributes:
         axis: The dimension that holds the samples; None if it holds none.
-        key: Whose random key it is: ``"rng"``, ``"foreign"``, or empty for none.
+        key: Source of the random key: ``"rng"``, ``"foreign"``, or empty for none.
         state: Name of the state that samples change, or empty.
     """
 
@@ -48,7 +48,7 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossPrograms:
-    """What a proof is made from.
+    """Programs from which the independence of samples is proved.
 
     Attributes:
         at: Traces the loss with a number of samples; gives its jaxpr, whose results are
@@ -72,7 +72,7 @@ class Separability:
         group: Neighbours that have to stay together; 1 if none do.
         runs: Equal runs that the batch is made of, of which a part has to hold the same
             places, as chosen samples and then rejected ones; 1 if it is not.
-        reason: Why they do not; None where they do.
+        reason: Reason why the parts differ from the whole; None where they do not.
         sums: The loss adds its samples up, and is no mean.
         in_weight: The reason is about the weight of a ``WeightedLoss``.
     """
@@ -167,13 +167,13 @@ def known_inputs(
     group: int = 1,
     runs: int = 1,
 ) -> list[Value]:
-    """What is known of the inputs of a loss, traced with two numbers of samples.
+    """Returns facts about the inputs of a loss, traced with two numbers of samples.
 
     Args:
         inputs: Every flat input.
         pair: The jaxprs, of fewer samples and of more.
         share: Samples of the first over those of the second.
-        group, runs: As of ``Separability``.
+        group, runs: Fields of ``Separability``, unchanged.
     """
     bodies = [_compat.open_jaxpr(p)[0].invars for p in pair]
     return [

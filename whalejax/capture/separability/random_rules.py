@@ -40,7 +40,7 @@ def _drawn(part: int, whole: int) -> Dim:
 
 
 def _of_key(key: Value, dims: Sequence[Dim], *others: Value) -> Value:
-    """What is made of a key, along dimensions of its own."""
+    """Returns facts about values drawn from a key, along dimensions of their own."""
     kind, within = combined_kind([key, *others])
     if kind is Dependence.SUM or not all(is_one(v.ratio) for v in (key, *others)):
         raise CoupledError("draws from a key that all samples decide")
@@ -63,7 +63,7 @@ def _fresh_dims(equation: PairedEquation) -> list[Dim]:
 
 
 def _is_own(key: Value) -> bool:
-    """What is drawn from a key is each sample's own."""
+    """Returns whether draws from a key belong to each sample alone."""
     return key.key == "rng" or key.kind is Dependence.SAMPLE
 
 

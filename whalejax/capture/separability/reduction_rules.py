@@ -34,7 +34,7 @@ def summed(value: Value, axes: Sequence[int], dims: Sequence[Dim]) -> Value:
     """A sum over some dimensions.
 
     Args:
-        value: What is summed.
+        value: Facts about the operand.
         axes: The dimensions.
         dims: Dimensions of the result.
 

@@ -57,8 +57,8 @@ class SampleLoop:
     Attributes:
         follower: Follows its body.
         part, whole: The scan, in both traces.
-        given: What is known of its operands.
-        reason: What couples samples if a carry is used for more than a sum.
+        given: Facts about its operands.
+        reason: Reason to report if a carry is used for more than a sum.
         lead: The samples, as a dimension of what the iterations give.
         drawn: An iteration may draw random numbers of its own.
     """
@@ -72,7 +72,7 @@ class SampleLoop:
     drawn: bool = False
 
     def results(self) -> list[Value]:
-        """What is known of the results.
+        """Returns facts about the results.
 
         Raises:
             CoupledError: samples do not stay apart.
@@ -115,7 +115,7 @@ class SampleLoop:
         return [self._slice(value, atom, counts) for value, atom in given]
 
     def _slice(self, value: Value, atom: Any, counts: tuple[int, int]) -> Value:
-        """What one iteration gets of a value that is looped over."""
+        """Returns facts about one iteration's slice of a value."""
         if fact_of(value, Places) and len(value.dims) == 1:
             return place_in_loop(counts, replace(self.reason, why=PLACES_USED))
         value = _of_outside(value, self.reason)
@@ -135,7 +135,7 @@ class SampleLoop:
         return replace(found, within=value.kind is Dependence.SAMPLE)
 
     def _state(self, place: int, start: Value, counts: tuple[int, int]) -> Value:
-        """What an iteration gets of a carry."""
+        """Returns facts about a carry within an iteration."""
         bodies = [_body(e) for e in (self.part, self.whole)]
         slot = _compat.scan_parts(self.part).num_consts + place
         pairs = [(b, b.invars[slot], b.outvars[place]) for b in bodies]
@@ -163,7 +163,7 @@ class SampleLoop:
         dtype: Any,
         counts: tuple[int, int],
     ) -> Value:
-        """What a carry is after the last iteration."""
+        """Returns facts about a carry after the last iteration."""
         if fact_of(state, LoopPlace):
             return number(*counts)
         running, before = fact_of(found, RunningSum), fact_of(state, RunningSum)
@@ -190,7 +190,8 @@ class SampleLoop:
         return Value(kind=kind, dims=dims, ratio=same_ratio([start, total]))
 
     def _stacked(self, value: Value) -> Value:
-        """What all iterations give, along the samples."""
+        """Returns facts about the stacked results of all iterations, along the samples.
+        """
         if value.coupled:
             return value.plain
         if value.kind is Dependence.SAMPLE and value.within:

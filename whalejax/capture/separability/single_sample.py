@@ -68,7 +68,7 @@ def single_sample_reason(
 
     Args:
         single: The program for one sample, or one group.
-        pair: Those for more.
+        pair: Traces with more samples.
         sizes: Samples of the three.
     """
     try:
@@ -149,7 +149,9 @@ class _Comparison:
         return tuple(round(self._expected(*pair)) for pair in pairs)
 
     def _expected(self, small: Any, large: Any) -> Any:
-        """What a number is for one sample, as two others say: some power of theirs."""
+        """Returns a number for one sample from those for two other counts: some power
+        of them.
+        """
         if small == large or not (small and large):
             return small
         power = math.log(abs(large / small)) / math.log(self.sizes[2] / self.sizes[1])
@@ -243,7 +245,7 @@ class _Names:
 
     Attributes:
         given: The names.
-        same: What arrays are that an operation left as they were.
+        same: Arrays that operations left unchanged.
     """
 
     def __init__(self) -> None:
@@ -255,7 +257,7 @@ class _Names:
         self.given[0][one] = self.given[1][small] = len(self.given[0])
 
     def source(self, trace: int, atom: Any) -> Any:
-        """What an array is, but for dimensions of one element."""
+        """Returns the source of an array, up to dimensions of one element."""
         if _compat.is_literal(atom):
             return atom
         return self.same[trace].get(atom, atom)
@@ -272,7 +274,7 @@ def _numbers(shape: Shape) -> dict[int, int]:
 
 
 def _way(equation: Any, shapes: Sequence[Shape]) -> Any:
-    """Which dimensions of more than one element an operation takes, and how.
+    """Returns the treatment of dimensions of more than one element.
 
     Args:
         equation: The operation.
@@ -309,7 +311,7 @@ def _way(equation: Any, shapes: Sequence[Shape]) -> Any:
 
 
 def _moved(equation: Any, before: Shape, after: Shape) -> list[int]:
-    """Where the dimensions of an operand are in the result."""
+    """Returns the positions of an operand's dimensions in the result."""
     number = _numbers(after)
     name, params = equation.primitive.name, equation.params
     if name == "broadcast_in_dim":
@@ -332,7 +334,7 @@ def _paired(numbers: Any, shapes: Sequence[Shape]) -> Any:
 
 
 def _looked_up(params: Any, shapes: Sequence[Shape]) -> Any:
-    """How a lookup takes an operand; None where it looks up along one element."""
+    """Returns the indexing of a lookup; None where it looks up along one element."""
     numbers = params["dimension_numbers"]
     operand, indices, result = map(_numbers, shapes)
     if any(d not in operand for d in numbers.start_index_map):

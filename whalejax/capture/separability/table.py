@@ -41,7 +41,7 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def apply_rule(equation: PairedEquation) -> list[Value]:
-    """What is known of an equation's results.
+    """Returns facts about an equation's results.
 
     Raises:
         CoupledError: it couples samples, or there is no rule for it and it reads some.

@@ -1,4 +1,4 @@
-"""What a value of a traced loss is known to be, of few and of many samples at once.
+"""Facts about values of a traced loss, of few and of many samples at once.
 
 Two traces of one loss are followed side by side: of a part of the batch, and of the
 whole. A value is described once for both. Its dimensions are lists of atoms, outermost
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 
 class Dependence(enum.IntEnum):
-    """How a value depends on the samples."""
+    """Dependence of a value on the samples."""
 
     FIXED = 0
     """On none of them."""
@@ -29,7 +29,7 @@ class Dependence(enum.IntEnum):
 
 
 class Along(enum.Enum):
-    """What an atom of a dimension runs along."""
+    """Meanings of an atom of a dimension."""
 
     SAMPLES = "samples"
     """The samples of the batch (or its groups), in order."""
@@ -67,12 +67,12 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """What couples samples.
+    """Operation that couples samples.
 
     Attributes:
         operation: Name of the primitive, or empty.
         line: The user's source line, such as ``"model.py:12"``.
-        why: What it does to the samples.
+        why: Effect of the operation on the samples.
         group: Samples in a group of neighbours that the batch is parted into; 0 if it
             is not.
         runs: Equal runs, one behind the other, that the batch is parted into; 0 if it
@@ -88,21 +88,21 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """What a value is known to be.
+    """Facts about one value.
 
     Attributes:
-        kind: How it depends on the samples.
+        kind: Dependence on the samples.
         dims: Its dimensions.
         ratio: By which factor elements are larger in the trace of a part than in that
             of the whole, where both see the same samples. Of a sum the mean over the
             parts is compared with the whole. None of zero, for which any is right.
         within: Whether it is of the one sample at which a loop over samples stands,
             and so has no dimension of samples.
-        key: Whose random key it is made of: ``"rng"``, the loss's own, ``"fixed"``, one
-            that it makes of a number, or ``"foreign"``; empty where it is of none.
-        fact: What else is known of it; see ``facts``.
+        key: Source of its random key: ``"rng"``, the loss's own, ``"fixed"``, one that
+            it makes of a number, or ``"foreign"``; empty where there is none.
+        fact: Further fact; see ``facts``.
         numbers: Its value in both traces where it is a scalar of the program.
-        reason: Why it is coupled.
+        reason: Reason for the coupling.
     """
 
     kind: Dependence
@@ -145,7 +145,7 @@ class CoupledError(Exception):
     """Raised by a rule for what couples samples.
 
     Args:
-        why: What the operation does to them.
+        why: Effect of the operation on the samples.
         group: Samples in a group of neighbours that it parts the batch into.
         runs: Equal runs that it parts the batch into.
     """

@@ -1,4 +1,4 @@
-"""What carries parts of dimensions along, primitive by primitive.
+"""Rules that carry split dimensions along, primitive by primitive.
 
 Each rule is given an equation and operands some of which are views, and gives the
 results, or None where it cannot: then the equation gets values as the program has them.
@@ -155,7 +155,7 @@ def _regrouped(
     Args:
         equation: the reshape.
         operands: a view.
-        merges: what comes to be one dimension stays apart too.
+        merges: Whether merged dimensions stay split too.
     """
     (view,) = operands
     shape = tuple(equation.outvars[0].aval.shape)

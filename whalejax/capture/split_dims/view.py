@@ -23,8 +23,8 @@ class View:
 
     Attributes:
         value: the array; a cut dimension of it is several, its parts.
-        shape: as the program has it.
-        cuts: which dimensions of ``shape`` are cut.
+        shape: Shape in the program.
+        cuts: Cuts of the dimensions of ``shape``.
     """
 
     value: Any
@@ -48,7 +48,9 @@ class View:
         return found
 
     def inside(self) -> View:
-        """How a loop's body sees one slice of this stack; its value is not used."""
+        """Returns this stack as a loop's body sees one slice of it; its value is not
+        used.
+        """
         return View(None, self.shape[1:], {d - 1: c for d, c in self.cuts.items()})
 
     def outside(self, stack: Any) -> View:
@@ -63,7 +65,7 @@ class Spread:
 
     Attributes:
         value: the array.
-        operand: what is repeated.
+        operand: Value that is repeated.
         dims: for each of its dimensions, the one of ``value``.
     """
 
@@ -120,7 +122,7 @@ def array_of(value: Any) -> Any:
 
 
 def pattern_of(value: Any) -> Any:
-    """What ``like`` needs to know of a value."""
+    """Returns the pattern of a value for ``like``."""
     if not isinstance(value, View):
         return None
     return View(None, value.shape, value.cuts)
