@@ -58,7 +58,7 @@ def written(
         analysed: the graph that was searched.
         search: the search.
         weighed: its plans.
-        cluster, request: what was asked for.
+        cluster, request: Cluster and options of the question.
         precision: noted in the plan.
         batch: leaves of the global batch.
         gap: Part of the step by which another plan may be faster, if that is known.
@@ -104,8 +104,8 @@ def role_infos(dims: Dimensions, batch_size: int | None = None) -> tuple[RoleInf
     """The logical dimensions, for a plan.
 
     Args:
-        dims: of the graph, perhaps with another batch.
-        batch_size: of the batch that is planned for, if it is another.
+        dims: Dimensions of the graph, perhaps with another batch.
+        batch_size: Number of samples of the planned batch, if it is another.
     """
     return tuple(
         RoleInfo(
@@ -183,8 +183,8 @@ def verdict_of(best: TimeTerms, other: TimeTerms) -> str:
     """Why a plan that fits was not taken: how much slower, and the term that decides.
 
     Args:
-        best: of the plan that is taken.
-        other: of this one.
+        best: Time of the chosen plan.
+        other: Time of the plan that was not chosen.
     """
     slower = other.step_seconds - best.step_seconds
     if slower <= 0:
@@ -242,7 +242,9 @@ def _notes(
 def _held_notes(
     search: Search, mesh: Mapping[str, int], leaves: Sequence[LeafPlan]
 ) -> list[str]:
-    """What metadata shards though operations need all of it, or are cut otherwise."""
+    """Returns notes on dimensions that metadata shards though operations need all of
+    them.
+    """
     specs = {leaf.path: leaf.param_spec for leaf in leaves}
     held: dict[str, list[str]] = {}
     elsewhere: dict[str, list[str]] = {}
@@ -301,7 +303,9 @@ def _hidden_notes(graph: Graph, dims: Dimensions, best: Scored) -> list[str]:
 
 
 def _cut_notes(graph: Graph, dims: Dimensions, best: Scored) -> list[str]:
-    """What sharding a dimension moves where it meets itself, and the other way to."""
+    """Returns notes on the traffic of dimensions that meet themselves, and on its
+    alternatives.
+    """
     sharded = _sharded(best)
     moved: dict[int, tuple[int, int]] = {}
     for cut in dims.cuts:

@@ -122,7 +122,7 @@ def check_options(options: Mapping[str, Any], problems: Problems) -> None:
 
     Args:
         options: by name.
-        problems: where to record them.
+        problems: Collector of the errors.
     """
     for name, value in options.items():
         if name not in KNOWN:

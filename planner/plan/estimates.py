@@ -28,7 +28,7 @@ def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
 
     Args:
         graph: Captured loss.
-        request: What was asked for.
+        request: Options of the question.
         plan: Plan of an estimating search.
     """
     found = []
@@ -48,11 +48,11 @@ def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
 
 
 def paper_notes(found: Scored | None, request: Request, plan: Plan) -> Iterator[str]:
-    """What a faster plan would gain that no executor of this version runs, and why.
+    """Yields notes on a faster plan that no executor of this version runs, and why.
 
     Args:
-        found: That plan, or None.
-        request: What was asked for.
+        found: Faster plan, or None.
+        request: Options of the question.
         plan: The plan that runs.
     """
     if found is not None:
@@ -65,12 +65,12 @@ def paper_notes(found: Scored | None, request: Request, plan: Plan) -> Iterator[
 
 
 def paper_note(layout: str, seconds: float, reasons: list[str], plan: Plan) -> str:
-    """That a plan would be faster on paper, by how much, and why it does not run.
+    """Returns the note on a plan that is faster but does not run.
 
     Args:
         layout: Its layout in words.
         seconds: Seconds of a step.
-        reasons: Why no executor of this version runs it.
+        reasons: Reasons why no executor of this version runs it.
         plan: The plan that runs.
     """
     less = 1 - seconds / plan.time.step_seconds
@@ -85,7 +85,7 @@ def as_estimate(plan: Plan, reasons: list[str]) -> Plan:
 
     Args:
         plan: Plan of an estimating search.
-        reasons: Why no executor runs it.
+        reasons: Reasons why no executor runs it.
     """
     notes = (
         "an estimate: no executor of this version runs it; wh.compile refuses it",
@@ -101,7 +101,7 @@ def gain_notes(
 
     Args:
         runs: The best plan that runs, or None.
-        problem: Why none runs.
+        problem: Error that says why no plan runs, or None.
         taken: The estimate.
     """
     if runs is not None:

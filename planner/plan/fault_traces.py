@@ -28,16 +28,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What a failure costs; all times are seconds.
+    """Costs of a failure; all times are seconds.
 
     Attributes:
-        nodes: that a run wants.
-        step_seconds: of an undisturbed step.
-        interval: of work between snapshots, for a restart.
+        nodes: Number of nodes that a run wants.
+        step_seconds: Duration of an undisturbed step.
+        interval: Work between snapshots, for a restart.
         snapshot: cost of one.
         restart: from a process's start to its first step.
-        recovery: that all lose when one is lost or joins, elastically.
-        speeds: of a step with 0, 1, … nodes, 1 with all.
+        recovery: Time that all lose when one node is lost or joins, elastically.
+        speeds: Relative speed of a step with 0, 1, … nodes; 1 with all.
     """
 
     nodes: int
@@ -53,7 +53,7 @@ def read_trace(path: Path) -> list[Event]:
     """The events of a CSV file, in order of time.
 
     Args:
-        path: of a file with the columns ``time`` (seconds), ``node`` and ``event``
+        path: Path of a file with the columns ``time`` (seconds), ``node`` and ``event``
             (``down`` or ``up``).
 
     Raises:
@@ -130,9 +130,9 @@ def simulated(
     """Useful time over wall time of a trace.
 
     Args:
-        policy: what failures cost.
-        events: in order of time; nodes that none names never fail.
-        seconds: of the trace.
+        policy: Costs of failures.
+        events: Events in order of time; nodes that none names never fail.
+        seconds: Length of the trace.
         how: ``"restart"`` or ``"elastic"``.
         spares: nodes of the trace beyond those that the run wants.
     """

@@ -41,7 +41,8 @@ _MOST_SNAPSHOT_STEPS: Final = 10**15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What a trace of failures makes of each way to go on; parts of its wall time."""
+    """Goodput of each recovery policy over a trace of failures, as parts of wall time.
+    """
 
     seconds: float
     failures: int
@@ -58,15 +59,15 @@ class Goodput(PicturedGoodput):
         restart: all start again from the last snapshot.
         elastic: the others go on; the lost node joins again when it is back.
         spares: a spare steps in for it at once.
-        num_spares: how many there are.
-        nodes: that can fail, one by one.
-        step_seconds: of an undisturbed step.
+        num_spares: Number of spare nodes.
+        nodes: Number of nodes that can fail, one by one.
+        step_seconds: Duration of an undisturbed step.
         failure_seconds: mean time between failures of any node of the run.
         snapshot_every: steps between snapshots for ``restart``, as given or the best.
         best_snapshot_seconds: the best time between snapshots, by Daly.
         young_seconds: the same by Young, √(2 · cost · mean time between failures).
         lost_restart, lost_elastic: seconds that a failure costs on average.
-        trace: what a trace of failures makes of it, where one was given.
+        trace: Goodput over the trace, where one was given.
 
     >>> from whalejax.planner.plan.goodput import goodput_of
     >>> found = goodput_of(1.0, nodes=8, mtbf=80_000, restart=300, snapshot=10)
@@ -136,17 +137,19 @@ def goodput(
     All times are seconds.
 
     Args:
-        plan: whose steps take as long as it predicts.
+        plan: Plan whose predicted step time is used.
         mtbf: mean time between failures of one node.
         restart: from the start of a process to its first step: imports, compilation,
             reading a snapshot.
         snapshot_every: steps between snapshots, for a restart; the best if left out.
         spares: nodes that stand by.
-        snapshot: that a step waits for a snapshot.
-        recovery: that the others lose when a node is lost or joins, elastically.
+        snapshot: Seconds that a step waits for a snapshot.
+        recovery: Seconds that the others lose when a node is lost or joins,
+            elastically.
         repair: after which a lost node can be started again; 0 for a process that
             only crashed.
-        nodes: that fail one by one; those of the plan's cluster if left out.
+        nodes: Number of nodes that fail one by one; default: those of the plan's
+            cluster.
         trace: a CSV file with columns ``time,node,event``, where an event is ``down``
             or ``up``. Of the nodes that it names, in the order n1, n2, … n10, the
             first are those of the run, and what is left are its spares.
@@ -190,11 +193,12 @@ def goodput_of(
     """``goodput`` of steps of a known length.
 
     Args:
-        step_seconds: of an undisturbed step.
+        step_seconds: Duration of an undisturbed step.
         micro_batches: whole ones are shared: fewer nodes may be slower than in
             proportion; None shares evenly.
-        nodes, mtbf, restart, snapshot_every, spares, snapshot: as for ``goodput``.
-        recovery, repair, trace: as for ``goodput``.
+        nodes, mtbf, restart, snapshot_every, spares, snapshot: Arguments of
+            ``goodput``, unchanged.
+        recovery, repair, trace: Arguments of ``goodput``, unchanged.
     """
     problems = Arguments("wh.goodput")
     _check_seconds(problems, "step_seconds", step_seconds, least=_LEAST_SECONDS)
@@ -258,7 +262,7 @@ def daly_seconds(cost: float, between: float) -> float:
     """The best work between two snapshots, in seconds (Daly 2006, equation 37).
 
     Args:
-        cost: of a snapshot.
+        cost: Seconds of a snapshot.
         between: mean time between failures.
 
     >>> round(daly_seconds(10.0, 10_000.0))
@@ -276,8 +280,8 @@ def restart_goodput(interval: float, cost: float, away: float, between: float) -
     """Useful time over wall time where all start again (Daly 2006, equation 13).
 
     Args:
-        interval: of work between two snapshots.
-        cost: of a snapshot.
+        interval: Seconds of work between two snapshots.
+        cost: Seconds of a snapshot.
         away: until the world is back after a failure, in which it may fail again.
         between: mean time between failures.
     """
@@ -294,11 +298,11 @@ def elastic_goodput(
     """Useful time over wall time where the others go on.
 
     Args:
-        speeds: of a step with 0, 1, … nodes, 1 with all.
+        speeds: Relative speed of a step with 0, 1, … nodes; 1 with all.
         spares: nodes that stand by.
         mtbf: mean time between failures of one node.
-        away: that a lost node is.
-        recovery: that all lose at a loss, and again when a node joins.
+        away: Seconds until a lost node is back.
+        recovery: Seconds that all lose at a loss, and again when a node joins.
 
     >>> elastic_goodput([0.0, 0.5, 1.0], 0, 99.0, 1.0, 0.0)
     0.99
@@ -323,9 +327,9 @@ def alive_parts(nodes: int, mtbf: float, away: float) -> Iterator[float]:
     (Abramowitz and Stegun, Handbook of Mathematical Functions, 1964, 6.1.5 and 6.1.21).
 
     Args:
-        nodes: how many there could be.
+        nodes: Number of nodes in all.
         mtbf: mean time between failures of one of them.
-        away: that a lost one is.
+        away: Seconds until a lost node is back.
 
     >>> [round(part, 4) for part in alive_parts(2, 90.0, 10.0)]
     [0.01, 0.18, 0.81]
@@ -341,12 +345,13 @@ def alive_parts(nodes: int, mtbf: float, away: float) -> Iterator[float]:
 
 
 def speed(alive: int, nodes: int, micro_batches: int | None) -> float:
-    """Of a step with fewer nodes, over that with all.
+    """Returns the speed of a step with fewer nodes over that with all.
 
     Args:
         alive: nodes that take part.
         nodes: all.
-        micro_batches: of a step; whole ones are shared. None shares evenly.
+        micro_batches: Micro-batches of a step, which are assigned whole; None for an
+            even division.
 
     >>> speed(3, 4, None), speed(3, 4, 8), speed(0, 4, 8)
     (0.75, 0.6666666666666666, 0.0)

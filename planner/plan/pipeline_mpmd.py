@@ -95,13 +95,14 @@ def decide_mpmd(
     """Choose how to run a model in stages with programs of their own.
 
     Args:
-        graph, cluster, request, precision, batch: as for ``decide``; the mesh that the
-            request fixes is that of one stage.
+        graph, cluster, request, precision, batch: Arguments of ``decide``; the mesh
+            that the request fixes is that of one stage.
         piped: the pipeline that is asked for.
         traced: the loss with what is computed again.
         marked: ``stage`` marks say where to cut.
-        again: is not used.
-        known_seconds: of a step in a known plan; what cannot be faster is not tried.
+        again: Unused.
+        known_seconds: Step time of a known plan; plans that cannot be faster are not
+            tried.
 
     Raises:
         PlanError: it cannot be, nothing fits, or nothing is faster.
@@ -175,7 +176,7 @@ def _least_steps(
     kinds nothing is bounded.
 
     Args:
-        graph, cluster, request, stages: as of the search.
+        graph, cluster, request, stages: Arguments of the search, unchanged.
         counts: numbers of micro-batches.
     """
     if len(counts) < 2 or not cluster.is_uniform:
@@ -209,7 +210,7 @@ def _check_interleaved(piped: Asked, marked: bool, cluster: Cluster) -> None:
 
 
 def _slow(one: _Weighed) -> tuple[bool, float]:
-    """What makes a plan worse than another: that it lacks memory, then its time.
+    """Returns the sort key of a candidate: whether it lacks memory, then its time.
 
     1F1B is simplest: another schedule has to be faster by what a prediction can tell.
     """
@@ -252,12 +253,12 @@ class _Ask:
     """One number of micro-batches of one program.
 
     Attributes:
-        cluster, request: what was asked for.
-        stages: how many.
+        cluster, request: Cluster and options of the question.
+        stages: Number of stages.
         schedule: its name.
         program: the loss.
-        cuts: of it into parts.
-        remat: what of it is computed again.
+        cuts: Cuts of the program into parts.
+        remat: Rematerialisation policy.
         count: micro-batches.
         batch: leaves of the global batch.
     """
@@ -274,13 +275,13 @@ class _Ask:
 
     @property
     def table(self) -> Schedule:
-        """Who does what when."""
+        """Returns the pipeline schedule."""
         chunks = CHUNKS if self.schedule == "interleaved" else 1
         return schedule(self.schedule, self.stages, self.count, chunks)
 
     @property
     def one(self) -> Request:
-        """What is asked of the whole model on the devices of one stage."""
+        """Returns the request for the whole model on the devices of one stage."""
         return replace(
             self.request,
             num_devices=self.request.num_devices // self.stages,
@@ -395,11 +396,11 @@ class _Weighed:
     """One plan: a layout for every stage on one mesh, and what they make together.
 
     Attributes:
-        ask: what it answers.
-        table: who does what when.
+        ask: Question that it answers.
+        table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
         found: the model in parts.
         chosen: the layout of each stage.
-        turns: of each, what a micro-batch takes.
+        turns: Costs of a micro-batch on each virtual stage.
         time, memory: predictions of a step.
         fullest: the stage whose memory it is, that of all which lacks most.
         fits: every stage's memory is within its device's.
@@ -429,11 +430,14 @@ class _Weighed:
 
     @property
     def allotted(self) -> Allotted | None:
-        """How unlike devices share out the model."""
+        """Returns the placement of the model on unlike devices, or None on alike ones.
+        """
         return self.found.allotted
 
     def reserved(self, before: Mapping[str, float]) -> dict[str, float]:
-        """By kind, what stages need beside what the cut counts of their layers."""
+        """Returns the bytes by kind that stages need beside what the cut counts of
+        their layers.
+        """
         assert self.allotted is not None
         found = dict(before)
         for one, ground, counted in zip(
@@ -488,7 +492,7 @@ class _Weighed:
         return ahead, behind, weight
 
     def _paces(self) -> Iterator[Pace]:
-        """As plans keep them."""
+        """Yields the predictions of virtual stages as plans keep them."""
         seconds = zip(*self._by_place(), strict=True)
         for place, (ahead, behind, weight) in enumerate(seconds):
             handed, returned = self._handed_bytes[place]
@@ -503,7 +507,9 @@ class _Weighed:
 
     @functools.cached_property
     def _handed_bytes(self) -> list[tuple[int, int]]:
-        """What each place is handed of a micro-batch, and hands back; on one device."""
+        """Returns the bytes that each virtual stage receives, forward and backward, per
+        micro-batch and device.
+        """
         graph, units = self.ask.program.graph, self.ask.program.units
         parts, stages = self.ask.count // graph.num_micro_batches, len(self.chosen)
         found = []
@@ -542,7 +548,7 @@ class _Weighed:
 
     @property
     def layout(self) -> str:
-        """In words."""
+        """Describes the layout in words."""
         each = dict.fromkeys(mesh_words(one.scored.mesh) for one in self.chosen)
         inner = f" × ({' | '.join(each)})" if [*each] != ["one device"] else ""
         words = f"stage {self.table.num_stages}{inner}, {self.ask.count} micro-batches"
@@ -559,10 +565,10 @@ class _Weighed:
         """Written down.
 
         Args:
-            request: what was asked for.
+            request: Options of the question.
             precision: noted in the plan.
             batch: leaves of the global batch.
-            graph: of the whole model.
+            graph: Graph of the whole model.
             weighed: all that were, for the plan to remember.
         """
         plans = [
@@ -611,7 +617,7 @@ class _Weighed:
         )
 
     def _lying(self) -> dict[str, Any]:
-        """On which devices stages of unlike kinds lie, as plans keep it."""
+        """Returns the devices of stages on unlike kinds, as plans keep them."""
         lying = self.found.grounds
         if self.allotted is None:
             return {}

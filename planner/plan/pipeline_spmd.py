@@ -81,10 +81,11 @@ def decide_stages(
     """Choose how to run a model in so many stages.
 
     Args:
-        graph, cluster, request, precision, batch, again: as for ``decide``; the mesh
-            that the request fixes is that of one stage.
+        graph, cluster, request, precision, batch, again: Arguments of ``decide``; the
+            mesh that the request fixes is that of one stage.
         piped: the pipeline that is asked for.
-        known_seconds: of a step in a known plan; what cannot be faster is not tried.
+        known_seconds: Step time of a known plan; plans that cannot be faster are not
+            tried.
 
     Raises:
         PlanError: it cannot be, nothing fits, or nothing is faster.
@@ -163,13 +164,13 @@ def _least_steps(
 
 
 def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | None]]:
-    """What may be kept of a micro-batch in flight, and under which policy of remat.
+    """Yields what may be saved of a micro-batch in flight, with the policy of remat.
 
     What is kept leaves the compiler's fusions, so it pays to keep products alone and to
     compute again what stands between them; else what stages were given is kept.
 
     Args:
-        request: what is asked.
+        request: Options of the question.
         able: policies of remat can be laid on the layers.
 
     Yields:
@@ -187,7 +188,7 @@ def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | Non
 def _of_one_stage(
     graph: Graph, shared: Shared, stages: int, request: Request, count: int
 ) -> Request:
-    """What is asked of the search of one stage's model.
+    """Returns the request for the search of one stage's model.
 
     Args:
         graph, shared, stages, request: the whole model, its layers and what is asked.
@@ -250,13 +251,13 @@ class _Weighed:
 
     Attributes:
         decided: the search of one stage's model.
-        dealt: who has which layers.
-        stash: what stages keep of a micro-batch in flight; see ``Stages``.
-        table: who does what when.
-        turn: what a micro-batch takes on a stage.
+        dealt: Assignment of layers to stages.
+        stash: Stash of a micro-batch in flight; see ``Stages``.
+        table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
+        turn: Costs of a micro-batch on a stage.
         stages: all of it, as plans keep it.
         time, memory: predictions of a step.
-        collectives: those of a stage, with what goes between stages.
+        collectives: Collectives of a stage, transfers between stages included.
     """
 
     def __init__(
@@ -302,7 +303,7 @@ class _Weighed:
         self.fits = self.memory.total_bytes <= cluster.memory_bytes
 
     def _stages(self) -> Stages:
-        """As the plan keeps them: all stages take the same in a turn."""
+        """Returns the stages as the plan keeps them: equal in all turns."""
         table, turn = self.table, self.turn
         pace = Pace(
             forward_seconds=turn.ahead.step_seconds,
@@ -340,22 +341,24 @@ class _Weighed:
 
     @property
     def behind(self) -> TimeTerms:
-        """What a stage takes to bring a micro-batch back."""
+        """Returns the time terms of a stage's backward pass of a micro-batch."""
         turn = self.turn
         return turn.both if self.stash == "inputs" else less(turn.both, turn.ahead)
 
     def _setting(self) -> Setting:
-        """That of one stage's model."""
+        """Returns the cost setting of one stage's model."""
         return self.search.setting(self.best.mesh, self.best.num_micro_batches)
 
     def _handed_bytes(self) -> int:
-        """What a stage hands on of a micro-batch, on one device."""
+        """Returns the bytes of activations that a device transfers per micro-batch."""
         parts = int(self._setting().num_micro_batches)
         carried = [*self.shared.carried]
         return int(handed_bytes(self.decided.analysed, self.best, carried, parts))
 
     def _between(self) -> list[Collective]:
-        """What goes between stages: activations, and gradients of what all hold."""
+        """Returns the collectives between stages: activations, and gradients of shared
+        parameters.
+        """
         count = len(self.shared.carried)
         handed = Collective(
             kind="collective-permute",
@@ -388,7 +391,9 @@ class _Weighed:
         return found
 
     def _stack_bytes(self) -> tuple[int, int]:
-        """What a device stores of layers, and those that it computes with beside it."""
+        """Returns the bytes of layers that a device stores, and of those it computes
+        with besides.
+        """
         if self.dealt.equal:
             return 0, 0
 
@@ -404,13 +409,15 @@ class _Weighed:
         return math.prod(leaf.shape) * itemsize // parts
 
     def _turn(self) -> Turn:
-        """What a stage takes for a micro-batch; the longest, where they differ."""
+        """Returns the costs of a micro-batch on the slowest stage."""
         turn = turn_of(self.search, self.best, self._ahead_rows())
         spared = TimeTerms(compute_seconds=self.dealt.spared_seconds)
         return replace(turn, both=less(turn.both, spared))
 
     def _between_seconds(self, what: str) -> float:
-        """What goes between stages of one sort: once, or once in every turn."""
+        """Returns the seconds of one sort of collective between stages: per step or per
+        turn.
+        """
         s = self._setting()
         whole = Setting(self.mesh, 1, self.cluster, s.dims, s.batch_roles)
         between = [c for c in self.collectives if STAGE in c.axes and c.what == what]
@@ -437,7 +444,7 @@ class _Weighed:
 
     @property
     def layout(self) -> str:
-        """In words."""
+        """Describes the layout in words."""
         return f"stage {self.table.num_stages} × {self.best.layout}"
 
     def plan(
@@ -451,10 +458,10 @@ class _Weighed:
         """Written down.
 
         Args:
-            request: what was asked for.
+            request: Options of the question.
             precision: noted in the plan.
             batch: leaves of the global batch.
-            model_hash: of the whole model.
+            model_hash: Hash of the whole model.
             weighed: all numbers of micro-batches, for the plan to remember.
         """
         decided = self.decided
@@ -491,7 +498,7 @@ class _Weighed:
 
     @property
     def kept_words(self) -> str:
-        """What stages keep of a micro-batch in flight."""
+        """Describes what stages save of a micro-batch in flight."""
         given = self.stash == "inputs"
         return "what they were given" if given else "what their derivative reads"
 
@@ -522,7 +529,7 @@ class _Weighed:
         )
 
     def _product_flops(self) -> int:
-        """Of the fullest device: what every stage does for its micro-batches."""
+        """Returns the FLOPs of the busiest device for all micro-batches."""
         s = self._setting()
         ahead = sum(
             row_ahead(row, row_hits(row, self.best.tables[row.task_graph], s), s)[2]
@@ -534,7 +541,7 @@ class _Weighed:
         return int(self.stages.ahead * ahead + self.stages.back * behind)
 
     def _ahead_rows(self) -> tuple[Row, ...]:
-        """What a stage computes to hand on a micro-batch: up to the end of its layers.
+        """Returns the rows of a stage's forward pass, up to the end of its layers.
 
         Where only what it was given is kept, the backward pass computes it again, with
         all that stands behind.
@@ -544,13 +551,13 @@ class _Weighed:
         return build_rows(part, self.decided.analysed.dims).ops
 
     def _span(self) -> tuple[int, int]:
-        """Where the layers' operations begin and end."""
+        """Returns the first and last index of the layers' operations."""
         graph = self.decided.analysed.graph
         inside = [self.shared.holds(op.position) for op in graph.ops]
         return inside.index(True), len(inside) - inside[::-1].index(True)
 
     def _kept_bytes(self) -> int:
-        """What the layers' derivative reads of a micro-batch, on one device."""
+        """Returns the bytes of the layers' residuals of a micro-batch on one device."""
         analysed = self.decided.analysed
         graph = analysed.graph
         home = {

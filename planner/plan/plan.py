@@ -53,21 +53,21 @@ class Stages(StagesData):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(Pictured):
-    """How to run one model on one cluster.
+    """Plan of one model on one cluster.
 
     How a step is computed, such as what is computed again and what lies in host memory,
     are the fields of ``planner.step_options.StepOptions``, which a plan has beside its
     own.
 
     Attributes:
-        version: of the format.
-        model_hash: of the model, batch and marks it was made for.
+        version: Version of the file format.
+        model_hash: Hash of the model, the batch and the marks that it was made for.
         cluster: the machine it was made for.
         axes: mesh axes and sizes, outermost first; sizes of 1 are left out.
         device_order: for each place of the mesh, the number of its device in the
             cluster; empty for the cluster's own order.
         num_micro_batches: parts of the global batch, one after the other.
-        zero: what is sharded over ``data``: 1 optimizer state, 2 also gradients.
+        zero: Stage of ZeRO over ``data``: 1 shards optimizer state, 2 gradients too.
             Over ``fsdp`` parameters are always sharded (ZeRO-3).
         precision: ``"f32"`` (as the model says), ``"bf16"`` or ``"f16"``.
         precisions: (TaskGraph, precision) where only some compute in 16 bits; ``"*"``
@@ -79,11 +79,12 @@ class Plan(Pictured):
         leaves: every parameter; those that are trained first, in their tree's order.
         batch: every leaf of the batch.
         batch_tree: the containers around them, as text.
-        collectives: what one step communicates, folded.
+        collectives: Collectives of one step, folded.
         time, memory: predictions by term.
-        candidates: what else was weighed, best first.
-        notes: what a user should know.
-        product_flops: of matrix products, on one device in one step; 0 in estimates.
+        candidates: Other evaluated plans, best first.
+        notes: Notes for the user.
+        product_flops: FLOPs of matrix products on one device in one step; 0 in
+            estimates.
         optimizer_bytes: state that the planned optimizer keeps of all parameters,
             whole; None where that is not known.
         work: Size of the model and FLOPs of a step, before anything is sharded; None in
@@ -91,23 +92,23 @@ class Plan(Pictured):
         stages: the pipeline, if there is one.
         shares: micro-batches of each rank of ``data``, where ranks are unlike and each
             takes whole micro-batches; empty where every rank has a part of each.
-        pipelines: where such ranks are pipelines, the plan of each, with all
-            micro-batches; ``stages`` are then those of the first.
+        pipelines: Plan of each pipeline with all its micro-batches, where pipelines run
+            in parallel; ``stages`` are then those of the first.
         group_size: Number of neighbouring samples that micro-batches keep together.
         per_micro_batch: The user means each micro-batch's own loss, where the samples
             of a batch are not independent.
         gap: Part of the step's time by which another plan of one program can at most be
             faster, as predicted; None where that is not known.
         runnable: ``whalejax.compile`` can run it.
-        beyond: what it does beyond what can be run, or None.
+        beyond: Features that no executor supports, or None.
         compiler_options: (name, value) pairs that the step is compiled with.
-        swarm: what is wanted of a swarm's peers, where the plan is for one; ``stages``
+        swarm: Requirements on a swarm's peers, where the plan is for one; ``stages``
             are then those of one peer each.
-        tables: where embedding tables are stored, where the plan has some; all other
-            fields are then of the rest of the loss, whose batch has the vectors that
-            are looked up.
-        source: how the command line named the model, then its options, or empty.
-        question: what was planned, to be asked again. Not in files.
+        tables: Placement of embedding tables, where the model has some; all other
+            fields then describe the rest of the loss, whose batch has the looked-up
+            vectors.
+        source: Name of the model on the command line, then its options, or empty.
+        question: Question that the plan answers, to be asked again. Not in files.
     """
 
     stages: Stages | None = None
@@ -189,8 +190,8 @@ class Plan(Pictured):
         the extra ``whalejax[tpu-compile]``, GPUs ``whalejax verify --setup-gpu``.
 
         Args:
-            topology: such as ``"v5p:4x4x4"``, ``"h100:2x8"`` or ``"local"``; the plan's
-                own cluster if left out.
+            topology: Topology such as ``"v5p:4x4x4"``, ``"h100:2x8"`` or ``"local"``;
+                default: the plan's own cluster.
             timeout_seconds: the compiler is stopped after so long.
 
         Returns:
@@ -244,7 +245,7 @@ class Plan(Pictured):
         return why.explain(self)
 
     def describe(self) -> str:
-        """Where the plan stands on the taxonomy of distributed training.
+        """Describes where the plan stands on the taxonomy of distributed training.
 
         Returns:
             Lines of text: what is parallel, who is synchronous, what is exchanged over
@@ -253,7 +254,7 @@ class Plan(Pictured):
         return describe.describe(self)
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What changes from this plan to another, with its cost.
+        """Returns the changes from this plan to another, with their costs.
 
         Args:
             other: a plan of the same model or of another one, on any cluster.
@@ -288,7 +289,7 @@ class Plan(Pictured):
         return export.maxtext_flags(self)
 
     def table(self, *, all_rows: bool = False) -> str:
-        """What ``print(plan)`` shows, and on demand all of it.
+        """Returns the page of ``print(plan)``, on demand with all rows.
 
         Args:
             all_rows: every kind of parameter, not only those that hold most.
@@ -319,8 +320,8 @@ class Plan(Pictured):
         """The plan that ``document`` wrote.
 
         Args:
-            document: is kept.
-            name: what errors call it.
+            document: Document, which is not changed.
+            name: Name of the document in errors.
 
         Raises:
             PlanError: it is no plan, is damaged, was edited, or has another format.

@@ -100,8 +100,8 @@ def from_document(cls: type[P], document: Any, name: str) -> P:
 
     Args:
         cls: the class of plans.
-        document: as JSON has it; is kept.
-        name: what errors call it.
+        document: Document as JSON has it; it is not changed.
+        name: Name of the document in errors.
 
     Raises:
         PlanError: it is no plan, is damaged, was edited, or has another format.
@@ -133,7 +133,7 @@ def from_document(cls: type[P], document: Any, name: str) -> P:
 
 
 def _upgraded(data: Any) -> Any:
-    """What an older document holds, as this version writes it."""
+    """Converts an older document to this version."""
     if isinstance(data, list):
         return [_upgraded(one) for one in data]
     if not isinstance(data, dict):

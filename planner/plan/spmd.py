@@ -36,7 +36,7 @@ def decide(
             layouts are filled in here.
         again: the graph with TaskGraphs computed again in the backward pass, and with
             attention in blocks; without it nothing is.
-        known: what other searches of the same loss have found of it.
+        known: Results of other searches of the same loss.
 
     Raises:
         PlanError: the marks cannot be obeyed, or no plan fits; every problem that was

@@ -32,7 +32,7 @@ class SquareCube(PicturedSquareCube):
 
     Attributes:
         wire: format on the wire.
-        stages: of the plan, for one micro-batch.
+        stages: Stages of the plan, for one micro-batch.
         rows: each stage over each link.
     """
 
@@ -41,10 +41,11 @@ class SquareCube(PicturedSquareCube):
     rows: tuple[StageOverLink, ...]
 
     def utilization(self, bytes_per_second: float, *, overlap: bool = True) -> float:
-        """Of the stage that waits most, over a link of the table.
+        """Returns the utilisation of the stage that waits most, over a link of the
+        table.
 
         Args:
-            bytes_per_second: of the link.
+            bytes_per_second: Bandwidth of the link.
             overlap: whether devices compute while their links work.
         """
         found = [r for r in self.rows if r.bytes_per_second == bytes_per_second]
@@ -78,7 +79,7 @@ def square_cube(
     bandwidths: Sequence[str | float] = BANDWIDTHS,
     wire: str = "f32",
 ) -> SquareCube:
-    """How long the stages of a plan compute, and how long their links take.
+    """Computes the compute and transfer times of a plan's stages.
 
     A peer receives its input twice, for the forward and for the backward, which may be
     another peer's, and a gradient; it sends a result and a gradient. Micro-batches
@@ -86,7 +87,8 @@ def square_cube(
 
     Args:
         plan: a pipeline whose stages have programs of their own.
-        bandwidths: of links, such as ``"200Mb/s"`` or ``"1GB/s"``, or bytes per second.
+        bandwidths: Bandwidths of links, such as ``"200Mb/s"`` or ``"1GB/s"``, or bytes
+            per second.
         wire: ``"f32"``, ``"bf16"`` or ``"int8"``.
 
     Returns:
@@ -173,13 +175,14 @@ def stage_works(plan: Plan, wire: str) -> tuple[StageWork, ...]:
 def border_bytes(
     plan: Plan, number: int, wire: str
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What a peer of a stage receives and sends for a forward and for a backward.
+    """Returns the bytes that a peer of a stage receives and sends, forward and
+    backward.
 
     The last stage has one call for both, which is the backward.
 
     Args:
         plan: with stages.
-        number: of the stage.
+        number: Number of the stage.
         wire: format on the wire.
     """
     assert plan.stages is not None
@@ -200,8 +203,9 @@ def bytes_per_second(rate: object, name: str = "bandwidth") -> float:
     """A bandwidth as users write it.
 
     Args:
-        rate: such as ``"200Mb/s"`` (bits), ``"25MB/s"`` (bytes), or bytes per second.
-        name: of the argument, for the error.
+        rate: Bandwidth such as ``"200Mb/s"`` (bits), ``"25MB/s"`` (bytes), or bytes per
+            second.
+        name: Name of the argument, for the error.
 
     Raises:
         PlanError: it is none.

@@ -31,7 +31,7 @@ class StagedPlan(Protocol):
 
     @property
     def layout(self) -> str:
-        """In words."""
+        """Describes the layout in words."""
         ...
 
 
@@ -48,8 +48,8 @@ def check_stages(
     """Refuse what stages cannot be asked for.
 
     Args:
-        request: what is asked.
-        stages: how many.
+        request: Options of the question.
+        stages: Number of stages.
         most: stages that there can be.
         estimated: options that no executor runs in stages, and estimates may have.
 
@@ -64,7 +64,7 @@ def check_stages(
 
 
 def merged(graph: Graph) -> str:
-    """What is said where several pipelines are marked: they make one.
+    """Returns the note on several marked pipelines, which make one.
 
     Args:
         graph: the captured loss.
@@ -92,11 +92,12 @@ def merged(graph: Graph) -> str:
 
 
 def uncut(graph: Graph, plan: Plan) -> str:
-    """That one stage takes most of the time, where a loop is the reason; else nothing.
+    """Returns the note on a stage that takes most of the time because of a loop; else
+    an empty text.
 
     Args:
         graph: the captured loss.
-        plan: in stages with programs of their own.
+        plan: Plan whose stages have programs of their own.
     """
     said = _lopsided(plan)
     if not said or not graph.layers_in_a_loop:
@@ -105,10 +106,11 @@ def uncut(graph: Graph, plan: Plan) -> str:
 
 
 def lopsided(plan: Plan, *, marked: bool) -> str:
-    """That one stage takes far more time than others, for no loop; else nothing.
+    """Returns the note on a stage far slower than the others for another reason than a
+    loop; else an empty text.
 
     Args:
-        plan: in stages with programs of their own.
+        plan: Plan whose stages have programs of their own.
         marked: ``stage`` marks say where it is cut.
     """
     said = _lopsided(plan)
@@ -146,10 +148,10 @@ def _lopsided(plan: Plan) -> str:
 
 
 def evened(remedy: str) -> str:
-    """What to do where ``uncut`` says that stages are uneven.
+    """Returns the remedy for the uneven stages that ``uncut`` reports.
 
     Args:
-        remedy: what lets one program share out the loop, if anything does.
+        remedy: Option that lets one program divide the loop among stages, if any does.
     """
     if not remedy:
         return "Write the layers out (of the reference models: scan_layers=False)"
@@ -166,7 +168,7 @@ def batch_of(
     """Leaves of the batch with their layouts, as the first stage that reads them.
 
     Args:
-        plans: of the stages.
+        plans: Plan of each stage.
         batch: its leaves, without layouts.
     """
     found: dict[str, BatchLeaf] = {}
@@ -225,7 +227,7 @@ def beside(seconds: float, best_seconds: float) -> str:
 
 
 def too_large(one: OnStages) -> NothingFits:
-    """That a plan lacks memory, and on which stage."""
+    """Returns the error for a plan that lacks memory, with the stage that does."""
     need, room = one.memory.total_bytes, one.room_bytes
     name, most = max(one.memory.by_name().items(), key=lambda pair: pair[1])
     return NothingFits(

@@ -83,13 +83,13 @@ class _Pipeline:
 
     @property
     def once(self) -> float:
-        """What follows the micro-batches, once in a step."""
+        """Returns the seconds after the micro-batches, once in a step."""
         plan = self.plan
         return max(0.0, plan.time.step_seconds - self.seconds(plan.num_micro_batches))
 
     @property
     def kinds(self) -> list[str]:
-        """Of devices, along it."""
+        """Returns the kinds of devices along the pipeline."""
         names = [one.cluster.kinds[0].display_name() for one in self.plan.apart]
         return [*dict.fromkeys(names)]
 
@@ -99,9 +99,9 @@ class _Beside:
     """Pipelines side by side.
 
     Attributes:
-        plans: of each.
+        plans: Plan of each pipeline.
         shares: micro-batches of each.
-        exchange: what they add up together, and how long it takes.
+        exchange: Combined arrays of all pipelines, with the seconds that takes.
     """
 
     plans: tuple[_Pipeline, ...]
@@ -115,7 +115,7 @@ class _Beside:
 
     @property
     def rest(self) -> float:
-        """What follows: the exchange, and the update."""
+        """Returns the seconds after the micro-batches: the exchange and the update."""
         return self.exchange[1] + max(one.once for one in self.plans)
 
     @property
@@ -125,7 +125,9 @@ class _Beside:
 
     @property
     def memory(self) -> MemoryTerms:
-        """On the fullest device, with the buffer in which gradients cross."""
+        """Returns the memory of the fullest device, with the exchange buffer of
+        gradients.
+        """
         return max(
             ((one.memory.crossing, one.cluster.memory_bytes) for one in self._stages()),
             key=lambda pair: pair[0].total_bytes / pair[1],
@@ -133,7 +135,9 @@ class _Beside:
 
     @property
     def lacks_bytes(self) -> int:
-        """What the fullest device is short of; 0 or less where all have enough."""
+        """Returns the bytes that the fullest device lacks; 0 or less where all have
+        enough.
+        """
         return max(
             one.memory.crossing.total_bytes - one.cluster.memory_bytes
             for one in self._stages()
@@ -141,7 +145,7 @@ class _Beside:
 
     @property
     def layout(self) -> str:
-        """In words."""
+        """Describes the layout in words."""
         stages = self.plans[0].plan.axis_sizes[STAGE]
         each = " and ".join(map(str, self.shares))
         return (
@@ -169,12 +173,12 @@ def decide_pipelines(
     Args:
         graph: the captured loss.
         cluster: the machine.
-        request: what was asked for, of all devices; its mesh is without ``stage``.
-        stages: of each pipeline.
+        request: Options of the question, over all devices; its mesh lacks ``stage``.
+        stages: Number of stages of each pipeline.
         asked: the shares that the user wants, in node order, or None.
         decide: makes the plan of one pipeline.
-        known_seconds: of a step in a plan that there is already. Where pipelines are
-            far slower, more of them are not tried.
+        known_seconds: Step time of a known plan. Where pipelines are far slower, more
+            of them are not tried.
 
     Raises:
         PlanError: it cannot be, or nothing fits.
@@ -221,7 +225,7 @@ def _while_faster(
     Args:
         weigh: weighs one number.
         several: the numbers, the fewest first.
-        problems: is given what was wrong with others.
+        problems: List that receives the errors of others.
     """
     best, lacking = math.inf, False
     left = [*several]
@@ -271,7 +275,7 @@ def _check(
 def _replicas(
     request: Request, stages: int, asked: Sequence[int] | None
 ) -> Iterator[int]:
-    """How many pipelines to weigh."""
+    """Yields the numbers of pipelines to evaluate."""
     if asked is not None:
         yield len(asked)
         return
@@ -316,7 +320,7 @@ def _weigh(
 
 
 def _kinds_of(part: Cluster) -> tuple[str, ...]:
-    """Of each device, in node order."""
+    """Returns the kind of each device, in node order."""
     return tuple(n.kind.name for n in part.nodes for _ in range(n.count))
 
 
@@ -346,7 +350,8 @@ def _pace(plans: Sequence[_Pipeline], shares: Sequence[int]) -> float:
 
 
 def _shares(plans: Sequence[_Pipeline], count: int) -> tuple[int, ...]:
-    """By speed, then from the last to whoever would be done first, while that helps.
+    """Returns shares by speed, improved by moves from the last pipeline while that
+    helps.
 
     What ends last must take less in any better shares, and somebody else more.
     """

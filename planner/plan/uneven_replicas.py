@@ -87,11 +87,11 @@ def decide_shares(
     Args:
         graph: the captured loss.
         cluster: the machine.
-        request: what was asked for; the axis ``data`` is what is left to choose.
+        request: Options of the question; the axis ``data`` is what is left to choose.
         asked: the shares that the user wants, in node order, or None.
         even: the user wants the same for all.
         decide: searches for the plan of one replica.
-        options: of that search.
+        options: Further options of that search.
 
     Returns:
         The plan, with ``shares``.
@@ -164,8 +164,8 @@ class _Tries:
     """Replicas that were weighed, and what was wrong with others.
 
     Attributes:
-        found: what was weighed.
-        problems: why others cannot be.
+        found: Evaluated replicas.
+        problems: Errors of the others.
     """
 
     def __init__(
@@ -356,7 +356,7 @@ def counts(
 
     Args:
         graph: the captured loss.
-        request, asked: what was asked for, and the shares among it.
+        request, asked: Options of the question, and the shares that it fixes.
         least: micro-batches that keep everybody busy.
         even: everybody shall have the same number.
     """

@@ -106,7 +106,7 @@ def _unfit(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _check_choices(plan: PlanData, where: str, problems: Problems) -> None:
-    """What is one of a few words."""
+    """Checks fields that hold one of a few words."""
     chosen: list[tuple[str, str, tuple[str, ...]]] = [
         ("precision", plan.precision, PRECISIONS),
         *((f"precisions.{n}", kind, PRECISIONS) for n, kind in plan.precisions),
@@ -173,7 +173,7 @@ def _check_shares(plan: PlanData, where: str, problems: Problems) -> None:
 
 
 def _check_combine(plan: PlanData, where: str, problems: Problems) -> None:
-    """What ranks that combine by Adasum cannot have beside it."""
+    """Checks the options that Adasum over ranks rules out."""
     if plan.combine == "mean":
         return
     ranks = plan.axis_sizes.get("data", 1)

@@ -109,8 +109,8 @@ class Checkpoints:
         """Write a checkpoint.
 
         Args:
-            path: where.
-            state: is kept.
+            path: Path of the new checkpoint.
+            state: State to write; it is not donated.
             before_it_appears: raises where it may not.
         """
         save(

@@ -72,7 +72,7 @@ class Commit:
 
     @property
     def sum_error(self) -> float | None:
-        """What the format of the sums loses, as a part of the norm of all gradients.
+        """Returns the relative error that the wire format adds to the summed gradients.
 
         The root of the sum of the squares of what each peer lost as it sent; none where
         gradients are sent whole.
@@ -167,7 +167,9 @@ class Commit:
             self._context.ledger.summed(stage, added)
 
     def _assigned(self, stage: int, members: Sequence[Member]) -> Holders | None:
-        """Who holds which micro-batches; none where somebody was lost meanwhile."""
+        """Returns the micro-batches that each peer holds; None where a peer was lost
+        meanwhile.
+        """
         context = self._context
         with context.lock:
             if not context.ledger.is_complete(stage):
@@ -320,7 +322,9 @@ class Commit:
     def _taken(
         self, stage: int, level: int, answers: Mapping[str, Told]
     ) -> dict[int, np.ndarray]:
-        """What the answers say; who says something else than most of them is behind."""
+        """Returns the answers of the majority; peers that differ from it are out of
+        sync.
+        """
         context = self._context
         late = [m for m in self._members[stage] if m.name not in answers]
         if level < context.cut.update.rounds - 1:

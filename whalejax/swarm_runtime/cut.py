@@ -89,14 +89,14 @@ class Cut:
     """A job in stages.
 
     Attributes:
-        job: what is trained.
+        job: Job that is trained.
         plan: the plan with stages that it is cut by.
         count: micro-batches of a step.
         size: samples of a global batch.
-        stages: how many there are.
+        stages: Number of stages.
         delayed_updates: each step computes with the parameters of one step before.
         division: the loss in parts, one for each stage.
-        program: of the whole model.
+        program: Loss, optimizer and plan of the whole model.
         abstract: shapes and dtypes of the whole state.
         ready: stages whose programs are compiled, by number.
     """
@@ -115,13 +115,13 @@ class Cut:
         """Plan and trace.
 
         Args:
-            job: what is trained.
-            stages: how many; at least 2.
+            job: Job to train.
+            stages: Number of stages; at least 2.
             batch: samples of the global batch; the job's own number if left out.
-            micro_batches: of a step; the largest number up to 16 that divides the
-                batch if left out.
-            precision: as for ``wh.plan``.
-            seed: of the run.
+            micro_batches: Number of micro-batches in a step; default: the largest
+                number up to 16 that divides the batch.
+            precision: Precision of the model, as ``wh.plan`` takes it.
+            seed: Seed of the run.
             delayed_updates: apply the update of each step while the next one is
                 computed, which therefore computes with the parameters before it.
 
@@ -214,7 +214,7 @@ class Cut:
             raise PlanError("a swarm cannot train this model: " + "; ".join(found))
 
     def _too_large(self, stage: int) -> list[str]:
-        """What peers could not send each other in one message."""
+        """Describes arrays that are too large for one message between peers."""
         part = self.division.parts[stage]
         every = [self.avals[v] for v in part.exports]
         border = sum(math.prod(x.shape) * x.dtype.itemsize for x in every)
@@ -300,7 +300,9 @@ class Cut:
         ]
 
     def born(self, stage: int) -> Callable[[Any], list[Any]]:
-        """What makes what a stage's peers hold when a run begins, of the run's key."""
+        """Returns a function from the run's key to the initial state of a stage's
+        peers.
+        """
         whole = fresh_state(self.program, self.origin, self._build)
         numbers = self.held(stage)
 
@@ -336,12 +338,12 @@ class Cut:
         return [n for n in range(self.params) if self.owner(n) == stage]
 
     def state_bytes(self, stage: int) -> int:
-        """Of what a stage's peers hold: parameters and the optimizer's state."""
+        """Returns the bytes of a stage's parameters and optimizer state."""
         avals = self.raw_avals(stage)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in avals)
 
     def gradient_bytes(self, stage: int) -> int:
-        """Of a stage's gradients of one micro-batch."""
+        """Returns the bytes of a stage's gradients of one micro-batch."""
         return sum(
             math.prod(leaf.shape) * 4
             for number, leaf in enumerate(jax.tree.leaves(self.abstract.params))
@@ -349,7 +351,7 @@ class Cut:
         )
 
     def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
-        """What a stage holds, of its bytes; none where they are not of that many."""
+        """Splits a stage's bytes into its arrays; None where the length differs."""
         found, place = [], 0
         for shape, dtype in self.raw_avals(stage):
             end = place + math.prod(shape) * dtype.itemsize
@@ -360,12 +362,12 @@ class Cut:
         return found if place == data.size else None
 
     def typed(self, stage: int, arrays: Sequence[np.ndarray]) -> list[Any]:
-        """What a stage holds on the device, of NumPy's arrays.
+        """Puts a stage's NumPy arrays on the device.
 
         Args:
-            stage: which.
-            arrays: as ``split`` gives them; parameters of the step before are not
-                read.
+            stage: Number of the stage.
+            arrays: Arrays that ``split`` returned; parameters of the step before are
+                not read.
         """
         leaves = jax.tree.leaves(self.abstract)
         found, numbers = [], self.held(stage)
@@ -380,7 +382,7 @@ class Cut:
         """The state of all stages together.
 
         Args:
-            parts: of each stage, what its peers hold.
+            parts: Arrays of each stage's peers.
         """
         leaves: dict[int, Any] = {}
         for stage, part in parts.items():
@@ -398,7 +400,7 @@ class Cut:
 
         Args:
             step: counted from 0.
-            number: of the micro-batch.
+            number: Number of the micro-batch.
         """
         found, rows = [], MicroBatchRows.of(self.program.plan)
         for leaf, axis in zip(self._batch(step), self.program.batch_axes, strict=True):
@@ -454,7 +456,7 @@ class Cut:
 
     @functools.cache  # noqa: B019
     def sources(self, stage: int) -> dict[int, list[int]]:
-        """By the stage that makes them, places among a stage's imports."""
+        """Returns the positions of a stage's imports, by the stage that makes them."""
         found: dict[int, list[int]] = {}
         for place, value in enumerate(self.division.parts[stage].imports):
             found.setdefault(self.division.made_at[value], []).append(place)
@@ -465,13 +467,15 @@ class Cut:
         return [s for s in range(stage + 1, self.stages) if self.returned(s, stage)]
 
     def handed(self, stage: int, target: int) -> list[Value]:
-        """What a stage makes and another reads, in order."""
+        """Returns the values that a stage makes and another reads, in order."""
         exports = self.division.parts[stage].exports
         imports = self.division.parts[target].imports
         return [v for v in exports if v in imports]
 
     def returned(self, stage: int, target: int) -> list[Value]:
-        """What a stage has cotangents of and an earlier one makes, in order."""
+        """Returns the values of an earlier stage that a stage returns cotangents of, in
+        order.
+        """
         made_at = self.division.made_at
         return [
             v
@@ -491,7 +495,7 @@ class Cut:
         return found
 
     def metrics(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """What a step reports."""
+        """Returns the metrics of a step."""
         tree: Any = jax.tree.structure(
             (self.sums.total, self.sums.weight, self.sums.metrics)
         )
@@ -550,7 +554,7 @@ class Update:
 
     Attributes:
         steps: its program, from the state, the sums and gradients to a state.
-        parting: which stage runs what, and after how many rounds of numbers.
+        parting: Update at the end of a step over the arrays of all stages.
         outputs: for each result, the number of the leaf of the state.
     """
 
@@ -560,7 +564,7 @@ class Update:
 
     @functools.cached_property
     def rounds(self) -> int:
-        """How often stages tell each other numbers, and once more."""
+        """Partition of the update among stages, with its rounds of scalars."""
         return 1 + max((level for level, _ in self.parting.reads), default=0)
 
 
@@ -602,7 +606,7 @@ def _apart(units: Units, starts: Sequence[str]) -> Sequence[str]:
 
     Args:
         units: the program.
-        starts: of every part but the first, as in ``Units.borders``.
+        starts: Returns the number of rounds: the exchanges of scalars, and one more.
     """
     spans: dict[int, tuple[int, int]] = {}
     for index, unit in enumerate(units.units):

@@ -23,7 +23,7 @@ class Announced(Protocol):
     """Knows who has announced itself; a registry, or what one has told."""
 
     def members(self, now: float) -> list[Member]:
-        """Those whose leases hold."""
+        """Returns the peers whose leases hold."""
         ...
 
 
@@ -41,9 +41,9 @@ class Fleet:
         """Nobody may be asked yet.
 
         Args:
-            registry: that peers announce themselves to.
-            stages: of the model.
-            seed: of the order of equals.
+            registry: Registry of the peers.
+            stages: Number of stages of the model.
+            seed: Seed of the order among equal peers.
             clock: gives seconds, the same as the registry is given.
         """
         self._registry, self.stages, self._clock = registry, stages, clock
@@ -64,7 +64,7 @@ class Fleet:
         return self._registry.members(self._clock())
 
     def synced(self, stage: int | None = None) -> list[Member]:
-        """Those that hold the state of the step, of a stage or of all."""
+        """Returns the peers that hold the state of the step, of a stage or of all."""
         with self._lock:
             return [
                 m
@@ -81,7 +81,9 @@ class Fleet:
         )
 
     def usable(self, stage: int | None = None) -> list[Member]:
-        """Those of ``synced`` that did not fail since they last were heard of."""
+        """Returns the synced peers that have not failed since they last were heard
+        from.
+        """
         with self._lock:
             self._refresh()
             now = self._clock()
@@ -112,7 +114,7 @@ class Fleet:
         """The peer for the next call of a stage; none where there is none.
 
         Args:
-            stage: which.
+            stage: Number of the stage.
             task: size of the call, in forwards.
             avoid: peers that are taken only where there is no other.
         """
@@ -165,7 +167,7 @@ class Fleet:
     # Links between peers.
 
     def culprit(self, reporter: Member, blamed: Member) -> Member | None:
-        """Who is at fault where one peer cannot reach another, which answers here.
+        """Returns the peer at fault where one cannot reach another that answers here.
 
         Whoever had failed transfers with several others; of two that had none before,
         the one that reports it, because the other's process is known to answer. A peer
@@ -201,7 +203,8 @@ class Fleet:
             return not known
 
     def substitutes(self, stage: int, names: Collection[str]) -> list[Member]:
-        """Those that can serve a stage in place of others, also by a move."""
+        """Returns the peers that can serve a stage in place of others, also by a move.
+        """
         found = [m for m in self.members() if m.name not in names and not m.leaving]
         found = [m for m in found if not self.is_paused(m)]
         count = Counter(m.stage for m in found)

@@ -38,9 +38,9 @@ class Mover:
         """Nobody has moved yet.
 
         Args:
-            stages: of the model.
+            stages: Number of stages of the model.
             period: seconds from one look to the next.
-            rule: who moves.
+            rule: Rule that chooses who moves.
             threshold: gain that a move must bring, as a part of the speed before.
         """
         self._rebalancer = Rebalancer(
@@ -52,7 +52,7 @@ class Mover:
         """Make at most one move.
 
         Args:
-            trainer: of the run; a step may be under way.
+            trainer: Trainer of the run; a step may be under way.
         """
         fleet = trainer.fleet
         if self._going and self._going not in trainer.moving:
@@ -85,7 +85,7 @@ class Mover:
 
 
 def loads_of(trainer: Trainer, members: Sequence[Member]) -> list[PeerLoad] | None:
-    """What has been measured of peers; none where one has not been measured yet.
+    """Returns the measured loads of peers; None where one has not been measured yet.
 
     Of a peer in another stage than its own, the time is taken to differ as the stages'
     means do.

@@ -51,11 +51,11 @@ class Stopped(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What went wrong in a run, and what was done about it.
+    """Counts of faults in a run, and of the recoveries from them.
 
     Attributes:
         failed: calls without an answer.
-        late: of them, those that ran into their deadline.
+        late: Number of those that ran into their deadline.
         refused: answers that were words.
         recomputed: parts of micro-batches that were computed again.
         late_answers: answers to calls that had been given up.
@@ -70,26 +70,27 @@ class Counts:
 
 @dataclass(kw_only=True)
 class StepContext:
-    """What all micro-batches of a step share.
+    """State that all micro-batches of a step share.
 
     Attributes:
-        cut, fleet, caller: of the run.
-        ledger: of the step.
-        lock: of the ledger and the counts.
-        run, generation, step: of the run.
+        cut, fleet, caller: Staged job, peers and connections of the run.
+        ledger: Ledger of the step.
+        lock: Lock of the ledger and the counts.
+        run, generation, step: Identity of the run and its generation, and the number of
+            the step.
         state: steps done in the state that its calls are computed with.
         batch: address of who gives micro-batches.
-        sum_wire: how mates send gradients while they add them up.
+        sum_wire: Wire format of gradients that stage peers send while they sum them.
         call_seconds: deadline of a call.
         await_peer: waits until a stage has a peer that may be asked; raises where it
             will have none.
-        tell: is told what happens.
-        counts: of the run.
-        not_finite: of the run, until the step is applied: peers that made something
-            that is not finite, by step, phase and stage.
+        tell: Function that reports events.
+        counts: Counts of the run.
+        not_finite: Peers that made a non-finite result since the last applied step, by
+            step, phase and stage.
         overflowed: peers whose sums or states were not finite, by stage.
-        failures: of the run, until the step is applied: how often peers raised an
-            error of their own, by step, what they did, stage and micro-batch.
+        failures: Number of errors that peers raised since the last applied step, by
+            step, call, stage and micro-batch.
         stop: set where the step is to end at once.
     """
 
@@ -127,7 +128,7 @@ class StepContext:
             self.tell("lost", peer=member.name, why=why, parts=len(lost))
 
     def lose_gone(self, stage: int) -> None:
-        """What peers held that serve a stage no more is to be computed again."""
+        """Marks results for recomputation whose peers no longer serve a stage."""
         here = {(m.name, m.incarnation) for m in self.fleet.usable(stage)}
         with self.lock:
             held = self.ledger.holders(stage)
@@ -155,8 +156,8 @@ class StepContext:
         Args:
             reporter: the one that says so.
             blamed: the other.
-            why: in words.
-            loses: what it held is to be computed again.
+            why: Reason, as a clause.
+            loses: Whether the peer's results are computed again.
             late: the other took too long, as one does that was stopped for a while.
         """
         fleet, culprit = self.fleet, blamed
@@ -207,10 +208,11 @@ class StepContext:
         """A peer raised an error of its own; where all that serve do, the run ends.
 
         Args:
-            what: it was asked to do.
-            stage, number: of what; the number is -1 where it is no micro-batch.
+            what: Call that failed, as a phrase.
+            stage, number: Stage and micro-batch of the call; -1 where there is no
+                micro-batch.
             member: the peer.
-            why: in words.
+            why: Reason, as a clause.
 
         Raises:
             WhaleError: it is the code that they run, not the peer.
@@ -268,11 +270,11 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """Who holds what was made of a micro-batch at a stage.
+    """Holders of a stage's result for a micro-batch.
 
     Attributes:
         member: the peer.
-        attempt: of which call it was the answer.
+        attempt: Attempt of the call that made it.
         lost: by the wire's format, as a part of the squares of what was made.
     """
 
@@ -305,7 +307,7 @@ class Passage:
         """Take the micro-batch through all stages and back.
 
         Args:
-            first: that no attempt at it which another trainer made exceeds.
+            first: Least number of an attempt that no other trainer used before.
 
         Raises:
             StageLost: a stage has nobody left.
@@ -324,7 +326,7 @@ class Passage:
 
     @property
     def wire_error(self) -> float:
-        """What the wire's format loses of a tensor, as a part of its norm.
+        """Returns the relative error that the wire format adds to tensors.
 
         The root of the mean of squares, over all borders there and back.
         """
@@ -366,9 +368,9 @@ class Passage:
 
         Args:
             trainer: its name.
-            made: as that of its ``made``.
+            made: Results by stage and phase, as in ``made``.
             sums: total, weight and metrics of the loss.
-            attempts: that it may have made.
+            attempts: Attempts that the other trainer may have made.
 
         Raises:
             Refused: it is no result of a micro-batch.
@@ -413,7 +415,7 @@ class Passage:
     # What is there, or is made.
 
     def need_forward(self, stage: int) -> Made:
-        """What a stage hands on."""
+        """Returns the forward result of a stage, computed again where it was lost."""
         while True:
             made = self._forward.get(stage)
             if made is not None and self._context.fleet.has(made.member):
@@ -614,7 +616,9 @@ class Passage:
             context.tell("refused", peer=error.blame, why=error.why)
 
     def _made_by(self, name: str) -> tuple[int, Phase, Made] | None:
-        """What a peer made of this micro-batch: the stage, the phase, and who it is."""
+        """Returns stage, phase and holder of a peer's result for this micro-batch, or
+        None.
+        """
         for phase, held in (
             (Phase.FORWARD, self._forward),
             (Phase.BACKWARD, self.backward),

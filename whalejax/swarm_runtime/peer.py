@@ -51,10 +51,11 @@ class Peer:
 
     Attributes:
         name: unique for the process.
-        worker: what computes.
-        refused: why the registry refused its newest announcement; empty otherwise.
-        over: why the run has ended; empty while it goes on.
-        failed: it has ended otherwise than it should.
+        worker: Worker that computes.
+        refused: Reason why the registry refused its newest announcement; empty
+            otherwise.
+        over: Reason why the run has ended; empty while it goes on.
+        failed: Whether the run ended by a failure.
     """
 
     def __init__(
@@ -76,16 +77,18 @@ class Peer:
         """Listen, and connect to nobody yet.
 
         Args:
-            cut: of the job.
-            key: of the swarm.
+            cut: Staged job.
+            key: Key of the swarm.
             registry: its address.
-            stage: to serve, or ``ANY``.
-            host, port: where to listen; others reach it there.
-            wire: as all peers send tensors.
-            sum_wire: as mates send each other gradients while they add them up.
+            stage: Number of the stage to serve, or ``ANY``.
+            host, port: Address to listen at; others reach it there.
+            wire: Wire format of tensors, the same for all peers.
+            sum_wire: Wire format of gradients that stage peers send while they sum
+                them.
             pull_seconds: deadline of a tensor that another peer is asked for.
             beat_seconds: between announcements.
-            patience_seconds: to wait for a registry that does not answer any more.
+            patience_seconds: Longest wait in seconds for a registry that does not
+                answer any more.
             hook: called at points of the protocol.
         """
         self._cut, self._registry, self._wanted = cut, registry, stage
@@ -148,7 +151,7 @@ class Peer:
         """Wait until the peer has left or the run is over; whether it is so.
 
         Args:
-            seconds: at most; for ever if None.
+            seconds: Longest wait; for ever if None.
         """
         return self._ended.wait(seconds)
 

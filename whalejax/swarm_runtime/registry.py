@@ -1,4 +1,4 @@
-"""Who serves which stage: leases that end unless they are renewed.
+"""Leases of peers on the stages that they serve; a lease ends unless it is renewed.
 
 It opens no socket and reads no clock, as the wiring and the ledger beside it; what
 serves it gives the time. Peers go on while it is away and join again when it is back.
@@ -35,14 +35,15 @@ class Member:
 
     Attributes:
         name: unique for each process.
-        address: where it listens.
-        stage: that it serves.
+        address: Address at which it listens.
+        stage: Stage that it serves.
         expires: when its lease ends.
-        generation, step: of its newest state; -1 where it has none.
+        generation, step: Run generation and step of its newest state; -1 where it has
+            none.
         queue: calls that wait at it.
         done: micro-batches computed since it joined.
-        seconds: of its last call on the device.
-        leaving: it wants to leave.
+        seconds: Duration of its last call on the device.
+        leaving: Whether it wants to leave.
         ready: its programs are compiled.
         incarnation: counts how often it has joined.
     """
@@ -62,11 +63,11 @@ class Member:
 
 
 def facts_of(cut: Cut, wire: str, sum_wire: str) -> dict[str, str]:
-    """What all processes of a swarm must have alike.
+    """Returns the facts that must be equal in all processes of a swarm.
 
     Args:
-        cut: of the job.
-        wire, sum_wire: how peers send tensors, and gradients as they add them up.
+        cut: Staged job.
+        wire, sum_wire: Wire formats of tensors, and of gradients while they are summed.
     """
     stages = str(cut.stages)
     return {**cut.facts(), "wire": wire, "sum wire": sum_wire, "stages": stages}
@@ -76,7 +77,7 @@ class Registry:
     """The peers of a swarm.
 
     Attributes:
-        lease: of peers, by name; an announcement renews it.
+        lease: Leases of peers, by name; an announcement renews one.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class Registry:
         """Nobody is there yet.
 
         Args:
-            facts: that a peer must have in common with this process.
-            stages: of the model.
+            facts: Facts that a peer must share with this process.
+            stages: Number of stages of the model.
             lease_seconds: for which an announcement holds.
             longest_turn: seconds in which somebody always asks this process: it was
                 stopped where nobody did for longer.
@@ -112,10 +113,10 @@ class Registry:
         """Whether a peer may join; takes as long as it takes to reach it.
 
         Args:
-            name: of the peer.
-            address: where it says that it listens.
-            stage: that it wants to serve, or ``ANY``.
-            facts: of its code, plan and versions.
+            name: Name of the peer.
+            address: Address at which it says that it listens.
+            stage: Stage that it asks for, or ``ANY``.
+            facts: Facts about its code, plan and versions.
 
         Raises:
             Refused: it runs other code, asks for a stage that there is not, or cannot
@@ -140,9 +141,9 @@ class Registry:
         """Take a peer in that was admitted, and choose its stage.
 
         Args:
-            name: of the peer.
-            address: where it listens.
-            stage: that it wants to serve, or ``ANY``.
+            name: Name of the peer.
+            address: Address at which it listens.
+            stage: Stage that it asks for, or ``ANY``.
             now: seconds, after it was admitted: its lease begins.
         """
         with self._lock:
@@ -184,7 +185,7 @@ class Registry:
         """Renew a lease; none where the peer is not known any more.
 
         Args:
-            name: of the peer.
+            name: Name of the peer.
             now: seconds.
             told: other attributes of ``Member``, as they are now.
         """
@@ -199,7 +200,7 @@ class Registry:
             return found
 
     def members(self, now: float) -> list[Member]:
-        """Those whose leases hold, by name."""
+        """Returns the peers whose leases hold, by name."""
         with self._lock:
             self._expire(now)
             return sorted(self._members.values(), key=lambda m: m.name)

@@ -38,16 +38,16 @@ _FOLDER: Final = "swarm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run keeps what, and where it listens.
+    """Folder and address of a run.
 
     Attributes:
         save: folder of checkpoints and of the journal; None keeps nothing.
         save_every: steps between checkpoints.
-        keep: how many stay.
+        keep: Number of checkpoints that stay.
         key: file of the swarm's key; made where there is none.
-        host, port: where the registry listens.
-        wire: how peers send tensors.
-        sum_wire: how they send gradients while they add them up.
+        host, port: Address of the registry.
+        wire: Wire format of tensors.
+        sum_wire: Wire format of gradients while they are summed.
         lease_seconds: for which a peer's announcement holds.
         rebalance_seconds: from one look at the peers' loads to the next.
     """
@@ -69,7 +69,7 @@ class Run:
 
     Attributes:
         serving: its registry and trainer.
-        peers: that work in this process.
+        peers: Peers in threads of this process.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Run:
         """Read the newest checkpoint, and listen.
 
         Args:
-            cut: of the job.
-            place: of the run.
-            settings: of the run.
-            tell: is told what happens.
-            peers: that work in threads of this process.
+            cut: Staged job.
+            place: Folder and address of the run.
+            settings: Settings of the run.
+            tell: Function that reports events.
+            peers: Number of peers in threads of this process.
             listening: a socket that listens already where the registry will.
 
         Raises:

@@ -62,9 +62,9 @@ class Serving:
     """A registry and a trainer that answer at one address.
 
     Attributes:
-        address: where.
+        address: Address of both.
         trainer: leads the run.
-        registry: of its peers.
+        registry: Registry of its peers.
     """
 
     def __init__(
@@ -88,15 +88,16 @@ class Serving:
         """Listen; no step is done before ``run``.
 
         Args:
-            cut: of the job.
-            key: of the swarm.
-            settings: of the run.
-            wire: how peers send tensors.
-            sum_wire: how they send gradients while they add them up.
-            host, port: where to listen.
+            cut: Staged job.
+            key: Key of the swarm.
+            settings: Settings of the run.
+            wire: Wire format of tensors.
+            sum_wire: Wire format of gradients while they are summed.
+            host, port: Address to listen at.
             listening: a socket that listens there already; closed by ``close``.
             lease_seconds: for which a peer's announcement holds.
-            tell, write, snapshot, generation, more: as for ``Trainer``.
+            tell, write, snapshot, generation, more: Arguments of ``Trainer``,
+                unchanged.
 
         Raises:
             WhaleError: it cannot listen there.
@@ -134,7 +135,7 @@ class Serving:
 
     @property
     def _handlers(self) -> Handlers:
-        """What answers each kind of question."""
+        """Returns the handler of each kind of request."""
         return {
             Ping: lambda _: Pong(name="registry"),
             Batch: self.trainer.give_batch,
@@ -164,8 +165,8 @@ class Serving:
         """Tell all peers and trainers that the run is over.
 
         Args:
-            why: in words.
-            failed: it has ended otherwise than it should.
+            why: Reason, as a clause.
+            failed: Whether the run ended by a failure.
         """
         members = self.registry.members(time.monotonic())
         addresses = [m.address for m in members]
@@ -237,9 +238,9 @@ class Serving:
 
         Args:
             what: the newcomer is.
-            address: of it.
+            address: Address of the newcomer.
             others: peers.
-            outward: why it does not reach those that it does not.
+            outward: Reasons why it does not reach some peers, by name.
 
         Raises:
             Refused: which of them, and why.
@@ -309,7 +310,7 @@ class Serving:
         return Enlisted(run=self.trainer.run_id)
 
     def _terms(self, asked: AskTerms) -> Terms:
-        """What a newcomer must know to cut the job alike."""
+        """Returns the terms that a newcomer needs to cut the job alike."""
         del asked
         cut = self.trainer.cut
         return Terms(

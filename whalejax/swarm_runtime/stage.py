@@ -25,7 +25,7 @@ from whalejax.swarm_runtime.cut import Cut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """What the peers of a stage hold as a step begins.
+    """State of a stage's peers at the beginning of a step.
 
     Attributes:
         step: steps done.
@@ -41,12 +41,12 @@ class StageState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """What a micro-batch gives on its way back.
+    """Results of a micro-batch's backward pass.
 
     Attributes:
         sums: total, weight and metrics, flat; empty but at the last stage.
         returns: cotangents of what was received.
-        gradients: of the parameters that the stage owns, in their order.
+        gradients: Gradients of the stage's own parameters, in their order.
     """
 
     sums: tuple[np.ndarray, ...]
@@ -58,10 +58,10 @@ class Stage:
     """One stage of a cut.
 
     Attributes:
-        number: which.
-        last: it gives the loss.
+        number: Number of the stage.
+        last: Whether it computes the loss.
         place: its part, traced.
-        numbers: of the flat leaves of the state that it holds.
+        numbers: Numbers of the flat state leaves that it holds.
         params: numbers of the parameters that it owns.
     """
 
@@ -77,7 +77,7 @@ class Stage:
     # State.
 
     def born(self) -> StageState:
-        """As a run begins."""
+        """Returns the initial state of a run."""
         leaves = tuple(self._born(self._key))
         return StageState(step=0, leaves=leaves, late=self.late_of(leaves))
 
@@ -88,10 +88,10 @@ class Stage:
         return tuple(leaves[self._at[n]] for n in self.params)
 
     def at(self, state: StageState, step: int) -> StageState:
-        """What a step computes with.
+        """Returns the state that a step computes with.
 
         Args:
-            state: that the peer holds.
+            state: State that the peer holds.
             step: the state's, or the next one where updates are delayed: both compute
                 with parameters that lack one update.
         """
@@ -163,7 +163,7 @@ class Stage:
         batch: Sequence[np.ndarray],
         imports: Sequence[np.ndarray],
     ) -> list[np.ndarray]:
-        """What a micro-batch is handed on as."""
+        """Returns the exported values of a micro-batch."""
         values = self._values(state, number, batch, imports)
         reads, program = self._forward
         return [np.asarray(x) for x in program([values[n] for n in reads])]
@@ -176,11 +176,12 @@ class Stage:
         imports: Sequence[np.ndarray],
         cotangents: Sequence[np.ndarray],
     ) -> Backward:
-        """What a micro-batch gives on its way back; forward is computed again.
+        """Returns gradients and cotangents of a micro-batch; the forward pass is
+        recomputed.
 
         Args:
-            state, number, batch, imports: as for ``forward``.
-            cotangents: of what was handed on and a gradient flows through.
+            state, number, batch, imports: Arguments of ``forward``, unchanged.
+            cotangents: Cotangents of the differentiable exports.
         """
         values = self._values(state, number, batch, imports)
         names = self.place.names
@@ -272,7 +273,7 @@ class Stage:
         """Begin the end of a step.
 
         Args:
-            state: as the step began.
+            state: State at the beginning of the step.
             sums: total, weight and metrics of all micro-batches, flat.
             gradients: sums over all micro-batches.
         """
@@ -325,8 +326,8 @@ class StageUpdate:
         """One round, and what the stage tells all others.
 
         Args:
-            level: of the round, counted from 0.
-            heard: what other stages told after those before.
+            level: Round, counted from 0.
+            heard: Values that other stages sent after the rounds before.
         """
         self._values.update(heard)
         reads, gives, program = self._stage.round(level)
@@ -354,7 +355,7 @@ class StageUpdate:
         )
 
     def _counted(self, number: int, leaf: Any) -> Any:
-        """What is not trained, after a step: counters have counted on."""
+        """Advances counters in the non-trainable state after a step."""
         cut = self._stage.cut
         each = cut.division.units.counters.get(number)
         if each is None:

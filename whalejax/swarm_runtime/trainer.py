@@ -55,8 +55,8 @@ class _Computed:
     """A step whose gradients are there, and that is not applied yet.
 
     Attributes:
-        context: of the step.
-        passages: of its micro-batches.
+        context: State that the micro-batches of the step share.
+        passages: Routes of its micro-batches.
         sums: total, weight and metrics of the loss, flat.
     """
 
@@ -69,7 +69,7 @@ class Trainer(TrainerState):
     """Leads the steps of one run.
 
     Attributes:
-        ledger: of the step that is under way.
+        ledger: Ledger of the step that is under way.
         sharing: gives further trainers micro-batches to lead.
     """
 
@@ -93,17 +93,18 @@ class Trainer(TrainerState):
         """Ask nobody yet; ``address`` must be set before ``run``.
 
         Args:
-            cut: of the job.
-            registry: that peers announce themselves to.
+            cut: Staged job.
+            registry: Registry of the peers.
             caller: asks them.
-            settings: of the run.
-            tell: is told what happens, in words.
-            write: of the ledger's journal.
-            snapshot: where the run goes on; a fresh run if left out.
+            settings: Settings of the run.
+            tell: Function that reports events.
+            write: Function that writes the ledger's journal.
+            snapshot: Snapshot to restore; default: a fresh run.
             generation: counts how often the run has begun or gone back.
-            wire: how peers send tensors.
-            sum_wire: how peers send gradients while they add them up.
-            on_snapshot: is given each snapshot, such as to write a checkpoint.
+            wire: Wire format of tensors.
+            sum_wire: Wire format of gradients while they are summed.
+            on_snapshot: Function that receives each snapshot, such as one that writes a
+                checkpoint.
             rebalance: called between two steps and, unless updates are delayed, again
                 and again while one is computed: it may have peers moved.
             clock: gives seconds.
@@ -218,7 +219,9 @@ class Trainer(TrainerState):
 
     @contextlib.contextmanager
     def _summing(self) -> Iterator[None]:
-        """Who has the state only now takes that of the next step."""
+        """Holds back peers that finish a download until they can take the next step's
+        state.
+        """
         with self._lock:
             self._is_summing = True
         try:
@@ -291,7 +294,9 @@ class Trainer(TrainerState):
             return committing.result(), following
 
     def _context(self, step: int) -> StepContext:
-        """Of a step that is computed with the parameters of the steps that are done."""
+        """Returns the context of a step that is computed with the newest applied
+        parameters.
+        """
         generation = self.generation
 
         def write(event: str, fields: Mapping[str, object]) -> None:
@@ -385,7 +390,8 @@ class Trainer(TrainerState):
     def _make_again(
         self, context: StepContext, passages: Sequence[Passage], count: int
     ) -> None:
-        """What was lost since it was made is made again, several at once."""
+        """Computes results again that were lost since they were made, several at once.
+        """
         stages = range(self.cut.stages)
         for stage in stages:
             context.lose_gone(stage)
@@ -468,7 +474,8 @@ class Trainer(TrainerState):
         return waits and self._waits_for_newcomers(since)
 
     def _let_go(self) -> None:
-        """Those that leave hold nothing that is needed once a step is over."""
+        """Lets leaving peers go, since nothing that they hold is needed after a step.
+        """
         if self._pending is not None:
             return
         for member in self.fleet.members():
@@ -578,7 +585,7 @@ def threads(count: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
     """Threads that are waited for, unless the process is asked to end.
 
     Args:
-        count: how many.
+        count: Number of threads.
         stop: set where they are to end.
     """
     pool = ThreadPoolExecutor(count)

@@ -1,4 +1,4 @@
-"""What a peer computes and holds: its stage's state, tensors and gradients.
+"""Computes a peer's calls and holds its stage's state, tensors and gradients.
 
 Tensors are pulled from whoever made them; what was computed stays until the step is
 over on all stages. Gradients of a micro-batch are kept apart until the trainer assigns
@@ -63,7 +63,7 @@ class Worker(SumHolder):
 
     @property
     def handlers(self) -> Handlers:
-        """What answers each kind of question."""
+        """Returns the handler of each kind of request."""
         return {
             Ping: lambda _: Pong(name=self.name),
             Forward: self._forward,
@@ -186,7 +186,7 @@ class Worker(SumHolder):
         return found
 
     def _cotangents(self, stage: Stage, asked: Backward) -> Part:
-        """Of what was handed on, added up over the stages that read it."""
+        """Returns the cotangents of exports, summed over the stages that read them."""
         sums: dict[Any, np.ndarray] = {}
         for source, name, address, attempt in asked.cotangents:
             values = self.cut.returned(source, stage.number)
@@ -432,7 +432,7 @@ class Worker(SumHolder):
     # Other peers.
 
     def _reach(self, asked: Reach) -> Reached:
-        """Which peers do not answer this one, and why."""
+        """Returns the peers that do not answer this one, and why."""
 
         def why(one: tuple[str, Address]) -> str:
             try:

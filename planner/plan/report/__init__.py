@@ -1,1 +1,1 @@
-"""What a plan says of itself: pages, reasons, differences and exports."""
+"""Reports of a plan: pages, reasons, differences and exports."""

@@ -1,4 +1,4 @@
-"""Where a plan stands among the ways to train on many devices: ``plan.describe()``.
+"""Places a plan in the taxonomy of distributed training: ``plan.describe()``.
 
 The axes are those of the surveys: what is parallel (data, operators, layers), who waits
 for whom, and what is exchanged over which topology (Ben-Nun and Hoefler, "Demystifying
@@ -73,7 +73,7 @@ def _parallel(plan: PlanData) -> Iterator[str]:
 
 
 def _of_axis(plan: PlanData, axis: str) -> str:
-    """What an axis does, by what it shards where."""
+    """Describes an axis by the dimensions that it shards."""
     words = _KINDS[axis]
     if axis == "stage" and plan.stages is not None:
         return f"{words}: {plan.stages.words()}, {plan.num_micro_batches} micro-batches"

@@ -1,4 +1,4 @@
-"""How two plans differ: only what changed, in words, bytes and seconds.
+"""Compares two plans: changes alone, in words, bytes and seconds.
 
 ``plan.diff(other)`` makes it. Settings have no price of their own, since they act
 together; what they cost together stands in the terms of time and memory, and what a
@@ -62,7 +62,7 @@ class Shift:
 
     @property
     def more(self) -> float:
-        """How much more there is after."""
+        """Returns the increase from before to after."""
         return self.after - self.before
 
 
@@ -71,7 +71,7 @@ class TrafficShift:
     """Equal collectives of one step.
 
     Attributes:
-        what: such as ``"all-gather over fsdp of parameter"``.
+        what: Kind of traffic, such as ``"all-gather over fsdp of parameter"``.
         bytes_before, bytes_after: their payloads on one device, of that stage which
             has most.
         seconds_before, seconds_after: on the links; part of it may be hidden behind
@@ -91,11 +91,13 @@ class LeafShift:
 
     Attributes:
         label: their path, with ``×4`` where four layers were folded.
-        before, after: how they are stored, in words; empty where a plan lacks them.
-        collectives_before, collectives_after: of each in one step, in words.
-        bytes_before, bytes_after: of all of them on one device that stores them.
-        seconds_before, seconds_after: of their collectives in one step, on the links:
-            part of it may be hidden behind computing.
+        before, after: Layouts in words; empty where a plan lacks the parameters.
+        collectives_before, collectives_after: Collectives of each parameter in one
+            step, in words.
+        bytes_before, bytes_after: Bytes of all the parameters on one device that stores
+            them.
+        seconds_before, seconds_after: Seconds of their collectives in one step, on the
+            links: part of them may be hidden behind computing.
     """
 
     label: str
@@ -110,25 +112,25 @@ class LeafShift:
 
     @property
     def more_bytes(self) -> int:
-        """How many bytes more a device stores after."""
+        """Returns the increase in bytes that a device stores."""
         return self.bytes_after - self.bytes_before
 
     @property
     def more_seconds(self) -> float:
-        """How much longer their collectives take after."""
+        """Returns the increase in seconds of collectives."""
         return self.seconds_after - self.seconds_before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanDiff:
-    """What differs between two plans; ``print`` shows it.
+    """Differences between two plans; ``print`` shows them.
 
     Attributes:
         changes: settings.
         step, memory: the whole step, and the whole peak of the fullest device.
-        time_terms, memory_terms: those terms that differ, largest change first.
+        time_terms, memory_terms: Terms that differ, largest change first.
         leaves: parameters.
-        traffic: of one step by kind of collective, axes and what is moved.
+        traffic: Changes of a step's traffic, by kind of collective, axes and contents.
     """
 
     changes: tuple[Change, ...]
@@ -196,7 +198,7 @@ class PlanDiff:
 
 
 def signed(more: float, form: Callable[[float], str]) -> str:
-    """How much more or less, with a sign in front.
+    """Formats an increase or decrease with its sign.
 
     >>> signed(-1e6, gigabytes)
     '−1 MB'
@@ -241,10 +243,10 @@ def _traffic_cells(moved: TrafficShift) -> list[str]:
 
 
 def diff(before: PlanData, after: PlanData) -> PlanDiff:
-    """What changes from one plan to another.
+    """Returns the changes from one plan to another.
 
     Args:
-        before, after: of the same model or not, on any clusters.
+        before, after: Plans of the same model or of two models, on any clusters.
     """
     if not isinstance(after, PlanData):
         raise PlanError(f"other is {shown(after)}; expected a plan to compare with")
@@ -332,7 +334,7 @@ def _regions(plan: PlanData) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is compared of one parameter."""
+    """Facts about one parameter that are compared."""
 
     words: str
     collectives: str

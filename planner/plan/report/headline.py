@@ -1,4 +1,4 @@
-"""What is asked of a plan first: the model's size, its speed and what it costs.
+"""Computes a plan's first numbers: model size, speed and price.
 
 FLOP/s and the utilization of devices (MFU) follow ``planner.cost.model_work``.
 A utilization is of the peaks of the devices that the plan uses, in the type that most
@@ -21,7 +21,7 @@ from whalejax.planner.plan_data import PlanData
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """How fast a step is, and what it costs.
+    """Speed and price of a plan's step.
 
     Attributes:
         work: Size of the model and work of a step.
@@ -161,7 +161,9 @@ def speed_words(speed: Throughput) -> list[str]:
 
 
 def price_words(speed: Throughput) -> list[str]:
-    """What a step and a million tokens or samples cost, in words; empty without it."""
+    """Returns the prices of a step and of a million tokens or samples; empty without a
+    price.
+    """
     price, step, million = speed.price, speed.step_price, speed.million_price
     if price is None or step is None or million is None:
         return []
@@ -172,10 +174,10 @@ def price_words(speed: Throughput) -> list[str]:
 
 
 def run_words(speed: Throughput, units: float) -> str:
-    """How long a run of so many tokens or samples takes, and what it costs.
+    """Describes the duration and price of a run of so many tokens or samples.
 
     Args:
-        speed: of a step.
+        speed: Speed and price of a step.
         units: Tokens of the run, or samples where a batch has no tokens.
     """
     text = f"{count_digits(units)} {speed.work.unit} in "

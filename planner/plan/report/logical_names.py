@@ -86,7 +86,7 @@ def _stacked(plan: PlanData, ranks: Mapping[str, int]) -> frozenset[str]:
 
 
 def _name(role: RoleInfo, ranks: Mapping[str, int]) -> str:
-    """What a dimension is called, by the parameters that have it."""
+    """Returns the logical name of a dimension, from the parameters that have it."""
     if not re.search(r"\[[\d.]+\]$", role.name):
         return role.name.replace("#", "_")
     places = _places(role, ranks)
@@ -110,7 +110,9 @@ def _is_table_of_places(place: _Place) -> bool:
 
 
 def _by_path(place: _Place) -> str:
-    """What the path of one parameter says of a dimension; empty where nothing."""
+    """Returns the logical name that a parameter's path suggests; empty where it
+    suggests none.
+    """
     last = place.rank - 1
     if place.words[-1] in ("layers", "blocks") and place.dim == 0:
         return "layers"

@@ -1,4 +1,4 @@
-"""What ``print(plan)`` shows: the whole of a plan on a page of text.
+"""Renders a plan as a page of text: ``print(plan)``.
 
 It is made of lines with styles, which need no library; ``whalejax show`` colours the
 same lines. Nothing is said by colour alone.
@@ -310,7 +310,7 @@ def _traffic(plan: PlanData, width: int | None, all_rows: bool) -> list[Line]:
 
 
 def traffic_rows(plan: PlanData) -> list[list[str]]:
-    """What a plan communicates in one step, by sort, most bytes first."""
+    """Returns the rows of a step's traffic, by sort, most bytes first."""
     return [
         [row.kind, row.over, row.what, str(row.times), gigabytes(row.nbytes)]
         for row in traffic(plan)

@@ -25,10 +25,10 @@ class ParameterRow:
 
     Attributes:
         label: their path, with ``×4`` where four layers were folded.
-        count: how many they are.
+        count: Number of the parameters.
         leaf: the first of them.
-        device_bytes: of all of them together, on one device that stores them.
-        collectives: of each of them in one step, in words.
+        device_bytes: Bytes of all of them together, on one device that stores them.
+        collectives: Collectives of each of them in one step, in words.
     """
 
     label: str
@@ -86,10 +86,11 @@ def added_axes(before: Spec, after: Spec) -> tuple[str, ...]:
 def collectives_of(
     plan: PlanData, leaf: LeafPlan, *, unlike: bool = False
 ) -> tuple[Collective, ...]:
-    """What one parameter causes in a micro-batch, and in the update.
+    """Returns the collectives that a parameter causes in a micro-batch and in the
+    update.
 
     Args:
-        plan: of the devices that store it.
+        plan: Plan of the devices that store it.
         leaf: the parameter.
         unlike: ranks of ``data`` take unlike shares.
 
@@ -149,7 +150,7 @@ def _moved(
 
 
 def _as_run(plan: PlanData, asked: Collective) -> Collective:
-    """What the plan says that its compiler runs in place of a collective."""
+    """Returns the collective that the compiler runs in place of a planned one."""
     kinds = [
         c.kind
         for c in plan.collectives

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Pictured(PlanData):
-    """What notebooks and files can show of a plan."""
+    """Notebook displays and saved pages of a plan."""
 
     __slots__ = ()
 
@@ -54,10 +54,10 @@ class Pictured(PlanData):
         return memory.memory_chart(self)
 
     def device_map(self, path: str, of: str = "params") -> DeviceMap:
-        """Which device holds which part of a parameter.
+        """Returns the map of a parameter's shards to devices.
 
         Args:
-            path: of the parameter, as ``leaf`` takes it.
+            path: Path of the parameter, in the form that ``leaf`` takes.
             of: ``"params"`` as stored, ``"compute"`` as computed with, or its
                 ``"gradients"`` or ``"optimizer"`` state.
 
@@ -82,7 +82,7 @@ class Pictured(PlanData):
         Args:
             batches: numbers of samples to choose from; a quarter of the planned batch
                 to four times it if left out.
-            clusters: to choose from, beside the planned one, as text.
+            clusters: Clusters beside the planned one, as text.
 
         Returns:
             What a notebook draws; its ``plan`` is the one that was last found.
@@ -97,7 +97,7 @@ class Pictured(PlanData):
 
 
 class PicturedGoodput(ABC):
-    """What notebooks and files can show of goodput on paper."""
+    """Notebook displays and saved pages of goodput on paper."""
 
     __slots__ = ()
 
@@ -122,7 +122,7 @@ class PicturedGoodput(ABC):
 
 
 class PicturedSquareCube(ABC):
-    """What notebooks and files can show of the square-cube law on a plan."""
+    """Notebook displays and saved pages of the square-cube law on a plan."""
 
     __slots__ = ()
     rows: tuple[StageOverLink, ...]
@@ -133,7 +133,8 @@ class PicturedSquareCube(ABC):
         return self.chart()._repr_mimebundle_()
 
     def chart(self) -> SquareCubeChart:
-        """How busy the slowest stage is by bandwidth, for wider models too.
+        """Returns a chart of the slowest stage's utilisation by bandwidth, for wider
+        models too.
 
         Returns:
             What a notebook draws and ``print`` says; ``save`` writes it to a file.

@@ -18,11 +18,11 @@ from whalejax.meshes.device_kinds import DeviceKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HourlyPrice:
-    """What the devices of a cluster cost for an hour.
+    """Price of a cluster's devices for an hour.
 
     Attributes:
         amount: Price of all devices, used or not.
-        currency: Such as ``"USD"``; empty where the user gave the prices.
+        currency: Code such as ``"USD"``; empty where the user gave the prices.
         as_of: Day of the oldest price, as ``"2026-05-01"``; empty where the user gave
             them.
     """
@@ -42,7 +42,7 @@ class HourlyPrice:
 
 
 def hourly_price(cluster: Cluster) -> HourlyPrice | None:
-    """What a cluster costs for an hour; None where a kind has no price.
+    """Returns the price of a cluster for an hour; None where a kind has no price.
 
     Prices of a user's are not added to listed ones, since their currency is not known.
 

@@ -1,4 +1,4 @@
-"""What ``wh.search`` found: plans on several clusters, best first.
+"""Result of ``wh.search``: plans on several clusters, best first.
 
 Plain data around plans, apart from the search because it needs no JAX: it can be
 printed, compared and written wherever a plan can.
@@ -38,7 +38,7 @@ class Refused:
     Attributes:
         name: the cluster, as it was asked for.
         cluster: the same.
-        problem: why.
+        problem: Error that says why.
     """
 
     name: str
@@ -72,8 +72,8 @@ class Weighed:
         name: the cluster, as it was asked for.
         cluster: the same.
         candidate: layout, predicted time and memory by term, and the verdict.
-        index: of the plan of this layout in what was found, or None where it was
-            weighed only.
+        index: Index of the plan of this layout in the result, or None where it was
+            evaluated only.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Weighed:
         """The largest terms of the step time, with their seconds, largest first.
 
         Args:
-            n: at most so many.
+            n: Largest number of terms to return.
         """
         problems = Arguments("costs")
         problems.whole("n", n)
@@ -116,10 +116,10 @@ class FoundData(Sequence[Plan]):
 
     Attributes:
         plans: best first.
-        names: of each, the cluster as it was asked for.
+        names: Each plan's cluster, as the user named it.
         refused: clusters on which there is no plan, those that lack least first.
         weighed: every plan that was weighed and is remembered, on all clusters.
-        notes: what keeps the plans from being compared as they are.
+        notes: Reasons why the plans cannot be compared as they are.
     """
 
     plans: tuple[Plan, ...]
@@ -147,7 +147,7 @@ class FoundData(Sequence[Plan]):
         """Price of one step of a plan; None where a kind of device has no price.
 
         Args:
-            index: of the plan.
+            index: Index of the plan.
 
         Raises:
             WhaleError: there is no such plan.
@@ -161,7 +161,7 @@ class FoundData(Sequence[Plan]):
         return price_of(plan.cluster, plan.time.step_seconds)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """What the table shows of every plan, under ``head()``."""
+        """Returns the table's rows, under ``head()``."""
         found = []
         for index, plan in enumerate(self.plans):
             limit = plan.cluster.memory_bytes

@@ -1,4 +1,4 @@
-"""What a plan says of its embedding tables."""
+"""Renders a plan's embedding tables as text."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def paragraph(
     Args:
         name: the word.
         pieces: each is broken only where it is longer than a line.
-        width: of a line, or None for one line.
+        width: Width of a line, or None for one line.
         gap: between pieces.
     """
     first, *others = indented(pieces, width, gap, NAME_CELLS)
@@ -94,8 +94,8 @@ def indented(
     """Pieces, as many in a line as fit, behind some blank columns.
 
     Args:
-        pieces, width, gap: as for ``paragraph``.
-        cells: how many columns are left blank.
+        pieces, width, gap: Arguments of ``paragraph``, unchanged.
+        cells: Number of blank columns.
     """
     room = None if width is None else max(1, width - cells)
     lines: list[list[Span]] = []
@@ -157,7 +157,7 @@ def table(
     Args:
         head: names of the columns.
         rows: cells of each row.
-        width: of a line, or None for as wide as it is.
+        width: Width of a line, or None for as wide as the table is.
         right: columns that stand to the right.
     """
     columns = list(zip(head, *rows, strict=True))

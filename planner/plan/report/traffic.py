@@ -1,4 +1,4 @@
-"""What a plan's devices send each other in a step, by sort.
+"""Lists what a plan's devices send each other in a step, by sort.
 
 Stages with programs of their own have collectives of their own, and hand on what the
 next ones read; a plan's own ``collectives`` are those of one program.
@@ -34,12 +34,12 @@ class TrafficRow:
     """One sort of it, on one device.
 
     Attributes:
-        kind: of collective, or ``HANDED``.
+        kind: Kind of collective, or ``HANDED``.
         axes: mesh axes that it runs over.
-        what: such as ``"gradient"``, ``"parameter"``, ``"activation"``.
+        what: Contents such as ``"gradient"``, ``"parameter"``, ``"activation"``.
         where: the stages, each with the number of its pipeline; none where all devices
             run one program.
-        times: in a step.
+        times: Number of transfers in a step.
         nbytes: payload of all of these.
         seconds: on the links; part of it may be hidden behind computing.
         links: names of the links that it crosses.
@@ -56,7 +56,7 @@ class TrafficRow:
 
     @property
     def sort(self) -> tuple[str, tuple[str, ...], str]:
-        """What makes it the same on other stages."""
+        """Returns the key that is equal on other stages."""
         return self.kind, self.axes, self.what
 
     @property
@@ -136,7 +136,7 @@ def mesh_of(plan: PlanData) -> dict[str, int]:
 
 
 def by_sort(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], TrafficRow]:
-    """Of each sort of traffic, that of the stages which send most."""
+    """Returns each sort of traffic of the stages that send most."""
     found: dict[tuple[str, tuple[str, ...], str], TrafficRow] = {}
     for row in traffic(plan):
         found.setdefault(row.sort, row)
@@ -144,7 +144,7 @@ def by_sort(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], TrafficRow
 
 
 def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[TrafficRow]:
-    """Of one program, folded."""
+    """Yields the collectives of one program, folded."""
     found: dict[tuple[str, tuple[str, ...], str], TrafficRow] = {}
     for c in plan.collectives:
         parts = axis_parts(c.axes, mesh_of(plan), plan.cluster)
@@ -172,10 +172,10 @@ def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[TrafficRow
 
 
 def _handed(plan: PlanData, home: Home, count: int) -> Iterator[TrafficRow]:
-    """What one stage is handed by others in a step, and hands back.
+    """Yields the transfers of one stage from and to others in a step.
 
     Args:
-        plan: of the pipeline.
+        plan: Plan of the pipeline.
         home: the stage.
         count: micro-batches.
     """

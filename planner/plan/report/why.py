@@ -204,7 +204,7 @@ def why(plan: PlanData, leaf: LeafPlan) -> str:
 
 
 def _readers(plan: PlanData, path: str) -> list[str]:
-    """Which other stages read a parameter."""
+    """Returns the other stages that read a parameter."""
     back = ", and gives its gradient back" if plan.leaf(path).trained else ""
     found = dict.fromkeys(
         f"  stage {stage} reads it too: once in a step it is given a copy{back}"
@@ -299,7 +299,9 @@ def _whole_reason(
 
 
 def explain(plan: PlanData) -> str:
-    """What decided for a plan, what would change the choice, and what stays whole."""
+    """Explains the choice of a plan: the deciding terms, alternatives and whole
+    dimensions.
+    """
     spare = plan.room_bytes - plan.memory.total_bytes
     lines = [
         f"chosen: {layout_text(plan)}: {milliseconds(plan.time.step_seconds)} a step, "
@@ -327,7 +329,7 @@ def explain(plan: PlanData) -> str:
 
 
 def gap_words(plan: PlanData) -> str:
-    """By how much another plan can be faster; empty where that is not known."""
+    """Describes how much faster another plan can be; empty where that is unknown."""
     if plan.gap is None:
         return ""
     if plan.gap < 5e-5:

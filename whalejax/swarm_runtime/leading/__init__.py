@@ -1,1 +1,1 @@
-"""What leads a run beside the trainer of its registry."""
+"""Leads a run beside the trainer of its registry."""

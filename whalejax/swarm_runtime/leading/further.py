@@ -65,7 +65,7 @@ class _Told:
         self._members: list[Member] = []
 
     def members(self, now: float) -> list[Member]:
-        """Those whose leases hold."""
+        """Returns the peers whose leases hold."""
         return [m for m in self._members if m.expires > now]
 
     def take(self, peers: ServingPeers) -> None:
@@ -90,8 +90,8 @@ class FurtherTrainer:
     Attributes:
         name: unique for the process.
         led: micro-batches that it led and that count.
-        over: why it has ended; empty while it goes on.
-        failed: it has ended otherwise than it should.
+        over: Reason why it has ended; empty while it goes on.
+        failed: Whether it ended by a failure.
     """
 
     def __init__(
@@ -111,14 +111,16 @@ class FurtherTrainer:
         """Listen, and connect to nobody yet.
 
         Args:
-            cut: of the job.
-            key: of the swarm.
+            cut: Staged job.
+            key: Key of the swarm.
             registry: its address.
-            host, port: where to listen; peers take micro-batches there.
-            wire, sum_wire: as all processes of the swarm have them.
+            host, port: Address to listen at; peers take micro-batches there.
+            wire, sum_wire: Wire formats of tensors and of gradient sums, the same in
+                all processes.
             call_seconds: deadline of a call.
-            patience_seconds: to wait for a registry that does not answer any more.
-            tell: is told what happens, in words.
+            patience_seconds: Longest wait in seconds for a registry that does not
+                answer any more.
+            tell: Function that reports events, in words.
 
         Raises:
             WhaleError: it cannot listen there.
@@ -195,7 +197,7 @@ class FurtherTrainer:
         """Wait until it has left or the run is over; whether it is so.
 
         Args:
-            seconds: at most; for ever if None.
+            seconds: Longest wait; for ever if None.
         """
         return self._ended.wait(seconds)
 

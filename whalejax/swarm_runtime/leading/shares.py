@@ -28,8 +28,8 @@ class Share:
     """A micro-batch that a trainer leads.
 
     Attributes:
-        number: of the micro-batch.
-        times: how often it was given out before.
+        number: Number of the micro-batch.
+        times: Number of earlier leases of it.
         trainer: name of who leads it.
     """
 
@@ -67,7 +67,7 @@ class Shares:
         return self._left == 0 or self._stop.is_set()
 
     def held(self, trainer: str) -> int:
-        """How many a trainer leads now."""
+        """Returns the number of micro-batches that a trainer leads now."""
         with self._changed:
             return sum(s.trainer == trainer for s in self._held.values())
 
@@ -90,12 +90,12 @@ class Shares:
     def wait_for(
         self, trainer: str, most: Callable[[], int], seconds: float
     ) -> Share | None:
-        """As ``take``, but wait until there is one, at most for so long.
+        """Waits for a micro-batch to lead, like ``take``.
 
         Args:
             trainer: its name, or ``OWN``.
             most: gives how many it may lead at once.
-            seconds: to wait.
+            seconds: Longest wait.
         """
         left = seconds
         while True:
@@ -111,7 +111,7 @@ class Shares:
         """A micro-batch is through; whether this share of it counts.
 
         Args:
-            share: that was led.
+            share: Lease of the micro-batch.
             count: counts what was made, where it does.
         """
         with self._changed:
@@ -124,7 +124,9 @@ class Shares:
             return True
 
     def overdue(self, seconds: float) -> list[Share]:
-        """Those that a further trainer has led for longer than so many seconds."""
+        """Returns the leases that a secondary trainer has held for longer than
+        ``seconds``.
+        """
         now = time.monotonic()
         with self._changed:
             return [

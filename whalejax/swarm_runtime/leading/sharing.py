@@ -35,10 +35,10 @@ class _Further:
     """A trainer.
 
     Attributes:
-        address: where it gives micro-batches.
+        address: Address at which it leads micro-batches.
         led: micro-batches that it has led.
-        leaving: it takes no more.
-        counts: of what went wrong at it.
+        leaving: Whether it takes no more.
+        counts: Counts of the faults that it met.
     """
 
     address: Address
@@ -49,12 +49,12 @@ class _Further:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """What is given out.
+    """Micro-batches of a step that are leased to trainers.
 
     Attributes:
-        context: of the step.
-        passages: of its micro-batches, by number.
-        shares: who leads which.
+        context: Context of the step.
+        passages: Routes of its micro-batches, by number.
+        shares: Leases of the micro-batches.
         in_flight: micro-batches at once, of all trainers together.
     """
 
@@ -77,9 +77,9 @@ class Sharing:
         """Nobody is there yet.
 
         Args:
-            fleet: whose peers may be asked.
+            fleet: Peers that may be asked.
             caller: asks trainers whether they are there.
-            tell: is told what happens.
+            tell: Function that reports events.
             lease: seconds after which a trainer that is not heard of is gone.
         """
         self._fleet, self._caller, self._tell = fleet, caller, tell
@@ -96,7 +96,7 @@ class Sharing:
 
         Args:
             name: unique for each process.
-            address: where it gives micro-batches.
+            address: Address at which it leads micro-batches.
         """
         with self._lock:
             self._lose(name)
@@ -105,12 +105,14 @@ class Sharing:
         self._tell("trainer joined", trainer=name)
 
     def addresses(self) -> list[Address]:
-        """Of all trainers that are there."""
+        """Returns the addresses of all trainers."""
         with self._lock:
             return [one.address for one in self._trainers.values()]
 
     def shown(self) -> list[dict[str, Any]]:
-        """Of each trainer, what ``whalejax swarm show`` says; the own one first."""
+        """Returns the rows of ``whalejax swarm show`` on trainers; this one comes
+        first.
+        """
         with self._lock:
             step = self._step
             held = (lambda name: 0) if step is None else step.shares.held
@@ -175,8 +177,8 @@ class Sharing:
         """Begin to give out the micro-batches of a step.
 
         Args:
-            context: of the step.
-            passages: of its micro-batches.
+            context: Context of the step.
+            passages: Routes of its micro-batches.
             in_flight: micro-batches at once, of all trainers together.
         """
         shares = Shares(len(passages), context.stop)
@@ -241,7 +243,7 @@ class Sharing:
         )
 
     def take_in(self, asked: Led) -> Taken:
-        """What a trainer says of a micro-batch that it was given.
+        """Records a trainer's report on a micro-batch that it leads.
 
         Raises:
             Refused: it is not its any more, or is no result.

@@ -34,19 +34,19 @@ Tell = Callable[..., None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a run is led.
+    """Settings of a run.
 
     Attributes:
-        steps: to be done in all.
+        steps: Total number of steps.
         call_seconds: deadline of a call; a peer that takes longer is passed over.
         in_flight: micro-batches at once; twice the number of peers if 0.
-        patience_seconds: to wait for a stage that has no peer.
+        patience_seconds: Longest wait in seconds for a stage that has no peer.
         snapshot_every: steps between snapshots, to which a run goes back where all
             peers of a stage are lost.
         state_seconds: deadline of a peer that takes the state.
-        newcomer_seconds: that a step which has been computed waits at most for peers
-            that take its state, before gradients are summed (with delayed updates,
-            before it is computed); if 0, as long as their links should take, where
+        newcomer_seconds: Longest wait in seconds of a computed step for peers that
+            download its state, before gradients are summed (with delayed updates,
+            before it is computed); 0 waits as long as their links should take, where
             ``pays_to_wait`` says so.
         spare_seconds: after which a stage without peers is given one of a stage that
             has several.
@@ -68,8 +68,8 @@ class Snapshot:
 
     Attributes:
         step: steps done.
-        arrays: of each stage, as ``Stage.raw`` gives them; None stands for a run that
-            begins, which every peer can make for itself.
+        arrays: Arrays of each stage, as ``Stage.raw`` returns them; None for a run that
+            begins, which every peer initialises itself.
     """
 
     step: int
@@ -81,8 +81,8 @@ class _Coming:
     """A peer that takes the state.
 
     Attributes:
-        stage: that it serves.
-        keeps: it says that it has the state already.
+        stage: Stage that it serves.
+        keeps: Whether it says that it has the state already.
         at: generation and step of that state.
         since: when it began.
         ready: when it first began to take the state.
@@ -102,8 +102,8 @@ class Pull:
     Attributes:
         source: the peer that is asked.
         is_cancelled: nobody waits for it any more.
-        thread: that takes it.
-        error: that ended it.
+        thread: Thread that downloads it.
+        error: Error that ended it.
     """
 
     source: Member | None = None
@@ -114,11 +114,12 @@ class Pull:
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """What a move takes, as the newest one that was measured.
+    """Costs of a move, as last measured.
 
     Attributes:
-        bytes_per_second: of a state from peer to peer; 200 Mb/s before the first.
-        compile_seconds: of the programs of a stage.
+        bytes_per_second: Rate of a state from peer to peer; 200 Mb/s before the first
+            measurement.
+        compile_seconds: Duration of compiling a stage's programs.
     """
 
     bytes_per_second: float = 25e6
@@ -129,7 +130,7 @@ class TrainerState:
     """The state of a run that is led.
 
     Attributes:
-        pace: of moves.
+        pace: Measured costs of moves.
         run_id: drawn at random; every question has it.
         moving: by name of a peer that changes stage, the stage that it is to serve.
     """
@@ -260,7 +261,9 @@ class TrainerState:
         return {c.stage for c in self._coming.values() if c.keeps and c.at == now}
 
     def _coming_now(self) -> dict[tuple[str, int], _Coming]:
-        """Those that take the state of this step, by name and incarnation."""
+        """Returns the peers that download the state of this step, by name and
+        incarnation.
+        """
         here = {(m.name, m.incarnation) for m in self.fleet.members()}
         with self._lock:
             now = self.generation, self.step
@@ -320,7 +323,7 @@ class TrainerState:
         threading.Thread(target=sync, daemon=True).start()
 
     def _sources(self, member: Member) -> list[Holder] | None:
-        """Who has the state that a peer needs; none where it is lost.
+        """Returns the holders of the state that a peer needs; None where it is lost.
 
         An empty list stands for a run that begins, whose state each peer makes itself.
         """
@@ -463,7 +466,7 @@ class TrainerState:
             raise pull.error
 
     def _end_snapshots(self) -> None:
-        """What comes from now on is no snapshot any more."""
+        """Ends the acceptance of snapshots."""
         pull, self._pull = self._pull, None
         if pull is not None:
             with self._snapshot_lock:
@@ -530,6 +533,6 @@ class TrainerState:
 
 
 def digests_of(snapshot: Snapshot) -> dict[int, str]:
-    """Of each stage's state in a snapshot."""
+    """Returns the digest of each stage's state in a snapshot."""
     arrays = snapshot.arrays or {}
     return {stage: digest_of(several) for stage, several in arrays.items()}

@@ -53,7 +53,7 @@ def decoded(
     """Arrays of the wire, as they were but for what coding loses.
 
     Args:
-        arrays: as they came.
+        arrays: Arrays as they were received.
         wanted: shape and dtype of each.
         wire: one of ``WIRES`` or ``SUM_WIRES``.
         whose: name of the peer that sent them.
@@ -105,7 +105,7 @@ def check_finite(arrays: Sequence[np.ndarray], whose: str) -> None:
     """Refuse what is not finite.
 
     Args:
-        arrays: of any dtype.
+        arrays: Arrays of any dtype.
         whose: name of the peer that made them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How a process of a swarm is taken in by its registry."""
+"""Admission of a process to a swarm by its registry."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from whalejax.wire.service import Address, Gone, Refused
 
 
 def told_address(listens: Address, registry: Address) -> Address:
-    """Where a process of a swarm says that others reach it.
+    """Returns the address at which others reach a process of a swarm.
 
     Args:
-        listens: where it listens; of all addresses, it is reached at the one from which
-            it reaches the registry.
+        listens: Address that it listens at; for one that stands for all interfaces, it
+            is the address from which the process reaches the registry.
         registry: its address.
     """
     host, port = listens
@@ -39,7 +39,7 @@ def taken_in(
     Args:
         once: asks once.
         ended: the process has ended, and asks no more.
-        who: what it is, for errors: ``"peer"`` or ``"trainer"``.
+        who: Kind of process, for errors: ``"peer"`` or ``"trainer"``.
         seconds: after which it gives up.
         again_seconds: between two tries.
 

@@ -21,10 +21,10 @@ PIECE_BYTES: Final = 1 << 24
 
 
 class Layout(Protocol):
-    """What knows the arrays of each stage's state; a ``Cut``."""
+    """Knows the arrays of each stage's state; a ``Cut``."""
 
     def state_bytes(self, stage: int) -> int:
-        """Of a stage's state."""
+        """Returns the bytes of a stage's state."""
         ...
 
     def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
@@ -59,8 +59,8 @@ def downloaded(
 
     Args:
         ask: gives the answer with the piece at a place.
-        layout: of the states.
-        stage: which.
+        layout: Layout of the states.
+        stage: Number of the stage.
         whose: name of who is asked.
 
     Raises:

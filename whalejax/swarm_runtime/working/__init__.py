@@ -1,1 +1,1 @@
-"""What a peer holds and adds up."""
+"""State, tensors and gradient sums of a peer."""

@@ -1,4 +1,4 @@
-"""What a peer holds: its stage's states, tensors, gradients and sums, by the step."""
+"""Holds a peer's states, tensors, gradients and sums, by step."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class StageHolder:
     """The stage that a peer serves, and what it keeps until a step is over.
 
     Attributes:
-        name: of the peer.
-        stage: that it serves; None while it changes.
-        run: that the registry has told this peer of.
-        generation: of that run, as it was last told; -1 before the first.
+        name: Name of the peer.
+        stage: Stage that it serves; None while it changes.
+        run: Run that the registry named.
+        generation: Newest known generation of that run; -1 before the first.
         done: micro-batches computed, forward or backward.
         waiting: calls that wait for the device, with the one that has it.
-        seconds: of the last call on the device.
-        sent_bytes: of tensors at the borders of stages that others were given.
+        seconds: Duration of the last call on the device.
+        sent_bytes: Bytes of tensors that were sent to peers of other stages.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class StageHolder:
         """Hold nothing yet.
 
         Args:
-            cut: of the job.
+            cut: Staged job.
             caller: asks other processes.
-            name: of the peer.
+            name: Name of the peer.
             wire: one of ``WIRES``.
             sum_wire: one of ``SUM_WIRES``.
             pull_seconds: deadline of a tensor that another peer is asked for.
@@ -168,7 +168,7 @@ class StageHolder:
     # What is computed, kept and pulled.
 
     def _computed(self, compute: Callable[[], Any]) -> Any:
-        """What the device computes, one call after the other."""
+        """Runs a computation on the device, one after the other."""
         with self._lock:
             self.waiting += 1
         try:

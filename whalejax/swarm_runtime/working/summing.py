@@ -1,4 +1,4 @@
-"""How a peer adds up gradients: those that it holds, and a part of its mates' sums."""
+"""Sums gradients on a peer: those that it holds, and its part of the stage's sums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from whalejax.wire.swarm_messages import (
 
 
 class SumHolder(StageHolder):
-    """What a peer holds, and the sums that it makes of gradients."""
+    """A peer's stage together with the gradient sums that it makes."""
 
     def _sum(self, asked: Sum) -> Summed:
         stage, state = self._at(asked, asked.stage)
@@ -183,8 +183,8 @@ class Total:
 
     Attributes:
         arrays: the sum.
-        numbers: of the micro-batches that are in it, each time that one was added.
-        attempts: of those, as the ledger counts.
+        numbers: Micro-batches in the sum, once for each time that one was added.
+        attempts: Their attempts, as the ledger counts them.
     """
 
     def __init__(self) -> None:
