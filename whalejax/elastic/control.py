@@ -74,7 +74,7 @@ def key_of_run(key_file: str, address: str) -> Key:
 
     Args:
         key_file: path of its file; empty where none was given.
-        address: of the supervisor, for the error.
+        address: Address of the supervisor, for the error.
 
     Raises:
         WhaleError: there is none, or others can read it.
@@ -97,11 +97,11 @@ class NoSupervisorError(WhaleError):
 
 
 def unreachable(where: str, error: WireError) -> WhaleError:
-    """What a process says that reaches no supervisor.
+    """Returns the error of a process that reaches no supervisor.
 
     Args:
         where: host and port at which it looked.
-        error: how it failed.
+        error: Error of the connection.
     """
     if isinstance(error, WrongKey):
         return NoSupervisorError(
@@ -124,14 +124,14 @@ class RunStopped(WhaleError):
 
 
 class Control:
-    """What a member tells the supervisor and hears of it.
+    """Client of the supervisor in a member.
 
     Attributes:
-        key: of the run.
+        key: Key of the run.
         name: under which it goes; empty before it is admitted.
-        goodput: of the run, as the supervisor last said.
-        phase, step, done: what its beats tell; set by the member.
-        generation: that began last, of a process that was placed in one.
+        goodput: Goodput of the run in the supervisor's last message.
+        phase, step, done: Contents of its heartbeats; set by the member.
+        generation: Newest generation that began, of a process that was placed in one.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Control:
         """Connect to nothing yet.
 
         Args:
-            address: of the supervisor.
+            address: Address of the supervisor.
             key_file: path of the key of the run.
             registers: gives the fields of ``"register"`` but for those known here.
             supervisor_seconds: after which one that is gone is given up.
@@ -200,9 +200,9 @@ class Control:
         another run in the folder, which would hold it.
 
         Args:
-            step: of the checkpoint.
-            folder: in which it is, which a supervisor holds.
-            seconds: to wait for the answer.
+            step: Step of the checkpoint.
+            folder: Folder of the checkpoint, which a supervisor holds.
+            seconds: Longest wait for the answer.
         """
         end = time.monotonic() + seconds
         ask_at = 0.0
@@ -228,7 +228,7 @@ class Control:
         return False
 
     def poll(self) -> ToMember | None:
-        """What the supervisor said next, or None.
+        """Returns the supervisor's next message, or None.
 
         Raises:
             WhaleError: it is gone, or this member was refused.
@@ -251,7 +251,7 @@ class Control:
                 raise self._error
 
     def wait(self) -> ToMember | None:
-        """What the supervisor says next; None where it says nothing for a second."""
+        """Returns the supervisor's next message, or None after a second without one."""
         said = self.poll()
         if said is not None:
             return said

@@ -1,4 +1,4 @@
-"""What a process of an elastic run is told: one address, beside the key file.
+"""Environment variables of an elastic run's processes: one address and a key file.
 
 One that an agent started is told who that is, too.
 """

@@ -47,10 +47,10 @@ def exchanged(
 
     Args:
         peers: connections to the others.
-        names: of the members, by rank.
+        names: Names of the members, by rank.
         me: this member's.
-        step: which it is.
-        parts: of this member; none where it has no micro-batch in this step.
+        step: Number of the step.
+        parts: Parts of this member; none where it has no micro-batch in this step.
         shapes: length and dtype of each buffer.
         count: micro-batches of a step.
         look: called while others are waited for.
@@ -76,12 +76,12 @@ def exchanged(
 
 
 def sent_bytes(size: int, members: int, parts: int) -> float:
-    """What a member sends to the others to add up a step's buffers.
+    """Returns the bytes that a member sends to reduce a step's buffers.
 
     Args:
         size: bytes of one set of buffers.
-        members: how many there are, itself included.
-        parts: that it gives, each as large.
+        members: Number of members, itself included.
+        parts: Number of equally large parts that it contributes.
 
     >>> sent_bytes(1 << 20, 4, 2) / (1 << 20), sent_bytes(100, 4, 2)
     (2.25, 600)
@@ -93,7 +93,7 @@ def sent_bytes(size: int, members: int, parts: int) -> float:
 
 
 def rounds_of(size: int) -> int:
-    """How many rounds of messages the sum of so many bytes takes."""
+    """Returns the number of message rounds that sum so many bytes."""
     return 1 if size <= SMALL_BYTES else 2
 
 
@@ -184,7 +184,7 @@ class _Block:
     def _spans(
         self, spans: Sequence[tuple[int, int]], name: str, *, whole: bool
     ) -> list[tuple[int, int]]:
-        """Which elements of each buffer a member adds up."""
+        """Returns the spans of each buffer that a member sums."""
         if whole:
             return list(spans)
         rank, size = self._names.index(name), len(self._names)
@@ -203,9 +203,9 @@ def check_arrays(said: Part | Total, expected: Sequence[Expected], other: str) -
     """Refuse arrays of another form than was agreed on.
 
     Args:
-        said: what holds them.
+        said: Message that holds the arrays.
         expected: length and dtype of each; they have one dimension.
-        other: who sent it.
+        other: Name of the sender.
 
     Raises:
         WhaleError: which came, from whom.

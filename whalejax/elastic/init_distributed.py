@@ -67,7 +67,7 @@ def init_distributed(
     Args:
         coordinator: address and port of process 0, ``"host:port"``; an IPv6 address
             in brackets. At a loopback address nothing is open to other machines.
-        num_processes: how many there are.
+        num_processes: Number of processes.
         process_id: the number of this one, from 0.
         timeout_seconds: after which a process that has not come is missed.
         heartbeat_seconds: after which one that says nothing is gone; Python must get a
@@ -110,7 +110,9 @@ def init_distributed(
 
 
 def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> ProcessPlace:
-    """Who this process is, as it was given or as a cluster has it."""
+    """Returns this process's place, from the arguments or from the cluster's
+    environment.
+    """
     known: tuple[str, int, int] | None = None
     if given["coordinator"] is not None:
         known = given["coordinator"], given["num_processes"], given["process_id"]

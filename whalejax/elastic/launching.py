@@ -45,10 +45,11 @@ LOOPBACK: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlaces:
-    """Where a supervisor listens, and for which agents it waits.
+    """Places of a run's processes: the supervisor's address and the expected agents.
 
     Attributes:
-        host: at which agents join; None where all processes are of this machine.
+        host: Address at which agents join; None where all processes are of this
+            machine.
         port: a free one if None.
         awaited: names of agents that are started for the run.
     """
@@ -71,13 +72,13 @@ def supervise(
     """Run a supervisor to its end, again where it is killed.
 
     Args:
-        words: of the processes that it starts.
-        folder: of the run.
-        settings: how it decides.
-        places: where processes are held; on this machine if None.
+        words: Command of the processes that it starts.
+        folder: Folder of the run.
+        settings: Settings of the supervisor.
+        places: Places of the processes; on this machine if None.
         seconds: for processes to end after the run has.
         quiet: say what goes wrong, and no progress.
-        devices: as for ``Supervised``.
+        devices: Argument of ``Supervised``, unchanged.
 
     Returns:
         Its status.
@@ -141,9 +142,10 @@ class _Ends:
 
     Attributes:
         child: the supervisor.
-        hears: it has beaten, so that signals do not end it.
+        hears: Whether the supervisor has sent a heartbeat, after which signals do not
+            end it.
         told: this process is to end.
-        interrupts: how often Ctrl-C has come.
+        interrupts: Number of times that Ctrl-C has come.
     """
 
     def __init__(self) -> None:

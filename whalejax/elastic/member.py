@@ -76,10 +76,10 @@ _SHARED_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a member trains.
+    """Extent of a member's training, and its folder.
 
     Attributes:
-        steps: of the whole run.
+        steps: Number of steps of the whole run.
         save: folder of checkpoints, or None.
         save_every, keep: steps between checkpoints, and how many stay.
         copy_every: steps between copies in memory, of a model over several processes;
@@ -108,9 +108,9 @@ class Member:
         """Connect to nothing yet.
 
         Args:
-            programs: what it computes.
-            training: how far, and where it is saved.
-            address: of the supervisor.
+            programs: Programs of the replica.
+            training: Extent of the training, and its folder.
+            address: Address of the supervisor.
             key_file: path of the key of the run.
         """
         self._programs, self._training = programs, training
@@ -140,7 +140,7 @@ class Member:
         self._has_saved = False  # Since it was told to leave.
 
     def _registers(self) -> dict[str, Any]:
-        """What it introduces itself with."""
+        """Returns the fields with which it registers."""
         training = self._training
         return {
             "host": self._peers.host,

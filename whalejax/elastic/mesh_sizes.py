@@ -24,7 +24,7 @@ Asked = Mapping[str, int] | Callable[[int], Mapping[str, int]] | str
 
 
 def refusal(asked: Any) -> str:
-    """What is expected in place of an argument ``mesh``; nothing where it can be used.
+    """Describes the expected argument ``mesh``; empty where the given one can be used.
 
     >>> refusal({"fsdp": -1}), refusal("auto"), refusal({"fsdp": 0})[:40]
     ('', '', 'sizes of at least 1, or -1 for the one a')

@@ -37,7 +37,7 @@ class Peers:
     """The other members of a generation.
 
     Attributes:
-        host, port: where this member is reached.
+        host, port: Address of this member for others.
         generation: the one that it is in.
     """
 
@@ -71,7 +71,7 @@ class Peers:
 
         Args:
             generation: its number.
-            name: of this member.
+            name: Name of this member.
             members: names, hosts and ports, by rank.
             look: called while others are waited for.
 
@@ -199,7 +199,7 @@ class Peers:
             old.close()
 
     def _notice(self, channel: Channel) -> None:
-        """In the loop of the process: something came, or the connection has ended."""
+        """Wakes the member when data arrives or the connection ends."""
         try:
             while True:
                 who = self._who.get(channel)

@@ -1,4 +1,4 @@
-"""Who a process is in the generation of an ordinary script, as the supervisor says.
+"""Asks the supervisor for the rank of an ordinary script's process.
 
 Such a script knows nothing of members: its processes meet by the platform's
 collectives, and one that is lost ends the generation for all of them. The supervisor
@@ -64,11 +64,11 @@ def placed(
     beats, and ends it when the supervisor says so.
 
     Args:
-        environment: of the process.
-        told: what it introduces itself with beside its address: ``steps``, ``save``,
+        environment: Environment of the process.
+        told: Fields to register with beside its address: ``steps``, ``save``,
             ``micro_batches`` and further ``facts``.
-        hears: is given, in that thread, what the supervisor says once the generation
-            has begun; whether it has dealt with it.
+        hears: Handler of the supervisor's later messages, called in that thread; it
+            returns whether it has dealt with one.
 
     Raises:
         WhaleError: no supervisor answers, or it refuses this process.
@@ -115,7 +115,7 @@ def placed(
 
 
 def listens(coordinator: str) -> str:
-    """Who can reach the service by which the processes of a generation meet.
+    """Describes who can reach the coordinator of a generation.
 
     >>> listens("10.0.0.1:8476").partition(";")[0]
     'the coordination service of JAX listens at 10.0.0.1:8476'

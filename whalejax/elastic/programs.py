@@ -1,4 +1,4 @@
-"""What a member computes: a job as one replica, and its state as bytes."""
+"""Programs of a member: a job as one replica, and its state as bytes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PlannedReplica:
     """A job, planned as one whole replica.
 
     Attributes:
-        plan: of it alone.
+        plan: Plan of the replica alone.
         model: its shapes.
         first: the first global batch, of ``size`` samples, or its shapes.
         count: micro-batches of a step.
@@ -83,11 +83,11 @@ def planned_replica(
     """Plan a whole replica; no device is touched, unless the job's batch does.
 
     Args:
-        job: what is trained.
+        job: Job to train.
         cluster: the devices of one process.
         batch: samples of the global batch; the job's own number if left out.
-        micro_batches: of a step; see ``MICRO_BATCHES``.
-        precision: as for ``wh.plan``.
+        micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
+        precision: Precision of the model, as ``wh.plan`` takes it.
         by_shapes: trace the first batch, where it can be, in place of making it.
 
     Raises:
@@ -132,7 +132,7 @@ class ReplicaPrograms:
     """A job as one replica that runs some of the micro-batches of each step.
 
     Attributes:
-        job: what is trained.
+        job: Job that is trained.
         size: samples of a global batch.
         step: the compiled step of the replica alone.
         count: micro-batches of a step.
@@ -152,13 +152,14 @@ class ReplicaPrograms:
         """Plan and trace; compile nothing yet.
 
         Args:
-            job: what is trained.
+            job: Job to train.
             batch: samples of the global batch; the job's own number if left out.
-            micro_batches: of a step; see ``MICRO_BATCHES``.
-            precision: as for ``wh.plan``.
-            seed: of the run.
-            planned: where it is planned already, from the first batch itself; it is
-                planned anew where that was for another platform than this process's.
+            micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
+            precision: Precision of the model, as ``wh.plan`` takes it.
+            seed: Seed of the run.
+            planned: Replica that was planned from the first batch itself, where there
+                is one; it is planned anew where that was for another platform than this
+                process's.
         """
         self.job, self._seed = job, seed
         here = jax.local_devices()[0].platform
@@ -188,7 +189,7 @@ class ReplicaPrograms:
         self._data = _digest(jax.tree.leaves(planned.first))
 
     def facts(self) -> dict[str, str]:
-        """What all members must have in common."""
+        """Returns the facts that must be equal in all members."""
         captured = self._runner.program.captured
         text = re.sub(r"0x[0-9a-f]+", "", str(captured.jaxpr))
         return {
@@ -215,7 +216,7 @@ class ReplicaPrograms:
 
         Args:
             save: the folder; None has none.
-            tell: is told what a user should know, and ``Recovered``.
+            tell: Function that receives notes for the user, and ``Recovered``.
         """
         found = resumed(self.step, checkpoints(save) if save else [])
         state = self.born() if found is None else found.state
@@ -284,8 +285,8 @@ class ReplicaPrograms:
         """Write a checkpoint.
 
         Args:
-            path: where.
-            state: is kept.
+            path: Path of the new checkpoint.
+            state: State to write; it is not donated.
             before_it_appears: raises where it may not.
         """
         whole = to_save(state, self.step.abstract_state(), trains=True)
@@ -311,8 +312,8 @@ class ReplicaPrograms:
 
         Args:
             step: its number, counted from 0.
-            samples: that the steps before it took; as many batches as there were steps
-                if left out.
+            samples: Number of samples of the steps before; default: as many batches as
+                there were steps.
         """
         return jax.tree.leaves(
             self._batches(step * self.size if samples is None else samples)
@@ -320,7 +321,7 @@ class ReplicaPrograms:
 
     @functools.cached_property
     def _batches(self) -> Callable[[int], Any]:
-        """What gives a global batch by the number of samples before it."""
+        """Returns a function from the number of earlier samples to a global batch."""
         return batches_by_samples(self.job, self.size)
 
     def add_up(
@@ -334,11 +335,11 @@ class ReplicaPrograms:
         """Run micro-batches, and add up those of each subtree.
 
         Args:
-            state: is kept.
-            batch: of the step.
+            state: State of the run; it is not donated.
+            batch: Global batch of the step.
             nodes: subtrees of micro-batches.
-            held: what is there already, and what there is in the end or when ``look``
-                raises: nothing that was done is lost.
+            held: Sums by node, extended in place: when ``look`` raises, nothing that
+                was computed is lost.
             look: called before every micro-batch.
         """
 
@@ -386,7 +387,7 @@ def tell_source(state: TrainState, found: Resumed | None, tell: Tell) -> None:
     Args:
         state: with which a run goes on.
         found: the checkpoint that it is of; None for a new one.
-        tell: is told with a ``Note`` and ``Recovered``.
+        tell: Function that receives a ``Note`` and ``Recovered``.
     """
     for note in () if found is None else found.notes:
         say(f"whalejax: {note}")
@@ -413,7 +414,7 @@ def _with_fewer(
     Args:
         planned: plans with a number of them.
         size: samples of the batch.
-        error: why the usual number is not allowed.
+        error: Error that rules out the usual number.
     """
     whole = [n for n in range(2, MICRO_BATCHES) if size % n == 0] if error.unit else []
     for count in reversed(whole):
@@ -426,7 +427,8 @@ def _with_fewer(
 
 
 def local_cluster() -> Cluster:
-    """What one replica runs on: this process's CPU, or all its accelerators."""
+    """Returns the cluster of one replica: this process's CPU, or all its accelerators.
+    """
     if jax.local_devices()[0].platform == "cpu":
         return parse_cluster("cpu:1")  # Not measured: members are compared by steps.
     return Cluster.detect()

@@ -27,7 +27,7 @@ Tell = Callable[[Report], None]
 
 
 class Saves(Protocol):
-    """What knows how states are copied and written."""
+    """Copies and writes states."""
 
     def copied(self, state: TrainState) -> TrainState:
         """A state of its own, which no later step takes."""
@@ -56,11 +56,11 @@ class Saver:
         """Write nothing yet.
 
         Args:
-            programs: whose states are saved.
-            folder: of the checkpoints; None saves none.
+            programs: Programs whose states are saved.
+            folder: Folder of the checkpoints; None saves none.
             every: steps between checkpoints.
-            keep: how many stay, the newest ones.
-            tell: is told with ``Saved`` or ``NotSaved``.
+            keep: Number of newest checkpoints that stay.
+            tell: Function that receives ``Saved`` or ``NotSaved``.
             may_keep: asked before a checkpoint that is written takes its name, so that
                 a member that was given up puts none in another's place.
         """
@@ -83,7 +83,7 @@ class Saver:
         """Begin to write a state, of which a copy is made.
 
         Args:
-            state: is kept.
+            state: State to copy; it is not donated.
             step: steps that it has behind it.
             look: called while an earlier one is waited for; may raise.
         """

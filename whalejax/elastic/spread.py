@@ -82,8 +82,9 @@ class SpreadMember:
 
         Args:
             programs: plans and traces, once the devices of all are known.
-            training: how far, and where it is saved.
-            facts: what all must have in common, told before anything is planned.
+            training: Extent of the training, and its folder.
+            facts: Facts that all members must share, compared before anything is
+                planned.
             supervised: a supervisor says who takes part.
         """
         self._make, self._training, self._facts = programs, training, facts
@@ -282,7 +283,7 @@ class SpreadMember:
     # Stopping.
 
     def _hears(self, said: ToMember) -> bool:
-        """What the supervisor says, in a thread of its own."""
+        """Handles the supervisor's messages, in a thread of its own."""
         with self._changed:
             match said:
                 case Prepare(generation=generation):

@@ -39,7 +39,7 @@ class SpreadPrograms:
         count: micro-batches of a step, the same at every number of processes: random
             keys and statistics depend on it.
         plan: for these processes.
-        step: it, compiled.
+        step: Compiled training step.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class SpreadPrograms:
         """Plan and trace; compile nothing yet.
 
         Args:
-            job: what is trained.
+            job: Job to train.
             mesh: sizes of its axes, or how they come of a number of devices.
             batch: samples of the global batch; the job's own number if left out.
-            micro_batches: of a step; 1 if left out, or as many as
-                ``most_micro_batches`` says where ``mesh`` has stages.
-            precision: as for ``wh.plan``.
-            seed: of the run.
+            micro_batches: Number of micro-batches in a step; default: 1, or
+                ``most_micro_batches`` where ``mesh`` has stages.
+            precision: Precision of the model, as ``wh.plan`` takes it.
+            seed: Seed of the run.
 
         Raises:
             PlanError: there is no plan for the devices of these processes.
@@ -127,8 +127,8 @@ class SpreadPrograms:
         """The newest whole checkpoint, or a new state.
 
         Args:
-            folder: of checkpoints; None has none. All processes call this.
-            tell: as for ``ReplicaPrograms.newest``.
+            folder: Folder of checkpoints; None has none. All processes call this.
+            tell: Argument of ``ReplicaPrograms.newest``, unchanged.
         """
         found = resumed(self.step, agreed_checkpoints(folder)) if folder else None
         if found is None:
@@ -144,8 +144,8 @@ class SpreadPrograms:
 
         Args:
             step: its number, counted from 0.
-            samples: that the steps before it took; as many batches as there were steps
-                if left out.
+            samples: Number of samples of the steps before; default: as many batches as
+                there were steps.
         """
         batch = self._batches(step * self.size if samples is None else samples)
         if jax.process_count() == 1:
@@ -160,7 +160,7 @@ class SpreadPrograms:
 
     @functools.cached_property
     def _batches(self) -> Callable[[int], Any]:
-        """What gives a global batch by the number of samples before it."""
+        """Returns a function from the number of earlier samples to a global batch."""
         return batches_by_samples(self._job, self.size)
 
     def save(
@@ -169,8 +169,8 @@ class SpreadPrograms:
         """Write a checkpoint; all processes call this.
 
         Args:
-            path: where.
-            state: is kept.
+            path: Path of the new checkpoint.
+            state: State to write; it is not donated.
             before_it_appears: raises where it may not, in all of them.
         """
         whole = to_save(state, self.step.abstract_state(), trains=True)
@@ -179,7 +179,7 @@ class SpreadPrograms:
 
 
 def cluster_of(processes: int) -> Cluster:
-    """What so many processes run on, each with as many devices as this one.
+    """Returns the cluster of so many processes, each with as many devices as this one.
 
     Processors of hosts are not measured: all processes must come to the same plan.
     """

@@ -58,17 +58,18 @@ def train_elastic(
     joins a run decides for all; the launcher and ``whalejax status`` say how and why.
 
     Args:
-        job: what is trained; the same in all processes.
-        steps: to be done in all, those of a checkpoint counted.
+        job: Job to train; the same in all processes.
+        steps: Total number of steps, those of a checkpoint counted.
         save: folder of checkpoints, in which a run that begins goes on from the newest.
         save_every: steps between checkpoints; there is one after the last step too.
-        keep: how many checkpoints stay, the newest ones.
+        keep: Number of newest checkpoints that stay.
         batch: samples of the global batch; the job's own number if left out.
-        num_micro_batches: of a step, which is what members share; the largest number
-            up to 16 that divides the batch if left out. Of one model over all
-            processes, 1 if left out, or that number where ``mesh`` names stages.
-        precision: as for ``wh.plan``.
-        seed: of the model's and the run's random keys.
+        num_micro_batches: Number of micro-batches in a step, which members divide;
+            default: the largest number up to 16 that divides the batch. Of one model
+            over all processes, 1 by default, or that number where ``mesh`` names
+            stages.
+        precision: Precision of the model, as ``wh.plan`` takes it.
+        seed: Seed of the model's and the run's random keys.
         mesh: None chooses by price; ``"replicas"`` are whole ones that add up by
             messages. One model over the devices of all processes: ``"auto"`` as the
             planner chooses; sizes of mesh axes, such as ``{"fsdp": -1, "tensor": 2}``
@@ -77,10 +78,10 @@ def train_elastic(
             change: from their newest state where one was lost, without losing a step
             where one is told to end or others come. A number of processes for which
             there is no plan is not used, and the reason is in the journal.
-        copy_every: of one model over all processes, steps between copies of the shards
-            in the memory of the machine, and of a second one where there are several,
-            which outlive the processes and are read before a checkpoint is; the best
-            number by Daly's formula if left out, none are made if 0.
+        copy_every: Steps between copies of the shards of one model over all processes,
+            in the memory of the machine and of a second one where there are several;
+            they outlive the processes and are read before a checkpoint is. Default: the
+            best number by Daly's formula; 0 makes none.
         mtbf: mean seconds between failures of any process, for that formula and for
             the price.
 
@@ -166,7 +167,7 @@ def _agreed(
     address: str,
     key_file: str,
 ) -> tuple[Way, PlannedReplica | None]:
-    """How the gradients of this run are added up, and its plan where that was made."""
+    """Returns the run's reduction of gradients, and its plan where that was made."""
     from whalejax import _compat_processes
     from whalejax.elastic.adding_up.agreement import Arbiter, agreed
     from whalejax.elastic.adding_up.price import AddingProcesses

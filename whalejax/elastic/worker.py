@@ -22,7 +22,7 @@ _MOST_VALUES: Final = 4096
 
 
 def precision_asked(words: Sequence[str]) -> str | dict[str, str]:
-    """As ``wh.plan`` takes it; its default where nothing was given."""
+    """Returns ``--precision`` as ``wh.plan`` takes it; by default its default."""
     named: dict[str, str] = {}
     for word in words:
         name, _, value = word.rpartition("=")
@@ -31,7 +31,7 @@ def precision_asked(words: Sequence[str]) -> str | dict[str, str]:
 
 
 def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
-    """What ``wh.train_elastic`` takes as ``mesh`` from the words of ``--mesh``.
+    """Returns ``--mesh`` as ``wh.train_elastic`` takes it.
 
     Raises:
         WhaleError: neither ``auto`` or ``replicas`` nor sizes of axes.
@@ -65,9 +65,9 @@ def write_metrics(folder: Path, step: int, metrics: Mapping[str, Any]) -> None:
     A full disk keeps none of them, and the steps go on.
 
     Args:
-        folder: Of one file for each process.
+        folder: Folder with one file for each process.
         step: Number of the step.
-        metrics: As ``wh.train_elastic`` yields them; large arrays are left out.
+        metrics: Metrics that ``wh.train_elastic`` yielded; large arrays are left out.
     """
     told = {"step": step, "time": round(time.time(), 3)}
     leaves = ((name, np.asarray(x)) for name, x in metrics.items())

@@ -29,7 +29,7 @@ _SECTIONS = ("params", "rest", "opt_state", "step", "rng", "loss_scale")
 
 
 class OwnStates:
-    """What a step takes as a state of its own.
+    """Checks and converts states for one step.
 
     A state that came in the layout of the one before is not compared again: its types
     and placements are then mostly the very objects that were seen.
@@ -39,7 +39,7 @@ class OwnStates:
         """Know of no state yet.
 
         Args:
-            origin: of the step's own.
+            origin: Identity of the step.
         """
         self._origin = origin
         self._seen: dict[bool, Any] = {}
@@ -50,10 +50,10 @@ class OwnStates:
         """A state as one of the step's own.
 
         Args:
-            given: what the step was given.
+            given: State that the step was given.
             own: gives an abstract one, with layouts.
-            trains: it is trained; else an evaluation reads it, and gets no more than
-                that needs.
+            trains: Whether it is trained; else an evaluation reads it, and gets no more
+                than that needs.
 
         Raises:
             PlanError: it is consumed, or no state of such a layout; what differs is
@@ -74,7 +74,7 @@ class OwnStates:
 
 
 def _layout(state: TrainState) -> Any:
-    """What tells whether a state lies as another one did."""
+    """Returns a key that is equal for states of equal layout."""
     leaves, tree = jax.tree.flatten(state)
     places = [getattr(leaf, "sharding", None) for leaf in leaves]
     return tree, [getattr(leaf, "aval", None) for leaf in leaves], places
@@ -84,7 +84,7 @@ def check_leaves(state: TrainState, own: TrainState, *, trains: bool) -> None:
     """Refuse a state with other arrays than a step's own has, wherever they lie.
 
     Args:
-        state: what was given.
+        state: State that the user gave.
         own: an abstract one of the step.
         trains: say that the optimizer may be another one.
 
@@ -253,8 +253,9 @@ def to_lower(
     """A state to lower a step with, which may be an abstract one.
 
     Args:
-        given: what the step was given.
-        states, own: of the step, as for ``OwnStates.checked``.
+        given: State that the step was given.
+        states, own: States of the step, and its own abstract state, as for
+            ``OwnStates.checked``.
     """
     leaves = jax.tree.leaves(given)
     if not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
@@ -268,7 +269,7 @@ def to_save(given: Any, own: TrainState, *, trains: bool) -> TrainState:
     """A state that a checkpoint of a step can hold, wherever its arrays lie.
 
     Args:
-        given: what is to be saved.
+        given: State to save.
         own: an abstract one of the step.
         trains: the step trains; else it may hold another one's optimizer state.
     """

@@ -71,14 +71,16 @@ class UncheckedCheckpoint(UserWarning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedModel:
-    """What a checkpoint holds beside the optimizer's state.
+    """Contents of a checkpoint without the optimizer's state.
 
     Attributes:
-        params, rest: as in a state.
+        params, rest: Parameters and non-trainable state, with the structures of a
+            state.
         rng: the run's random key.
         step: number of steps done.
-        samples: that these took.
-        updates: that its optimizer counted; ``step`` where it counts none.
+        samples: Number of samples of its steps.
+        updates: Number of updates that its optimizer counted; ``step`` where it counts
+            none.
     """
 
     params: Any
@@ -102,7 +104,7 @@ def save(
     Args:
         path: a directory that does not exist yet; its parents are made.
         state: a training state of sharded arrays; is kept.
-        plan: what the state was made for.
+        plan: Plan of the state.
         batch_size: samples of its global batch, where that is known.
         before_it_appears: called when all is written; where it raises, nothing is left.
 
@@ -132,7 +134,7 @@ def save(
 
 
 def new_path(path: Any) -> Path:
-    """Where a new checkpoint goes."""
+    """Returns the checked path of a new checkpoint."""
     target = existing_path(path)
     if "://" in os.fspath(path):
         raise WhaleError(
@@ -172,9 +174,9 @@ def restore(
     """Read a checkpoint into the layout of a state, whatever layout wrote it.
 
     Args:
-        path: what ``save`` wrote.
+        path: Path of a checkpoint.
         abstract_state: a state of ``jax.ShapeDtypeStruct`` leaves with shardings.
-        plan: what the state is made for.
+        plan: Plan of the new state.
         batch_size: samples of its global batch, where that is known.
 
     Returns:
@@ -225,7 +227,7 @@ def restore_model(
     """Read what a checkpoint holds beside the optimizer's state.
 
     Args:
-        path, abstract_state, plan, batch_size: as for ``restore``. A leaf that is
+        path, abstract_state, plan, batch_size: Arguments of ``restore``. A leaf that is
             trained here and was not there, or the other way round, is found by name.
         on_host: read NumPy arrays; else arrays in the state's own layout, in the
             devices' memory.
@@ -301,7 +303,7 @@ def checked(target: Path) -> Record:
 
 
 def unchecked(target: Path) -> str:
-    """What there is to say of a checkpoint without hashes."""
+    """Returns the note on a checkpoint without hashes."""
     return (
         f"{target} was written by a version that kept no hashes: the sizes of its "
         "files are right, and their contents could not be checked"
@@ -373,7 +375,7 @@ def raw_array(array: Any) -> Any:
 
 
 def _request(leaf: Leaf, sharding: Any) -> Any:
-    """What to read a leaf as."""
+    """Returns the array that is requested for a leaf."""
     make: Any = jax.ShapeDtypeStruct
     if not leaf.key_impl:
         return make(leaf.shape, jnp.dtype(leaf.dtype), sharding=sharding)

@@ -91,7 +91,9 @@ def told_by_all(mine: str, what: str) -> list[str]:
 
 
 def _waited_for(key: str, deadline: float) -> str | None:
-    """What another process told; signals are heard once a second meanwhile."""
+    """Returns another process's value, or None after the deadline; signals are handled
+    once a second.
+    """
     while True:
         found = _compat_processes.told_by(key, 1.0)
         if found is not None or time.monotonic() > deadline:
@@ -102,8 +104,8 @@ def fail_together(error: str, what: str) -> None:
     """Raise in all processes if one of them has an error.
 
     Args:
-        error: of this process, or empty.
-        what: was done; the same in all of them.
+        error: Error of this process, or empty.
+        what: Action that failed; the same text in all processes.
 
     Raises:
         WhaleError: with the first error there is.
@@ -124,7 +126,8 @@ def hashed(building: Path) -> dict[str, str]:
     which would take longer than writing it together did.
 
     Args:
-        building: where it stands; all files are written. All processes call this.
+        building: Folder of the checkpoint; all files are written. All processes call
+            this.
 
     Raises:
         OSError: in all of them, if one cannot read its files.
@@ -157,7 +160,7 @@ def check_hashes(target: Path, record: Record) -> None:
 
     Args:
         target: the checkpoint.
-        record: of it; one without hashes passes.
+        record: Record of the checkpoint; one without hashes passes.
 
     Raises:
         DamagedCheckpoint: every file that was changed.
@@ -179,12 +182,12 @@ def check_hashes(target: Path, record: Record) -> None:
 def changed(
     target: Path, file_sha256: Mapping[str, str], names: Sequence[str]
 ) -> list[str]:
-    """What is wrong with the contents of files, in words.
+    """Describes files whose contents differ from their hashes.
 
     Args:
         target: the checkpoint.
         file_sha256: the hash of each file when it was written.
-        names: of the files to be read.
+        names: Names of the files to be read.
     """
     try:
         hashes = _hashes(target, names)
@@ -219,7 +222,8 @@ _REMOVAL_SECONDS: Final = 0.1
 
 @contextmanager
 def being_built(target: Path) -> Iterator[Path]:
-    """Where a checkpoint is built; renamed to its own name at the end of the block.
+    """Yields the folder of an unfinished checkpoint and renames it at the end of the
+    block.
 
     Whatever goes wrong, what was built so far is removed. All processes call this.
 
@@ -298,7 +302,7 @@ def unwritten(target: Path, error: Exception) -> str:
 
     Args:
         target: its path.
-        error: of the system, or of Orbax, which tells of the system's in words.
+        error: Error of the system, or of Orbax, which reports the system's in words.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number is None:

@@ -68,8 +68,9 @@ class Leaf:
     Attributes:
         section: the field of the state that it belongs to.
         name: dotted path inside the section; of a parameter, the plan's.
-        shape: of the whole array; of random keys, without the words of a key.
-        dtype: such as ``"float32"``, or ``"key<fry>"`` for random keys.
+        shape: Shape of the global array; of random keys, without the words of a key.
+        dtype: Name of the dtype, such as ``"float32"``, or ``"key<fry>"`` for random
+            keys.
         key_impl: name of the random keys' algorithm, or empty.
     """
 
@@ -81,7 +82,7 @@ class Leaf:
 
     @property
     def place(self) -> Place:
-        """What the leaf is known by."""
+        """Returns the path that identifies the leaf."""
         return self.section, self.name
 
     @property
@@ -92,17 +93,18 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a checkpoint says of itself.
+    """Description of a checkpoint's contents.
 
     Attributes:
         leaves: every array of the state.
         file_bytes: size of each file, by its path in the checkpoint.
         file_sha256: SHA-256 of each file in hexadecimal digits; None in checkpoints
             of versions that wrote none, which cannot be checked.
-        samples: that the steps before took, or None where it was not known.
+        samples: Number of samples of the steps before, or None where it was not known.
         batch_size: samples of the global batch of the plan that it was saved under,
             or None where it was not known.
-        num_micro_batches: of each step of that plan, or None where it was not known.
+        num_micro_batches: Micro-batches in each step of that plan, or None where it was
+            not known.
     """
 
     leaves: tuple[Leaf, ...]
@@ -114,7 +116,7 @@ class Record:
 
 
 def unfinished(path: Path) -> Path:
-    """Where a checkpoint stands while it is being written.
+    """Returns the path of a checkpoint while it is being written.
 
     >>> unfinished(Path("run/step_000010")).name
     'step_000010.unfinished'
@@ -144,9 +146,9 @@ def write_record(
     Args:
         building: its directory.
         leaves: every array of the state.
-        plan: what the state was made for.
+        plan: Plan of the state.
         file_sha256: the hash of each file.
-        samples: that the steps before took, or None where it is not known.
+        samples: Number of samples of the steps before, or None where it is not known.
         batch_size: samples of a global batch, or None where it has none.
     """
     record: dict[str, Any] = {
@@ -177,7 +179,7 @@ def _hash_of(record: Mapping[str, Any]) -> str:
 
 
 def read_record(target: Path) -> Record:
-    """What a checkpoint says of itself; the hashes of its files are not compared.
+    """Reads the description of a checkpoint, without comparing hashes.
 
     Raises:
         DamagedCheckpoint: the record cannot be read or was changed, or files were lost
@@ -256,7 +258,7 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
 
 
 def _record_of(record: Mapping[str, Any]) -> Record:
-    """What a whole record says.
+    """Returns the description in a complete record.
 
     Raises:
         ValueError: or others, where what it says is of another form.
@@ -345,7 +347,7 @@ def check_same(
     Args:
         target: Folder of the checkpoint.
         saved, wanted: Leaves that it has, and those that it should have.
-        remedy: What helps where only the optimizer is another.
+        remedy: Remedy where only the optimizer is another.
 
     Raises:
         WhaleError: every leaf that differs.

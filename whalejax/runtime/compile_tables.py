@@ -45,12 +45,12 @@ def compile_tables(
         model: The same model, abstract or real.
         optimizer: Optimizer of the parameters that are no tables; plain evaluation
             needs none.
-        out_of_range: What becomes of ids that have no row: ``"error"`` checks every
-            batch before it is used, ``"clip"`` takes the nearest row.
-        trainable: As given to ``wh.plan_tables``.
+        out_of_range: Treatment of ids that have no row: ``"error"`` checks every batch
+            before it is used, ``"clip"`` takes the nearest row.
+        trainable: Selection of trained parameters, the one given to ``wh.plan_tables``.
         devices: Devices of the dense part, in node order; all of them if left out.
-        job: Of a plan with two sections, the job whose batches the sparse section makes
-            for ``SectionsStep.run``, as the command line names it.
+        job: Job whose batches the sparse section of a two-section plan makes for
+            ``SectionsStep.run``, as the command line names it.
         job_settings: Settings of that job.
         replace_every: Number of steps after which tables are placed anew where the
             lookups of these steps show that it wins 5 % of the most loaded device's
@@ -116,7 +116,7 @@ def compile_plan(
 
     Args:
         plan: One with tables.
-        loss_fn, model, batch, optimizer: As for ``wh.compile``.
+        loss_fn, model, batch, optimizer: Arguments of ``wh.compile``, unchanged.
         options: Others of ``compile_tables``.
     """
     own = tables_plan(plan, batch)

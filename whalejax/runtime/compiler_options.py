@@ -69,7 +69,7 @@ def compiled_with(
 
     Args:
         plan: the plan.
-        options: of the compiler.
+        options: XLA options of the compiler.
         precisions: (TaskGraph, precision) pairs where only some compute in 16 bits.
     """
     each = (compiled_with(one, options, precisions) for one in plan.pipelines)

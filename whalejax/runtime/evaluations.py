@@ -30,11 +30,11 @@ class Evaluations:
     Args:
         step: The compiled step.
         batches: A sequence of batches, a function that gives them anew, or None.
-        records: Where results are written.
+        records: Table that receives the results.
         folder: Folder of the checkpoints, or None.
         first: Steps that were done before.
         metric: Name of the metric whose best checkpoint is kept, or None.
-        mode: Which of its values are better.
+        mode: Better direction of its values, ``"min"`` or ``"max"``.
         patience: Evaluations in a row without a better value that end the run, or None.
 
     Attributes:
@@ -96,7 +96,7 @@ class Evaluations:
 
         Args:
             done: Steps that the state has behind it.
-            state: Is kept.
+            state: State to evaluate; it is not donated.
 
         Raises:
             WhaleError: There are no batches, or no metric of the name that is wanted.
@@ -150,7 +150,7 @@ def mean_metrics(
 
     Args:
         step: The compiled step.
-        state: Is kept.
+        state: State to evaluate; it is not donated.
         batches: Global batches; the last one may have fewer samples.
 
     Raises:

@@ -51,7 +51,7 @@ class FolderLock:
         """Take nothing yet.
 
         Args:
-            folder: where checkpoints go.
+            folder: Folder of checkpoints.
         """
         self.folder = folder
         self._opened = -1
@@ -141,7 +141,7 @@ class FolderLock:
             os.close(opened)
 
     def _without_locks(self, path: Path, holder: dict[str, Any]) -> int:
-        """On a file system without locks, what the file says must do."""
+        """Takes the lock by the file's contents, on a file system without locks."""
         if holder and not _has_ended(holder):
             raise self._held(holder)
         path.unlink(missing_ok=True)
@@ -215,7 +215,7 @@ def _who() -> dict[str, Any]:
 
 
 def _read(opened: int) -> dict[str, Any]:
-    """Who holds a lock, as its file says; empty where it says nothing."""
+    """Reads the holder of a lock from its file; empty where it names none."""
     try:
         said = json.loads(os.pread(opened, _LONGEST, 0))
     except (OSError, ValueError, RecursionError):

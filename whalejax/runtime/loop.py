@@ -52,7 +52,7 @@ Hook = Callable[[int, Mapping[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopResult:
-    """What a call of ``train`` did.
+    """Result of a call of ``train``.
 
     Attributes:
         state: State after the last step.
@@ -163,9 +163,10 @@ def _run_of(
     """The run that ``train`` was asked for, checked and with its folder held.
 
     Args:
-        opened: Where what has to be closed is entered.
+        opened: Stack that receives the contexts to close.
         first: Steps that were done before.
-        step, save_dir, clock, is_held, resumed_from, given: As for ``train``.
+        step, save_dir, clock, is_held, resumed_from, given: Arguments of ``train``,
+            unchanged.
     """
     folder = None if save_dir is None else Path(save_dir)
     _check_arguments(step=step, save_dir=folder, **given)
@@ -208,7 +209,7 @@ def _run_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rhythm:
-    """Which steps there are, and after which of them something is done.
+    """Steps of a run, and the steps after which something is done.
 
     Attributes:
         first: Steps that were done before.
@@ -238,9 +239,10 @@ class _Run:
     """A run of the loop: everything that ``train`` was given, and the last checkpoint.
 
     Attributes:
-        step, folder, keep, resumed_from: As for ``train``.
-        rhythm: Which steps there are.
-        losses, windows, evaluations: What was computed, measured and evaluated.
+        step, folder, keep, resumed_from: Arguments of ``train``, unchanged.
+        rhythm: Steps of the run.
+        losses, windows, evaluations: Records of what was computed, measured and
+            evaluated.
     """
 
     step: TrainStep
@@ -256,7 +258,7 @@ class _Run:
         """Do all steps.
 
         Args:
-            state: Is consumed.
+            state: State to train; its buffers are donated.
             batch_of: Gives the global batch of a step, counted from 0.
         """
         first, steps = self.rhythm.first, self.rhythm.steps
@@ -317,8 +319,8 @@ def latest(save_dir: str | os.PathLike[str]) -> Path | None:
     """The checkpoint of the most steps in a directory, or None.
 
     Args:
-        save_dir: where ``train`` saved; what a killed run left unfinished is not
-            taken for a checkpoint.
+        save_dir: Folder that ``train`` saved to; unfinished checkpoints of a killed run
+            are skipped.
     """
     return next(iter(checkpoints(Path(save_dir))), None)
 
@@ -326,7 +328,7 @@ def latest(save_dir: str | os.PathLike[str]) -> Path | None:
 def _batch_function(
     batches: Callable[[int], Any] | Iterable[Any], first: int
 ) -> Callable[[int], Any]:
-    """What gives the batch of a step, by its number or one after the other."""
+    """Returns a function from a step's number to its batch."""
     if callable(batches):
         return batches
     place = getattr(batches, "step", first)

@@ -29,10 +29,11 @@ class Quantity:
     """A number that was predicted and compiled.
 
     Attributes:
-        name: what it is.
+        name: Name of the number.
         predicted, compiled: None where there is none.
         unit: ``"bytes"``, ``"flops"`` or ``"seconds"``.
-        predicted_count, compiled_count: of a collective, its executions.
+        predicted_count, compiled_count: Executions of a collective, predicted and
+            compiled.
     """
 
     name: str
@@ -55,8 +56,8 @@ class Finding:
     """Something in the compiled program that the plan does not say.
 
     Attributes:
-        what: in words.
-        nbytes: that it moves or holds in one step on one device; 0 where not known.
+        what: Fact in words.
+        nbytes: Bytes moved or held in one step on one device; 0 where not known.
         name: name stack of the operation behind it.
         place: the user's line behind it, as ``file:line``, or empty.
     """
@@ -82,7 +83,7 @@ def compared_traffic(
     """Bytes and executions of a step by kind and mesh axes, predicted and compiled.
 
     Args:
-        plan: What was compiled.
+        plan: Plan that was compiled.
         traffic: Collectives of the program, with their ``kind``, ``axes``, ``count``
             and ``payload_bytes``.
     """
@@ -131,8 +132,8 @@ def unplanned_traffic(
     collectives, so that this is a hint and the sums are the finding.
 
     Args:
-        plan: What was compiled.
-        quantities: What ``compared_traffic`` gave of it.
+        plan: Plan that was compiled.
+        quantities: Comparison of its traffic by ``compared_traffic``.
         traffic: Collectives of the program.
         least: Part of all traffic above which something is named.
     """

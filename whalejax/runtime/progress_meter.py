@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, elsewhere a line every few seconds.
+"""Progress of a run: a bar on a terminal, elsewhere a line every few seconds.
 
 Under continuous integration nothing is shown. What runs calls ``Meter.show`` after
 every step and need not know where the output goes.
@@ -59,17 +59,17 @@ def unattended() -> bool:
 
 
 class Meter:
-    """How far a run is: a bar on a terminal, elsewhere a line every few seconds.
+    """Progress of a run: a bar on a terminal, elsewhere a line every few seconds.
 
     Used as a context manager. Under continuous integration nothing is shown.
 
     Args:
-        console: where to; a quiet one shows nothing.
-        title: such as ``"training"``.
+        console: Console that shows it; a quiet one shows nothing.
+        title: Title such as ``"training"``.
         first: steps done before.
-        steps: to be done in all.
-        waiting: what happens before the first step is done, such as ``"compiling"``;
-            then a line says how long that took.
+        steps: Total number of steps.
+        waiting: Activity before the first step, such as ``"compiling"``; a line then
+            says how long it took.
         clock: seconds, rising.
     """
 
@@ -110,7 +110,7 @@ class Meter:
 
         Args:
             step: counted from 1.
-            words: what else to say of it.
+            words: Further text of the line.
         """
         if not self._shows:
             return
@@ -158,11 +158,11 @@ def progress_words(
     """Loss, speed and step time of a run in one line.
 
     Args:
-        loss: of the latest step.
-        unit: what the speed counts, ``"tokens"`` or ``"samples"``.
-        units_per_step: how many of it a global batch holds.
-        predicted_seconds: of a step, by the plan.
-        measured_seconds: of a step, or None while nothing is measured.
+        loss: Loss of the latest step.
+        unit: Unit of the speed, ``"tokens"`` or ``"samples"``.
+        units_per_step: Number of units in a global batch.
+        predicted_seconds: Step time that the plan predicts.
+        measured_seconds: Measured step time, or None while nothing is measured.
 
     >>> progress_words(2.5, unit="tokens", units_per_step=4096,
     ...                predicted_seconds=0.4, measured_seconds=0.5)

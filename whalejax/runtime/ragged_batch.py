@@ -29,10 +29,11 @@ from whalejax.user_code.losses import Merged
 def real_samples(
     leaves: Sequence[Any], plan: Plan, axes: Sequence[int | None]
 ) -> tuple[int, int] | None:
-    """How many samples a batch has, and a whole one; None unless it has fewer.
+    """Returns the numbers of samples of a batch and of a full one; None unless it has
+    fewer.
 
     Args:
-        leaves: of a batch.
+        leaves: Leaves of a batch.
         plan: the plan.
         axes: the batch dimension of each leaf.
     """
@@ -54,7 +55,7 @@ def passes(samples: int, whole: int) -> Iterator[tuple[int, int]]:
     """First sample and number of samples of each pass.
 
     Args:
-        samples: how many there are.
+        samples: Number of samples.
         whole: samples of a whole batch.
 
     >>> [*passes(13, 32)]
@@ -74,10 +75,10 @@ def repeated(
     """A whole batch of some samples of one, in turn.
 
     Args:
-        leaves: of the batch.
+        leaves: Leaves of the batch.
         axes: the batch dimension of each leaf.
         first, count: the samples.
-        size: of a whole batch.
+        size: Number of samples of a full batch.
     """
     rows = first + np.arange(size) % count
 
@@ -97,8 +98,8 @@ def check_mean(captured: Captured, samples: int, whole: int) -> None:
     """Refuse a loss that is more than a mean over samples.
 
     Args:
-        captured: as it is evaluated.
-        samples: how many there are.
+        captured: Traced loss in evaluation mode.
+        samples: Number of samples.
         whole: samples of a whole batch.
 
     Raises:
@@ -127,8 +128,8 @@ def together(
     """Loss and metrics of all samples.
 
     Args:
-        parts: of each pass, how many samples it has and what it gave.
-        captured: what was evaluated.
+        parts: Number of samples and result of each pass.
+        captured: Traced loss that was evaluated.
         whole: samples of a whole batch.
     """
     counts = [count for count, _ in parts]
@@ -155,7 +156,7 @@ class _Combined:
 
     Attributes:
         counts: samples of each pass.
-        weights: of each pass.
+        weights: Weight of each pass.
         whole: samples of a whole batch, in which each one stands equally often.
     """
 
@@ -172,7 +173,7 @@ class _Combined:
         return jax.tree.map(lambda *rows: self.rows(kind, rows), *values)
 
     def same(self, *values: Any) -> Any:
-        """What is the same of all samples."""
+        """Returns a value that is equal in all passes."""
         return values[0]
 
     def max(self, *values: Any) -> Any:

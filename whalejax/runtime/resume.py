@@ -42,7 +42,7 @@ def held(folder: Path | None) -> Iterator[None]:
     """Hold a folder for this run; all its processes call this.
 
     Args:
-        folder: where its checkpoints go; None holds nothing.
+        folder: Folder of the run's checkpoints; None holds nothing.
 
     Raises:
         WhaleError: another run holds it, or it cannot be written.
@@ -66,10 +66,10 @@ class Resumed:
     """A state to go on from.
 
     Attributes:
-        state: as it was saved.
-        checkpoint: where.
-        notes: what a user should know: which checkpoints are damaged, and whether this
-            one could be checked.
+        state: State that was saved.
+        checkpoint: Path of its checkpoint.
+        notes: Notes for the user: damaged checkpoints, and whether this one could be
+            checked.
     """
 
     state: TrainState
@@ -88,7 +88,7 @@ def depends_on_parts(plan: Plan, adapter: Adapter) -> bool:
 
 
 class Restoring(Protocol):
-    """What restores a checkpoint: a ``TrainStep``."""
+    """Restores a checkpoint: a ``TrainStep``."""
 
     @property
     def plan(self) -> Plan:
@@ -145,7 +145,9 @@ def resumed(step: Restoring, checkpoints: list[Path]) -> Resumed | None:
 
 
 def _other_parts(record: Record, step: Restoring, path: Path) -> list[str]:
-    """What is said where steps were made of other micro-batches, and that matters."""
+    """Returns the note on a checkpoint whose steps had other micro-batches, where that
+    matters.
+    """
     before, now = record.num_micro_batches, step.plan.num_micro_batches
     if before in (None, now) or not step.parts_matter:
         return []
@@ -164,7 +166,7 @@ def agreed_checkpoints(folder: Path) -> list[Path]:
     times.
 
     Args:
-        folder: where they were saved. All processes call this.
+        folder: Folder of the checkpoints. All processes call this.
 
     Raises:
         WhaleError: in all of them, where it cannot be read, or one does not see what
@@ -225,7 +227,7 @@ def _free(path: Path) -> Path:
 def batches_from(
     job: Job, size: int, *, step: int, samples: int
 ) -> Callable[[int], Any]:
-    """What gives the global batch of each step of a run that goes on.
+    """Returns a function from a step to its global batch, for a run that goes on.
 
     It begins at the sample after those that were seen, also where these are no whole
     number of batches: a batch then has the end of one of the job's and the beginning
@@ -235,7 +237,7 @@ def batches_from(
         job: gives batches by their number.
         size: samples of a global batch.
         step: the number of the first step, counted from 0.
-        samples: that those before took.
+        samples: Number of samples of the steps before.
 
     >>> import numpy as np
     >>> job = Job(len, len, {"x": np.arange(20)}, None)
@@ -247,7 +249,7 @@ def batches_from(
 
 
 def batches_by_samples(job: Job, size: int) -> Callable[[int], Any]:
-    """What gives a global batch by the number of samples before it."""
+    """Returns a function from the number of earlier samples to a global batch."""
     numbered = functools.lru_cache(maxsize=2)(lambda number: job.batch_at(number, size))
 
     def batch(samples: int) -> Any:
@@ -281,7 +283,7 @@ def checkpoints(save_dir: Path) -> list[Path]:
     """The checkpoints in a directory, those of the most steps first.
 
     Args:
-        save_dir: where they were saved.
+        save_dir: Folder of the checkpoints.
 
     Raises:
         WhaleError: it cannot be read.

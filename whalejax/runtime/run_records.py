@@ -1,4 +1,5 @@
-"""What a training loop keeps beside its checkpoints: a table of steps, the best one.
+"""Records of a training loop beside its checkpoints: a table of steps, the best
+checkpoint.
 
 Both go on where a run that was ended left them: rows of steps that are done again are
 replaced, and a checkpoint stays the best until another one is better.
@@ -120,7 +121,7 @@ def host_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Records:
-    """Where a training loop says what it did: hooks, a table, a bar.
+    """Outputs of a training loop: hooks, a table, a bar.
 
     Args:
         step: The compiled step.
@@ -130,7 +131,7 @@ class Records:
         progress: Show a bar.
         hooks: Called with the number of a step and its values by name.
         on_step: Called with the progress of each step, in every process.
-        opened: Where what has to be closed is entered.
+        opened: Stack that receives the contexts to close.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class BestCheckpoint:
     Attributes:
         step: Steps done when it was written.
         metric: Name of the metric.
-        mode: Which of its values are better.
+        mode: Better direction of its values, ``"min"`` or ``"max"``.
         value: Value of it.
         path: The checkpoint.
         waited: Number of evaluations since then, which were no better.
@@ -239,7 +240,7 @@ def best(save_dir: str | os.PathLike[str]) -> BestCheckpoint | None:
     """The checkpoint of the best evaluation in a folder, or None.
 
     Args:
-        save_dir: Where ``train`` saved with ``best=``.
+        save_dir: Folder that ``train`` saved to with ``best=``.
     """
     folder = Path(save_dir)
     try:
@@ -285,7 +286,7 @@ def keep_best(
 
     Args:
         save_dir: Folder of the run's checkpoints.
-        found: What is saved, and where.
+        found: Evaluation to record, with the path of its checkpoint.
         save: Writes a checkpoint at a path; all processes call it.
         writes: This process writes the file and removes what is old.
     """

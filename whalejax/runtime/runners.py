@@ -1,4 +1,4 @@
-"""Which runner a plan takes. Each is imported where a plan asks for it."""
+"""Chooses the runner of a plan and imports it on demand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def runner_of(plan: Plan) -> Callable[..., Runner]:
-    """What makes the runner of a plan."""
+    """Returns the class of a plan's runner."""
     if plan.pipelines:
         from whalejax.lowering.uneven.pipeline_executor import Pipes
 
@@ -33,12 +33,12 @@ def runner_of(plan: Plan) -> Callable[..., Runner]:
 
 
 def evaluator_of(plan: Plan, trains: Any, *given: Any) -> Runner:
-    """What runs the loss with the model in evaluation mode.
+    """Returns a runner of the loss with the model in evaluation mode.
 
     Args:
-        plan: that is run.
+        plan: Plan that is run.
         trains: its runner as it trains.
-        given: what a runner is made of, behind the plan.
+        given: Arguments of the runner after the plan.
     """
     if plan.apart and not plan.pipelines:
         from whalejax.lowering.pipeline_mpmd.evaluation import Evaluating
@@ -52,7 +52,7 @@ def rehearsal_of(runner: Any, state: TrainState, batch: Any) -> Rehearsal:
     """The compiled programs of stages that have their own.
 
     Args:
-        runner: of a plan whose stages are apart.
+        runner: Runner of a plan whose stages have programs of their own.
         state: abstract.
         batch: the same.
     """
@@ -62,10 +62,10 @@ def rehearsal_of(runner: Any, state: TrainState, batch: Any) -> Rehearsal:
 
 
 def layout_of(runner: Any, plan: Plan, structure: Any) -> BatchLayout:
-    """How the batches of a step are given.
+    """Returns the layout of a step's batches.
 
     Args:
-        runner: what runs.
+        runner: Runner of the step.
         plan: its plan.
         structure: tree of a batch.
     """

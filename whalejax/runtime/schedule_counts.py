@@ -25,7 +25,7 @@ def with_schedule(state: Any, updates: int, keep: bool | None) -> Any:
     Args:
         state: with a fresh optimizer's state.
         updates: number of updates that were made before.
-        keep: they go on; with None a warning says that they do not.
+        keep: Whether they go on; with None a warning says that they do not.
 
     Raises:
         WhaleError: they shall go on, and there are none.

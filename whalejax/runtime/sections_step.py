@@ -44,7 +44,7 @@ class PipelineMetrics(Mapping[str, Any]):
         """Wait for nothing yet.
 
         Args:
-            pipeline: Where the step is on its way.
+            pipeline: Pipeline that the step is passing through.
             work: Its batch.
         """
         self._pipeline, self._work = pipeline, work
@@ -111,12 +111,12 @@ class PipelineState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionReport:
-    """What both sections did; ``print`` shows it.
+    """Report of both sections; ``print`` shows it.
 
     Attributes:
-        sections: As planned.
+        sections: Sections of the plan.
         measured: The same with the times that were measured.
-        lags: How many lookups of processes lacked so many updates.
+        lags: Number of lookups by the number of updates that they lacked.
         replaced: Number of processes that were started in place of another.
     """
 
@@ -166,7 +166,7 @@ class SectionsStep(TableStep):
         """Start the processes of the sparse section.
 
         Args:
-            given: As for ``TableStep``.
+            given: Arguments of ``TableStep``, unchanged.
             job: Name and settings of the job whose batches the processes make.
             settings: Other arguments of ``Pipeline``.
         """
@@ -181,7 +181,7 @@ class SectionsStep(TableStep):
 
     @property
     def sections(self) -> Sections:
-        """How the sections work together."""
+        """Returns the division of work between the sections."""
         found: Sections | None = self.plan.sections
         assert found is not None
         return found
@@ -276,7 +276,7 @@ class SectionsStep(TableStep):
         """One step of both optimizers, which is on its way when this returns.
 
         Args:
-            state: Is consumed.
+            state: State of the step before; its buffers are donated.
             batch: The global batch.
 
         Returns:
@@ -305,7 +305,7 @@ class SectionsStep(TableStep):
         """Steps whose batches the processes of the sparse section make.
 
         Args:
-            state: Is consumed.
+            state: State of the step before; its buffers are donated.
             steps: Number of steps; they go on behind those of the state.
 
         Yields:
@@ -339,7 +339,7 @@ class SectionsStep(TableStep):
                 yield self._submitted(first + number, leaves, ids, bounds)
 
     def _made_ids(self, by_lookup: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """What ``_host_ids`` gives, of ids that another process made."""
+        """Returns ``_host_ids`` of ids that another process made."""
         found = jax.jit(self._clipped_ids)(by_lookup)
         return np.asarray(found[0]), np.asarray(found[1])
 
@@ -367,8 +367,9 @@ class SectionsStep(TableStep):
         """The loss and metrics of a batch; nothing changes.
 
         Args:
-            state: Is kept; steps that are on their way are done first.
-            batch: As for a step.
+            state: State to evaluate; it is not donated. Steps that are under way are
+                completed first.
+            batch: Global batch, laid out like that of a step.
         """
         leaves = [np.asarray(leaf) for leaf in self._matching(batch)]
         ids, bounds = self._host_ids(leaves)
@@ -384,7 +385,7 @@ class SectionsStep(TableStep):
         """The lowered dense section (``jax.stages.Lowered``).
 
         Args:
-            state, batch: As for a step.
+            state, batch: Arguments of a step, unchanged.
         """
         leaves = self._on_devices(self._matching(batch))
         layout = self.programs.layout
@@ -445,7 +446,7 @@ class SectionsStep(TableStep):
         """A copy of another step's state in these processes, by no file.
 
         Args:
-            state: Is kept.
+            state: State of the other step; it is not donated.
             step: The step that it is of, not this one.
 
         Raises:
@@ -458,7 +459,8 @@ class SectionsStep(TableStep):
     # What was measured.
 
     def report(self) -> SectionReport:
-        """What both sections took since the step was made, and how late updates were.
+        """Returns the times of both sections since the step was made, and the lags of
+        updates.
 
         Median seconds of the first steps hold compilation; ``forget_times`` begins
         anew.

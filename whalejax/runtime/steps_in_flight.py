@@ -29,7 +29,7 @@ _WINDOW_SECONDS: Final = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What is known when the loss of a step arrives.
+    """Progress of a run when the loss of a step arrives.
 
     Attributes:
         step: Number of steps done, this one counted.
@@ -69,7 +69,7 @@ class LossesInFlight:
 
         Args:
             step: its number.
-            metrics: of the step.
+            metrics: Metrics of the step.
         """
         self._in_flight.append((step, dict(metrics)))
         while len(self._in_flight) > self._most_in_flight:

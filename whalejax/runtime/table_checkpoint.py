@@ -68,7 +68,7 @@ def restore_sections(path: str | os.PathLike[str], wanted: Sections) -> Sections
     """Read a checkpoint as host arrays; its files are compared with their hashes.
 
     Args:
-        path: What ``save_sections`` wrote.
+        path: Path of a checkpoint of ``save_sections``.
         wanted: Arrays, real or abstract, of the shapes and types that it must have.
 
     Raises:

@@ -97,12 +97,12 @@ class TableStep:
     """A plan with tables, compiled: call it with a state and a global batch.
 
     Attributes:
-        plan: What it runs.
+        plan: Plan that it runs.
         mesh: Devices, with the axes ``data`` and ``fsdp``.
         programs: The sections of the step, and the layout of the tables.
         dtype: Element type of all tables.
-        store: What brings tables to the devices and back.
-        adapter: How the model divides into parameters and the rest.
+        store: Store that moves tables to the devices and back.
+        adapter: Adapter that divides the model into parameters and other state.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class TableStep:
         """Trace what is needed to know shapes; compile nothing.
 
         Args:
-            plan, adapter, optimizer, out_of_range, devices, replace_every: As for
-                ``compile_tables``.
+            plan, adapter, optimizer, out_of_range, devices, replace_every: Arguments of
+                ``compile_tables``, unchanged.
         """
         self.plan, self.adapter, self._replace_every = plan, adapter, replace_every
         self._counts = LookupCounts()
@@ -172,12 +172,12 @@ class TableStep:
     def _make_layout(
         self, plan: TablesPlan, program: TableProgram, names: tuple[str, ...]
     ) -> TableLayout:
-        """Where rows are, and how they reach the samples."""
+        """Returns the positions of rows and their ways to the samples."""
         samples = program.lookups[0].shape[0] // self.mesh.size
         return make_layout(plan.placement, program.lookups, names, samples)
 
     def _make_store(self) -> Any:
-        """What brings tables to where they are; its methods are ``TableStore``'s."""
+        """Returns the store of the tables, with the methods of ``TableStore``."""
         tables = self.plan.placement.tables
         return TableStore(
             layout=self.programs.layout,
@@ -324,7 +324,7 @@ class TableStep:
         """One step of both optimizers.
 
         Args:
-            state: Is consumed: its buffers are reused.
+            state: State of the step before; its buffers are donated.
             batch: The global batch.
 
         Returns:
@@ -359,7 +359,7 @@ class TableStep:
         return self.place(state, found.placement) if found.gain > _WORTH else state
 
     def replacement(self) -> Replacement:
-        """What placing tables anew would win, by the lookups that were counted.
+        """Returns what a new placement would win, by the lookups that were counted.
 
         Raises:
             PlanError: none were counted; ``replace_every`` counts them.
@@ -377,8 +377,8 @@ class TableStep:
         """The state with its tables stored in another way, which this step then obeys.
 
         Args:
-            state: Is consumed.
-            placement: Of the same tables on as many ranks.
+            state: State to move; its buffers are donated.
+            placement: Placement of the same tables on as many ranks.
 
         Raises:
             PlanError: it is of other tables or ranks.
@@ -413,7 +413,7 @@ class TableStep:
         """A copy of another step's state in this one's placement, by no file.
 
         Args:
-            state: Is kept.
+            state: State of the other step; it is not donated.
             step: The step that it is of: of the same model and optimizers, on any
                 devices or processes.
 
@@ -439,8 +439,8 @@ class TableStep:
         """The loss and metrics of a batch; nothing changes.
 
         Args:
-            state: Is kept.
-            batch: As for a step.
+            state: State to evaluate; it is not donated.
+            batch: Global batch, laid out like that of a step.
         """
         metrics: dict[str, Any] = self._eval(self._checked(state), self._placed(batch))
         return metrics
@@ -450,7 +450,7 @@ class TableStep:
         """The lowered step (``jax.stages.Lowered``), for looking at the program.
 
         Args:
-            state, batch: As for a step.
+            state, batch: Arguments of a step, unchanged.
         """
         return self._train.lower(self._checked(state), self._placed(batch))
 
@@ -598,7 +598,7 @@ class TableStep:
 
         Args:
             path: Directory that does not exist yet; its parents are made.
-            state: Is kept.
+            state: State to write; it is not donated.
 
         Raises:
             WhaleError: something is at that path already, or it cannot be written.
@@ -612,7 +612,7 @@ class TableStep:
         """Read a checkpoint into this plan's placement, whatever placement wrote it.
 
         Args:
-            path: What ``save`` wrote.
+            path: Path of a checkpoint of ``save``.
 
         Raises:
             WhaleError: no checkpoint is there, it is damaged, or it is another model's
@@ -697,7 +697,7 @@ class TableStep:
         """Every table whole, in host memory, by its path.
 
         Args:
-            state: Is kept.
+            state: State to read; it is not donated.
         """
         found: dict[str, np.ndarray] = self.store.collect(state.tables, None)
         return found
@@ -706,7 +706,7 @@ class TableStep:
         """State arrays of every table's rows, whole, by path and name.
 
         Args:
-            state: Is kept.
+            state: State to read; it is not donated.
         """
         kinds = self.plan.rows.state_names
         by_kind = {kind: self.store.collect(state.tables, kind) for kind in kinds}
@@ -719,7 +719,7 @@ class TableStep:
         """The model in the user's own type, its tables whole in host memory.
 
         Args:
-            state: Is kept.
+            state: State to export; it is not donated.
         """
         values = {**self.table_values(self._checked(state)), **state.params}
         # The next step takes the buffers of the state.

@@ -78,9 +78,9 @@ class TrainStep:
     """A plan, compiled: call it with a state and a global batch.
 
     Attributes:
-        plan: what it runs.
+        plan: Plan that it runs.
         mesh: the devices.
-        adapter: how the model divides into parameters and the rest.
+        adapter: Adapter that divides the model into parameters and other state.
         shardings: a state whose leaves are the ``NamedSharding`` of each array.
         batch_axes: the batch dimension of each flat leaf of a batch, or None.
     """
@@ -99,7 +99,8 @@ class TrainStep:
         """Trace what is needed to know shapes; compile nothing.
 
         Args:
-            plan, adapter, captured, optimizer, devices, batch_axes: what is run.
+            plan, adapter, captured, optimizer, devices, batch_axes: Plan, model, loss,
+                optimizer, devices and batch of the step.
             batch: structure of a batch.
             traced: traces the loss with another mode of the model, as planned.
         """
@@ -127,7 +128,7 @@ class TrainStep:
 
     @functools.cached_property
     def _evaluator(self) -> Runner:
-        """What runs the loss with the model in evaluation mode."""
+        """Returns a runner of the loss with the model in evaluation mode."""
         adapter = self.adapter.evaluating()
         if adapter is None:
             return self._runner
@@ -230,7 +231,7 @@ class TrainStep:
         """One step of the optimizer.
 
         Args:
-            state: is consumed: its buffers are reused.
+            state: State of the step before; its buffers are donated.
             batch: the global batch; with several processes this process's part of it,
                 or global ``jax.Array`` leaves.
 
@@ -269,11 +270,12 @@ class TrainStep:
         the same states.
 
         Args:
-            state: is kept. That of another step of the same layout will do, with any
-                optimizer or none.
-            batch: as for a step; or with fewer samples, such as the last of an epoch,
-                if one process gives all of them and the loss is a mean over samples.
-                The result is that of these samples.
+            state: State to evaluate; it is not donated. A state of another step with
+                the same layout will do, with any optimizer or none.
+            batch: Global batch, laid out like that of a step; or one with fewer
+                samples, such as the last of an epoch, if one process gives all of them
+                and the loss is a mean over samples. The result is that of these
+                samples.
             training: with the model in the mode in which a step runs it.
 
         Raises:
@@ -370,7 +372,7 @@ class TrainStep:
         return rows
 
     def batch_regions(self) -> dict[str, tuple[tuple[slice, ...], ...]]:
-        """What of a sample this process's devices hold.
+        """Returns the part of a sample that this process's devices hold.
 
         Returns:
             By the path of a batch leaf, for each dimension of a sample (the batch's own
@@ -397,7 +399,9 @@ class TrainStep:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Of a micro-batch on each replica, as measured so far; 0 where not known."""
+        """Returns the measured seconds of a micro-batch on each replica; 0 where not
+        known.
+        """
         runner = self._runner
         return runner.seconds if isinstance(runner, Following) else ()
 
@@ -443,7 +447,7 @@ class TrainStep:
         """Trace some steps, and set what was measured beside what is predicted.
 
         Args:
-            state: Is consumed.
+            state: State to train; its buffers are donated.
             batch: The global batch of every step.
             steps: Number of steps that are traced, after two that are not.
 
@@ -510,7 +514,7 @@ class TrainStep:
 
         Args:
             path: a directory that does not exist yet.
-            state: is kept.
+            state: State to write; it is not donated.
 
         Raises:
             WhaleError: it cannot be written there, with what to do about it, or the
@@ -533,8 +537,9 @@ class TrainStep:
         arrays go from device to device, and by no file or host memory.
 
         Args:
-            state: is kept. Of the same model and, where this step trains, with an
-                optimizer's state of the same form.
+            state: State of the other step; it is not donated. It must be of the same
+                model and, where this step trains, with an optimizer's state of the same
+                form.
 
         Raises:
             PlanError: it is consumed, another model's or optimizer's, or several
@@ -556,9 +561,9 @@ class TrainStep:
         and started again at any time, with other processes too.
 
         Args:
-            folder: where checkpoints are saved; it need not exist. Damaged ones are
-                renamed, with a warning.
-            make_model, rng: as for ``init``.
+            folder: Folder of checkpoints; it need not exist. Damaged ones are renamed,
+                with a warning.
+            make_model, rng: Arguments of ``init``, unchanged.
 
         Raises:
             WhaleError: a checkpoint is another model's, or all are damaged.
@@ -586,7 +591,7 @@ class TrainStep:
         written with them.
 
         Args:
-            path: what ``save`` wrote.
+            path: Path of a checkpoint of ``save``.
             only: ``"model"`` takes parameters and what else belongs to the model, the
                 run's random key and the numbers of steps and samples; the optimizer's
                 state and the loss scale begin anew. So a model is trained on with
@@ -650,7 +655,7 @@ def compile(
         optimizer: an optax transformation; plain evaluation needs none.
         batch: the global batch, abstract or real, where it has containers other than
             dictionaries, lists and tuples; otherwise the plan knows it.
-        trainable, axis_names, batch_axes: as given to ``wh.plan``.
+        trainable, axis_names, batch_axes: Arguments of ``wh.plan``, unchanged.
         devices: the devices to run on, in node order; all of them if left out.
         out_of_range: with tables, what becomes of ids that have no row: ``"error"``
             checks every batch before it is used, ``"clip"`` takes the nearest row.
@@ -766,7 +771,7 @@ def step_of(
         plan: a runnable one.
         adapter: the model as it is, at no other precision.
         example: the global batch, abstract or real.
-        optimizer, batch_axes, devices: as for ``compile``.
+        optimizer, batch_axes, devices: Arguments of ``compile``, unchanged.
     """
     chosen = devices_of(plan, devices)
     check_host_memory(plan, chosen[0])

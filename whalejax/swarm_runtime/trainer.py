@@ -219,9 +219,7 @@ class Trainer(TrainerState):
 
     @contextlib.contextmanager
     def _summing(self) -> Iterator[None]:
-        """Holds back peers that finish a download until they can take the next step's
-        state.
-        """
+        """Marks gradient sums as under way, so that newcomers take the next state."""
         with self._lock:
             self._is_summing = True
         try:

@@ -1,1 +1,1 @@
-"""How the gradients of an elastic run's processes are added up, chosen by price."""
+"""Reduction of gradients over an elastic run's processes, chosen by cost."""

@@ -57,14 +57,15 @@ class Arbiter:
         """Connect to nothing yet.
 
         Args:
-            address: of the supervisor.
+            address: Address of the supervisor.
             key_file: path of the key of the run.
         """
         self._where, self._address = address, split_address(address, "supervisor")
         self._key = key_of_run(key_file, address)
 
     def ask(self) -> ReductionDecision:
-        """What was decided, if anything was, and between how many.
+        """Returns the decision of the run, if there is one, and the number of
+        processes.
 
         Raises:
             WhaleError: no supervisor answers.
@@ -72,7 +73,7 @@ class Arbiter:
         return self._told(FIRST_SECONDS, by="", why="")
 
     def decide(self, offer: AddingUp) -> AddingUp:
-        """What holds for the run: this, if nobody decided before.
+        """Returns the run's decision: the earlier one, or else this offer.
 
         Raises:
             WhaleError: no supervisor answers.
@@ -113,11 +114,11 @@ def agreed(
     mtbf: float,
     too_late: Callable[[], bool],
 ) -> AddingUp:
-    """How gradients of this run are added up.
+    """Returns the reduction of gradients that all processes of this run use.
 
     Args:
         arbiter: keeps it.
-        asked: as the user wants it; None leaves it to the price.
+        asked: Backend that the user wants; None leaves the choice to the cost.
         replica: gives the plan of one of these processes; None where it has no room.
         mtbf: mean seconds between failures.
         too_late: whether this process has started its devices by now, and cannot join
@@ -160,7 +161,7 @@ def agreed(
 
 
 def _processes(known: ReductionDecision) -> AddingProcesses:
-    """Those of a run, as far as one of them can see."""
+    """Returns the processes of the run, as far as this one can see."""
     return AddingProcesses(
         count=known.processes,
         hosts=known.hosts,

@@ -96,10 +96,10 @@ def _looked() -> Cluster:
 
 
 def network_bytes_per_second(net: Path = _NET) -> float | None:
-    """Of the fastest network card of this host that is up; None where none says.
+    """Returns the rate of this host's fastest network card that is up, or None.
 
     Args:
-        net: where the system describes them.
+        net: Folder where the system describes its network cards.
     """
     rates = []
     for card in net.glob("*"):
@@ -118,7 +118,7 @@ def has_fabric(folder: Path = _FABRIC) -> bool:
     """Whether this host has a network such as InfiniBand beside its cards.
 
     Args:
-        folder: where the system describes it.
+        folder: Folder where the system describes such networks.
     """
     return any(folder.glob("*"))
 

@@ -1,4 +1,4 @@
-"""What it costs to add gradients up by messages, and by the platform's collectives.
+"""Costs of reducing gradients by messages and by the platform's collectives.
 
 By messages each process is a whole replica, and one that is lost costs the others a
 moment. By collectives all processes are one program, which starts again when one is
@@ -65,10 +65,10 @@ class AddingProcesses:
     """The processes among which gradients are added up.
 
     Attributes:
-        count: how many there are at most.
+        count: Largest number of processes.
         hosts: on which they run, in equal parts.
         each: the devices of one of them; the others have the same.
-        network_bytes_per_second: of one host's network card, which messages cross.
+        network_bytes_per_second: Rate of one host's network card, which messages cross.
         has_fabric: the hosts have another network for the platform's collectives, such
             as InfiniBand; else these cross the same card.
     """
@@ -131,10 +131,10 @@ class AddingProcesses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """What a step takes in each way, in seconds.
+    """Step time with each backend, in seconds.
 
     Attributes:
-        messages, collectives: of an undisturbed step.
+        messages, collectives: Duration of an undisturbed step.
         with_failures: the same two with what failures cost, by the mean.
     """
 
@@ -148,7 +148,7 @@ def choose(replica: Plan | None, processes: AddingProcesses, mtbf: float) -> Add
 
     Args:
         replica: the plan of one process alone; None where it has no room for the model.
-        processes: that there will be.
+        processes: Processes that the run will have.
         mtbf: mean seconds between failures of any of them.
     """
     one = f"{processes.each.num_devices} {processes.each.kinds[0].display_name()}"
@@ -182,7 +182,7 @@ def choose(replica: Plan | None, processes: AddingProcesses, mtbf: float) -> Add
 
 
 def price(replica: Plan, processes: AddingProcesses, mtbf: float) -> Priced:
-    """What a step takes in each way."""
+    """Returns the step time with each backend."""
     count, micro_batches = processes.count, replica.num_micro_batches
     alone = replica.time.step_seconds
     most = max(shares([0.0] * count, micro_batches)) / micro_batches
@@ -214,8 +214,9 @@ def price(replica: Plan, processes: AddingProcesses, mtbf: float) -> Priced:
 
 
 def _copy_seconds(replica: Plan, processes: AddingProcesses) -> float:
-    """That a copy of the shards in memory holds steps up: until it is on the host, and
-    on the way to the next host's memory where steps cross the same network card."""
+    """Returns the seconds that a copy of the shards in memory delays steps: the copy to
+    the host, and its way to the next host where steps use the same network card.
+    """
     state = replica.memory.params_bytes + replica.memory.optimizer_bytes
     seconds = state / processes.count / _host_link(processes)
     if processes.hosts > 1 and not processes.has_fabric:
@@ -228,7 +229,7 @@ def _over(seconds: float, goodput: float) -> float:
 
 
 def gradient_bytes(replica: Plan) -> int:
-    """Of one sum of gradients, each as wide as its parameter."""
+    """Returns the bytes of one sum of gradients, each as wide as its parameter."""
     return sum(leaf.nbytes for leaf in replica.trained)
 
 

@@ -83,15 +83,15 @@ _TERMINATED: Final = 143
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOptions:
-    """What an agent is started with.
+    """Options of an agent.
 
     Attributes:
         supervisor: host and port where it listens.
         key: file of the key of the run.
-        processes: that this agent may hold at once.
+        processes: Largest number of processes of this agent at a time.
         name: unlike that of any other agent of the run; that of the machine if None.
-        host: where other members reach those of this machine; if None, the address
-            from which this machine reaches the supervisor.
+        host: Address at which other members reach those of this machine; if None, the
+            address from which this machine reaches the supervisor.
         logs: folder of logs.
         patience: seconds after which a supervisor that is away does not come back.
     """

@@ -45,12 +45,12 @@ class AgentRecord(Generic[Link]):
 
     Attributes:
         name: unlike that of any other agent.
-        host: where its members are reached.
-        machine: that it runs on, as ``processes.machine`` names it.
+        host: Address at which its members are reached.
+        machine: Machine that it runs on, as ``processes.machine`` names it.
         room: processes that it may hold.
-        token: what its process drew; another one has another.
+        token: Random token of its process, which tells it from its successor.
         link: its connection; None where that ended.
-        leaving: it was told to end, and takes no further process.
+        leaving: Whether it was asked to end and takes no further process.
         asked: processes that it was asked to start: names and slots.
         there: names of processes that it holds.
     """
@@ -92,8 +92,8 @@ class AgentFleet(Generic[Link]):
         """No agent is there yet.
 
         Args:
-            run: whose agents they are.
-            take: is told what agents do, with the time of it.
+            run: Run that the agents serve.
+            take: Function that receives the agents' events with their times.
             send: sends a message over a connection.
             close: ends one; what is behind it connects anew.
             program: see the attribute.
@@ -133,7 +133,7 @@ class AgentFleet(Generic[Link]):
         Args:
             now: the time.
             link: its connection.
-            message: what it said, which is not refused.
+            message: Accepted message of the agent.
         """
         name, told = message.agent, {one[0]: one for one in message.there}
         if self._ended_for is not None:
@@ -303,7 +303,7 @@ class AgentFleet(Generic[Link]):
 
     @property
     def names(self) -> list[str]:
-        """Of processes whose end was not told."""
+        """Returns the names of processes whose end was not reported."""
         return [name for r in self._agents.values() for name in sorted(r.there)]
 
     def holds(self, link: Link) -> bool:
@@ -341,7 +341,8 @@ class AgentFleet(Generic[Link]):
 def program(
     command: Sequence[str], environment: Mapping[str, str], python: str
 ) -> dict[str, Any]:
-    """What agents start: each by its own Python where that is the first word.
+    """Returns the program that agents start, each by its own Python where that is the
+    first word.
 
     >>> program(["/usr/bin/python", "a.py"], {}, "/usr/bin/python")["command"]
     ['', 'a.py']

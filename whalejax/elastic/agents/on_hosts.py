@@ -51,7 +51,7 @@ class HostAgents:
             hosts: their names, which are the agents' too.
             supervisor: host and port where it listens.
             logs: folder of ``--logs``, of the same name on all hosts.
-            processes: that each may hold.
+            processes: Largest number of processes on each host.
             remote_shell: words before a host's name and the command for it.
         """
         self._hosts, self._supervisor, self._logs = hosts, supervisor, logs

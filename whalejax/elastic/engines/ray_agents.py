@@ -32,12 +32,12 @@ _FAILED_SECONDS: Final = 10.0
 
 
 def hold_agent(words: Sequence[str], folder: str, log: str) -> int:
-    """What an actor does: it runs an agent, which ends with it.
+    """Runs an agent in an actor until it ends.
 
     Args:
-        words: of the agent's command, behind the Python of its node.
-        folder: that it runs in.
-        log: where it writes to.
+        words: Arguments of the agent's command, after the Python of its node.
+        folder: Working directory of the agent.
+        log: Path of its log.
 
     Returns:
         The agent's status.
@@ -68,7 +68,7 @@ class RayAgents:
     """One agent on each node of a Ray cluster while a block runs.
 
     Attributes:
-        names: of the agents on the nodes that are there in the beginning.
+        names: Names of the agents on the nodes that are there in the beginning.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class RayAgents:
         """Connect to the cluster; start nothing yet.
 
         Args:
-            address: of the cluster, or ``"auto"``.
+            address: Address of the cluster, or ``"auto"``.
             supervisor: host and port where it listens.
             logs: folder of ``--logs``, of the same name on all nodes.
-            processes: of the run, which the nodes share; each node holds as many as
-                its part is now.
+            processes: Number of processes of the run, divided among the nodes that are
+                there now.
 
         Raises:
             WhaleError: Ray is not installed, or there is no cluster.
@@ -110,7 +110,7 @@ class RayAgents:
         self._thread = threading.Thread(target=self._keep, daemon=True)
 
     def _nodes(self) -> list[Mapping[str, Any]]:
-        """Those that are alive and run anything."""
+        """Returns the nodes that are alive and run anything."""
         nodes = self._ray.nodes()
         return [n for n in nodes if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
 

@@ -47,9 +47,9 @@ class Copied:
     """A set of copies, one of each process.
 
     Attributes:
-        step: of the state.
-        generation: that made it.
-        count: of processes.
+        step: Step of the state.
+        generation: Generation that made it.
+        count: Number of processes.
     """
 
     step: int
@@ -58,7 +58,7 @@ class Copied:
 
     @property
     def names(self) -> list[str]:
-        """Of the files of all processes, by rank."""
+        """Returns the file names of all processes, by rank."""
         return [
             f"{self.step}-{self.generation}-{rank}of{self.count}"
             for rank in range(self.count)
@@ -70,7 +70,7 @@ class CopyFile(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Size in bytes."""
         ...
 
     def __getitem__(self, part: slice, /) -> np.ndarray:
@@ -101,8 +101,8 @@ class Copies:
     """Writes this process's shards, one set at a time, in a thread of its own.
 
     Attributes:
-        folder: where.
-        seconds: that the last set took to be written and sent.
+        folder: Folder of the copies.
+        seconds: Duration of writing and sending the last set.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -135,10 +135,10 @@ class Copies:
         """Copy this process's shards to its host; they are written beside the steps.
 
         Args:
-            state: is kept.
-            plan: what it was made for.
+            state: State to copy; it is not donated.
+            plan: Plan of the state.
             copied: the set.
-            rank: of this process.
+            rank: Rank of this process.
             send: puts the file on another machine; ``OSError`` where it cannot.
         """
         self.wait()
@@ -209,7 +209,7 @@ class Copies:
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """Where a shard begins and ends in each dimension.
+    """Returns the first and last index of a shard in each dimension.
 
     >>> box_of((slice(None), slice(2, 4)), (3, 8))
     ((0, 3), (2, 4))
@@ -235,7 +235,7 @@ def read_copies(
         opened: gives a file by its name, wherever that is; ``OSError`` where it cannot.
         copied: a whole set.
         abstract: the state as ``jax.ShapeDtypeStruct`` with layouts.
-        plan: what it is made for.
+        plan: Plan of the new state.
 
     Raises:
         BadCopies: they are another state's, or not as they were written.
@@ -292,7 +292,7 @@ Filler = Callable[[Box, np.dtype], np.ndarray]
 
 
 def _filler(found: Sequence[tuple[Mapping[str, Any], CopyFile]], name: str) -> Filler:
-    """What gives any part of a leaf, from the pieces that it was copied in."""
+    """Returns a function that assembles any part of a leaf from its copied chunks."""
 
     def fill(box: Box, dtype: np.dtype) -> np.ndarray:
         part = np.empty([end - begin for begin, end in box], dtype)

@@ -66,12 +66,12 @@ class Copying:
         """Copy nothing yet; all processes call this.
 
         Args:
-            step: whose states are copied.
+            step: Step whose states are copied.
             key: file of the key of the run.
-            generation: that these processes are in.
+            generation: Generation of these processes.
             every: steps between copies; None finds the best number, by Daly.
             mtbf: seconds between failures, for that.
-            tell: is told, with the step, why copies are made no more.
+            tell: Function that receives the step and the reason when copies end.
         """
         self._step, self._generation = step, generation
         self._every, self._mtbf, self._tell = every, mtbf, tell
@@ -130,7 +130,7 @@ class Copying:
 
         Args:
             done: the step.
-            error: of this process, or empty.
+            error: Error of this process, or empty.
         """
         found = _first_error(error, "copies in memory")
         if found:
@@ -290,8 +290,8 @@ def _first_error(error: str, what: str) -> str:
     """The first error that a process has, or nothing; all processes call this.
 
     Args:
-        error: of this process, or empty.
-        what: was done.
+        error: Error of this process, or empty.
+        what: Action that failed, for the message.
 
     Raises:
         WhaleError: a process did not come here.
@@ -300,6 +300,6 @@ def _first_error(error: str, what: str) -> str:
 
 
 def _holders(mine: dict[str, Any]) -> list[CopyHolder]:
-    """Who holds copies, of all processes; all of them call this."""
+    """Returns the holders of copies in all processes; all of them call this."""
     said = told_by_all(json.dumps(mine), "where copies are")
     return [holder_from(json.loads(text)) for text in said]

@@ -66,9 +66,9 @@ class CopyHolder:
     """A process that holds copies.
 
     Attributes:
-        machine: that it is on.
-        folder: in which it holds them; agents of one machine may have several.
-        host, port: where it answers; of no use where all have one folder.
+        machine: Machine that it is on.
+        folder: Folder of its copies; agents of one machine may have several.
+        host, port: Address at which it answers; unused where all have one folder.
     """
 
     machine: str
@@ -78,14 +78,14 @@ class CopyHolder:
 
 
 def other_machine(holders: Sequence[CopyHolder], rank: int) -> CopyHolder | None:
-    """Who holds a second copy of what a process writes; None on a single machine.
+    """Returns the holder of a second copy for a process; None on a single machine.
 
     Process k of a machine puts its copies at process k of the next one, counted anew
     from the first where that has fewer.
 
     Args:
-        holders: of all ranks, in order.
-        rank: of the process.
+        holders: Holders of all ranks, in order.
+        rank: Rank of the process.
 
     >>> holders = [CopyHolder(machine=m, port=n) for n, m in enumerate("aabc")]
     >>> [other_machine(holders, rank).port for rank in range(4)]
@@ -105,15 +105,15 @@ class CopyExchange:
     """Takes copies of other machines into a folder, gives parts of those in it.
 
     Attributes:
-        host, port: where others reach it.
+        host, port: Address at which others reach it.
     """
 
     def __init__(self, folder: Path, key: Key, host: str) -> None:
         """Listen.
 
         Args:
-            folder: of this machine's copies.
-            key: of the run.
+            folder: Folder of this machine's copies.
+            key: Key of the run.
             host: address at which other machines reach this one.
 
         Raises:
@@ -136,8 +136,8 @@ class CopyExchange:
         """Put a file on another machine.
 
         Args:
-            path: of the file, whose name it keeps.
-            holder: who takes it.
+            path: Path of the file, whose name it keeps.
+            holder: Holder that receives it.
 
         Raises:
             OSError: it cannot be read here, or was not taken there.
@@ -199,7 +199,7 @@ class RemoteCopy:
     """A file of another machine, of which parts are read.
 
     Attributes:
-        size: in bytes.
+        size: Size in bytes.
     """
 
     def __init__(self, caller: Caller, address: Address, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the processes of a run keep copies in the memory of their machine.
+"""Folder in the machine's memory for the copies of a run's shards.
 
 They outlive the processes, so that the supervisor and agents remove them. It imports
 no JAX.
@@ -19,11 +19,11 @@ MEMORY: Final = Path("/dev/shm")
 
 
 def memory_folder(key: Path, run: str) -> Path:
-    """Where the copies of a run go.
+    """Returns the folder of a run's copies.
 
     Args:
         key: file of the key of the run, of whose path no other folder of a run has one.
-        run: what its supervisor calls it, unlike earlier ones with the same key.
+        run: Identity of the run, other than that of earlier ones with the same key.
     """
     return MEMORY / f"{_prefix(key)}{run}"
 

@@ -26,7 +26,7 @@ _LEAST_CACHED: Final = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 
 def compilation_cache(folder: Path) -> dict[str, str]:
-    """Where members find the programs that others have compiled, unless it is said."""
+    """Returns the environment of a shared compilation cache, unless one is set."""
     if _CACHE in os.environ:
         return {}
     return {_CACHE: str(folder.absolute()), _LEAST_CACHED: "0"}

@@ -393,7 +393,7 @@ class Supervisor:
     # Connections.
 
     def _serve(self, channel: Channel) -> None:
-        """In the wire's own loop: messages become events of this one."""
+        """Turns messages into the supervisor's events, on the wire's own thread."""
         try:
             while (said := channel.next(TO_SUPERVISOR)) is not None:
                 if isinstance(said, Report) and not said.number:

@@ -1,4 +1,4 @@
-"""What the user of a run is told of its events."""
+"""Texts of a run's events for its user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROGRESS: Final = frozenset({"adding_up", "begun", "leaving", "recovered", "sav
 
 
 def adding_up_words(by: str, why: str) -> str:
-    """How gradients are added up.
+    """Describes how gradients are reduced.
 
     >>> adding_up_words("messages", "there is one process")
     'gradients are added up by messages: there is one process'
@@ -25,7 +25,7 @@ def adding_up_words(by: str, why: str) -> str:
 
 
 def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
-    """What a user is told of an event, if anything."""
+    """Returns the text of an event for the user; empty for others."""
     if quiet and event in _PROGRESS:
         return ""
     match event:

@@ -51,7 +51,7 @@ class DeviceEvent:
 
 @dataclass(frozen=True, slots=True)
 class TraceData:
-    """What a trace has of some steps.
+    """Steps and instructions of a trace.
 
     Attributes:
         steps: (beginning, end) of each step on the host, in nanoseconds.
@@ -66,7 +66,7 @@ def read_trace(folder: Path) -> TraceData:
     """The steps and instructions of a trace.
 
     Args:
-        folder: What ``jax.profiler.trace`` wrote.
+        folder: Folder that ``jax.profiler.trace`` wrote.
 
     Raises:
         WhaleError: There is no trace, or it has no step or no instruction.

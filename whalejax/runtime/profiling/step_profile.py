@@ -70,7 +70,7 @@ class ProfileTerm:
         predicted_seconds: By the plan; None where it has no such term.
         measured_seconds: Mean over devices and steps. Of a collective the part in which
             nothing was computed.
-        hidden_seconds: Of a collective, the part beside which something was computed.
+        hidden_seconds: Part of a collective's time that is overlapped with computing.
     """
 
     name: str
@@ -86,7 +86,7 @@ class ProfileTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StepProfile:
-    """What was measured of some steps, beside what the plan predicts.
+    """Measured times of some steps, versus the plan's predictions.
 
     Attributes:
         step_seconds: Mean time of a step.
@@ -95,7 +95,7 @@ class StepProfile:
         terms: Parts of the step, the longest first; they add up to it.
         unplanned: Collectives that the plan does not have, the largest first, each
             with the user's line behind it.
-        trace: What was traced, for the file that ``save`` writes.
+        trace: Traced data, for the file that ``save`` writes.
         plan: The plan.
     """
 
@@ -114,7 +114,7 @@ class StepProfile:
         return abs(self.step_seconds - explained) / self.step_seconds
 
     def document(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Returns the profile as plain JSON data."""
         return {
             "whalejax_profile": 1,
             "step_seconds": self.step_seconds,
@@ -186,7 +186,7 @@ class StepProfile:
         Open it at https://ui.perfetto.dev, or in ``chrome://tracing``.
 
         Args:
-            path: Of a JSON file; one that exists is replaced.
+            path: Path of a JSON file; one that exists is replaced.
 
         Raises:
             WhaleError: The file cannot be written.
@@ -235,11 +235,11 @@ def profiled(
     """Trace some steps, and part them.
 
     Args:
-        plan: What is run.
+        plan: Plan that is run.
         program: Gives the text of the compiled program, or an empty one where there
             are several.
         run: Does a step: from a state to the next one, whose work is done.
-        state: Is consumed.
+        state: State to train; its buffers are donated.
         steps: Number of steps to trace.
 
     Returns:
@@ -266,10 +266,10 @@ def profiled(
 
 
 def profile_of(plan: PlanData, program: str, trace: TraceData) -> StepProfile:
-    """What a trace says of the steps of a plan.
+    """Returns the profile of a plan's steps from a trace.
 
     Args:
-        plan: What was run.
+        plan: Plan that was run.
         program: Text of the compiled program, or empty.
         trace: Steps and instructions.
     """
@@ -377,7 +377,7 @@ def _instructions(program: str) -> tuple[Instruction, ...]:
 def _collective_of(
     name: str, names: Mapping[str, Instruction], mesh: Mapping[str, int]
 ) -> str | None:
-    """What a collective is called, or None for an instruction that computes."""
+    """Returns the name of a collective, or None for an instruction that computes."""
     base = name.replace("-done", "-start")
     found = names.get(name) or names.get(base) or names.get(base.replace("-start", ""))
     if found is not None:

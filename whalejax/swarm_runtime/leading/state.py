@@ -466,7 +466,7 @@ class TrainerState:
             raise pull.error
 
     def _end_snapshots(self) -> None:
-        """Ends the acceptance of snapshots."""
+        """Cancels the snapshot that is being downloaded."""
         pull, self._pull = self._pull, None
         if pull is not None:
             with self._snapshot_lock:
