@@ -39,12 +39,12 @@ from whalejax.planner.pipeline.stage_placement import Placed, place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """Where a stage may lie: one of the equal parts of the devices.
+    """Devices that a stage may run on: one of the equal parts of a cluster.
 
     Attributes:
-        block: which of them, in node order.
+        block: Devices of the part, in node order.
         cluster: its devices.
-        ratio: what the model was measured to take there, over what is predicted.
+        ratio: Measured over predicted time of the model there.
     """
 
     block: int
@@ -53,7 +53,7 @@ class Ground:
 
     @property
     def kind(self) -> DeviceKind:
-        """Of its devices."""
+        """Returns the kind of its devices."""
         return self.cluster.kinds[0]
 
 
@@ -65,8 +65,8 @@ def grounds(
     Args:
         graph: the captured loss, whose timings are looked for.
         cluster: all devices.
-        devices: of a stage.
-        stages: how many there are.
+        devices: Number of devices of a stage.
+        stages: Number of stages.
 
     Raises:
         PlanError: links join no such number, or a stage would lie on several kinds.
@@ -100,7 +100,7 @@ def by_memory(found: Sequence[Ground]) -> list[Ground]:
 
 
 def unlike(found: Sequence[Ground]) -> bool:
-    """They are of several kinds."""
+    """Returns whether they are of several kinds."""
     return len({ground.kind.name for ground in found}) > 1
 
 
@@ -110,12 +110,13 @@ class Allotted:
 
     Attributes:
         placed: the order of the devices, and the cut.
-        work: of each stage, seconds that it computes for a micro-batch.
-        seconds: of a step as the schedule has it, what is handed on included.
+        work: Seconds that each stage computes for a micro-batch.
+        seconds: Step time under the schedule, transfers included.
         equal_seconds: the same, were it cut as for devices alike, in node order.
         equal_fits: so cut it would fit the memory.
-        least_seconds: of a step in which all compute all the time, could layers be cut.
-        needs_bytes: of a device of each stage, as the cut counts it.
+        least_seconds: Step time if all devices computed all the time, could layers be
+            cut.
+        needs_bytes: Bytes that a device of each stage needs, as the cut counts them.
     """
 
     placed: Placed
@@ -143,7 +144,8 @@ def allot(
         found: the devices of the stages, in node order.
         table: the schedule, of one part of the model on each stage.
         reserved: by kind, bytes of a device that are no layer's.
-        hidden: what is handed on crosses while stages work; else it is time of both.
+        hidden: Whether transfers overlap with computing; else they take time of both
+            stages.
 
     Raises:
         PlanError: fewer layers than stages, or no cut fits in any order.
@@ -220,7 +222,7 @@ def least_seconds(seconds: Sequence[Sequence[float]]) -> float:
     """The pace of a pipeline whose layers can be cut anywhere; exact for its order.
 
     Args:
-        seconds: of each stage, what every layer of the model takes on its devices.
+        seconds: Seconds of every layer of the model on each stage's devices.
 
     >>> least_seconds([[1.0] * 3, [2.0] * 3])
     2.0
@@ -241,12 +243,12 @@ def least_seconds(seconds: Sequence[Sequence[float]]) -> float:
 
 
 def notes(found: Sequence[Ground], graph: Graph, one: Allotted) -> Iterator[str]:
-    """What a plan says of stages on unlike kinds.
+    """Yields the notes of a plan whose stages run on unlike kinds.
 
     Args:
         found: their devices, in node order.
         graph: the captured loss.
-        one: how they share out the model.
+        one: Placement of the model on them.
     """
     kinds = [ground.kind for ground in found]
     if note := timing_note(kinds, weights_hash(graph.params)):

@@ -31,12 +31,12 @@ NO_LAYERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What stages share out: a scan over layers.
+    """Scan over layers that stages divide.
 
     Attributes:
-        position: where it stands.
+        position: Position of the scan.
         paths: parameters that it slices.
-        length: how many layers.
+        length: Number of layers.
         carried: ids of the tensors that a layer hands to the next.
         others: Further scans that estimates share out alike.
     """
@@ -70,7 +70,7 @@ class Shared:
         """Whether an operation at a position is inside one of the scans.
 
         Args:
-            position: where the operation stands.
+            position: Position of the operation.
         """
         places = (self.position, *(other.position for other in self.others))
         return any(position[: len(place)] == place for place in places)
@@ -117,7 +117,7 @@ class Shared:
 
         Args:
             graph: the captured loss.
-            layers: how many those are.
+            layers: Number of those layers.
         """
         for other in self.others:
             graph = other.of_stage(graph, max(1, other.length * layers // self.length))
@@ -184,8 +184,8 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
     """Refuse a number of stages that the devices do not divide into.
 
     Args:
-        devices: in all.
-        stages: how many.
+        devices: Number of devices in all.
+        stages: Number of stages.
         most: stages that there can be.
 
     Raises:
@@ -213,8 +213,8 @@ def devices_of_stage(cluster: Cluster, devices: int, stages: int) -> Cluster:
 
     Args:
         cluster: all devices.
-        devices: of a stage.
-        stages: how many there are.
+        devices: Number of devices of a stage.
+        stages: Number of stages.
 
     Raises:
         PlanError: links join no such number.

@@ -41,13 +41,13 @@ class Unit:
     """An equation that runs at one place.
 
     Attributes:
-        position: where it stands.
+        position: Position of the equation.
         reads: the values that it reads, each once.
         writes: the values that it gives.
         tensors: their ids in the graph; None for scalar constants.
         sizes: bytes of each.
-        cheap: it does no products and no loops.
-        line: where the user wrote it.
+        cheap: Whether it has no products and no loops.
+        line: Source line of the user's.
         kind: name of the operation.
     """
 
@@ -66,7 +66,7 @@ class Units:
     """A program in units.
 
     Attributes:
-        units: those that something depends on, in order.
+        units: Units that something depends on, in order.
         params: dotted paths of the trained parameters, which are the first inputs.
         frozen: numbers of the inputs behind them that are weights too.
         results: the loss and what it is reported with; values or None for constants.
@@ -152,7 +152,8 @@ class Units:
 
     @functools.cached_property
     def borders(self) -> dict[str, int]:
-        """Where a part may begin: by the parameter read first, the number of a unit.
+        """Returns the possible cut points: a unit's number by the parameter that it
+        reads first.
 
         Between two units that read parameters the border lies where least crosses it.
         """
@@ -242,7 +243,7 @@ def _check_needed(graph: Graph, labels: Sequence[int | None]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacePart:
-    """What one place of a pipeline runs.
+    """Units of one virtual stage.
 
     Attributes:
         units: numbers of its units, in order.
@@ -265,9 +266,9 @@ class Division:
 
     Attributes:
         units: the program.
-        parts: of each place.
+        parts: Part of each virtual stage.
         made_at: the place that makes each value that another one reads.
-        starts: where parts but the first begin; empty where marks say it.
+        starts: Cut points of the parts but the first; empty where marks define them.
     """
 
     units: Units
@@ -283,8 +284,8 @@ class Division:
         """The first stage that reads or makes an input; the first of all if none does.
 
         Args:
-            number: of the input.
-            stages: how many there are; parts are dealt out to them in turn.
+            number: Number of the input.
+            stages: Number of stages; parts are assigned to them in turn.
         """
         parts = enumerate(self.parts)
         places = (i for i, x in parts if number in x.inputs or number in x.fresh)
@@ -296,8 +297,8 @@ def divided(units: Units, starts: Sequence[str]) -> Division:
 
     Args:
         units: the program.
-        starts: of every part but the first, the parameter whose reading begins it, as
-            in ``Units.borders``.
+        starts: Parameters whose first reading begins every part but the first, as in
+            ``Units.borders``.
 
     Raises:
         PlanError: no border has that name, or they are not in the program's order.
@@ -412,7 +413,7 @@ def _check_changed(units: Units, parts: Sequence[PlacePart]) -> None:
 
 
 def _readers(units: Units, homes: Sequence[int], count: int) -> dict[int, set[int]]:
-    """By the number of an input, the places that cannot do without it."""
+    """Returns the virtual stages that need each input, by its number."""
     found: dict[int, set[int]] = defaultdict(set)
     for index, inputs in enumerate(units.inputs):
         if not units.free[index]:
@@ -433,7 +434,7 @@ def _places(
     count: int,
     readers: Mapping[int, Collection[int]],
 ) -> list[tuple[int, ...]]:
-    """Where each unit runs."""
+    """Returns the virtual stages of each unit."""
     wanted: list[set[int]] = [set() for _ in units.units]
     for value in units.results:
         if value is not None and value in units.makers:
@@ -462,7 +463,9 @@ def _kept(
     wanted: set[int],
     readers: Mapping[int, Collection[int]],
 ) -> set[int]:
-    """Where a free unit runs: where it is read, or a sum where its parameter lies."""
+    """Returns the virtual stages of a free unit: those of its readers, or for a sum
+    that of its parameter.
+    """
     inputs = units.inputs[index]
     if units.units[index].kind not in SUMS or not inputs or not wanted:
         return wanted or {0}

@@ -50,8 +50,8 @@ class ScheduleRow(NamedTuple):
 
     Attributes:
         tick: when, if every action took one tick and transfers none.
-        stage: which stage acts; stages hold devices of their own.
-        chunk: which of the stage's parts of the model, 0 where it has one.
+        stage: Number of the stage that acts; each stage has devices of its own.
+        chunk: Number of the stage's part of the model, 0 where it has one.
         micro_batch: on which micro-batch.
         action: forward, backward, or weight. Where a schedule splits the backward,
             ``backward`` is the gradient of the input alone and ``weight`` that of the
@@ -94,12 +94,14 @@ class Schedule:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What every place does with every micro-batch, in this order."""
+        """Returns the actions of every virtual stage on every micro-batch, in this
+        order.
+        """
         plain: tuple[Action, ...] = ("forward", "backward")
         return (*plain, "weight") if self.splits_backward else plain
 
     def key(self, row: ScheduleRow) -> Key:
-        """What identifies a row: its place along the pipeline comes first."""
+        """Returns the key of a row, which begins with its virtual stage."""
         return row.chunk * self.num_stages + row.stage, row.micro_batch, row.action
 
     def needs(self, row: ScheduleRow) -> Key | None:
@@ -118,7 +120,7 @@ class Schedule:
         return place + 1, micro_batch, "backward"
 
     def turn(self, row: ScheduleRow) -> int:
-        """In which turn a row stands; always 0 where there are none."""
+        """Returns the lockstep turn of a row; always 0 where there are none."""
         return row.tick // self.turn_ticks if self.turn_ticks else 0
 
     def of_stage(self, stage: int) -> tuple[ScheduleRow, ...]:
@@ -148,8 +150,9 @@ def schedule(
 
     Args:
         name: one of ``NAMES``.
-        num_stages: at least 1.
-        num_micro_batches: at least 1; a multiple of the stages where interleaved.
+        num_stages: Number of stages, 1 or more.
+        num_micro_batches: Number of micro-batches, 1 or more; a multiple of the stages
+            where interleaved.
         num_chunks: parts of the model on each stage; above 1 only where interleaved.
 
     Raises:
@@ -169,7 +172,7 @@ class Columns(NamedTuple):
     """The rows of a table as arrays, by tick, then stage.
 
     Attributes:
-        tick, stage, chunk, micro_batch: as of ``ScheduleRow``.
+        tick, stage, chunk, micro_batch: Fields of ``ScheduleRow``, one array each.
         action: index into the actions of the table.
     """
 
@@ -183,7 +186,7 @@ class Columns(NamedTuple):
 def written(
     name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1
 ) -> tuple[Schedule, Columns]:
-    """As ``schedule``, with the rows as columns alone: much sooner where many."""
+    """Builds a schedule with its rows as columns alone: much faster for many."""
     _check(name, num_stages, num_micro_batches, num_chunks)
     empty = Schedule(
         name=name,
@@ -239,7 +242,8 @@ def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
 def most_in_flight(
     name: str, num_stages: Any, stage: Any, num_micro_batches: Any, num_chunks: Any = 1
 ) -> Any:
-    """How many activations of a chunk a stage holds at most; ``Schedule.in_flight``.
+    """Returns the largest number of a chunk's activations on a stage;
+    ``Schedule.in_flight``.
 
     Args:
         name: one of ``NAMES``.
@@ -307,7 +311,8 @@ def _parts(
 
 
 def numbered(table: Schedule, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
-    """What identifies each row, and the row that it needs (``Schedule.needs``).
+    """Returns the number of each row, and of the row that it needs
+    (``Schedule.needs``).
 
     Returns:
         Numbers below actions × places × micro-batches, in that order; -1 for none.
@@ -326,7 +331,7 @@ def _earliest(empty: Schedule, action: np.ndarray, index: np.ndarray) -> Columns
     """The rows at the earliest tick, if every stage acts in its own order.
 
     Args:
-        empty: whose keys and dependencies to use.
+        empty: Schedule whose keys and dependencies are used.
         action, index: each stage's order.
 
     Raises:

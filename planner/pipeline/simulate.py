@@ -62,13 +62,13 @@ def simulate(
 
     Args:
         table: the schedule.
-        forward_seconds, backward_seconds: of one micro-batch at each place along the
-            pipeline (stages × chunks, in the model's order).
+        forward_seconds, backward_seconds: Seconds of one micro-batch on each virtual
+            stage (stages × chunks, in the model's order).
         transfer_seconds: from one place to the next, where that is another stage;
             sending does not keep a stage from its next action.
-        weight_seconds: as ``backward_seconds``, of the gradient of the parameters.
+        weight_seconds: Seconds of the gradients of parameters on each virtual stage.
             Given where the schedule splits the backward, and only there;
-            ``backward_seconds`` are then those of the gradient of the input.
+            ``backward_seconds`` are then those of the gradients of inputs.
 
     Raises:
         PlanError: times for another number of places, or for actions that the
@@ -114,7 +114,7 @@ class _Beat:
 
     Attributes:
         together: all stages wait for each other before.
-        stages, places, actions: of the rows.
+        stages, places, actions: Fields of the rows, one array each.
         reads, waits: slots that rows take in, and which rows those are.
         writes, leaves: slots that rows leave, and which rows those are.
     """
@@ -151,13 +151,13 @@ class Compiled:
         *,
         weight: np.ndarray | None = None,
     ) -> np.ndarray:
-        """As ``simulate``, of many cases: the step time of each alone.
+        """Returns the step time of many cases, each by the rules of ``simulate``.
 
         Args:
             forward, backward: seconds at each place along the pipeline, (place, case).
             transfer: seconds from one place to the next, (case,).
-            weight: as ``backward``, of the gradient of the parameters; where the
-                schedule splits the backward, and only there.
+            weight: Seconds of the gradients of parameters, shaped like ``backward``;
+                where the schedule splits the backward, and only there.
 
         Raises:
             PlanError: as ``simulate``.

@@ -16,7 +16,7 @@ class StageWork:
     """One micro-batch at one stage.
 
     Attributes:
-        flops: of products, forward and backward.
+        flops: FLOPs of products, forward and backward.
         compute_seconds: forward, and backward that computes forward again.
         received_bytes, sent_bytes: over the peer's link, either way.
     """
@@ -42,8 +42,8 @@ class StageOverLink:
 
     Attributes:
         stage: its number.
-        bytes_per_second: of the link.
-        compute_seconds, wire_seconds: of a micro-batch.
+        bytes_per_second: Bandwidth of the link.
+        compute_seconds, wire_seconds: Compute and transfer times of a micro-batch.
     """
 
     stage: int
@@ -71,7 +71,7 @@ class StageOverLink:
         """The stage over another link.
 
         Args:
-            bytes_per_second: of that link.
+            bytes_per_second: Bandwidth of the other link.
         """
         faster = bytes_per_second / self.bytes_per_second
         seconds = self.wire_seconds / faster
@@ -82,7 +82,7 @@ class StageOverLink:
 
         Args:
             width: relative to the stage's own.
-            layers: of the stage, relative to its own.
+            layers: Number of layers, relative to the stage's own.
         """
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""Where to cut a chain of layers into pipeline stages: exact, by intervals.
+"""Cuts a chain of layers into pipeline stages: exact, by intervals.
 
 The slowest stage sets the pace of a pipeline, so the cut minimises the largest time of
 a stage, within every stage's memory. Stages may be unlike: a slow device gets fewer
@@ -24,7 +24,8 @@ class Layer:
         seconds: forward and backward, at speed 1.
         static_bytes: parameters, gradients and optimizer state.
         activation_bytes: kept from forward to backward.
-        transfer_seconds: to bring its result to another stage, and a cotangent back.
+        transfer_seconds: Time to transfer its result to another stage, and a cotangent
+            back.
     """
 
     seconds: float
@@ -38,12 +39,12 @@ class Stage:
     """The devices that a stage runs on.
 
     Attributes:
-        speed: how many times as fast as the devices that the layers were timed on.
-        memory_bytes: of one device.
+        speed: Speed relative to the devices that the layers were timed on.
+        memory_bytes: Memory of one device.
         in_flight: micro-batches whose activations it holds at most.
-        seconds: of each layer on these devices, where that was measured; takes the
-            place of ``speed``.
-        kind: what the devices are called.
+        seconds: Measured seconds of each layer on these devices, used in place of
+            ``speed``; or None.
+        kind: Name of the devices' kind.
     """
 
     speed: float = 1.0
@@ -78,8 +79,8 @@ def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
     layer. Time and memory O(stages · layers²).
 
     Args:
-        layers: in the model's order.
-        stages: in the order of the pipeline.
+        layers: Layers in the model's order.
+        stages: Stages in the order of the pipeline.
 
     Raises:
         PlanError: fewer layers than stages, or no cut fits the memory.
@@ -121,7 +122,7 @@ def interval_seconds(layers: Sequence[Layer], stage: Stage) -> np.ndarray:
     """Time of a stage that holds layers start to end; infinite where it cannot.
 
     Args:
-        layers: in the model's order.
+        layers: Layers in the model's order.
         stage: its devices.
 
     Raises:

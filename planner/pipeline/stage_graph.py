@@ -18,7 +18,7 @@ def stage_graph(
     Args:
         graph: the captured loss.
         dims: its logical dimensions.
-        division: in parts.
+        division: Division of the model into parts.
         places: the parts of the stage.
     """
     units = division.units

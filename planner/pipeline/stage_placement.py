@@ -1,4 +1,4 @@
-"""Which kinds of devices hold which pipeline stages.
+"""Chooses the kinds of devices that hold pipeline stages.
 
 Whale places earlier stages on devices with more memory, because they hold the
 activations of more micro-batches, and then cuts the model by FLOP (Jia et al., 2022,
@@ -32,7 +32,7 @@ class Placed:
     Attributes:
         order: for each stage, the index of its devices among those that were given.
         stages: the devices of each stage, with the activations that it holds there.
-        cut: of the model.
+        cut: Cut of the model.
     """
 
     order: tuple[int, ...]
@@ -44,7 +44,8 @@ def memory_order(devices: Sequence[Stage]) -> tuple[int, ...]:
     """Whale's rule: devices with more memory hold earlier stages.
 
     Args:
-        devices: of each stage. Of equal memory, those that come first stay first.
+        devices: Devices of each stage. Of equal memory, those that come first stay
+            first.
 
     >>> memory_order([Stage(memory_bytes=16e9), Stage(memory_bytes=32e9)])
     (1, 0)
@@ -61,8 +62,8 @@ def in_order(
     """The best cut for devices in a given order.
 
     Args:
-        layers: in the model's order.
-        devices: of each stage; their ``in_flight`` is replaced.
+        layers: Layers in the model's order.
+        devices: Devices of each stage; their ``in_flight`` is replaced.
         in_flight: micro-batches whose activations each stage holds, in the order of
             the pipeline, as ``Schedule.in_flight`` has them.
         order: for each stage, the index of its devices.
@@ -87,8 +88,8 @@ def place(
     taken, S kinds and L layers.
 
     Args:
-        layers: in the model's order.
-        devices: of each stage, in any order; their ``in_flight`` is replaced.
+        layers: Layers in the model's order.
+        devices: Devices of each stage, in any order; their ``in_flight`` is replaced.
         in_flight: micro-batches whose activations each stage holds, in the order of
             the pipeline.
 

@@ -23,7 +23,7 @@ class Timed:
     """One row of a schedule.
 
     Attributes:
-        row: what is done.
+        row: Row of the schedule.
         start_seconds, end_seconds: since the step began.
     """
 
@@ -38,7 +38,7 @@ class Paced:
 
     Attributes:
         table: the schedule.
-        rows: in its order.
+        rows: Rows with their times, in the schedule's order.
     """
 
     table: Schedule
@@ -49,7 +49,7 @@ def table_of(plan: PlanData) -> Schedule:
     """The schedule that a plan's stages follow.
 
     Args:
-        plan: has stages.
+        plan: Plan with stages.
 
     Raises:
         PlanError: it has none.
@@ -69,7 +69,7 @@ def paced(plan: PlanData) -> Paced:
     their backwards, then what stages hand on; a stage that has nothing to do waits.
 
     Args:
-        plan: has stages.
+        plan: Plan with stages.
 
     Raises:
         PlanError: it has none.
@@ -103,7 +103,7 @@ def paced_beside(plan: PlanData) -> list[Paced]:
     """The rows of pipelines side by side, each with the micro-batches of its share.
 
     Args:
-        plan: has stages; of one pipeline, that one is all.
+        plan: Plan with stages; of one pipeline, the list has one item.
 
     Returns:
         Of each pipeline, in node order. Micro-batches have their numbers in the step;

@@ -1,4 +1,4 @@
-"""In which order the rows of a schedule and what they hand each other are issued.
+"""Orders the rows of a schedule and their transfers for issuing.
 
 One list for all stages: every process goes through it from the front, does the rows of
 its own stages, and takes part in what these hand over. Two processes never wait for
@@ -16,10 +16,10 @@ from whalejax.planner.pipeline.schedules import Action, Key, Schedule, ScheduleR
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Handing:
-    """What one part of the model hands another for a micro-batch.
+    """Transfer of a micro-batch from one part of the model to another.
 
     Attributes:
-        micro_batch: which.
+        micro_batch: Number of the micro-batch.
         source, target: places along the pipeline.
         action: ``forward`` hands on values, ``backward`` their cotangents.
     """
@@ -63,7 +63,7 @@ def issue_order(
         table: the schedule.
         ahead: pairs of places, one of which hands values to the other.
         back: pairs, one of which hands cotangents to the other.
-        seconds: of each action at each place.
+        seconds: Seconds of each action on each virtual stage.
 
     Raises:
         ValueError: rows and hand-overs wait for each other in a circle.

@@ -32,8 +32,8 @@ class Dealt:
 
     Attributes:
         length: layers in all.
-        stages: how many there are.
-        seconds: what a layer takes, and what the last stage alone computes behind them.
+        stages: Number of stages.
+        seconds: Seconds of a layer, and of the last stage's work after the layers.
     """
 
     length: int
@@ -42,7 +42,7 @@ class Dealt:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """How many each stage has."""
+        """Returns the number of layers of each stage."""
         layer, behind = self.seconds
         return layers_of(self.length, self.stages, behind / layer)
 
@@ -53,7 +53,8 @@ class Dealt:
 
     @property
     def spared_seconds(self) -> float:
-        """By how much less than all of it the slowest stage computes in a turn.
+        """Returns how much less than all stages' share the slowest stage computes in a
+        turn.
 
         That is of the most layers and of what stands behind them, which are not both on
         one stage.
@@ -63,14 +64,14 @@ class Dealt:
 
 
 def layers_of(length: int, stages: int, behind: float = 0.0) -> tuple[int, ...]:
-    """How many layers each stage gets.
+    """Returns the number of layers that each stage gets.
 
     Equally many, where they divide; else so that the slowest stage has the least to do,
     one at least each.
 
     Args:
         length: layers in all.
-        stages: how many there are.
+        stages: Number of stages.
         behind: time of what stands behind the layers, in that of a layer, as far as the
             last stage alone computes it.
 
@@ -93,13 +94,14 @@ def layers_of(length: int, stages: int, behind: float = 0.0) -> tuple[int, ...]:
 def seconds_of(
     graph: Graph, shared: Shared, cluster: Cluster, num_micro_batches: int
 ) -> tuple[float, float]:
-    """What a layer takes, and what stands behind all of them, for one micro-batch.
+    """Returns the seconds of a layer, and of the work after all layers, for one micro-
+    batch.
 
     Args:
         graph: the captured loss.
         shared: its layers.
         cluster: devices, each of which computes it alone.
-        num_micro_batches: of a step.
+        num_micro_batches: Number of micro-batches in a step.
 
     Returns:
         Seconds forward and backward of each.
@@ -130,8 +132,8 @@ def parts(shape: Sequence[int], stages: int) -> bool:
     """Whether stages can each store a part of every layer of a stack.
 
     Args:
-        shape: of all layers.
-        stages: how many there are.
+        shape: Shape of all layers.
+        stages: Number of stages.
     """
     return any(size % stages == 0 for size in shape[1:])
 
@@ -172,10 +174,11 @@ def stored_apart(leaf: LeafPlan, mesh: Mapping[str, int]) -> LeafPlan:
 
 
 def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collective]:
-    """What stages exchange of a stack in a step: parameters, and gradients of them.
+    """Returns a step's exchanges of a stack between stages: parameters, and their
+    gradients.
 
     Args:
-        leaf: as stored.
+        leaf: Parameter as it is stored.
         most: layers of the fullest stage.
         mesh: sizes of the axes, with that of the stages.
     """
@@ -206,10 +209,10 @@ def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collec
 
 
 def unequal_notes(dealt: Dealt, *, alone: bool) -> list[str]:
-    """What a user should know of layers that stages have unequal numbers of.
+    """Returns the notes on stages with unequal numbers of layers.
 
     Args:
-        dealt: who has which.
+        dealt: Assignment of layers to stages.
         alone: a stage is one device.
     """
     if dealt.equal:
@@ -232,7 +235,7 @@ def with_layers(plan: P, layers: tuple[int, ...]) -> P:
 
     Args:
         plan: with stages that have equally many.
-        layers: how many each gets, one or more; all of them together as before.
+        layers: Number of layers of each stage, 1 or more; their sum stays.
     """
     assert plan.stages is not None
     assert sum(layers) == sum(plan.stages.layers)
@@ -249,5 +252,5 @@ def with_layers(plan: P, layers: tuple[int, ...]) -> P:
 
 
 def stored_bytes(leaf: LeafPlan, mesh: Mapping[str, int]) -> int:
-    """What a device stores of a parameter."""
+    """Returns the bytes of a parameter on a device."""
     return int(leaf.nbytes // shards(leaf.param_spec, mesh))

@@ -23,7 +23,7 @@ class AnalysedProgram:
     Args:
         graph: the loss.
         dims: its logical dimensions.
-        compiler: what it makes of the operations.
+        compiler: Model of the compiler's treatment of the operations.
         views: the operations in roles, where they are known.
 
     Attributes:
@@ -60,11 +60,11 @@ class AnalysedProgram:
 
     @functools.cached_property
     def uses(self) -> TensorUses:
-        """Who makes and who reads each tensor, for every course."""
+        """Returns the makers and readers of each tensor, for every liveness."""
         return TensorUses(self.graph, self.views.weight, self.compiler)
 
     def course(self, *, apart: bool, regathers: bool) -> Course:
-        """What memory holds when.
+        """Returns the live tensors of each span of a step.
 
         Args:
             apart: activations wait in host memory.

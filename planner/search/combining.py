@@ -1,4 +1,4 @@
-"""What a search has to keep to where ranks of ``data`` combine by Adasum.
+"""Limits on a search whose ranks of ``data`` combine by Adasum.
 
 Each rank keeps a gradient of its own, so there are several ranks, each holds the whole
 of what it combines, and none takes a larger share of the batch than another.
@@ -44,10 +44,10 @@ def check_combine(
     """Refuse what ranks cannot combine.
 
     Args:
-        request: what is asked for.
+        request: Options of the question.
         graph: the captured loss.
         cluster: the machine.
-        shares: of micro-batches that replicas are asked to take.
+        shares: Micro-batches that the replicas are asked to take.
         others: problems of the same request that are known besides.
 
     Raises:
@@ -170,18 +170,18 @@ def may_combine(request: Request, mesh: Mapping[str, int], cluster: Cluster) -> 
 
 
 def zero_levels(request: Request, levels: Sequence[int]) -> tuple[int, ...]:
-    """Of some levels of ZeRO over ``data`` those under which ranks can combine."""
+    """Returns the levels of ZeRO over ``data`` under which ranks can combine."""
     most = {"mean": 2, "adasum_updates": 0}.get(request.combine, 1)
     return tuple(level for level in levels if level <= most)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Combined:
-    """What combining costs under one layout.
+    """Costs of combining under one layout.
 
     Attributes:
-        collectives: of one step.
-        nbytes: of the gradients of a device, as they are laid out to be sent.
+        collectives: Collectives of one step.
+        nbytes: Bytes of a device's gradients, as they are laid out to be sent.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -189,10 +189,10 @@ class Combined:
 
 
 class CombiningCosts:
-    """What it takes to combine the gradients or updates of all ranks.
+    """Costs of combining the gradients or updates of all ranks.
 
     Args:
-        graph, dims: what is planned.
+        graph, dims: Graph of the loss and its logical dimensions.
         facts: its parameters.
         cluster: the machine.
         combine: the way.
@@ -216,7 +216,7 @@ class CombiningCosts:
         """The costs of one layout.
 
         Args:
-            layouts: of each group of parameters.
+            layouts: Layout of each group of parameters.
             mesh: axis sizes.
         """
         if self._combine == "mean":
@@ -293,7 +293,7 @@ _FORMS = {
 
 
 def combine_notes(plan: PlanData) -> list[str]:
-    """What to know of a plan whose ranks combine by Adasum."""
+    """Returns the notes of a plan whose ranks combine by Adasum."""
     if plan.combine == "mean":
         return []
     mesh = plan.axis_sizes

@@ -170,9 +170,8 @@ class _Layouts:
 
     Attributes:
         cases: with as few micro-batches as there can be.
-        counts: of each in the grid, all numbers of micro-batches that there can be,
-            rising.
-        meshes: of each in the grid, the sizes of the axes.
+        counts: Possible numbers of micro-batches of each layout in the grid, rising.
+        meshes: Axis sizes of each layout in the grid.
     """
 
     cases: LayoutCases
@@ -235,8 +234,8 @@ class KnownLayouts:
     """Layouts that searches of several programs of a loss share.
 
     Attributes:
-        key, options: what they follow from.
-        layouts: that were found.
+        key, options: Program and options that they follow from.
+        layouts: Layouts that searches found.
         refused: for each reason, how many meshes it ruled out.
     """
 
@@ -250,25 +249,25 @@ class Search:
     """One search over one captured model.
 
     Attributes:
-        graph, dims, rows: what is planned.
+        graph, dims, rows: Graph of the loss, its logical dimensions and its rows.
         program: its operations, wherever they stand.
-        hosting: what may lie in host memory.
-        split: what stands between products is set apart in the graph, for sequence
-            parallelism; the options are those of the search ``beside`` without.
+        hosting: State that may be kept in host memory.
+        split: Whether the graph separates what stands between products, for sequence
+            parallelism; the options are then those of the search ``beside`` without.
         grids: layouts that searches of other programs have made, too.
-        sizes: of the axes of the meshes that are looked at; None for all meshes.
+        sizes: Axis sizes of the meshes to evaluate; None for all meshes.
         named_axes: mesh axes that metadata names.
         scored: every plan that was evaluated, after ``run``; of very many meshes, those
             that fit, or the nearest to that.
-        weighed: how many layouts were evaluated.
+        weighed: Number of evaluated layouts.
         follows: there are very many meshes, of which only what is near the best is
             evaluated.
         least_lacking: seconds of the fastest layout that lacks memory with as few
             micro-batches as there can be.
         least_skipped: Least seconds of layouts that were not looked at.
         best: step time of the best plan that others have found.
-        slack: how many times that a plan may take that is worth its evaluation; of very
-            many meshes at most ``NEAR``.
+        slack: Largest time of a layout worth its evaluation, as a multiple of the best;
+            for very many meshes at most ``NEAR``.
         bound: step time above which a plan is not worth its evaluation; of very many
             meshes it follows the best that is found.
         refused: for each reason, how many meshes it ruled out.
@@ -353,7 +352,7 @@ class Search:
 
     @functools.cached_property
     def residents(self) -> Residents:
-        """What a pass holds, all of it at once."""
+        """Tensors that live throughout a pass."""
         return residents(
             self.graph,
             self.dims,
@@ -643,7 +642,7 @@ class Search:
         return set(mesh) - uneven
 
     def wide_halos(self, mesh: Mapping[str, int]) -> Iterator[WideHalo]:
-        """Where windows reach further than into the next device's part."""
+        """Yields windows that reach further than into the next device's part."""
         for row, window, axis, (size, result) in self._shared_windows(mesh):
             halo = max(window.halo(size, result, mesh[axis]))
             if halo > size // mesh[axis]:
@@ -784,7 +783,7 @@ class Search:
         the state in host memory is not asked, which takes long for many parameters.
 
         Args:
-            times: what memory there is, over that of a device.
+            times: Available memory, as a multiple of a device's.
         """
         room = times * self.cluster.memory_bytes
         sets: list[Offload] = [()]
@@ -802,7 +801,7 @@ class Search:
     def near_sequence_parallel(
         self, best: float
     ) -> dict[frozenset[int], list[NearLayouts]]:
-        """Where sharding the sequence between products may be fast enough.
+        """Returns the layouts that may gain by sharding the sequence between products.
 
         Args:
             best: Seconds of a step that the least may not exceed.
@@ -908,7 +907,7 @@ class Search:
         Of few meshes all that lack memory are kept already.
 
         Args:
-            offload: what is in host memory in those that are evaluated for it.
+            offload: State in host memory of the layouts that are evaluated for it.
         """
         waiting = (*self._postponed, *(self._lacking if self.follows else ()))
         for layouts, times, rows in waiting:
@@ -1306,17 +1305,17 @@ class Search:
         return max(0, device), max(0, memory.host_bytes - room)
 
     def memory_of(self, scored: Scored, in_flight: float) -> MemoryTerms:
-        """What a plan takes with so many micro-batches' activations at once.
+        """Returns the memory of a plan with the activations of several micro-batches.
 
         Args:
             scored: one of this search.
-            in_flight: how many.
+            in_flight: Number of micro-batches in flight.
         """
         case, offload = self._case(scored), scored.offload
         return self.evaluator.memory(case, offload, in_flight=in_flight).at(0)
 
     def reported(self, scored: Scored) -> MemoryTerms:
-        """What the compiled program of a plan takes.
+        """Returns the memory of a plan's compiled program.
 
         It takes more than it has to where its compiler puts products of weights'
         gradients off: it does so while memory holds what they read, and else for none.
@@ -1340,7 +1339,7 @@ class Search:
         return more if fuller and not any(self.lacks(more)) else found
 
     def setting(self, mesh: Mapping[str, Any], count: Any) -> Setting:
-        """What rows are priced under, on a mesh with so many micro-batches.
+        """Returns the cost setting of rows on a mesh with ``count`` micro-batches.
 
         Args:
             mesh: sizes of the axes; arrays are of many meshes.

@@ -50,7 +50,7 @@ class Evaluator:
         graph: Captured loss.
         dims: Logical dimensions of the loss.
         cluster: Devices, links and their compiler.
-        request: What is asked of the search.
+        request: Options of the search.
         program: Analysed operations of the loss.
         rows: Cost rows of the loss.
         facts: Parameters of the model, in groups of equal ones.
@@ -66,7 +66,7 @@ class Evaluator:
 
     @functools.cached_property
     def hosting(self) -> Hosting:
-        """What may be in host memory."""
+        """Returns the state that may be kept in host memory."""
         return Hosting(self.program, self.cluster, self.request, self.facts)
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class Evaluator:
         )
 
     def setting(self, mesh: Mapping[str, Any], count: Any) -> Setting:
-        """What rows are priced under, on a mesh with so many micro-batches.
+        """Returns the cost setting of rows on a mesh with ``count`` micro-batches.
 
         Args:
             mesh: Sizes of the axes; arrays are of many meshes.
@@ -183,7 +183,7 @@ class Evaluator:
         return np.arange(len(cases)), self.times(cases)
 
     def _combined(self, cases: LayoutCases, index: int) -> Combined:
-        """What it takes to combine the gradients of all ranks in one case."""
+        """Returns the costs of combining all ranks' gradients in one case."""
         mesh = cases.mesh_at(index)
         tables, zero = cases.tables_at(index), int(cases.zero[index])
         layouts = lay_out(self.facts, tables, mesh, zero)
@@ -207,7 +207,7 @@ class Evaluator:
                 where gradients are not summed.
             in_flight: Micro-batches whose activations are saved at once; by default
                 as many as the request says.
-            times: Of the cases, where they are known.
+            times: Time terms of the cases, where they are known.
         """
         number = len(cases)
         gathered = np.zeros(number)
@@ -262,7 +262,9 @@ class Evaluator:
         return found
 
     def serves(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
-        """Where parameters are to be in host memory, whether some are, by case."""
+        """Returns, by case, whether some parameter goes to host memory where parameters
+        are asked for.
+        """
         found = np.full(len(cases), "params" not in offload)
         for rows, cuts in cases.cuts(self.facts) if not found.all() else ():
             counts = self.hosting.host_param_counts(cuts, offload)
@@ -281,8 +283,8 @@ class Evaluator:
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
             offload: Names of what is in host memory.
-            times: Of the cases.
-            memory: Of the cases; without it activations are left out.
+            times: Time terms of the cases.
+            memory: Memory terms of the cases; without them activations are left out.
         """
         found = np.zeros(len(cases))
         for rows, cuts in cases.cuts(self.facts) if offload else ():

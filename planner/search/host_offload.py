@@ -1,4 +1,4 @@
-"""What one search may keep in host memory, how much that is and what it takes.
+"""Host memory of one search: its candidates, their bytes and their transfer times.
 
 It is apart from the search, which asks for each layout; what waits in host memory, and
 which parameters and whose state may lie there, depends on the model and its optimizer
@@ -41,9 +41,9 @@ class Hosting:
     """Host memory, as one search asks for it.
 
     Attributes:
-        program: what is planned.
+        program: Program that is planned.
         cluster: the machine.
-        request: what the user fixed.
+        request: Options that the user fixed.
         facts: the parameters.
     """
 
@@ -54,7 +54,9 @@ class Hosting:
 
     @functools.cached_property
     def streamed(self) -> Hosted:
-        """What the optimizer can update in pieces; in estimates all, if nothing."""
+        """Returns the state that the optimizer can update in chunks; in estimates all,
+        if there is none.
+        """
         request = self.request
         found = Hosted() if request.hosted is None else request.hosted()
         if not request.estimate:
@@ -88,22 +90,27 @@ class Hosting:
 
     @property
     def nothing(self) -> str:
-        """Of what the user wants there, what the model has none of; empty if it has."""
+        """Returns the state that the user wants there and the model lacks; empty if it
+        has all.
+        """
         asked = self.request.offload or ()
         if "activations" in asked and not self.program.waiting:
             return NOTHING_WAITS
         return NOTHING_IS_SLICED if "params" in asked and not any(self.leaves) else ""
 
     def serves(self, layouts: Sequence[LeafLayout], offload: Offload) -> bool:
-        """Where parameters are to lie there, some do.
+        """Returns whether some parameter goes to host memory where parameters are asked
+        for.
 
         Args:
-            layouts, offload: as for ``there``.
+            layouts, offload: Arguments of ``there``, unchanged.
         """
         return "params" not in offload or any(self.there(layouts, offload))
 
     def on_paper(self) -> list[Offload]:
-        """What could be kept there beside what executors of this version keep."""
+        """Returns the further state that estimates keep there, though no executor of
+        this version does.
+        """
         if not self.counted:
             return []
         runs = dataclasses.replace(
@@ -113,7 +120,9 @@ class Hosting:
         return [one for some in self.options() for one in some if one not in kept]
 
     def options(self) -> Iterator[list[Offload]]:
-        """What may lie there, in groups: the more only where the less does not fit."""
+        """Yields groups of state to keep there; larger ones only where smaller ones do
+        not fit.
+        """
         asked = self.request.offload
         yield [() if asked is None else asked]
         if asked is not None or not self.counted:
@@ -163,8 +172,8 @@ class Hosting:
         to be on the device as a whole to be cut.
 
         Args:
-            layouts: of each group of parameters.
-            offload: what is kept there.
+            layouts: Layout of each group of parameters.
+            offload: State to keep there.
         """
         if "params" not in offload:
             return [False] * len(self.facts.tensors)
@@ -176,7 +185,7 @@ class Hosting:
     def host_param_counts(
         self, cuts: Sequence[LeafShardCounts], offload: Offload
     ) -> list[Any]:
-        """Of each group, how many parameters lie in host memory, by case.
+        """Returns the number of each group's parameters in host memory, by case.
 
         Args:
             cuts: Shard counts of each parameter group.
@@ -215,7 +224,8 @@ class Hosting:
         passes: tuple[Any, Any],
         count: Any,
     ) -> Any:
-        """What moving to host memory and back adds to a step; 0 where nobody knows.
+        """Returns the seconds that transfers to and from host memory add to a step; 0
+        where no rate is known.
 
         Arrays are over cases.
 
@@ -243,7 +253,7 @@ def unhosted(
 
     Args:
         offload: Names of what is to be in host memory.
-        hosts: What the optimizer can be cut into, when it matters.
+        hosts: Function that returns the offloadable state, called where it matters.
         has_optimizer: Whether there is one.
     """
     if "gradients" in offload:

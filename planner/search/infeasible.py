@@ -49,7 +49,7 @@ def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError
     """The error for searches that found nothing.
 
     Args:
-        searches: of all programs, none of which has a plan that fits.
+        searches: Searches of all programs, none of which has a plan that fits.
         open_remat: the user left it to the planner what is computed again.
     """
     search = min(searches[::-1], key=_lacks)
@@ -112,7 +112,8 @@ def _reason(search: Search, why: str) -> str:
 
 
 def _sorted_rows(search: Search, means: str) -> str:
-    """What rows that are sorted by expert mean for an axis, where there are any."""
+    """Returns the consequence of expert-sorted rows for an axis, where there are any.
+    """
     if all(op.kind not in RAGGED for op in search.graph.ops):
         return ""
     return (
@@ -141,7 +142,7 @@ def _padding(search: Search) -> str:
 
 
 def _no_space(search: Search) -> str:
-    """Which spatial axes have nothing to share, and why."""
+    """Returns the spatial axes that have nothing to shard, with the reasons."""
     found = []
     for axis in fixed_space(search.request.mesh):
         if search.options.space[axis]:
@@ -157,7 +158,7 @@ def _no_space(search: Search) -> str:
 
 
 def _extents(search: Search) -> str:
-    """What the extents of space have in common, and what would divide."""
+    """Returns the common divisors of the spatial extents."""
     found, mesh = [], fixed_space(search.request.mesh)
     scaled = search.scaled_space(mesh)
     for axis, size in mesh.items():

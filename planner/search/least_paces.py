@@ -48,7 +48,7 @@ def least_stage_steps(
     Args:
         graph: Captured loss.
         cluster: Devices of one kind.
-        request: What is asked for, of all devices.
+        request: Options of the question, over all devices.
         again: Traces other programs of the loss.
         known: Programs that were analysed before.
         most: Most stages.
@@ -141,7 +141,8 @@ def _paces(search: Search, cases: LayoutCases) -> tuple[np.ndarray, np.ndarray]:
 
 
 def not_faster(stages: int, known_seconds: float) -> NotFaster:
-    """That no plan of so many stages is faster than one that is known.
+    """Returns the error for numbers of stages in which no plan is faster than a known
+    one.
 
     Args:
         stages: Number of stages.

@@ -83,7 +83,7 @@ def likely_replicas(
     Args:
         graph: Captured loss.
         cluster: Devices of several kinds.
-        request: What is asked of all replicas.
+        request: Options of the question, over all replicas.
         allowed: By devices of a replica, numbers of micro-batches of all replicas.
         again: Traces other programs of the loss.
         known: Programs that were analysed before.
@@ -113,7 +113,7 @@ class _Estimates:
     Args:
         analyses: Programs of the loss.
         cluster: Devices of several kinds.
-        request: What is asked of all replicas.
+        request: Options of the question, over all replicas.
         allowed: By devices of a replica, numbers of micro-batches of all replicas.
     """
 
@@ -194,7 +194,7 @@ class _Estimates:
         return {case: layout for case, layout in found.items() if case in wanted}
 
     def _replica_devices(self, kind: DeviceKind) -> Cluster:
-        """As many devices of one kind as the largest replica has."""
+        """Returns as many devices of one kind as the largest replica has."""
         return devices_of_kind(self.cluster, kind, max(self.allowed))
 
     def _search(self, program: ProgramOptions) -> Search | None:

@@ -40,11 +40,11 @@ def samples_at_a_time(plan: PlanData) -> float:
 
 
 def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
-    """What is to be said where one number of micro-batches means several sizes.
+    """Returns the note on a number of micro-batches that means several sizes.
 
     Args:
         asked: the number.
-        samples: that a device takes at a time, by the name of the cluster.
+        samples: Samples per micro-batch and device, by the name of the cluster.
 
     Returns:
         One note, or none where all are alike.
@@ -75,7 +75,7 @@ def noted(before: PlanData, after: P, changes: Mapping[str, Any]) -> P:
     Args:
         before: the plan that was asked what would be.
         after: the answer.
-        changes: what was asked.
+        changes: Changes that were asked for.
     """
     asked = getattr(before.question, "num_micro_batches", None)
     if asked is None or "cluster" not in changes or "num_micro_batches" in changes:

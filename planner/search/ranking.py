@@ -1,4 +1,4 @@
-"""Which of several plans is the best: the fastest, or the leanest of those that tie.
+"""Ranks plans: the fastest first, and the leanest of those that tie.
 
 And how far a search has come with them.
 """
@@ -30,10 +30,10 @@ def best_first(
     """Plans, the fastest first; among those that tie, the one with the least ``ties``.
 
     Args:
-        plans: in any order.
+        plans: Plans in any order.
         seconds: step time of one.
         ties: memory and communication of one.
-        most: how many to rank; what follows them is in order of time alone.
+        most: Number of plans to rank; the rest is in order of time alone.
     """
     left = sorted(plans, key=seconds)
     found: list[Weighable] = []

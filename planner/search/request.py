@@ -20,7 +20,7 @@ from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
-    """What an optimizer updates a piece at a time, so that it may lie in host memory.
+    """State that an optimizer updates in chunks, so that it may be in host memory.
 
     Attributes:
         state: bytes of its state, by the path of the parameter that it follows.
@@ -42,12 +42,12 @@ class Hosted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(FixedOptions):
-    """What to plan for, beside the graph and the cluster; ``FixedOptions`` and more.
+    """Question of a search, beside the graph and the cluster; extends ``FixedOptions``.
 
     Attributes:
         optimizer: bytes of its state.
         state_bytes: bytes that are neither trained nor computed.
-        batch_bytes: of each leaf of the global batch.
+        batch_bytes: Bytes of each leaf of the global batch.
         num_micro_batches: fixed by the user, or None for the search to choose.
         default: strategy kind of unmarked operations (``"replicate"`` or ``"split"``),
             or None to leave them to the search.
@@ -57,16 +57,17 @@ class Request(FixedOptions):
         num_devices: devices to use.
         mesh: axis sizes that the user fixed; others are searched.
         zero: ZeRO level over ``data`` that the user fixed, or None.
-        policies: of remat that it chooses from, the one that keeps most first.
-        hosted: what the optimizer can update in pieces, so that it may lie in host
-            memory; asked for where it matters.
+        policies: Remat policies to choose from, the one that saves most first.
+        hosted: Function that returns the state that the optimizer can update in chunks,
+            so that it may be in host memory; called where it matters.
         sliced: paths of parameters whose optimizer state is updated element by element,
             so that each replica can keep a slice; asked for where it matters.
         in_flight: micro-batches whose activations are kept at once, as in a stage of a
             pipeline.
-        copies: of the model that there are at least, by the marks: ``data`` × ``fsdp``
-            × ``context`` is a multiple of it.
-        estimate: what no executor of this version runs may be in the plan, too.
+        copies: Least number of copies of the model, by the marks: ``data`` × ``fsdp`` ×
+            ``context`` is a multiple of it.
+        estimate: Whether the plan may use features that no executor of this version
+            runs.
         one_part: A stage has one part of the model: no schedule interleaves several.
         is_part: devices are those of a stage or a replica, which hold more than a
             search of them alone sees.
@@ -93,7 +94,7 @@ class Request(FixedOptions):
 
 
 class PlanDetails(Protocol):
-    """What is worked out of a plan when it is asked for."""
+    """Details of a plan that are computed on demand."""
 
     def layouts_of(self, scored: Scored) -> tuple[LeafLayout, ...]:
         """Layout of each parameter group."""

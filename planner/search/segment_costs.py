@@ -63,7 +63,7 @@ class Folded:
 
     @property
     def count(self) -> int:
-        """How many segments there are."""
+        """Returns the number of segments."""
         return len(self.at) + 1
 
     @functools.cached_property
@@ -87,12 +87,12 @@ class Folded:
 
     @functools.cached_property
     def rows(self) -> Rows:
-        """What operations do, by these regions."""
+        """Returns the cost rows of operations, by these regions."""
         return build_rows(self._regions[0], self.analysed.dims)
 
     @functools.cached_property
     def saved(self) -> Sequence[Kept]:
-        """What is kept for the backward pass, by these regions."""
+        """Returns the saved tensors, by these regions."""
         graph = self._regions[0]
         weight = graph.weight_tensors()
         copies = self._copies_kernels
@@ -122,13 +122,13 @@ class Segments:
         self.scored = scored
 
     def starts(self, counts: Sequence[int]) -> tuple[str, ...]:
-        """Where parts begin that have so many segments each."""
+        """Returns the cut points of parts with so many segments each."""
         ends, borders = itertools.accumulate(counts), self.folded.borders
         return tuple(borders[end - 1] for end in ends if end <= len(borders))
 
     @property
     def setting(self) -> Setting:
-        """What rows are priced under."""
+        """Returns the cost setting of the rows."""
         return self.search.setting(self.scored.mesh, self.scored.num_micro_batches)
 
     @functools.cached_property
@@ -138,7 +138,7 @@ class Segments:
 
     @functools.cached_property
     def seconds(self) -> list[float]:
-        """Of each segment, forward and backward of a micro-batch."""
+        """Returns each segment's seconds, forward and backward of a micro-batch."""
         rows, spots = self.folded.rows, self.folded.spots
         s, found = self.setting, [0.0] * self.folded.count
         launch = self.search.cluster.slowest.launch_seconds
@@ -196,7 +196,7 @@ class Segments:
         return found
 
     def _shares(self, division: Division) -> list[dict[int, float]]:
-        """Of each part, how much it has of which segments, by operations."""
+        """Returns the fraction of each segment that each part holds, by operations."""
         segment_of, units = self.folded.segment_of, self.folded.units
         sizes = Counter(map(segment_of, range(len(units.units))))
         return [

@@ -99,7 +99,7 @@ class Known(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What a search came to.
+    """Result of a search.
 
     Attributes:
         analysed: the graph that was searched.
@@ -127,7 +127,7 @@ def decided_on(
     """Search; ``decide`` without the checks before and the writing after it.
 
     Args:
-        graph, cluster, request, again, known: as there.
+        graph, cluster, request, again, known: Arguments of ``decide``, unchanged.
 
     Raises:
         PlanError: no plan fits.
@@ -201,7 +201,7 @@ def searches(
 
 
 def _written(mesh: Mapping[str, int] | None) -> dict[str, int]:
-    """What a user fixes, as meshes have it: without spatial axes of one."""
+    """Returns the mesh that the user fixed, without spatial axes of one."""
     every = (mesh or {}).items()
     return {a: n for a, n in every if n > 1 or a not in SPATIAL_AXES}
 
@@ -334,7 +334,9 @@ class ProgramSearches:
                     apart.use_host_memory(self.best_seconds())
 
     def best_attention(self) -> Chosen:
-        """How it runs in the fastest plan that fits, or in the one tried last."""
+        """Returns the attention of the fastest plan that fits, or of the last one
+        tried.
+        """
         plans = [s for _, one in self.found for s in one.scored if s.fits]
         best = min(plans, key=lambda s: s.time.step_seconds, default=None)
         last = self.found[-1][1].request.attention or ()
@@ -370,7 +372,7 @@ class ProgramSearches:
         self.set_apart(analysed, first)
 
     def remats(self) -> list[Remat]:
-        """What may be computed again, the least first."""
+        """Returns the remat policies to try, the least recomputation first."""
         if self.request.remat is not None:
             return [self.request.remat]
         policies = self.request.policies if self.again is not None else ("none",)
@@ -417,7 +419,7 @@ class ProgramSearches:
         """One program, and beside its best plans those that shard the sequence too.
 
         Args:
-            remat, attention, chunks: which program.
+            remat, attention, chunks: Options of the program.
 
         Returns:
             Whether there is such a program.
@@ -571,8 +573,9 @@ def check_marks(graph: Graph, num_devices: int, stages: int = 1) -> None:
 
     Args:
         graph: the captured loss.
-        num_devices: to use.
-        stages: of a pipeline in which no stage is marked, where that is known.
+        num_devices: Number of devices to use.
+        stages: Number of stages of a pipeline in which no stage is marked, where that
+            is known.
 
     Raises:
         PlanError: every problem is listed.
@@ -590,12 +593,12 @@ def check_marks(graph: Graph, num_devices: int, stages: int = 1) -> None:
 
 
 def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
-    """What is asked, with the devices that marks give one copy of the model.
+    """Returns the question with the devices that marks give one copy of the model.
 
     Args:
         graph: the captured loss.
-        request: what is asked otherwise.
-        stages: of a pipeline in which no stage is marked.
+        request: Other options of the question.
+        stages: Number of stages of a pipeline in which no stage is marked.
 
     Raises:
         PlanError: nothing can obey the marks; every problem is listed.

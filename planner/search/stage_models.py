@@ -1,4 +1,4 @@
-"""Where a model is cut into parts, and the models that its stages then are."""
+"""Cuts of a model into parts, and the models of its stages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StageLayout:
 
     Attributes:
         analysed: the model.
-        search: which found the layout.
+        search: Search that found the layout.
         scored: the layout.
     """
 
@@ -61,7 +61,7 @@ def laid_out(
     """Every layout of a model, however much memory it takes.
 
     Args:
-        graph, cluster, request, known: as for ``decide``.
+        graph, cluster, request, known: Arguments of ``decide``, unchanged.
 
     Raises:
         PlanError: there is none.
@@ -85,7 +85,7 @@ class Whole:
     Attributes:
         graph: the captured loss.
         units: the same in units.
-        known: what searches have found of it.
+        known: Results of earlier searches.
         stages: the model of each stage by where it is cut, and what searches have
             found of that.
     """
@@ -107,7 +107,7 @@ class Whole:
         return self._folded[key]
 
     def by_marks(self) -> Division:
-        """Where ``stage`` marks cut it."""
+        """Returns the division at the ``stage`` marks."""
         return divided_by_marks(self.units, self.units.labels(self.graph))
 
 
@@ -120,11 +120,11 @@ class Cut:
     """A model in parts.
 
     Attributes:
-        division: what each part runs.
+        division: Operations of each part.
         paces: about how long each takes for a micro-batch.
         graphs: the model of each stage, and what searches have found of it.
         grounds: the devices of each stage.
-        allotted: how unlike devices share out the model; None where they are alike.
+        allotted: Placement of the model on unlike devices; None where they are alike.
     """
 
     division: Division
@@ -135,7 +135,7 @@ class Cut:
 
     @property
     def where(self) -> tuple[object, ...]:
-        """What makes it another cut: where parts begin, and on which devices."""
+        """Returns the key of the cut: its cut points and its devices."""
         return self.division.starts, tuple(ground.block for ground in self.grounds)
 
 
@@ -167,10 +167,10 @@ class Cuts:
 
         Args:
             table: the schedule.
-            request: what is asked of the whole model on the devices of one stage.
+            request: Question for the whole model on the devices of one stage.
             reserved: by the name of a kind, bytes of a device that are no layer's.
-            hidden: what stages hand on crosses while they work; else it is time of
-                both.
+            hidden: Whether transfers between stages overlap with computing; else they
+                take time of both.
 
         Raises:
             TooFewParts: it has fewer parts.
@@ -228,7 +228,9 @@ class Cuts:
     def _segments(
         self, lying: tuple[Ground, ...], request: Request, stages: int
     ) -> dict[str, Segments]:
-        """What lies between borders on each kind, all in the layout of the first."""
+        """Returns the segments of the model on each kind, all in the layout of the
+        first.
+        """
         found = {}
         for ground in by_memory(lying):
             name = ground.kind.name

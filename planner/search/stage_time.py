@@ -48,12 +48,12 @@ class Turn:
 def turn_of(
     search: Search, scored: Scored, ahead_rows: Sequence[Row] | None = None
 ) -> Turn:
-    """What a stage takes.
+    """Returns the costs of a micro-batch on a stage.
 
     Args:
-        search: of its model.
+        search: Search of its model.
         scored: its layout.
-        ahead_rows: what its forward pass computes; all of the model if left out.
+        ahead_rows: Rows of its forward pass; default: all of the model.
     """
     time, count = scored.time, scored.num_micro_batches
     s = search.setting(scored.mesh, count)
@@ -114,7 +114,7 @@ def _sent_ahead(
 
 
 def _weight_share(graph: Graph) -> float:
-    """How much of the backward pass's products can be put off.
+    """Returns the fraction of the backward pass's products that can be postponed.
 
     Those are products of values with weights, but in loops and in regions that are
     computed again, whose backward pass is one operation.
@@ -135,7 +135,7 @@ def _weight_share(graph: Graph) -> float:
 def handed_bytes(
     analysed: Analysed, scored: Scored, tensors: Sequence[int], parts: int
 ) -> float:
-    """What a device of a stage holds of some values, of one micro-batch.
+    """Returns the bytes of some values of a micro-batch on a device of a stage.
 
     Args:
         analysed: the model that makes or reads them.
@@ -158,7 +158,7 @@ def handed_seconds(nbytes: float, mesh: Mapping[str, int], cluster: Cluster) -> 
     """From the devices of one stage to those of the next.
 
     Args:
-        nbytes: that each of them hands on.
+        nbytes: Bytes that each of them transfers.
         mesh: axis sizes, with that of the stages.
         cluster: the machine.
     """

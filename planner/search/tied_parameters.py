@@ -19,7 +19,7 @@ def copied_bytes(division: Division, chosen: Sequence[StageLayout]) -> list[int]
     """Bytes that each device of every stage is given of other stages' parameters.
 
     Args:
-        division: what each part of the model reads.
+        division: Division of the model into parts.
         chosen: the layout of each stage.
     """
     stages = len(chosen)
@@ -39,7 +39,7 @@ def copied_bytes(division: Division, chosen: Sequence[StageLayout]) -> list[int]
 
 
 def _device_bytes(laid: StageLayout, path: str) -> float:
-    """Of a parameter, what one device of a stage holds."""
+    """Returns the bytes of a parameter on one device of a stage."""
     facts = laid.scored.facts
     paths = [tensor.path for tensor in laid.analysed.graph.params]
     place = facts.group_of[paths.index(path)]
@@ -54,7 +54,8 @@ def exposed(
     ahead: Sequence[float],
     copied: Sequence[float],
 ) -> TimeTerms:
-    """What a step waits for copies of parameters, and for their gradients at its end.
+    """Returns a step's waits for copies of parameters, and for their gradients at its
+    end.
 
     A stage needs its copies when its first micro-batch comes, and is done with their
     gradients when its last one has gone.

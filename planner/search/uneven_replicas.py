@@ -20,7 +20,7 @@ from whalejax.planner.terms import MemoryTerms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharesCase:
-    """What is weighed at once.
+    """Case to evaluate: a replica of each kind, and their number.
 
     Attributes:
         size: devices of a replica.
@@ -38,15 +38,15 @@ class Replicas:
     """A plan of unlike replicas, and what its ranks take.
 
     Attributes:
-        case: what was weighed.
-        plan: of one replica and one of its micro-batches, as the kind with the least
-            memory would run it alone.
-        kinds: of each replica's devices.
-        seconds: of a micro-batch on each replica.
+        case: Case that was evaluated.
+        plan: Plan of one replica and one of its micro-batches, as the kind with the
+            least memory would run it alone.
+        kinds: Kinds of each replica's devices.
+        seconds: Seconds of a micro-batch on each replica.
         after: seconds of a replica's update.
-        exchange: what replicas add up together, and how long it takes.
-        slices: how the optimizer's state is cut between replicas; None where each
-            keeps all of it.
+        exchange: Exchange between replicas, with its seconds.
+        slices: Slices of the optimizer's state; None where each replica keeps all of
+            it.
         shares: micro-batches of each.
     """
 
@@ -61,7 +61,7 @@ class Replicas:
 
     @property
     def memory(self) -> MemoryTerms:
-        """On a device of the replica with the most micro-batches."""
+        """Returns the memory of a device of the replica with the most micro-batches."""
         return self._memory_of(max(self.shares))
 
     def _memory_of(self, share: int) -> MemoryTerms:
@@ -100,7 +100,9 @@ class Replicas:
 
     @property
     def lacks_bytes(self) -> int:
-        """What the replica lacks that lacks most, on one device; less than 0: room."""
+        """Returns the bytes that a device of the tightest replica lacks; negative:
+        room.
+        """
         pairs = zip(self.shares, self.devices, strict=True)
         return int(max(one.needs(k) - one.memory_bytes for k, one in pairs))
 
@@ -116,7 +118,7 @@ class Replicas:
 
     @property
     def gather_seconds(self) -> float:
-        """In which replicas gather what each has updated."""
+        """Returns the seconds in which replicas gather the updated slices."""
         return 0.0 if self.slices is None else self.slices.gather[1]
 
     @property
@@ -126,7 +128,7 @@ class Replicas:
 
     @property
     def layout(self) -> str:
-        """In words."""
+        """Describes the layout in words."""
         inner = "".join(f" × {axis} {n}" for axis, n in self.plan.axes)
         total = self.plan.num_micro_batches
         words = f"data {len(self.kinds)}{inner}, {self.share_words} of {total} "
@@ -147,10 +149,11 @@ class Replicas:
 
 
 def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> PlanError:
-    """That memory is too small for all that was weighed, by the nearest of it.
+    """Returns the error for a lack of memory in all evaluated replicas, by the nearest
+    of them.
 
     Args:
-        found: what was weighed.
+        found: Evaluated replicas.
         asked: the shares that the user wants, or None.
     """
     nearest = min(found, key=lambda one: one.lacks_bytes)
@@ -189,7 +192,7 @@ def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> Plan
 
 
 def device_kinds(cluster: Cluster) -> list[DeviceKind]:
-    """Of each device, in node order."""
+    """Returns the kind of each device, in node order."""
     return [node.kind for node in cluster.nodes for _ in range(node.count)]
 
 
@@ -211,7 +214,7 @@ def most_shares(plan: PlanData) -> tuple[int, ...]:
     Of pipelines side by side a plan does not say it, and they are not bounded.
 
     Args:
-        plan: whose replicas take unlike shares.
+        plan: Plan whose replicas take unequal shares.
     """
     total, largest = sum(plan.shares), max(plan.shares)
     if plan.pipelines:

@@ -13,12 +13,12 @@ from whalejax.planner.search.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the user fixed, by arguments and by ``pipeline`` marks.
+    """Pipeline options that the user fixed, by arguments and by ``pipeline`` marks.
 
     Attributes:
         mesh: sizes of axes.
-        num_micro_batches: of one pipeline, or None.
-        schedule: of pipelines, or None for any.
+        num_micro_batches: Number of micro-batches of one pipeline, or None.
+        schedule: Pipeline schedule, or None for any.
     """
 
     mesh: Mapping[str, int]

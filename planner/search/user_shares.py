@@ -25,10 +25,10 @@ def check_shares(
 
     Args:
         graph: the captured loss.
-        request: what else was asked for.
+        request: Other options of the question.
         asked: micro-batches of each replica, or of each pipeline.
-        num_devices: of the whole mesh.
-        stages: of each pipeline; 1 for replicas without stages.
+        num_devices: Number of devices of the whole mesh.
+        stages: Number of stages of each pipeline; 1 for replicas without stages.
 
     Raises:
         PlanError: they are no counts, or the devices or the batch do not divide so.

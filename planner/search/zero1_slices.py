@@ -28,11 +28,11 @@ DATA = "data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slices:
-    """How the optimizer's state is cut.
+    """Slices of the optimizer's state.
 
     Attributes:
         leaves: the parameters, with the layout of their state.
-        state_bytes: of the optimizer's state on a device.
+        state_bytes: Bytes of the optimizer's state on a device.
         whole_bytes: the same, if every replica kept all of it.
         gather: the parameters, gathered, and how long that takes.
     """
@@ -43,7 +43,7 @@ class Slices:
     gather: tuple[Collective, float]
 
     def note(self, replicas: int) -> str:
-        """What it saves, in words."""
+        """Describes the saving in words."""
         return (
             f"ZeRO-1: each of {replicas} replicas keeps and updates a slice of the "
             f"optimizer's state, {gigabytes(self.state_bytes)} a device and not "
@@ -56,7 +56,7 @@ def sliceable(request: Request) -> frozenset[str]:
     """Paths of the parameters whose state can be cut.
 
     Args:
-        request: as asked.
+        request: Options of the question.
     """
     return request.sliced() if request.sliced is not None else frozenset()
 
@@ -65,7 +65,7 @@ def check_zero(request: Request) -> None:
     """Refuse levels of ZeRO that replicas of unlike shares cannot have.
 
     Args:
-        request: as asked.
+        request: Options of the question.
 
     Raises:
         PlanError: gradients in slices, or an optimizer or host memory that leaves
@@ -94,11 +94,11 @@ def check_zero(request: Request) -> None:
 
 
 def with_slices(request: Request, replicas: int) -> Request:
-    """What is asked for one replica that keeps a slice of the state.
+    """Returns the question for one replica that keeps a slice of the state.
 
     Args:
-        request: of a replica that keeps all of it.
-        replicas: how many share it.
+        request: Question for a replica that keeps all of it.
+        replicas: Number of replicas that divide the state.
     """
     paths = sliceable(request)
     by_path = {
@@ -113,9 +113,9 @@ def sliced(plan: PlanData, cluster: Cluster, replicas: int, request: Request) ->
     """Cut the state of a plan's parameters.
 
     Args:
-        plan: of one replica.
-        cluster: of all.
-        replicas: how many there are.
+        plan: Plan of one replica.
+        cluster: Cluster of all replicas.
+        replicas: Number of replicas.
         request: with the bytes of the whole state.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Who takes part in a run, who is lost, and what follows: rules without sockets."""
+"""Rules without sockets for the members of a run, their losses and the consequences."""

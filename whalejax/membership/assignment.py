@@ -1,4 +1,4 @@
-"""Who runs which micro-batches, and the one order in which their gradients are added.
+"""Assigns micro-batches to members, with one order in which gradients are summed.
 
 Sums of floating-point numbers depend on their order. Here the order is that of a binary
 tree over the numbers of the micro-batches, whoever ran them: a member adds up whole
@@ -98,8 +98,8 @@ def total(
     Args:
         parts: by their subtrees, which hold every micro-batch below ``node`` once.
         count: micro-batches of a step.
-        add: of two parts, the first of lower numbers.
-        node: what is added up; all if left out.
+        add: Function that adds two parts, the first of lower numbers.
+        node: Root of the sum; default: all micro-batches.
 
     >>> total({(0, 1): "a", (1, 2): "b", (2, 4): "c"}, 4, lambda x, y: f"({x}{y})")
     '((ab)c)'
@@ -117,8 +117,8 @@ def shares(seconds: Sequence[float], count: int) -> list[int]:
     """Micro-batches of each member, so that the slowest is done soonest.
 
     Args:
-        seconds: of a micro-batch on each; those within a quarter of each other, or not
-            known (0), count as alike.
+        seconds: Seconds of a micro-batch on each; those within a quarter of each other,
+            or not known (0), count as equal.
         count: micro-batches of a step.
 
     >>> shares([1.0, 1.1, 0.0], 8), shares([1.0, 3.0], 8)
@@ -146,8 +146,8 @@ def dealt(
     """The micro-batches of each member in a step that begins.
 
     Args:
-        names: of the members, in the order of ranks.
-        seconds: of a micro-batch on each.
+        names: Names of the members, in the order of ranks.
+        seconds: Seconds of a micro-batch on each.
         count: micro-batches of a step.
 
     >>> dealt(["a", "b"], {}, 4)
@@ -172,7 +172,7 @@ def repaired(
     What members have done stays theirs; the rest is dealt out anew.
 
     Args:
-        names, seconds, count: as for ``dealt``.
+        names, seconds, count: Arguments of ``dealt``, unchanged.
         held: subtrees that members have added up in this step.
 
     >>> repaired(["a", "b"], {}, {"a": [(0, 2)], "b": [(4, 5)]}, 6)
@@ -198,8 +198,8 @@ def ranks(before: Sequence[str], present: Sequence[str]) -> list[str]:
     """Members in the order of their ranks: who was there keeps its rank if it can.
 
     Args:
-        before: in the order of ranks until now.
-        present: those who take part now.
+        before: Names in the order of the earlier ranks.
+        present: Names of those who take part now.
 
     >>> ranks(["a", "b", "c"], ["b", "c", "d"]), ranks(["a", "b", "c"], ["c", "b"])
     (['d', 'b', 'c'], ['c', 'b'])

@@ -1,4 +1,4 @@
-"""How fast steps are committed: when one is stuck, where a boundary is, goodput."""
+"""Rates of commits: detection of stuck steps, step boundaries, goodput."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class CommitTimes:
         return max(newest, 0) + 2 + ahead
 
     def patience(self, after: int) -> float:
-        """How long the step ``after`` may take to come."""
+        """Returns the longest wait for the step that follows ``after``."""
         steps = max(after - self.step, 0) + 3
         most = self._settings.prepare_seconds / 2
         return min(2.0 + 2 * steps * (self.median or 5.0), most)

@@ -1,4 +1,4 @@
-"""How a run, or a member's part in it, can end: each way has one meaning."""
+"""Ends of a run, or of a member's part in it: each has one meaning."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Final
 
 
 class Ending(enum.StrEnum):
-    """How a run or a member has ended.
+    """Ends of a run or a member.
 
     Attributes:
         COMPLETE: all steps are done, or all members left their loops at one step.
-        DRAINED: it was told to end, and did so after a step, with its state saved or
-            held by others.
-        INTERRUPTED: it was told to end before it had a state that could be saved.
+        DRAINED: Ended on request after a step, with its state saved or held by others.
+        INTERRUPTED: Ended on request before it had a state that could be saved.
         FAILED: an error of its own ended it.
-        REFUSED: what it was given cannot be run, as its first process found.
-        LOST: it was killed, frozen or out of reach; a run, that too few were left.
+        REFUSED: Ended because the run's first process found that its question cannot be
+            run.
+        LOST: Ended by being killed, frozen or out of reach; a run, because too few
+            members were left.
     """
 
     COMPLETE = "complete"
@@ -33,7 +34,7 @@ def exit_text(status: int | None) -> str:
     """The status of a process in words.
 
     Args:
-        status: as ``subprocess`` gives it; None where nobody could ask for it.
+        status: Status of ``subprocess``; None where nobody could ask for it.
 
     >>> exit_text(1), exit_text(-9), exit_text(None)
     ('with status 1', 'by SIGKILL', 'with a status that is not known')

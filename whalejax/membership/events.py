@@ -1,4 +1,4 @@
-"""What may happen in an elastic run, and what its supervisor's loop may have to do."""
+"""Events of an elastic run, and effects that its supervisor's loop carries out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Resume(NamedTuple):
     """A supervisor that was killed is started again.
 
     Attributes:
-        events: of its journal.
+        events: Events of its journal.
         losses: generation and loss of the steps that were written down.
         wall: the time by which failures in the journal are told.
         committed_at: when the newest step was, by the same.

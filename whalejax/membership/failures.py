@@ -30,9 +30,9 @@ class Failure:
         at: the time.
         since: when the attempt began that failed: the start of its process, or the
             generation in which it took part.
-        name: of the member.
-        why: it is given up.
-        error: of its own; empty where it was lost.
+        name: Name of the member.
+        why: Reason for which it is given up.
+        error: Error of the member itself; empty where it was lost.
         step: the newest that the run had committed; -1 before the first.
     """
 
@@ -79,7 +79,7 @@ class Failures:
         """The error by which a member ended, in one line.
 
         Args:
-            name: of the member.
+            name: Name of the member.
             log: the end of what it wrote, where it told no error.
         """
         text = self._errors.get(name) or error_line(log)
@@ -105,11 +105,11 @@ class Failures:
                 self._repeated = f"{before.name} and then {failure.name}"
 
     def progressed(self, step: int | None = None) -> None:
-        """What failed before did not fail for good.
+        """Forgets the earlier failures that progress has disproved.
 
         Args:
-            step: that was committed. One that was committed before, and is done again,
-                shows nothing: a bug may be in the step behind it.
+            step: Committed step. One that was committed before, and is done again,
+                disproves nothing: a bug may be in the step behind it.
         """
         if step is not None:
             if step <= self._furthest:
@@ -145,7 +145,7 @@ class Failures:
         return ""
 
     def hold(self, now: float, slot: int) -> float:
-        """How long a slot stays empty after a failure that happens now."""
+        """Records a failure and returns the slot's restart delay in seconds."""
         settings, times = self._settings, self._of_slot[slot]
         times.append(now)
         while now - times[0] > 4 * settings.most_hold_seconds:

@@ -38,15 +38,15 @@ _GIVEN_UP: Final = 1
 
 @dataclass(slots=True, kw_only=True)
 class FixedRun:
-    """What is known of its processes, by rank.
+    """Processes of a fixed run, by rank.
 
     Attributes:
-        processes: how many there are.
+        processes: Number of processes.
         stops: a failure of any ends all; else that of rank 0 alone, and the rest go on.
         exit_seconds: one that is silent for so long, when others have ended, is stuck.
         now: when it begins.
-        reports: what each has said that it computes on.
-        over: those that have ended, or are given up.
+        reports: Devices that each process reported.
+        over: Ranks that have ended, or are given up.
         failed: statuses of those that failed, in the order in which they did.
     """
 
@@ -120,7 +120,7 @@ class FixedRun:
         self.end(now, rank, _GIVEN_UP)
 
     def left(self) -> list[int]:
-        """Those that run."""
+        """Returns the ranks that run."""
         return [rank for rank in range(self.processes) if rank not in self.over]
 
     def seconds_left(self, now: float) -> float:
@@ -152,7 +152,7 @@ class FixedRun:
 
     @property
     def status(self) -> int:
-        """Of the first that failed, as a shell has it; 0 where none did."""
+        """Returns the shell status of the first rank that failed; 0 where none did."""
         status = next(iter(self.failed.values()), 0)
         return status if status >= 0 else 128 - status
 

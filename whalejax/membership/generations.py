@@ -185,7 +185,7 @@ def _left_alike(run: Run, now: float) -> bool:
 
 
 def _fail_left(run: Run, now: float, names: list[str]) -> None:
-    """Those whose loops were left where others go on have failed."""
+    """Records as failed those whose loops were left while others go on."""
     for name in names:
         member = run.members[name]
         why = f"its loop was left at step {member.step}, where others go on"

@@ -65,7 +65,7 @@ def tells_of_loss(error: BaseException) -> bool:
     """Whether an error of a step says that another process is gone.
 
     Args:
-        error: what issuing a step, or waiting for its results, raised.
+        error: Error raised by issuing a step, or by waiting for its results.
     """
     return isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and any(
         sign in str(error).lower() for sign in LOSS_SIGNS
@@ -74,17 +74,17 @@ def tells_of_loss(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """What a process says of itself.
+    """Heartbeat of a process.
 
     Attributes:
         count: rises with every beat.
-        host: where it runs.
+        host: Host of the process.
         pid: its number there.
-        steps: that it has begun.
+        steps: Number of steps that it has begun.
         failed: the error that it ends with, or empty.
-        ended: it ends, and has no error.
+        ended: Whether it ends without an error.
         ready: its devices are there, and with them those of all.
-        silent: it says nothing more, as the one before it has found.
+        silent: Silent process that its successor in the ring has found.
     """
 
     count: int
@@ -98,7 +98,7 @@ class Beat:
 
 
 class Hearing:
-    """What is known of all processes from their beats, and when it was heard.
+    """Heartbeats of all processes, and the times at which they were received.
 
     Apart from threads and from JAX, so that it is a function of what was heard.
     """
@@ -115,9 +115,9 @@ class Hearing:
         Args:
             mine: the number of this process.
             silent_seconds: after which one that says nothing is missed.
-            processes: how many begin to beat at once; None where each begins when it
-                will, and one that was never heard is not missed.
-            watched: those of them that are heard, all if left out.
+            processes: Number of processes that begin to beat at once; None where each
+                begins on its own, and one that was never heard is not missed.
+            watched: Processes that are listened to; default: all.
         """
         self._mine = mine
         self._all = range(processes or 0)
@@ -143,12 +143,14 @@ class Hearing:
                 self._lease.heard(number, now)
 
     def look(self, now: float, *, seconds: float | None = None) -> dict[int, str]:
-        """Who is missed, and why; their numbers and words that follow their name.
+        """Returns the missing processes by number, with the words that follow their
+        name.
 
         Args:
-            now: as in ``hear``. Time in which this process itself stood still since
-                it looked last does not count.
-            seconds: of silence that are too many; as made if left out.
+            now: Time on the clock of ``hear``. Time in which this process itself stood
+                still since its last look does not count.
+            seconds: Seconds of silence that are too many; default: those it was made
+                with.
         """
         self._lease.turn(now)
         answered = self._lease.heard_at.get(_SERVICE)
@@ -176,7 +178,7 @@ class Hearing:
         return found | {n: _silent(late[n]) for n in sorted(never) if n in overdue}
 
     def unheard(self, gone: Collection[int]) -> list[int]:
-        """Those of some that this process alone has found silent as yet."""
+        """Returns those of some processes that this one alone has found silent."""
         beats = ((n, self.beat_of(n)) for n in gone)
         return [n for n, b in beats if not (b.ended or b.failed or b.silent)]
 
@@ -188,7 +190,9 @@ class Hearing:
         return f"process {number} (pid {known.pid} on {known.host})"
 
     def behind(self) -> list[int]:
-        """Those that have begun fewer steps than this one, or have ended."""
+        """Returns the processes that have begun fewer steps than this one, or have
+        ended.
+        """
         mine = self._beats.get(self._mine)
         steps = 0 if mine is None else mine.steps
         return [
@@ -198,12 +202,12 @@ class Hearing:
         ]
 
     def ended(self) -> set[int]:
-        """Those of the others that have ended, and well."""
+        """Returns the other processes that have ended without an error."""
         beats = self._beats.items()
         return {n for n, beat in beats if beat.ended and n != self._mine}
 
     def left(self) -> list[int]:
-        """Those of all that have not ended yet."""
+        """Returns the processes that have not ended yet."""
         return sorted({*self._all} - {self._mine} - self.ended())
 
     def beat_of(self, number: int) -> Beat:
@@ -212,7 +216,9 @@ class Hearing:
 
 
 def _last_error() -> BaseException | None:
-    """What ends this process, as far as it is known; None where it ends well."""
+    """Returns the error that ends this process, as far as it is known; None where it
+    ends well.
+    """
     error: BaseException | None = getattr(sys, "last_value", None)
     return None if error is None or _exit_status(error) == 0 else error
 
@@ -244,8 +250,8 @@ class Beats:
 
         Args:
             silent_seconds: see the attribute.
-            processes: how many begin to beat now, before their devices are there;
-                None where each begins when it will.
+            processes: Number of processes that begin to beat now, before their devices
+                are there; None where each begins on its own.
         """
         self.silent_seconds = silent_seconds
         self._pause = silent_seconds / BEATS_IN_SILENCE
@@ -286,7 +292,8 @@ class Beats:
         self._steps += 1
 
     def missing(self) -> str:
-        """Who is gone, after a connection broke; empty if that cannot be seen.
+        """Describes the missing processes after a connection broke; empty if none can
+        be seen.
 
         Waits until a process that is gone has missed enough beats, and some more.
         """
@@ -332,8 +339,8 @@ class Beats:
         nobody else tells them.
 
         Args:
-            status: of the process; below 0 it ends by that signal, as Python ends one
-                that Ctrl-C has interrupted.
+            status: Status of the process; below 0 it ends by that signal, as Python
+                ends one that Ctrl-C has interrupted.
             at_once: whether process 0 does not wait until the others have seen why.
         """
         if self._mine == 0 and not at_once:
@@ -530,8 +537,9 @@ def begun(
     """The beats of this process; they begin with the first call.
 
     Args:
-        silent_seconds: of that call.
-        processes: how many make that call now; None where each does when it will.
+        silent_seconds: Seconds of silence, used by the first call.
+        processes: Number of processes that make that call now; None where each does on
+            its own.
     """
     if not _begun:
         _begun.append(Beats(silent_seconds, processes))

@@ -1,4 +1,4 @@
-"""What the events of a journal tell of a run: one function for each of them.
+"""Applies the events of a journal to a run: one function for each of them.
 
 A living supervisor changes by the same function what it writes down, and one that was
 killed goes on from it, so that it does not matter behind which event it is killed.
@@ -25,8 +25,8 @@ def replayed(settings: SupervisorSettings, events: Iterable[Mapping[str, Any]]) 
     """The run that the events of a journal tell of.
 
     Args:
-        settings: of the run.
-        events: of one run, in order.
+        settings: Settings of the run.
+        events: Events of one run, in order.
 
     >>> told = [{"event": "started", "name": "m1", "slot": 0, "pid": 7, "began": "1"}]
     >>> replayed(SupervisorSettings(least=1, most=1), told).members["m1"].status
@@ -44,8 +44,8 @@ def apply(run: Run, now: float, event: str, fields: Mapping[str, Any]) -> None:
     Args:
         run: changed by it.
         now: the time.
-        event: of a journal; one that tells of nothing here changes nothing.
-        fields: of the event.
+        event: Kind of the event; unknown ones change nothing.
+        fields: Fields of the event.
     """
     name = fields.get("name")
     if name is not None:
@@ -122,5 +122,5 @@ def _parts(told: Mapping[str, Iterable[Sequence[int]]] | None) -> Parts:
 
 
 def _known(run: Run, names: Iterable[str]) -> list[str]:
-    """Those of members that the journal tells of: a line may be missing."""
+    """Returns the members that the journal names: a line may be missing."""
     return [name for name in names if name in run.members]

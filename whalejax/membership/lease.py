@@ -1,4 +1,5 @@
-"""Who was last heard of when, and who has been silent for too long.
+"""Leases: the time at which each holder was last heard from, and those that are
+overdue.
 
 It is the one place that says so: of the members and agents of an elastic run, of the
 peers and trainers of a swarm, and of the processes of a launch.
@@ -77,7 +78,7 @@ class Lease(Generic[K]):
         return now - self.heard_at.get(who, -math.inf)
 
     def overdue(self, now: float, seconds: float | None = None) -> dict[K, float]:
-        """Those who have been silent for too long, and for how many seconds.
+        """Returns the holders that have been silent for too long, with the seconds.
 
         Args:
             now: The time, in seconds.

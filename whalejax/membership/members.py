@@ -1,4 +1,4 @@
-"""What members say, and what is written down of it."""
+"""Handles the messages of members and records them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def refusal(run: Run, name: str, message: wire.Register) -> str:
 
 
 def difference(facts: Mapping[str, str], known: Mapping[str, str]) -> str:
-    """In what a member differs from those that are there; nothing where it does not.
+    """Describes a member's facts that differ from the others'; empty where none does.
 
     >>> difference({"jax": "0.10.1"}, {"jax": "0.10.2"})[:66]
     'this member differs from the others: jax is 0.10.1, not 0.10.2. Ru'
@@ -59,7 +59,7 @@ def difference(facts: Mapping[str, str], known: Mapping[str, str]) -> str:
 
 
 def _facts(message: wire.Register) -> dict[str, str]:
-    """What all members must have in common, of one."""
+    """Returns the facts of a member that all must share."""
     return {
         **message.facts,
         "micro-batches": str(message.micro_batches),
@@ -146,7 +146,7 @@ def hear(run: Run, now: float, name: str, message: wire.OfMember) -> None:
 
 
 def _report(run: Run, now: float, member: Member, message: wire.Report) -> None:
-    """What is said seldom, and may change who takes part."""
+    """Handles the rare reports that may change who takes part."""
     name = member.name
     match message:
         case wire.Ready() if member.status == "registered":

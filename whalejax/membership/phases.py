@@ -1,4 +1,4 @@
-"""What a member does, as its beats tell, and how long each of it may take.
+"""Phases of a member, as its heartbeats tell them, and their deadlines.
 
 One table holds all deadlines: a member that does the same for longer is given up. What
 waits for other members has none of its own, because the others have theirs.

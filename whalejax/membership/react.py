@@ -30,7 +30,7 @@ def react(run: Run, now: float, event: ev.Event) -> list[ev.Effect]:
     Args:
         run: changed by it.
         now: the time, in seconds.
-        event: what happened.
+        event: Event that happened.
 
     Returns:
         What is to be done, in this order.
@@ -84,7 +84,7 @@ def react(run: Run, now: float, event: ev.Event) -> list[ev.Effect]:
 
 
 def _place(run: Run, now: float, event: ev.Event) -> None:
-    """What comes of starting processes, and of the agents that hold them."""
+    """Handles the events of starting processes, and of their agents."""
     match event:
         case ev.NotStarted(slot=slot, why=why):
             run.starting.discard(slot)

@@ -56,30 +56,31 @@ class Member:
         name: unlike that of any other process of the run, also of earlier ones.
         slot: the place among local processes that it fills; None for one that the
             supervisor did not start.
-        pid: of a local process; 0 where it is not known.
+        pid: Process id of a local process; 0 where it is not known.
         began: when that process began.
-        agent: that holds the process; empty where it runs on the supervisor's machine.
-        machine: of the process, as ``processes.machine`` names it.
-        token: what its process drew, by which it is known before it has heard its name.
+        agent: Agent that holds the process; empty where it runs on the supervisor's
+            machine.
+        machine: Machine of the process, as ``processes.machine`` names it.
+        token: Random token of the process, by which it is known before it has its name.
         status: ``"starting"`` until it says something, ``"registered"`` while it
             compiles, ``"ready"`` where it could take part, ``"active"`` where it does,
             ``"finished"`` behind the last step, ``"left"`` where its loop was left,
             ``"failed"`` where it told its error and has not ended yet.
-        leaving: it asked to leave.
+        leaving: Whether it asked to leave.
         reached: its status before it failed or was given up.
         since: when it came to the status that it reached.
         connected: there is a connection.
         released_at: when it was told that its part is over; None before.
-        ends_by_kill: it is ended by SIGKILL, because it has nothing to save.
+        ends_by_kill: Whether it is ended by SIGKILL, because it has nothing to save.
         reported: number of its newest report that was taken.
-        host, port: where other members reach it.
+        host, port: Address at which other members reach it.
         step: the step of the state that it holds; -1 without a state.
-        seconds: of a micro-batch.
-        phase, done, moved_at: what it does, a count that rises while it does, and when
-            that last rose.
+        seconds: Seconds of a micro-batch.
+        phase, done, moved_at: Current phase, a count that rises during it, and the time
+            of the last rise.
         beyond: beats that told of a step after the one where others left their loops.
         prepared: the generation for which it has stopped.
-        held: what it has added up of the step after ``step``.
+        held: Nodes that it has summed in the step after ``step``.
     """
 
     name: str
@@ -125,26 +126,27 @@ class Run:
     """A run: what its journal tells of it, down to ``over``, and what else is known.
 
     Attributes:
-        settings: how it decides.
+        settings: Settings of the supervisor.
         members: all that ever were, by name.
         generation: the newest that members were asked to form.
         phase: ``"gathering"`` members, ``"preparing"`` a generation, ``"running"``,
             ``"draining"`` where it was told to end, ``"ending"``.
-        active: of the newest generation that began, by rank.
-        target, after: who was asked to form the newest one, and behind which step.
-        step: at which the newest generation began.
+        active: Members of the newest generation that began, by rank.
+        target, after: Members that were asked to form the newest generation, and the
+            step that it follows.
+        step: Step at which the newest generation began.
         size: members that the run is to have, as it was last resized.
         devices: names of the devices of each slot; None where they were never said.
-        facts: that all members have in common.
+        facts: Facts that all members share.
         checkpoint: the newest.
-        adding_up: how gradients are added up, and why; empty before it is decided.
+        adding_up: Gradient reduction and its reason; empty before it is decided.
         formed: a generation has begun.
         draining: the run was told to end.
-        well: who has done its work and ended, of the generation.
-        over: how it ended; None before.
+        well: Members of the generation that have done their work and ended.
+        over: Outcome of the run; None before its end.
         pace: the steps that were committed.
-        failures: of members, and when slots are filled again.
-        lease: of the members that have said something.
+        failures: Failures of members, and the times at which slots are filled again.
+        lease: Leases of the members that have sent a message.
         losses: generation and loss of committed steps.
         assigned: number of a generation, with micro-batches of each member in its
             first step and in those after it.
@@ -154,14 +156,15 @@ class Run:
         unfit: numbers of members that no plan was found for, and why.
         starting, unplaced: slots whose processes are being started, and those that no
             agent has room for.
-        saver_reported: who writes the last checkpoint has said what came of it.
+        saver_reported: Whether the writer of the last checkpoint has reported.
         awaited: agents that were started for this run and have not joined yet.
-        agents: those that are there, with the processes that each has room for.
+        agents: Agents, with the number of processes that each has room for.
         placed: processes are placed on agents.
         suspected_at: when a link between members was first said to be broken.
-        broken_links, reconnected_links: such links, and those that were tried again.
+        broken_links, reconnected_links: Links that broke, and those that were connected
+            again.
         is_settled: nothing has happened that may change who takes part.
-        outbox: what is to be done, until ``react`` returns it.
+        outbox: Effects that the next ``react`` returns.
     """
 
     settings: SupervisorSettings
@@ -215,12 +218,14 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Of the whole run; 0 until a member has said."""
+        """Returns the number of steps of the whole run; 0 until a member has reported
+        it.
+        """
         return int(self.facts.get("steps", 0))
 
     @property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Returns the number of micro-batches in a step."""
         return int(self.facts.get("micro-batches", 0))
 
     @property
@@ -267,7 +272,8 @@ class Run:
         return any(m.status == "finished" for m in self.members.values())
 
     def candidates(self) -> list[str]:
-        """Who could take part now: those that do, then those that are ready."""
+        """Returns the members that could take part now: active ones, then ready ones.
+        """
         # Who has done all steps has nothing to leave any more.
         there = [m for m in self.there() if not m.leaving or m.status == "finished"]
         took = [m.name for m in there if m.status in ("active", "finished")]
@@ -277,7 +283,7 @@ class Run:
         return (took + ready)[: self.size]
 
     def fitting(self) -> list[str]:
-        """As many of those that could take part as there is a plan for.
+        """Returns as many of the candidates as there is a plan for.
 
         Fewer than the least number where there is none: the run waits for others.
         """
@@ -300,7 +306,7 @@ class Run:
         self._knows_left = False
 
     def hosts(self) -> int:
-        """On how many hosts members will run, as far as is known by now."""
+        """Returns the number of hosts on which members will run, as far as is known."""
         most = self.settings.most
         if not self.placed:
             return 1
@@ -310,7 +316,8 @@ class Run:
     # Times and texts.
 
     def limit(self, member: Member, step_seconds: float | None = None) -> float | None:
-        """How long what a member does may take; None where it waits for others."""
+        """Returns the longest time of a member's phase; None where it waits for others.
+        """
         name = DEADLINES.get(member.phase, STEP)
         if name == STEP:
             return self.pace.limit() if step_seconds is None else step_seconds
@@ -321,13 +328,15 @@ class Run:
         return self.pace.boundary(max((m.step for m in self.there()), default=0))
 
     def checkpoint_text(self) -> str:
-        """Where the newest checkpoint is, to follow a sentence."""
+        """Describes the place of the newest checkpoint, to follow a sentence."""
         if self.checkpoint:
             return f". The last checkpoint is {self.checkpoint}"
         return ". No checkpoint was written"
 
     def agents_text(self) -> str:
-        """Which agents are there and which are missing; nothing in a run without."""
+        """Describes the agents that are there and those missing; empty in a run without
+        agents.
+        """
         if not self.placed:
             return ""
         there = [f"{name} ({counted(room)})" for name, room in self.agents.items()]

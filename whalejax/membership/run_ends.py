@@ -42,7 +42,7 @@ def end_at_once(run: Run, now: float) -> None:
 
 
 def _saver(run: Run) -> str:
-    """Who has the newest state, and can write it."""
+    """Returns the member that has the newest state and can write it."""
     there = [m for m in run.there() if m.status in ("active", "finished")]
     newest = max((m.step for m in there), default=-1)
     holders = [m for m in there if m.step == newest and newest >= 0]
@@ -90,7 +90,7 @@ def dismiss(run: Run, now: float, member: Member) -> None:
 
 
 def how_ended(run: Run, member: Member, status: int | None) -> Ending | None:
-    """How the end of a process is meant; None where it should not have come."""
+    """Returns the meaning of a process's end; None where it should not have ended."""
     if run.over is not None:
         ordered = status in (0, None, *_TERMINATED) or member.ends_by_kill
         if run.over.how is Ending.COMPLETE and ordered:

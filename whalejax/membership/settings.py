@@ -1,4 +1,4 @@
-"""What a supervisor runs, and how it decides: how many members, how long all takes."""
+"""Settings of a supervisor: its command, the numbers of members, and deadlines."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class SupervisorSettings:
         lease_seconds: a member that is silent for so long is given up.
         start_seconds: from a process's start to its first word.
         compile_seconds: from there until it is ready for steps; also the first step.
-        restore_seconds: to read a checkpoint.
+        restore_seconds: Deadline of reading a checkpoint.
         body_seconds: for the body of the user's loop, such as an evaluation.
-        save_seconds: to copy a state, and to write a checkpoint.
+        save_seconds: Deadline of copying a state, and of writing a checkpoint.
         finish_seconds: for a process to end after its part in the run has.
         prepare_seconds: for members to stop at a boundary.
         gather_seconds: with ``least`` members ready, to wait for those that start.
@@ -32,7 +32,7 @@ class SupervisorSettings:
         step_factor, step_seconds: a step that takes longer than both so many times the
             median and so many seconds is stuck.
         restarts, window_seconds: so many failures in such a time end the run.
-        fruitless: as many without a step between them do.
+        fruitless: Number of failures without a step between them that ends the run.
         hold_seconds: a process that fails again is held out for so long, twice as long
             each further time, and at most ``most_hold_seconds``.
     """
@@ -91,13 +91,13 @@ class SupervisorSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervised:
-    """What a supervisor runs.
+    """Command and settings of a supervisor.
 
     Attributes:
         command: words of the program; none waits for members that others start.
-        folder: of the run.
-        settings: how it decides.
-        host, port: where it listens; a free port if 0.
+        folder: Folder of the run.
+        settings: Settings of its decisions.
+        host, port: Address to listen at; a free port if 0.
         exit_seconds: for processes to end after the run has.
         environment: variables for the processes.
         pulse: a file that is written to while the supervisor is not frozen, or None.

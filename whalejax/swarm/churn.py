@@ -1,4 +1,4 @@
-"""Who comes to a swarm, leaves it, dies or changes speed, and when: traces as data.
+"""Traces of churn as data: peers that join a swarm, leave it, die or change speed.
 
 A trace is written down, so a simulation can be repeated and a live run can follow it:
 events with times in seconds, read from and written to CSV, or drawn from a seed.
@@ -32,7 +32,7 @@ COLUMNS: Final = (
 
 
 class Happening(StrEnum):
-    """What happens to a peer.
+    """Kinds of events of a peer.
 
     ``JOIN``: it comes. ``LEAVE``: it goes in order, after what it was given. ``KILL``:
     its connections break. ``STOP``: it is silent, and its calls time out. ``SPEED``: it
@@ -48,11 +48,11 @@ class Happening(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLink:
-    """Of a peer to everybody else.
+    """Link of a peer to all others.
 
     Attributes:
-        up_bytes_per_second: that it sends at most.
-        down_bytes_per_second: that it receives at most.
+        up_bytes_per_second: Largest rate at which it sends.
+        down_bytes_per_second: Largest rate at which it receives.
         latency_seconds: one way.
     """
 
@@ -67,11 +67,11 @@ class ChurnEvent:
 
     Attributes:
         time: seconds from the start of the trace.
-        event: what happens.
+        event: Kind of the event.
         peer: its name.
         speed: relative to the peer that the stages' seconds are of; of who joins, and
             of a change of speed.
-        link: of who joins.
+        link: Link of a peer that joins.
     """
 
     time: float
@@ -83,16 +83,16 @@ class ChurnEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Churn:
-    """What traces are drawn from; lifetimes and gaps are exponential.
+    """Distribution of traces; lifetimes and gaps are exponential.
 
     Attributes:
-        peers: that are there at the start.
+        peers: Number of peers at the start.
         lifetime_seconds: mean, of each peer.
         join_seconds: mean, between two that join; infinite where nobody joins.
-        seconds: of the whole trace.
-        speeds: of peers, drawn with equal chance.
+        seconds: Length of the trace.
+        speeds: Speeds of peers, drawn with equal chance.
         silent: part of the deaths that are silent; the others break connections.
-        link: of every peer.
+        link: Link of every peer.
     """
 
     peers: int
@@ -108,8 +108,8 @@ def draw(churn: Churn, seed: int) -> tuple[ChurnEvent, ...]:
     """A trace, the same for the same seed.
 
     Args:
-        churn: what it is drawn from.
-        seed: of the random numbers.
+        churn: Distribution to draw from.
+        seed: Seed of the random numbers.
 
     Example:
         >>> churn = Churn(peers=2, lifetime_seconds=50.0, join_seconds=40.0,
@@ -165,8 +165,8 @@ def read_csv(path: Path) -> tuple[ChurnEvent, ...]:
     """The trace in a CSV file, in order of time.
 
     Args:
-        path: of a file with the columns ``time``, ``event`` and ``peer``; the others of
-            ``COLUMNS`` may be left out or empty.
+        path: Path of a file with the columns ``time``, ``event`` and ``peer``; the
+            others of ``COLUMNS`` may be left out or empty.
 
     Raises:
         WhaleError: it cannot be read, with every line that is wrong.

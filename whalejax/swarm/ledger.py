@@ -23,14 +23,14 @@ MOST_NAMED: Final = 8  # numbers that an error lists
 
 
 class Phase(StrEnum):
-    """What a call computes."""
+    """Kinds of computation of a call."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Verdict(StrEnum):
-    """What an answer is worth.
+    """Judgements of an answer.
 
     ``COUNTED``: it is the one that counts. ``LATE``: its attempt was given up or its
     peer lost. ``DUPLICATE``: this attempt was counted before.
@@ -55,7 +55,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Task:
-    """What is to be computed, for the first time or again."""
+    """Call that is still to be made, for the first time or again."""
 
     stage: int
     number: int
@@ -73,7 +73,7 @@ class _Cell:
 
 @dataclass(slots=True, kw_only=True)
 class _Commit:
-    """Of which round the sealed assignment is, and the digests of a committed step.
+    """Round of the sealed assignment, and digests of a committed step.
 
     Attributes:
         summed: stages whose peers hold the sum.
@@ -86,7 +86,7 @@ class _Commit:
 
 
 class Ledger:
-    """Of one step.
+    """Record of one step's calls, sums and commit.
 
     Example:
         >>> ledger = Ledger(step=0, stages=1, micro_batches=2)
@@ -107,9 +107,9 @@ class Ledger:
         """Open it.
 
         Args:
-            step: that it is of.
-            stages: of the model.
-            micro_batches: of the step, over all trainers.
+            step: Number of the step.
+            stages: Number of stages of the model.
+            micro_batches: Micro-batches of the step, over all trainers.
             write: takes each record, as an event's name and its fields, before
                 anything follows from it; such as the ``write`` of a journal's lines.
         """
@@ -136,11 +136,11 @@ class Ledger:
         """A call is about to be made; whatever was under way for it is given up.
 
         Args:
-            stage: of the call.
-            number: of the micro-batch.
+            stage: Stage of the call.
+            number: Number of the micro-batch.
             phase: forward or backward.
-            peer: to which it goes.
-            incarnation: of that peer.
+            peer: Name of the peer that is called.
+            incarnation: Incarnation of that peer.
 
         Raises:
             WhaleError: it is done already, is none of this step, or the step's
@@ -170,8 +170,8 @@ class Ledger:
         """Attempts at a micro-batch have higher numbers than this from now on.
 
         Args:
-            number: of the micro-batch.
-            first: that another trainer's attempts at it do not exceed.
+            number: Number of the micro-batch.
+            first: Largest number that another trainer's attempts at it have.
         """
         for (_, other, _), cell in self._cells.items():
             if other == number:
@@ -181,8 +181,8 @@ class Ledger:
         """Count a call that another trainer has made, and whose answer it has.
 
         Args:
-            attempt: of the call.
-            trainer: who made it.
+            attempt: Attempt of the call.
+            trainer: Name of the trainer that made it.
         """
         cell = self._cell(attempt.stage, attempt.number, attempt.phase)
         if cell.is_done:
@@ -203,7 +203,7 @@ class Ledger:
         """An answer has come; whether it counts.
 
         Args:
-            attempt: what ``begin`` returned for the call.
+            attempt: Attempt that ``begin`` returned for the call.
         """
         cell = self._cell(attempt.stage, attempt.number, attempt.phase)
         if cell.current != attempt:
@@ -244,7 +244,8 @@ class Ledger:
         return self._cell(stage, number, phase).is_done
 
     def assignment(self, stage: int) -> dict[str, tuple[int, ...]]:
-        """Which peer sums which micro-batches of a stage: a partition of 0..M-1.
+        """Returns the peer that sums each micro-batch of a stage: a partition of
+        0..M-1.
 
         Args:
             stage: its number.
@@ -293,7 +294,8 @@ class Ledger:
 
         Args:
             stage: its number.
-            added: of each peer, numbers and attempts of what it says that it added.
+            added: Numbers and attempts of the micro-batches that each peer reports in
+                its sum.
         """
         said = {peer: [*map(list, both)] for peer, both in sorted(added.items())}
         self._record("summed", {"stage": stage, "added": said})
@@ -309,7 +311,7 @@ class Ledger:
         return dict(sorted(found.items()))
 
     def gradients_at(self) -> Counter[str]:
-        """How many micro-batches' gradients each peer has."""
+        """Returns the number of micro-batches whose gradients each peer has."""
         cells = (
             self._cell(stage, number, Phase.BACKWARD)
             for stage in range(self.stages)
@@ -333,7 +335,7 @@ class Ledger:
         """All stages hold the sum and have applied it: the step is over.
 
         Args:
-            digests: of each stage's parameters and optimizer state.
+            digests: Digests of each stage's parameters and optimizer state.
         """
         every = list(range(self.stages))
         stands = self._commit.is_sealed or sorted(self._commit.summed) == every
@@ -349,7 +351,7 @@ class Ledger:
 
     @property
     def round(self) -> int:
-        """Of the newest seal; 0 before the first."""
+        """Returns the round of the newest seal; 0 before the first."""
         return self._commit.round
 
     @property
@@ -359,7 +361,7 @@ class Ledger:
 
     @property
     def digests(self) -> Mapping[int, str]:
-        """Of each stage, once the step is committed."""
+        """Returns each stage's digest, once the step is committed."""
         return dict(self._commit.digests)
 
     @property
@@ -370,7 +372,9 @@ class Ledger:
         return self.stages * self.micro_batches - sum(self._held)
 
     def to_do(self) -> tuple[Task, ...]:
-        """What has not been counted yet, whether or not it is under way."""
+        """Returns the calls that have not been counted yet, whether or not they are
+        under way.
+        """
         return tuple(
             Task(stage=stage, number=number, phase=phase)
             for (stage, number, phase), cell in self._cells.items()
@@ -388,7 +392,8 @@ class Ledger:
         died. Attempts keep their numbers, so an answer to it never counts.
 
         Args:
-            records: in order, as they were written; other events are passed over.
+            records: Records in the order in which they were written; other events are
+                skipped.
             write: takes the records of the rebuilt ledger.
         """
         ledger: Ledger | None = None
@@ -492,8 +497,8 @@ def check_partition(
 
     Args:
         assignment: numbers of each peer.
-        micro_batches: of the step.
-        where: what the assignment is of, for the error.
+        micro_batches: Number of micro-batches of the step.
+        where: Name of the assignment, for the error.
     """
     named: dict[int, list[str]] = {}
     for peer, numbers in assignment.items():
@@ -531,7 +536,7 @@ def counted(records: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     of each stage at most once.
 
     Args:
-        records: of a journal, in order.
+        records: Records of a journal, in order.
     """
     lost = doubled = stages = micro_batches = 0
     sums: dict[int, Mapping[str, Any]] = {}

@@ -57,10 +57,10 @@ def swarm_plan(
 
     Args:
         again: the same question with other settings, as ``Plan.what_if`` asks it.
-        cluster: whose devices are the peers.
+        cluster: Cluster whose devices are the peers.
         mesh: ``{"stage": n}``, or None.
-        num_micro_batches: of a step, or None.
-        bandwidth: of each peer's link, in bytes per second.
+        num_micro_batches: Number of micro-batches in a step, or None.
+        bandwidth: Rate of each peer's link, in bytes per second.
         wire: one of ``WIRES``, or None.
         sum_wire: one of ``SUM_WIRES``.
 
@@ -95,7 +95,7 @@ def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, PeerLink]:
 
     Args:
         plan: with ``swarm``.
-        changes: of the setting.
+        changes: Changes of the settings.
     """
     if plan.swarm is None:
         raise PlanError("plan is for no swarm; plan with swarm=True and a bandwidth")
@@ -107,7 +107,7 @@ def swarm_note(again: Again, plan: Plan) -> tuple[str, ...]:
 
     Args:
         again: the same question with other settings, as ``Plan.what_if`` asks it.
-        plan: of one kind of devices, without a swarm.
+        plan: Plan on one kind of devices, without a swarm.
 
     Returns:
         One note; none where links are fast, or this model or cluster has no swarm.
@@ -135,7 +135,7 @@ def swarm_note(again: Again, plan: Plan) -> tuple[str, ...]:
 def _beside_synchronous(
     again: Again, cluster: Cluster, bandwidth: float, swarm: Swarm
 ) -> str:
-    """What the best plan without a swarm takes over the same links."""
+    """Compares a swarm with the best synchronous plan over the same links."""
     levels = tuple(
         dataclasses.replace(
             level,
@@ -354,7 +354,8 @@ def _stage(
 def _kept_bytes(
     plan: Plan, number: int, wire: str, peers: int, gradient_bytes: int
 ) -> int:
-    """What a peer keeps of its micro-batches until a step is over, and their sum.
+    """Returns the bytes that a peer keeps of its micro-batches and their sum until a
+    step ends.
 
     Where a stage has mates, its share of forward and of backward calls need not be of
     the same micro-batches, so that it keeps the input of each. Inputs are kept as they
@@ -370,7 +371,7 @@ def _kept_bytes(
 
 
 def _lacking(kind: DeviceKind, swarm: Swarm) -> str:
-    """Which memory of a peer is too small for what runs; nothing where all fits."""
+    """Describes the memory of a peer that is too small; empty where all fits."""
     for number, stage in enumerate(swarm.stages):
         needs, has = {"device": stage.memory_bytes}, {"device": kind.memory_bytes}
         if kind.host_memory_bytes is not None:
@@ -534,7 +535,7 @@ def _why_gradients(plan: Plan, swarm: Swarm) -> str:
 
 
 def _what_would_help(swarm: Swarm) -> Iterator[str]:
-    """Which change of the model a slow link asks for."""
+    """Yields the changes of the model that a slow link asks for."""
     share = _link_share(swarm)
     if share >= BUSY:
         return

@@ -32,7 +32,7 @@ class Quantized:
     Attributes:
         codes: int8, of shape (blocks, block); what pads the last block is 0.
         scales: float32, of shape (blocks,).
-        shape: of the tensor.
+        shape: Shape of the tensor.
     """
 
     codes: Any
@@ -83,7 +83,8 @@ def dequantize(quantized: Quantized) -> Any:
     """The float32 tensor that codes and scales stand for.
 
     Args:
-        quantized: of the same library's arrays as the tensor is to be.
+        quantized: Codes and scales, in arrays of the library that the tensor is wanted
+            in.
     """
     space = quantized.codes.__array_namespace__()
     values = quantized.codes.astype(space.float32) * quantized.scales[:, None]
@@ -111,7 +112,7 @@ def pack(quantized: Quantized) -> bytes:
     Codes that only pad the last block are left out.
 
     Args:
-        quantized: of NumPy's arrays.
+        quantized: Codes and scales, in NumPy's arrays.
     """
     codes = np.ascontiguousarray(quantized.codes).reshape(-1)
     size = math.prod(quantized.shape)
@@ -122,11 +123,11 @@ def pack(quantized: Quantized) -> bytes:
 def unpack(
     buffer: bytes | bytearray | memoryview, shape: tuple[int, ...], block: int = BLOCK
 ) -> Quantized:
-    """What ``pack`` made, from somebody who is not trusted.
+    """Reads a packed tensor from a sender that is not trusted.
 
     Args:
-        buffer: of the wire.
-        shape: that the tensor must have.
+        buffer: Buffer of the wire.
+        shape: Shape that the tensor must have.
         block: values a scale is for.
 
     Raises:

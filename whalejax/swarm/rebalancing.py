@@ -1,4 +1,5 @@
-"""Which peer changes stage: the paper's rule, the best counts, and when a move pays.
+"""Chooses peers that change stage: the paper's rule, the best counts, and when a move
+pays.
 
 A pipeline is as fast as its slowest stage, whose speed is the sum of its peers'. The
 rule of SWARM (section 3.2): the stage with most load gets the peer with the shortest
@@ -26,7 +27,7 @@ ROUNDING: Final = 1e-9  # sums of speeds that differ by less are equal
 
 
 class Rule(StrEnum):
-    """Who moves: by the paper's rule, towards the optimum, or nobody."""
+    """Rules of moves: the paper's rule, towards the optimum, or none."""
 
     NONE = "none"
     PAPER = "paper"
@@ -39,7 +40,7 @@ class PeerLoad:
 
     Attributes:
         peer: its name.
-        stage: that it serves.
+        stage: Number of the stage that it serves.
         queue_length: calls that wait at it, averaged since the last look.
         speeds: micro-batches a second that it computes, in each stage; forward and
             backward, its links included.
@@ -62,9 +63,9 @@ class Move:
         peer: its name.
         source: stage that it leaves.
         target: stage that it is to serve.
-        speed_before: of the pipeline, in micro-batches a second.
+        speed_before: Speed of the pipeline before the move, in micro-batches a second.
         speed_after: the same, once it and those who are to follow it have moved.
-        moves: it and those who are to follow it.
+        moves: Moves of this peer and of those that are to follow it.
     """
 
     peer: str
@@ -87,8 +88,8 @@ def newcomer_stage(peers: Sequence[PeerLoad], stages: int) -> int:
     """The stage that somebody who comes is to serve: the slowest, the first of equals.
 
     Args:
-        peers: that are there, those on their way to a stage counted there.
-        stages: of the model.
+        peers: Peers of the swarm, those on their way to a stage counted there.
+        stages: Number of stages of the model.
     """
     speeds = stage_speeds(peers, stages)
     counts = _counts(peers, stages)
@@ -121,7 +122,7 @@ def paper_move(peers: Sequence[PeerLoad], stages: int) -> Move | None:
 
     Args:
         peers: all of them.
-        stages: of the model.
+        stages: Number of stages of the model.
     """
     counts = _counts(peers, stages)
     loads = [0.0] * stages
@@ -149,7 +150,7 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> Move | None:
 
     Args:
         peers: all of them.
-        stages: of the model.
+        stages: Number of stages of the model.
     """
     sums = stage_speeds(peers, stages)
     counts = _counts(peers, stages)
@@ -193,8 +194,8 @@ def best_counts(
     more than in another split needed it when it was given to it.
 
     Args:
-        peers: how many there are.
-        seconds: that a peer takes for a micro-batch in each stage.
+        peers: Number of peers.
+        seconds: Seconds of a peer for a micro-batch in each stage.
         at_least: peers that each stage must have.
 
     Raises:
@@ -227,7 +228,7 @@ def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str,
 
     Args:
         speeds: micro-batches a second of each peer, in each stage.
-        stages: of the model.
+        stages: Number of stages of the model.
 
     Raises:
         WhaleError: there are fewer peers than stages.
@@ -263,11 +264,11 @@ def pipeline_speed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveCost:
-    """What a move costs while nothing is computed by the peer that moves.
+    """Costs of a move, during which the moving peer computes nothing.
 
     Attributes:
         state_bytes: parameters and optimizer state of the stage it goes to.
-        bytes_per_second: of its link.
+        bytes_per_second: Rate of its link.
         compile_seconds: until its programs of the new stage are compiled.
     """
 
@@ -282,7 +283,7 @@ class MoveCost:
 
     @property
     def download_seconds(self) -> float:
-        """Of the state."""
+        """Returns the seconds of downloading the state."""
         return self.state_bytes / self.bytes_per_second
 
 
@@ -308,8 +309,8 @@ class Rebalancer:
         """Nobody has moved yet.
 
         Args:
-            stages: of the model.
-            rule: who moves.
+            stages: Number of stages of the model.
+            rule: Rule of moves.
             period: seconds from one look to the next.
             threshold: gain that a move must bring, as a part of the speed before.
             horizon: seconds within which a move must win what it costs.
@@ -347,9 +348,9 @@ class Rebalancer:
         """The move to make now, which is held to be under way from here on.
 
         Args:
-            peers: that serve a stage, without the one on its way.
+            peers: Peers that serve a stage, without the one on its way.
             now: seconds.
-            costs: of a move to each stage.
+            costs: Costs of a move to each stage.
             present: names of all that have not gone, with those that serve no stage for
                 a while; of ``peers`` if left out.
         """
@@ -386,7 +387,7 @@ class Rebalancer:
 
         Args:
             peer: its name.
-            is_gone: it has died or left on its way.
+            is_gone: Whether it has died or left on its way.
         """
         if self._moving is not None and self._moving[0] == peer:
             self._moving = None
@@ -395,7 +396,7 @@ class Rebalancer:
 
     @property
     def moving(self) -> str | None:
-        """Who is on its way."""
+        """Returns the peer that is on its way, or None."""
         return self._moving[0] if self._moving else None
 
     def _pays(self, move: Move, peers: Sequence[PeerLoad], cost: MoveCost) -> bool:
@@ -470,7 +471,7 @@ def _is_better(new: Sequence[float], old: Sequence[float]) -> bool:
 
 
 def _relative(speeds: Mapping[str, Sequence[float]], peer: str, stage: int) -> float:
-    """How much slower a peer is in a stage than in its best."""
+    """Returns how much slower a peer is in a stage than in its best one."""
     return -speeds[peer][stage] / max(speeds[peer])
 
 

@@ -66,11 +66,11 @@ class Simulator(SimulatedCalls):
     """One run; ``simulate`` is its door."""
 
     def __init__(self, setting: Setting, trace: Sequence[ChurnEvent]) -> None:
-        """At time 0, with nobody there.
+        """Starts at time 0 without peers.
 
         Args:
             setting: stages, micro-batches and rebalancing.
-            trace: who comes and goes.
+            trace: Trace of joins, leaves, deaths and changes of speed.
 
         Raises:
             WhaleError: one of them makes no sense.
@@ -102,7 +102,7 @@ class Simulator(SimulatedCalls):
         """Until the clock shows so many seconds.
 
         Args:
-            seconds: how many.
+            seconds: End of the simulation.
         """
         started = False
         while self._events and self._events[0][0] <= seconds:
@@ -404,7 +404,7 @@ class Simulator(SimulatedCalls):
         self._goes_ahead()
 
     def _let_go(self) -> None:
-        """Who leaves is gone once a step is over; of its stage's last, a snapshot."""
+        """Lets leaving peers go after a step; a stage's last one leaves a snapshot."""
         for peer in [p for p in self._alive() if p.is_leaving]:
             mates = [n for n in self._members(peer.stage) if n != peer.name]
             if all(self._peers[name].is_leaving for name in mates):
@@ -422,7 +422,7 @@ class Simulator(SimulatedCalls):
         return waits and self._waits_for_newcomers(self._whole_since)
 
     def _take_snapshot(self) -> None:
-        """Where it is time to, beside the step that begins.
+        """Takes a snapshot where it is due, beside the step that begins.
 
         Before it, where updates are delayed.
         """
@@ -440,7 +440,7 @@ class Simulator(SimulatedCalls):
             self._begin_step()
 
     def _snapshot_taken(self, place: Place, waits: bool) -> None:
-        """Of a place; the step may wait for it to begin."""
+        """Takes the snapshot of a virtual stage; the step may wait for its start."""
         if place != self._place:
             return
         self._snapshot = self._committed
@@ -478,7 +478,8 @@ class Simulator(SimulatedCalls):
         self._at(ends, self._summed, self._ledger, sealed)
 
     def _sum_seconds(self) -> float:
-        """Of the slowest stage: its gradients are reduced, gathered and applied."""
+        """Returns the seconds of the slowest stage's reduction, gathering and update.
+        """
         slowest = 0.0
         for stage, cost in enumerate(self.setting.stages):
             names = {*self._ledger.holders(stage), *self._members(stage)}
@@ -641,12 +642,12 @@ class Simulator(SimulatedCalls):
 def simulate(
     setting: Setting, trace: Sequence[ChurnEvent], seconds: float
 ) -> Simulated:
-    """What a swarm does under a trace, by the code that live runs decide with.
+    """Simulates a swarm under a trace with the rules of live runs.
 
     Args:
         setting: stages, micro-batches and rebalancing.
-        trace: who comes and goes; those at time 0 are placed at their best.
-        seconds: how long.
+        trace: Trace of the peers; those at time 0 are placed at their best.
+        seconds: End of the simulation.
 
     Raises:
         WhaleError: the setting or the trace makes no sense.

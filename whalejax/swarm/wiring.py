@@ -1,4 +1,4 @@
-"""Which peer of a stage serves a trainer's next call: interleaved weighted round robin.
+"""Chooses the peer of a trainer's next call: interleaved weighted round robin.
 
 SWARM (Ryabinin et al. 2023, section 3.2): each peer has a virtual time, the next call
 goes to the smallest one, and a call adds the seconds that it is expected to take. Over
@@ -24,17 +24,17 @@ BACKWARD_TASK: Final = 2.5  # of the paper's code: one backward, in forwards
 
 @dataclass(slots=True, kw_only=True)
 class _Peer:
-    """What a trainer knows of a peer.
+    """State of a peer as a trainer knows it.
 
     Attributes:
-        incarnation: of the process; a restarted peer has a higher one.
+        incarnation: Incarnation of the process; a restarted peer has a higher one.
         expires: when its announcement ends.
         virtual_time: seconds of work given to it, from a common origin.
         entry: number of its newest entry in the heap; older ones are skipped.
         weighted_seconds: moving average of seconds a task, not yet corrected.
         weight: the average's share of measurements; 1 after many.
         guessed_tasks: tasks charged before anything was measured.
-        guessed_seconds: what was charged for them.
+        guessed_seconds: Estimated seconds of its calls under way.
         in_flight: calls of this trainer that have not ended.
         queued_by_others: calls of other trainers that wait at it.
         answered: when its last answer came.
@@ -74,7 +74,7 @@ class StageWiring:
         """No peer yet.
 
         Args:
-            seed: of the random numbers that order peers of equal virtual time.
+            seed: Seed of the random order of peers with equal virtual time.
             alpha: weight of the newest measurement in a peer's average.
             initial_seconds: expected of a task while no peer has been measured.
         """
@@ -101,7 +101,7 @@ class StageWiring:
 
         Args:
             peer: its name.
-            incarnation: of its process.
+            incarnation: Incarnation of its process.
             now: seconds.
             expires: when the announcement ends, in seconds of the same clock.
         """
@@ -134,7 +134,7 @@ class StageWiring:
 
         Args:
             peer: its name.
-            queue_length: of all trainers.
+            queue_length: Number of waiting calls of all trainers.
         """
         known = self._peers.get(peer)
         if known is None:
@@ -207,7 +207,8 @@ class StageWiring:
             now: when the answer came, in seconds.
             warm: whether the time counts; a call that compiled, or that waited for one
                 that did, says nothing about the next.
-            incarnation: that the call went to; calls to an earlier one are passed over.
+            incarnation: Incarnation that was called; calls to an earlier one are
+                ignored.
         """
         known = self._same(peer, incarnation)
         if known is None:
@@ -232,12 +233,13 @@ class StageWiring:
 
         Args:
             peer: its name.
-            seconds: what the caller lost: of a call that timed out, its deadline.
+            seconds: Seconds that the caller lost: of a call that timed out, its
+                deadline.
             now: seconds.
             ban: nothing more is sent to it until it announces itself anew.
             task: size of the call.
-            incarnation: that the call went to; a restarted peer is not to blame for
-                what its predecessor did not answer.
+            incarnation: Incarnation that was called; a restarted peer is not to blame
+                for what its predecessor did not answer.
         """
         known = self._same(peer, incarnation)
         if known is None:

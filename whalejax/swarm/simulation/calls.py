@@ -27,11 +27,11 @@ class Call:
     """A call that was sent and not answered yet.
 
     Attributes:
-        attempt: in the ledger.
-        trainer: that sent it.
+        attempt: Attempt in the ledger.
+        trainer: Trainer that sent it.
         task: its size, in forwards.
         sent: when.
-        alone: it is computed again, and nothing follows from it.
+        alone: Whether it is computed again without consequences.
     """
 
     attempt: Attempt
@@ -46,7 +46,7 @@ class Coming:
     """A peer takes the state.
 
     Attributes:
-        place: whose state it is.
+        place: Stage and place of the state.
         began: when.
         takes: seconds, in all.
     """
@@ -66,21 +66,21 @@ class SimulatedPeer:
     """A peer, from joining to its end.
 
     Attributes:
-        name, incarnation, speed, link, stage: what they are of a live peer.
+        name, incarnation, speed, link, stage: Fields of a live peer, unchanged.
         joined: when.
-        is_serving: it has the state of the step, and is given calls.
+        is_serving: Whether it has the state of the step and receives calls.
         is_alive: its process runs.
-        is_leaving: it goes when the step is over.
+        is_leaving: Whether it goes when the step is over.
         is_ready: the programs of its stage are compiled.
         task: number of the compilation or download under way; 0 without one.
-        coming: of the download under way.
+        coming: Download under way, or None.
         late: when it began to take the state for the first time; negative, unless it
             took it too late before.
-        is_given_up: it is not waited for any more.
-        pause_seconds: that it was left alone after it was given up.
+        is_given_up: Whether the swarm waits for it no more.
+        pause_seconds: Seconds without calls after it was given up.
         paused_until: when that ends.
         down_free, compute_free, up_free: when its link and its processor are free.
-        calls: that it was sent, by number.
+        calls: Calls that it received, by number.
         queue_seconds: calls that wait, times how long, since it was last looked at.
         queue_since: until when they are counted.
     """
@@ -113,15 +113,15 @@ class SimulatedCalls(abc.ABC):
     """The clock, and calls of the step that is under way.
 
     Attributes:
-        setting: what is simulated.
+        setting: Settings of the simulation.
         now: seconds.
     """
 
     def __init__(self, setting: Setting) -> None:
-        """At time 0, with nobody there.
+        """Starts at time 0 without peers.
 
         Args:
-            setting: what is simulated.
+            setting: Settings of the simulation.
         """
         self.setting, self.now = setting, 0.0
         self._count = len(setting.stages)
@@ -162,7 +162,7 @@ class SimulatedCalls(abc.ABC):
         """Sum the gradients of the step, if all of them are there."""
 
     def _begin_micro_batches(self) -> None:
-        """Of a step, from the first on."""
+        """Begins the micro-batches of a step, from the first on."""
         self._holders.clear()
         for trainer, waiting in enumerate(self._waiting):
             waiting.clear()
@@ -174,7 +174,7 @@ class SimulatedCalls(abc.ABC):
             self._begin_more(trainer)
 
     def _begin_more(self, trainer: int) -> None:
-        """As many micro-batches as may be under way at once."""
+        """Begins micro-batches up to the limit in flight."""
         limit = -(-self._in_flight() // self.setting.trainers)
         while self._waiting[trainer] and self._under_way[trainer] < limit:
             number = self._waiting[trainer].popleft()
@@ -254,7 +254,7 @@ class SimulatedCalls(abc.ABC):
         return peer.compute_free + latency
 
     def _sources(self, attempt: Attempt) -> Iterator[tuple[SimulatedPeer, int]]:
-        """Who holds what a call reads, and how many bytes of it.
+        """Yields the holders of a call's inputs, with their bytes.
 
         What nobody holds, such as data, comes from a trainer.
         """
@@ -355,7 +355,7 @@ class SimulatedCalls(abc.ABC):
         )
 
     def _recompute(self, peer: SimulatedPeer) -> int:
-        """What a dead peer had is computed again by others; gradients among it."""
+        """Repeats a dead peer's work on others, gradients included."""
         calls, peer.calls = peer.calls, {}
         for call in calls.values():
             self._failed(peer, call, is_gone=True)

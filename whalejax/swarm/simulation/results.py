@@ -1,4 +1,4 @@
-"""What came of a simulated swarm."""
+"""Results of a simulated swarm."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """What came of it.
+    """Results of a simulation.
 
     Attributes:
         seconds: simulated.
-        micro_batches: of committed steps and of the step that was under way, counted
-            once each; without those of steps that a run went back over.
-        step_seconds: of each committed step, its waiting for newcomers included.
-        busy_seconds: of each peer, computing.
-        present_seconds: of each peer, from joining to its end.
+        micro_batches: Micro-batches of committed steps and of the step under way,
+            counted once each; without those of steps that a run went back over.
+        step_seconds: Duration of each committed step, its waiting for newcomers
+            included.
+        busy_seconds: Computing time of each peer.
+        present_seconds: Time of each peer from joining to its end.
         max_flow: micro-batches that the best placement of the peers that were there
             could have computed, without sums, fills or links shared by others.
         changes: joins, leaves and deaths after the start.
-        moves: of peers from stage to stage.
+        moves: Number of moves of peers from stage to stage.
         emptied_by_moves: moves that left a stage without peers; 0 unless it is broken.
         empty_seconds: during which nobody served some stage.
         went_back: times that all went back to a snapshot.

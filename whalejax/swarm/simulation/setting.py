@@ -1,4 +1,4 @@
-"""What is simulated: stages and what they cost, micro-batches, rebalancing."""
+"""Settings of a simulation: stages and their costs, micro-batches, rebalancing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from whalejax.swarm.rebalancing import Rule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """What one micro-batch and one step cost in a stage, on a peer of speed 1.
+    """Costs of a micro-batch and of a step in a stage, on a peer of speed 1.
 
     Attributes:
-        forward_seconds: of a forward; 0 in the last stage, where one call does both.
-        backward_seconds: of a backward, its recomputed forward included.
+        forward_seconds: Duration of a forward; 0 in the last stage, where one call does
+            both.
+        backward_seconds: Duration of a backward, its recomputed forward included.
         forward_bytes: received and sent by a forward.
         backward_bytes: received and sent by a backward.
         state_bytes: parameters and optimizer state, which a newcomer downloads.
-        gradient_bytes: that peers of the stage add up once a step, as sent.
-        update_seconds: of the optimizer.
+        gradient_bytes: Bytes of gradients that the stage's peers reduce in a step, as
+            sent.
+        update_seconds: Duration of the optimizer's update.
     """
 
     forward_seconds: float
@@ -36,20 +38,22 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is simulated, beside the trace.
+    """Settings of a simulation, beside the trace.
 
     Attributes:
-        stages: in order.
-        micro_batches: of a step, over all trainers.
+        stages: Costs of the stages, in order.
+        micro_batches: Micro-batches of a step, over all trainers.
         in_flight: micro-batches under way at once, over all trainers; two for each
             peer that serves where it is 0.
-        trainers: that share the micro-batches; each has wirings of its own.
-        rule: of rebalancing; with ``Rule.NONE`` nobody changes stage, not even to one
-            that nobody serves.
+        trainers: Number of trainers that lead the micro-batches; each has wirings of
+            its own.
+        rule: Rule of rebalancing; with ``Rule.NONE`` nobody changes stage, not even to
+            one that nobody serves.
         period: seconds from one look at the peers to the next.
         oracle: peers are placed at their best after each change, at once and free of
             charge, and newcomers need no download: what rebalancing is held against.
-        compile_seconds: of a newcomer, or of one that moves, before it takes the state.
+        compile_seconds: Compile time of a newcomer, or of a peer that moves, before it
+            takes the state.
         notice_seconds: from a death that breaks connections until trainers know.
         forget_seconds: after which the announcement of a dead peer has expired.
         threshold: gain below which nobody moves, as a part of the speed.
@@ -58,7 +62,7 @@ class Setting:
         delayed_updates: gradients of a step are added up and applied while the next
             step is computed; a step waits for the update before the last one. A peer
             that dies meanwhile costs no more than one that dies in between.
-        seed: of the wirings.
+        seed: Seed of the wirings.
     """
 
     stages: tuple[StageCost, ...]
@@ -81,9 +85,9 @@ def peer_speed(cost: StageCost, speed: float, link: PeerLink) -> float:
     """Micro-batches a second of a peer in a stage: its processor or its links bound it.
 
     Args:
-        cost: of the stage.
-        speed: of the peer.
-        link: of the peer.
+        cost: Costs of the stage.
+        speed: Speed of the peer.
+        link: Link of the peer.
     """
     received = cost.forward_bytes[0] + cost.backward_bytes[0]
     sent = cost.forward_bytes[1] + cost.backward_bytes[1]
@@ -98,8 +102,8 @@ def check(setting: Setting, trace: Sequence[ChurnEvent]) -> None:
     """Refuse what makes no sense.
 
     Args:
-        setting: to be simulated.
-        trace: who comes and goes.
+        setting: Settings to check.
+        trace: Trace of the peers.
 
     Raises:
         WhaleError: with all that is wrong.
