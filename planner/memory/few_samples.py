@@ -1,4 +1,4 @@
-"""What compilers keep beside the rest where they convolve few samples at a time.
+"""Finds further buffers of compilers where they convolve few samples at a time.
 
 TPU compilers move a part of an extent into the batch of such a convolution, and write
 in that form too what it reads and gives. How many samples a device has depends on the
@@ -21,9 +21,9 @@ class FewSamples:
 
     Args:
         graph: the captured loss.
-        lanes: of the compiler; without lanes nothing of this is kept.
+        lanes: Lanes of the compiler; without lanes there are no such buffers.
         is_value: whether a tensor is computed from data.
-        entry: of a tensor.
+        entry: Function from a tensor to its entry.
 
     Attributes:
         kept: by operation. A convolution's operand is kept in two forms. A
@@ -64,7 +64,7 @@ class FewSamples:
                     self.kept[i] = Counter({one: 1 + (op.kind == "mul")})
 
     def _spatial(self) -> tuple[set[int], set[int]]:
-        """What convolutions give, in the same place; and what is reduced from that."""
+        """Returns the results of spatial convolutions, and the reductions of them."""
         spatial: set[int] = set()
         statistics: set[int] = set()
         for op in self.graph.ops:
@@ -95,7 +95,7 @@ class FewSamples:
         return own and small.nbytes * SMALL <= large.nbytes
 
     def before(self, end: int, region: int | None = None) -> Counter[Entry]:
-        """What is kept so by the operations of a region before another."""
+        """Returns such buffers of the operations of a region before another."""
         found: Counter[Entry] = Counter()
         for i, entries in self.kept.items():
             if i < end and self.graph.ops[i].remat == region:
@@ -103,7 +103,7 @@ class FewSamples:
         return found
 
     def working(self, number: int) -> Counter[Entry]:
-        """What an operation's backward pass works with.
+        """Returns the temporaries of an operation's backward pass.
 
         These are the gradients on both sides of a normalisation; and a convolution's
         result in two forms, in float32.

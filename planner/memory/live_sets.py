@@ -26,17 +26,17 @@ Counts = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """What memory holds in each span: of the forward pass, then of the backward pass.
+    """Live tensors of each span: of the forward pass, then of the backward pass.
 
     Attributes:
         kinds: the different tensors.
         saved: for each span, how many of each kind are kept.
-        postponed: what is kept beside that where products of weights' gradients are
-            put off to the end of the backward pass.
-        working: what spans may work with, how many of each kind: one of a span's rows
-            at a time, before the gradients that the span itself makes.
+        postponed: Tensors that live longer where products of weights' gradients are
+            postponed to the end of the backward pass.
+        working: Temporaries of spans, by kind: one of a span's rows at a time, before
+            the gradients that the span itself makes.
         making: the same while it makes them.
-        starts: of both, for each span its first row.
+        starts: First row of each span, of both.
         gradients: for each span, how many parameters of each group have their gradient.
         held: for each span and group, whether it computes with such a parameter, which
             is there whole at a time if it lies in shards.
@@ -49,7 +49,7 @@ class Moments:
             they are computed with, all the time: all beside loops over layers, and
             those that checkpointed regions are given. Others are cast where they are
             read.
-        waiting: how many of each kind wait in host memory.
+        waiting: Number of each kind that are offloaded to host memory.
     """
 
     kinds: tuple[Kept, ...]
@@ -74,10 +74,10 @@ class Course:
         graph: the captured loss.
         dims: its logical dimensions.
         weight: for every tensor, whether it depends on parameters alone.
-        compiler: what it computes inside products, and in which type.
+        compiler: Model of the compiler: fused computations and their types.
         waiting: copies of values that wait in host memory, by tensor.
         regathers: products gather their weights again for their backward pass.
-        uses: of the tensors, where that is known.
+        uses: Makers and readers of the tensors, where they are known.
 
     Attributes:
         entries: the different tensors by layout, bytes, the operation whose TaskGraph
@@ -87,7 +87,7 @@ class Course:
         postponed: for each, how many more are kept where products of weights'
             gradients are put off.
         works: for each, what it may work with, before and while it makes gradients.
-        waits: how many of each wait in host memory.
+        waits: Number of each tensor that is offloaded to host memory.
         used: for each span of the forward pass and each parameter, whether a product
             computes with it (2) or something else (1).
         ahead: the same, with the spans until which a product's result is written.
@@ -192,7 +192,7 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
     Args:
         graph: the captured loss.
         facts: the parameters.
-        course: of the same loss.
+        course: Liveness of the same loss.
     """
     kinds = _Kinds(graph, course)
     groups = np.zeros((len(facts.group_of), len(facts.groups)))
@@ -264,7 +264,7 @@ class _Kinds:
         ]
 
     def full(self, row: Counts) -> list[float]:
-        """How many of each kind."""
+        """Returns the number of tensors of each kind."""
         found = [0.0] * len(self.kinds)
         for entry, times in row.items():
             found[self.kind_of[entry]] += times

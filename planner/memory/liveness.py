@@ -89,7 +89,7 @@ def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
 
 
 class TensorUses:
-    """Who makes and who reads each tensor, and where a step is cut into spans.
+    """Makers and readers of each tensor, and the spans of a step.
 
     It depends neither on TaskGraphs nor on what waits in host memory or is gathered
     again, so that all that is asked of one program shares it.
@@ -97,13 +97,13 @@ class TensorUses:
     Args:
         graph: the captured loss.
         weight: for every tensor, whether it depends on parameters alone.
-        compiler: what it computes inside products, and in which type.
+        compiler: Model of the compiler: fused computations and their types.
 
     Attributes:
         maker: for each tensor that an operation makes, that operation's number.
-        readers: how many operations read each tensor.
+        readers: Number of operations that read each tensor.
         reader: the last of them.
-        masks: what is drawn at random and kept.
+        masks: Random tensors that are saved.
         data: for every tensor, whether it depends on the batch, or on such masks.
         value: for every tensor, whether it is computed from data: no leaf of the
             program and no weight.
@@ -111,9 +111,9 @@ class TensorUses:
         leaving: values that are put together out of chunks.
         homes: the operation where each tensor is at home.
         regions: numbers of the operations of each checkpointed region.
-        spans: of operations, in program order.
-        last: of each parameter, the number of its last reader; -1 without one.
-        users: of each parameter, all that read it and are no weights' own.
+        spans: Spans of operations, in program order.
+        last: Number of each parameter's last reader; -1 without one.
+        users: Readers of each parameter that are no weights' own operations.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class TensorUses:
         return [max(places, default=-1) for places in users], users
 
     def used(self, until: Mapping[int, int]) -> np.ndarray:
-        """How each span computes with each parameter; see ``Course.used``.
+        """Returns the use of each parameter by each span; see ``Course.used``.
 
         Args:
             until: operations to that for which their result is written, if later.
@@ -228,7 +228,8 @@ class TensorUses:
 
     @functools.cached_property
     def directly(self) -> np.ndarray:
-        """How each span computes with each parameter in its own operations."""
+        """Returns the use of each parameter by the operations of each span themselves.
+        """
         return self.used({})
 
     @functools.cached_property
@@ -245,17 +246,17 @@ class TensorUses:
 
 
 class Timeline:
-    """What the forward pass keeps and when it is let go.
+    """Lifetimes of the tensors that the forward pass saves.
 
     It does not depend on the TaskGraphs of operations.
 
     Args:
         graph: the captured loss.
         weight: for every tensor, whether it depends on parameters alone.
-        compiler: what it computes inside products, and in which type.
+        compiler: Model of the compiler: fused computations and their types.
         waiting: copies of values that wait in host memory, by tensor.
         regathers: products gather their weights again for their backward pass.
-        uses: of the tensors, where that is known.
+        uses: Makers and readers of the tensors, where they are known.
     """
 
     def __init__(
@@ -299,7 +300,7 @@ class Timeline:
         self._put_off = self._products_put_off()
 
     def _narrowed_operands(self) -> set[int]:
-        """What products read that is narrower than what it is made from.
+        """Returns the operands of products that are narrower than their sources.
 
         Such as probabilities in bfloat16 of a softmax in float32. To make it again
         inside each product would read the wider value each time, so that compilers
@@ -321,7 +322,8 @@ class Timeline:
         return found
 
     def _pooled(self) -> set[int]:
-        """What windows choose from: its gradient is scattered to where they chose.
+        """Returns the values that windows choose from: their gradients are scattered to
+        the choices.
 
         No fusion makes an operand of that scattering, so that it is kept, and what it
         was made from beside it where an activation's gradient reads that.
@@ -391,7 +393,9 @@ class Timeline:
         return frozenset({tensor}) if adds and len(large) > 1 else found
 
     def _hard(self) -> set[int]:
-        """What stands in memory because something that does not fuse reads it."""
+        """Returns the tensors that are materialised because an operation that does not
+        fuse reads them.
+        """
         found: set[int] = set()
         for op in self.graph.ops:
             for t in op.operands if _hard(op) else ():
@@ -489,7 +493,7 @@ class Timeline:
         return self.homes.get(one.tensor, NOWHERE)
 
     def _stacked(self) -> list[Stacked]:
-        """What loops keep on the device."""
+        """Returns the values that loops save on the device."""
         away = Counter(
             (self.graph.tensors[t].shape, self.graph.tensors[t].nbytes)
             for t in self.waiting
@@ -504,7 +508,7 @@ class Timeline:
         return found
 
     def waits(self) -> Counter[Entry]:
-        """What waits in host memory when the forward pass is done."""
+        """Returns the values in host memory at the end of the forward pass."""
         found: Counter[Entry] = Counter()
         if not self.waiting:
             return found
@@ -543,11 +547,15 @@ class Timeline:
         ]
 
     def saved_before(self, end: int) -> Counter[Entry]:
-        """What is still kept while the backward pass is before an operation."""
+        """Returns the tensors that are still saved when the backward pass is before an
+        operation.
+        """
         return Counter([entry for first, _, entry in self._kept if first < end])
 
     def made_before(self, end: int) -> Counter[Entry]:
-        """What is kept already while the forward pass is before an operation."""
+        """Returns the tensors that are saved already when the forward pass is before an
+        operation.
+        """
         return Counter([entry for _, made, entry in self._kept if made < end])
 
     def gradients_before(self, span: Span) -> Counter[Entry]:
@@ -563,7 +571,7 @@ class Timeline:
         return found
 
     def postponed_behind(self, span: Span) -> Counter[Entry]:
-        """What waits for products of weights' gradients that are put off to the end.
+        """Returns the tensors that postponed products of weights' gradients will read.
 
         While the backward pass is in a span: what was kept for those behind it, and the
         gradients that they read, but for what is made inside them, from gradients
@@ -644,7 +652,9 @@ class Timeline:
         return found
 
     def _ends_in_rows(self, tensor: int, readers: Mapping[int, list[Op]]) -> bool:
-        """What reads a value fuses, until numbers of rows are left."""
+        """Returns whether all readers of a value fuse, until rows are reduced to
+        numbers.
+        """
         tensors, stack = self.graph.tensors, [tensor]
         least = tensors[tensor].size
         while stack:
@@ -660,7 +670,7 @@ class Timeline:
     # What a span works with.
 
     def ahead(self, span: Span) -> Iterator[dict[Entry, float]]:
-        """What the forward pass holds beside what is kept: what cannot fuse."""
+        """Yields the temporaries of the forward pass: results that cannot fuse."""
         kept = {tensor for tensor, _ in self.saved}
         rows = []
         for op in self.graph.ops[span.first : span.end]:
@@ -695,7 +705,7 @@ class Timeline:
         return True
 
     def behind(self, span: Span) -> tuple[Works, Works]:
-        """What the backward pass of each product holds beside what is kept.
+        """Returns the temporaries of each product's backward pass.
 
         Returns:
             Before a product's own gradients, where what follows it is undone, and while
@@ -753,7 +763,7 @@ class Timeline:
         return [*_undominated([*before.values()])], [*_undominated([*making.values()])]
 
     def _masked(self, op: Op) -> list[tuple[int, float]]:
-        """What is masked for each group of a product by group, and how often.
+        """Returns the masked values of a grouped product, with their multiples.
 
         What multiplies all rows by the matrices of all groups has the rows once for
         each, with others' set to zero; backward, their gradients too.
@@ -764,7 +774,8 @@ class Timeline:
         return [(t, groups) for t in (op.operands[0], *op.results) if self._value(t)]
 
     def _attended(self, at: int, span: Span) -> Iterator[tuple[int, float]]:
-        """What the backward pass of attention in blocks holds, and how often.
+        """Yields the temporaries of blockwise attention's backward pass, with their
+        multiples.
 
         Sums of the gradients of queries, keys and values in float32, and the gradient
         of its output. In a loop what was kept is cut out of its stacks besides, or
@@ -773,7 +784,7 @@ class Timeline:
 
         Args:
             at: number of the operation.
-            span: where it stands.
+            span: Span of the attention.
         """
         op = self.graph.ops[at]
         given = op.operands[:3]
@@ -787,7 +798,7 @@ class Timeline:
             yield t, 1.0
 
     def _deferred(self, at: int, span: Span) -> dict[int, None]:
-        """What postponed gradients of weights read.
+        """Returns the tensors that postponed gradients of weights read.
 
         The operands and the gradients of those products behind an operation whose
         results other products of the loop read.
@@ -812,7 +823,9 @@ class Timeline:
         return chooses and self.graph.tensors[op.results[0]].differentiable
 
     def _share(self, tensor: int) -> float:
-        """Of two float32 gradients, products read one."""
+        """Returns the fraction of two float32 gradients that products read: one of
+        them.
+        """
         wide = self.graph.tensors[tensor].dtype == "float32"
         return 0.75 if self.halves and wide and not self.narrow[tensor] else 1.0
 
@@ -830,7 +843,7 @@ class Timeline:
         return nbytes // (1 + self.narrow[tensor]) // chunks
 
     def _widened(self, tensor: int) -> int:
-        """By how much the compiler makes a value larger."""
+        """Returns the factor by which the compiler widens a value."""
         narrow = self.graph.tensors[tensor].dtype in ("bfloat16", "float16")
         return 2 if narrow and self.compiler.widens else 1
 
@@ -840,7 +853,9 @@ class Timeline:
         return 1 if tensor in self.leaving else op.chunks
 
     def _kept_bytes(self, one: Stacked) -> int:
-        """What one turn keeps, in the type in which products read it."""
+        """Returns the bytes that one iteration saves, in the type in which products
+        read it.
+        """
         nbytes = one.nbytes * self._widened(one.tensor)
         return nbytes // (1 + (self.halves and one.multiplied))
 
@@ -853,7 +868,8 @@ class Timeline:
         return [Entry(largest.tensor, self._kept_bytes(largest), home)]
 
     def _rebuilt(self, region: int) -> dict[int, int]:
-        """What a checkpointed region keeps when it runs again, by first reader."""
+        """Returns the residuals that a checkpointed region recomputes, by first reader.
+        """
         kept: dict[int, int] = {}
         for i in self.uses.regions.get(region, ()):
             op = self.graph.ops[i]
@@ -884,7 +900,9 @@ class Timeline:
 
 
 def _hard(op: Op) -> bool:
-    """What it reads has to stand in memory: it fuses with nothing before it."""
+    """Returns whether an operation's operands must be materialised: it fuses with
+    nothing before it.
+    """
     fuses = op.elementwise or op.reshape or op.kind.startswith("reduce")
     return not (fuses or op.matmul is not None or op.kind in LOOPS)
 

@@ -32,12 +32,13 @@ class Tables:
     Attributes:
         groups: for each group of parameters, whether it holds such tables that stand
             unsharded after their gradients are made.
-        gathered: of all that are put together for their lookups, as they come and with
-            their columns in lanes.
-        largest: of the largest gradient of those that storage shards, as it is made.
-        gradients: of all gradients of the others.
-        updated: of the tables and their state while the optimizer updates them, where
-            it does that in the form of the gradients.
+        gathered: Bytes of all tables that are gathered for their lookups, as they are
+            and with their columns in lanes.
+        largest: Bytes of the largest gradient of those that storage shards, as it is
+            made.
+        gradients: Bytes of all gradients of the others.
+        updated: Bytes of the tables and their state during the update, where that has
+            the form of the gradients.
     """
 
     groups: np.ndarray
@@ -59,7 +60,7 @@ def tables_of(
 
     Args:
         facts: the parameters.
-        cuts: of each of their groups.
+        cuts: Shard counts of each of their groups.
         counts: for each group and case, how many lie on a device.
         gathered: for each group, of one that is put together; 0 where none is.
         whole: for each group, of one gradient as it is made.
@@ -106,17 +107,17 @@ def tables_of(
 def _updated(
     group: LeafGroup, sizes: Sequence[Any], gradient: Any, lanes: int
 ) -> tuple[Any, Any]:
-    """What an update holds beside a table and its state as they are stored.
+    """Returns the temporaries of an update beside a table and its stored state.
 
     It is made in the form in which rows were added up, and copied back. Tables that lie
     apart are updated one by one, and all wait to be copied; what stacked tables and
     their state become takes the place of the gradient, if that is no narrower.
 
     Args:
-        group: of equal parameters.
-        sizes: of one of them on a device.
+        group: Group of equal parameters.
+        sizes: Sizes of one of them on a device.
         gradient: bytes of its gradient there.
-        lanes: of the compiler.
+        lanes: Lanes of the compiler.
 
     Returns:
         Bytes for each table, and bytes for one at a time.
@@ -139,12 +140,13 @@ def _local_sizes(shape: Sequence[int], cut: ShardCounts) -> list[Any]:
 
 
 def _padding(sizes: Sequence[Any], lanes: int) -> Any:
-    """By how much a table grows with its columns in lanes."""
+    """Returns the factor by which a table grows with its columns in lanes."""
     return -(-sizes[-1] // lanes) * lanes / np.maximum(1, sizes[-1])
 
 
 def _forms(sizes: Sequence[Any], lanes: int, *, copied: Any) -> Any:
-    """How often a gradient is there: added up, and of stacked tables once more.
+    """Returns the number of copies of a gradient: its sum, and of stacked tables one
+    more.
 
     These are one long table when rows are added to it. Where the rows of each fill
     whole tiles, that is what the array is with rows in lanes; it is copied back all the
@@ -159,6 +161,7 @@ def _forms(sizes: Sequence[Any], lanes: int, *, copied: Any) -> Any:
 
 
 def _tiled(tables: Any) -> Any:
-    """By how much stacked tables grow in the other side of a tile."""
+    """Returns the factor by which stacked tables grow in the other dimension of a tile.
+    """
     tiles = -(-tables // _SUBLANES) * _SUBLANES / tables
     return np.where(tables <= _SUBLANES, 1.0, tiles)

@@ -65,7 +65,7 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShare:
-    """What of a program one device holds: everything, or a pipeline stage's share.
+    """Share of a program on one device: everything, or a pipeline stage's part.
 
     A stage runs the spans of its own parts of the program; of layers in a loop it saves
     as many turns as it has layers, and works with one at a time.
@@ -112,19 +112,19 @@ class _ParameterBytes:
     """Bytes of the parameters on one device, and of what follows them, by case.
 
     Attributes:
-        params, state: of all of them and of the optimizer's state, as stored.
-        casts: of those that are there in the type in which they are computed with.
-        summed: of all gradients, as accumulated.
+        params, state: Bytes of all parameters and of the optimizer's state, as stored.
+        casts: Bytes of the parameters that are there in the computing type.
+        summed: Bytes of all gradients, as accumulated.
         gradients: for each group, of one gradient as it waits for the optimizer; 0 of
             what is not trained.
         gathered: for each group, of one parameter that is put together.
         fresh: for each group, of one gradient that is there before it is scattered.
         summing: for each group, of one gradient as the turns of a loop add it up.
-        host: of all parameters that lie in host memory.
+        host: Bytes of all parameters in host memory.
         fetched: for each group, of what comes from there for a layer and the next.
-        updating: of all gradients while the optimizer updates what lies there.
-        reduced: of all gradients before they are reduced, and after; zero where the
-            compiler does not wait for all of them.
+        updating: Bytes of all gradients during an update in host memory.
+        reduced: Bytes of all gradients before they are reduced, and after; zero where
+            the compiler does not wait for all of them.
     """
 
     params: np.ndarray
@@ -180,7 +180,7 @@ class _PeakInputs:
 
     @property
     def counts(self) -> np.ndarray:
-        """How many parameters each group has, as a column."""
+        """Returns the number of parameters of each group, as a column."""
         return np.array([float(count) for _, count in self.facts.groups])[:, None]
 
     @property
@@ -308,7 +308,8 @@ def _fuller_moment(
 def _gathered_weight_bytes(
     c: _PeakInputs, leaves: _ParameterBytes, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What weights add to what each span works with, and while it makes gradients.
+    """Returns the bytes that weights add to each span's temporaries, and while it makes
+    gradients.
 
     Loops whose turns read the same weights find them gathered before, with copies. A
     compiler that reduces gradients after loops makes room for their sums before the
@@ -317,7 +318,8 @@ def _gathered_weight_bytes(
     Args:
         c: the cases.
         leaves: the parameters.
-        first: of each group, what was gathered before anything is computed.
+        first: Number of each group's parameters that are gathered before anything is
+            computed.
     """
     found = c.found
     reread = found.reread * c.s.cluster.compiler.merge_partials
@@ -346,7 +348,9 @@ def _gathered_weight_bytes(
 def _table_moments(
     c: _PeakInputs, leaves: _ParameterBytes
 ) -> list[tuple[Any, Any, Any]]:
-    """What is kept, gradients and the rest while tables are looked up, and behind."""
+    """Returns the saved bytes, gradients and temporaries during table lookups, and
+    after them.
+    """
     if c.s.cluster.compiler.lanes == 1:
         return []
     there = (c.counts - c.away) * c.stage.group_shares
@@ -367,7 +371,7 @@ def _table_moments(
 def _gathered_first(
     c: _PeakInputs, leaves: _ParameterBytes, compiler: CompilerProfile
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What is gathered before anything is computed with it, outside loops.
+    """Returns the bytes that are gathered before they are computed with, outside loops.
 
     Returns:
         For each group, bytes of one parameter in one form; and of all of them what

@@ -1,4 +1,4 @@
-"""How far the memory of compiled programs lies from what was predicted.
+"""Measured errors of the memory prediction against compiled programs.
 
 Ratios of compiled to predicted peak memory, of the programs that
 ``scripts/bench_verify.py`` compares and that are no judges: the edges leave out about
@@ -17,11 +17,11 @@ from whalejax.planner.model.graph import Graph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBand:
-    """Where the memory of a compiled program lies, as parts of the predicted memory.
+    """Range of a compiled program's memory, as fractions of the predicted memory.
 
     Attributes:
-        low: at least.
-        high: at most; what is above 1 is the margin that a plan leaves free.
+        low: Lower end.
+        high: Upper end; the excess over 1 is the margin that a plan leaves free.
         unmeasured: names of the program's patterns that no compiled program had.
     """
 
@@ -67,7 +67,7 @@ def band_of(
     """The band of a platform.
 
     Args:
-        platform: as for ``memory_band``.
+        platform: Name of the platform, as in ``memory_band``.
         in_a_loop: layers are computed by a loop, not written out one by one.
         unmeasured: patterns of the program that no compiled one had.
     """

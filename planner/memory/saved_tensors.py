@@ -73,7 +73,7 @@ class Entry(NamedTuple):
     """A tensor in memory.
 
     Attributes:
-        tensor: which.
+        tensor: Number of the tensor.
         nbytes: its bytes, unsharded.
         home: the operation whose TaskGraph lays it out.
         least_samples: see ``Kept.least_samples``.
@@ -91,16 +91,17 @@ class Kept:
 
     Attributes:
         layout, sizes: atoms of each dimension.
-        nbytes: of one of them, unsharded.
-        task_graph: whose table lays it out.
-        count: how many.
-        made: what made it: ``"product"`` of a value with a weight, ``"name"`` for one
-            that the model names for checkpointing, or ``""``.
-        ends: of its dimensions only the first or the last can lie in lanes.
-        last: how many dimensions at its end are one in another form of the value, as
-            groups of channels are.
-        least_samples: it is in memory only with this number of samples on a device or
-            more, and fewer than ``FEW_SAMPLES``; 0 where it does not depend on that.
+        nbytes: Bytes of one of them, unsharded.
+        task_graph: TaskGraph whose table lays it out.
+        count: Number of equal tensors.
+        made: Kind of the maker: ``"product"`` of a value with a weight, ``"name"`` for
+            one that the model names for checkpointing, or ``""``.
+        ends: Whether only its first or last dimension can be in lanes.
+        last: Number of dimensions at its end that are one in another form of the value,
+            like groups of channels.
+        least_samples: Least number of samples on a device with which it is in memory,
+            if that is also below ``FEW_SAMPLES``; 0 where it does not depend on the
+            number.
     """
 
     layout: Layout
@@ -116,7 +117,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residents:
-    """What a forward and backward pass holds, folded.
+    """Tensors that a forward and backward pass holds, folded.
 
     Attributes:
         saved: kept from forward to backward.
@@ -191,7 +192,7 @@ def _kernels(
 
 
 class _Kept:
-    """Which tensors stand in memory behind a value that the backward pass reads."""
+    """Finds the materialised tensors behind a value that the backward pass reads."""
 
     def __init__(self, graph: Graph, weight: Sequence[bool]) -> None:
         self.graph = graph
@@ -258,7 +259,7 @@ class _Kept:
 
 
 def _made(graph: Graph, weight: Sequence[bool]) -> dict[int, str]:
-    """What ``Kept.made`` says of every tensor of which it says something."""
+    """Returns ``Kept.made`` of every tensor that has one."""
     found: dict[int, str] = {}
     for op in graph.ops:
         weighs = sum(weight[t] for t in op.operands[:2]) == 1 < len(op.operands)
@@ -281,7 +282,7 @@ def fold_kept(
         graph: the captured loss.
         dims: its logical dimensions.
         entries: tensor id to how many there are and the TaskGraph that lays it out.
-        made: of some tensors, what ``Kept.made`` says.
+        made: Value of ``Kept.made`` for some tensors.
     """
     counts: Counter[tuple[Layout, Layout, int, int, str]] = Counter()
     cut = {t: op.chunks for op in graph.ops if op.chunks > 1 for t in op.results}
@@ -356,7 +357,7 @@ def _few_samples(entry: Kept, cut: ShardCounts, s: Setting) -> Any:
 
 
 def _padding(entry: Kept, cut: ShardCounts, s: Setting) -> Any:
-    """By how much a tensor grows where one dimension fills whole lanes.
+    """Returns the factor by which a tensor grows where one dimension fills whole lanes.
 
     The dimension is the one that wastes least.
     """

@@ -28,9 +28,9 @@ class GraphBuilder:
 
     Attributes:
         here: index of the TaskGraph that operations join.
-        trip: how often the operations run, as the layers of a scanned stack do.
+        trip: Executions of the operations, as in the layers of a scanned stack.
         remat: id of the checkpointed region that operations join, or None.
-        kernels: how many fused kernels there are.
+        kernels: Number of fused kernels.
     """
 
     def __init__(self, dtype: str = "float32", itemsize_bytes: int = 4) -> None:

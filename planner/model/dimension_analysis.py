@@ -60,7 +60,7 @@ class _Classes:
     """Atoms tied into classes, under disequality.
 
     Attributes:
-        union: which atoms are one class.
+        union: Union-find of atoms by class.
         holds: for each class, by its representative, the tensors it stands in.
         refused: the ties that would have put one class twice into a tensor.
         turned: products of two activations were tied in the opposite order.
@@ -150,7 +150,9 @@ def _anchor(
 def _seen(
     classes: _Classes, layouts: list[Layout], role_of: dict[int, int]
 ) -> tuple[dict[tuple[int, int], Layout], tuple[RefusedTie, ...]]:
-    """What operations see of tensors that they need in another layout, and the cuts."""
+    """Returns the layouts in which operations see tensors that they need otherwise, and
+    the cuts.
+    """
     graph = classes.graph
     seen: dict[tuple[int, int], Layout] = {}
     cuts: dict[tuple[int, int, int], RefusedTie] = {}
@@ -327,7 +329,8 @@ def _analysed(same: _Same) -> Dimensions:
 
 
 def _moved_bytes(graph: Graph, dims: Dimensions) -> int:
-    """Of the values that operations need in another layout than they are made in.
+    """Returns the bytes of values that operations need in another layout than they are
+    made in.
 
     A result is made in parts, which are summed first.
     """

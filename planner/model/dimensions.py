@@ -42,7 +42,7 @@ def op_roles(index: int, op: Op, dims: Dimensions) -> frozenset[int]:
     """Every role that stands in an operation.
 
     Args:
-        index: of the operation in its graph.
+        index: Index of the operation in its graph.
         op: the operation.
         dims: the graph's dimensions.
     """
@@ -53,7 +53,7 @@ def op_roles(index: int, op: Op, dims: Dimensions) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """What ``analyse`` finds.
+    """Result of ``analyse``.
 
     Attributes:
         roles: the logical dimensions.
@@ -62,7 +62,8 @@ class Dimensions:
         seen: for (op, slot) where a cut changed it, the layout as that operation
             needs it; elsewhere the operation sees ``layouts``.
         cuts: the refused ties.
-        whole: of ``seen``, where an operation has all of a sequence that others shard.
+        whole: Tensors of ``seen`` whose operation has all of a sequence that others
+            shard.
     """
 
     roles: tuple[Role, ...]

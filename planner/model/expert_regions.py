@@ -79,7 +79,7 @@ def check_task_graphs(given: Iterable[str], graph: Graph, problems: Problems) ->
     Args:
         given: names, ``"*"`` for all others among them.
         graph: the captured loss.
-        problems: where to note it.
+        problems: Collector of the errors.
     """
     names = [*given]
     if EXPERTS in names:

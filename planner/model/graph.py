@@ -73,7 +73,7 @@ class Mark:
     """One annotation of the user's, as found on the way to an operation.
 
     Attributes:
-        kind: which of the four primitives.
+        kind: Name of the primitive, one of four.
         attributes: its arguments as (name, text) pairs, sorted by name; arguments
             that were left out are absent.
     """
@@ -171,8 +171,8 @@ class Op:
 
     Attributes:
         kind: the primitive's name, such as ``"dot_general"``.
-        position: where the equation stands: indices of equations and of the inner
-            jaxprs between, outermost first. Lowering finds the equation by it.
+        position: Position of the equation: indices of equations and of the inner jaxprs
+            between, outermost first. Lowering finds the equation by it.
         operands: tensor ids.
         results: tensor ids.
         factors: its index letters. A dimension above size 1 that stands in no factor
@@ -184,10 +184,10 @@ class Op:
             matrix products and convolutions count.
         matmul: (m, k, n, batch) of the product, unsharded, or None.
         saves: slots whose values the backward pass reads.
-        trip: how often it runs in one forward pass (the product of scan lengths).
+        trip: Executions in one forward pass (the product of scan lengths).
         task_graph: index into ``Graph.task_graphs``.
         remat: id of the innermost checkpointed region around it, or None.
-        kept: that region's policy keeps its results for the backward pass.
+        kept: Whether that region's policy saves its results for the backward pass.
         scope: name stack as text, for reports.
         unknown: no rule is known for the primitive; all its dimensions stay whole.
         kernel: id of the fused kernel it is part of, or None. Values between the
@@ -196,7 +196,7 @@ class Op:
         chunks: into how many parts its tokens are cut, one part in memory at a time.
         zigzag: attention whose mask is causal, so that rows are dealt out in zig-zag
             order.
-        windows: how it slides along spatial dimensions of operand 0 and result 0.
+        windows: Windows along spatial dimensions of operand 0 and result 0.
     """
 
     kind: str
@@ -232,7 +232,7 @@ class Op:
 
     @property
     def column(self) -> int:
-        """Of attention: the dimension of the keys that is their sequence.
+        """Returns the sequence dimension of an attention's keys.
 
         It is tied to the values, and to nothing else.
         """
@@ -265,8 +265,8 @@ class TaskGraph:
         index: its place in ``Graph.task_graphs``; 0 is what no mark covers.
         marks: the marks around it, outermost first; empty for what is unmarked.
         name: a unique short name, such as ``"split"`` or ``"split.2"``.
-        scope: where it stands in the model (name stack text) for reports.
-        repeats: how many separate places of the program it stands for.
+        scope: Name stack of the region in the model, for reports.
+        repeats: Number of separate places of the program that it stands for.
         path: the indices of the enclosing mark instances, outermost first; two
             TaskGraphs inside one ``pipeline`` share a prefix.
     """
@@ -295,9 +295,9 @@ class Stacked:
 
     Attributes:
         tensor: id of a tensor of the loop's body with the same dimensions.
-        nbytes: of one turn's, unsharded.
-        trip: how many turns.
-        multiplied: it is float32, and products alone read it.
+        nbytes: Bytes of one iteration's value, unsharded.
+        trip: Number of iterations.
+        multiplied: Whether it is float32 and products alone read it.
         gathered: products alone read it, so that it is kept as they read it.
     """
 
@@ -326,7 +326,7 @@ class Graph:
         undeclared_marks: text of marks that were entered and cover no operation.
         whole: ids of what the loss gives beside itself (statistics, metrics); every
             device holds all of it.
-        stacked: what loops keep for the backward pass.
+        stacked: Values that loops save for the backward pass.
     """
 
     tensors: tuple[Tensor, ...]
@@ -353,18 +353,21 @@ class Graph:
 
     @property
     def layers_in_a_loop(self) -> bool:
-        """At least half of the floating-point operations stand in loops."""
+        """Returns whether at least half of the floating-point operations are in loops.
+        """
         work = [(op.flops * op.trip, op.trip > 1) for op in self.ops]
         looped = sum(flops for flops, inside in work if inside)
         return looped > 0 and 2 * looped >= sum(flops for flops, _ in work)
 
     @property
     def frozen_bytes(self) -> int:
-        """Of the weights that are not trained."""
+        """Returns the bytes of the weights that are not trained."""
         return sum(t.nbytes for t in self.params if t.frozen)
 
     def homes(self) -> dict[int, int]:
-        """By tensor, the TaskGraph that makes it, or that reads it first."""
+        """Returns the owner of each tensor: the TaskGraph that makes it, or reads it
+        first.
+        """
         found: dict[int, int] = {}
         for op in self.ops:
             for t in op.operands:
@@ -419,7 +422,8 @@ class Graph:
         return tuple(f and r for f, r in zip(found, read, strict=True))
 
     def turned(self) -> dict[int, int]:
-        """What is turned round for the gradient of each product's weight.
+        """Returns the operand that is transposed for the gradient of each product's
+        weight.
 
         That gradient has the weight's first dimension as its rows, and contracts what
         is first in both of its operands: the one that has the rows is turned.

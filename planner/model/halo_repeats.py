@@ -1,4 +1,4 @@
-"""Where the backward pass exchanges the halo of an operation's operand again.
+"""Finds halo exchanges that the backward pass repeats.
 
 What the forward pass received is at hand in the backward pass of the same program. In a
 loop and in a checkpointed region it is not: there the operand is kept, or computed
@@ -22,15 +22,15 @@ from whalejax.planner.model.graph import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """How one operation with windows stands in loops and checkpointed regions.
+    """Loops and checkpointed regions around one operation with windows.
 
     Attributes:
         runs_again: the backward pass computes it again.
         reads_operand: its own backward pass reads what the windows reach.
-        in_loop: it runs several times in one forward pass.
-        in_region: it stands in a checkpointed region.
-        around_loop: that region holds its loop as a whole, which then runs again before
-            the loop of the backward pass does.
+        in_loop: Whether it runs several times in one forward pass.
+        in_region: Whether it is in a checkpointed region.
+        around_loop: Whether that region holds its whole loop, which then runs again
+            before the loop of the backward pass does.
         mergeable: the region is given all that the operand is made of, or makes it
             without a sum over devices that is left to the compiler.
     """
@@ -50,14 +50,14 @@ def repeats(
     again: Sequence[bool],
     index: int,
 ) -> Repeats:
-    """Of one operation.
+    """Returns the loops and regions around one operation.
 
     Args:
         graph: the captured loss.
         dims: its logical dimensions.
         maker: for every tensor, the operation that makes it.
         again: for every operation, whether the backward pass computes it again.
-        index: of the operation.
+        index: Index of the operation.
     """
     op = graph.ops[index]
     kernel = op.kind == CONVOLUTION

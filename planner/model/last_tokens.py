@@ -1,4 +1,4 @@
-"""Where a loss cuts its last tokens off, and what the sequence's whole values weigh.
+"""Finds the cut of a loss's last tokens, and the bytes of the whole sequence's values.
 
 Apart from ``sequence`` because it asks for the analysis of a graph, of which that is a
 part. Capture reads it to put such cuts off.
@@ -46,7 +46,8 @@ def _cuts(op: Op) -> bool:
 
 
 def gathered_bytes(graph: Graph) -> int:
-    """Of values with gradients that operations need whole of a sharded sequence.
+    """Returns the bytes of differentiated values that operations need whole of a
+    sharded sequence.
 
     Args:
         graph: the captured loss.

@@ -1,4 +1,5 @@
-"""Which dimensions of a parameter count layers, each of which is a tensor of its own.
+"""Finds dimensions of a parameter that count layers, each of which is a tensor of its
+own.
 
 Layers are taken off a stack by scans, nested or over parts of it, by an index that a
 loop counts, or one by one by numbers. What is made of a parameter alone is followed
@@ -33,13 +34,13 @@ _TURNS = frozenset(("rev", "concatenate", "pad", "roll"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAxes:
-    """How a parameter divides into layers.
+    """Division of a parameter into layers.
 
     Attributes:
         sizes: its dimensions, of which one that counts layers and more is written as
             several.
         sources: for each of these the dimension that it is, or is a part of.
-        layers: those of ``sizes`` that count layers.
+        layers: Indices of the dimensions in ``sizes`` that count layers.
     """
 
     sizes: tuple[int, ...]
@@ -48,7 +49,7 @@ class LayerAxes:
 
     @property
     def count(self) -> int:
-        """How many layers there are."""
+        """Returns the number of layers."""
         return math.prod(self.sizes[i] for i in self.layers)
 
     @property
@@ -93,7 +94,7 @@ class LayerAxes:
         """The layout of that shape: what shards layers shards them in order, or not.
 
         Args:
-            spec: of the parameter.
+            spec: Spec of the parameter.
             mesh: axis sizes.
         """
         found: list[tuple[str, ...]] = []
@@ -112,8 +113,8 @@ class _Atom:
 
     Attributes:
         dim: the dimension.
-        size: how many elements.
-        step: how far apart.
+        size: Number of elements.
+        step: Stride between elements.
         cut: the value holds only some of them, or holds others besides.
     """
 
@@ -192,7 +193,7 @@ def layer_axes(graph: Graph) -> dict[int, LayerAxes | None]:
 
 
 def layers_by_path(graph: Graph) -> dict[str, LayerAxes]:
-    """How parameters that stack layers divide, by their paths.
+    """Returns the division into layers of stacked parameters, by path.
 
     Args:
         graph: the captured loss.
@@ -206,7 +207,7 @@ _Cut = tuple[tuple[int, bool], ...]
 
 
 def _counting(dim: int, size: int, reads: Sequence[_View]) -> _Cut | None:
-    """How one dimension divides; empty where it counts nothing, None where unclear."""
+    """Divides one dimension; empty where it counts nothing, None where unclear."""
     took = [view for view in reads if any(a.dim == dim for a in view.taken)]
     looped = any(dim in view.counted for view in took)
     whole = any(view not in took and view.reads_elements for view in reads)
@@ -220,7 +221,7 @@ def _counting(dim: int, size: int, reads: Sequence[_View]) -> _Cut | None:
 
 
 def _division(dim: int, size: int, view: _View) -> _Cut | None:
-    """How one read divides a dimension; None where it takes blocks of a part of it."""
+    """Divides a dimension by one read; None where it takes blocks of a part of it."""
     taken = sorted((a for a in view.taken if a.dim == dim), key=lambda a: -a.step)
     left = any(a.dim == dim for atoms in view.dims for a in atoms)
     if any(a.cut for a in taken):
@@ -256,7 +257,7 @@ class _Following:
         }
 
     def reads(self) -> dict[int, list[_View]]:
-        """By parameter, the values as which operations on samples read it."""
+        """Returns the forms in which operations on samples read each parameter."""
         found: dict[int, list[_View]] = defaultdict(list)
         for op in self.graph.ops:
             own = [t for t in op.operands if t in self.views]
@@ -277,7 +278,7 @@ class _Following:
         return found
 
     def _passed(self, op: Op, slot: int) -> Iterator[_View]:
-        """What a result is made of, of what the operands are."""
+        """Yields the views of a result, from those of its operands."""
         for place, operand in enumerate(op.operands):
             for view in self.views.get(operand, ()):
                 if op.reshape:

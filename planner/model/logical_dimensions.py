@@ -29,14 +29,14 @@ class Role:
             that holds it, as in ``"blocks.*.mlp.up.kernel[1]"``.
         size: length, unsharded.
         aliases: every name by which a user may pin it.
-        unshardable: why it must stay whole, or empty.
-        is_batch: it is the batch dimension.
+        unshardable: Reason why it must stay whole, or empty.
+        is_batch: Whether it is the batch dimension.
         of_weights: some parameter holds it.
-        copies: how many classes folded into it.
+        copies: Number of classes that were folded into it.
         space: the mesh axis that may shard it though windows slide along it: one of
             ``SPACES``, or empty.
-        common: where windows slide along it, what divides its size at every
-            resolution of the model, ``size`` being that of the highest; else 0.
+        common: Common divisor of its extents at every resolution of the model where
+            windows slide along it, ``size`` being that of the highest; else 0.
         unshared: the axis that could shard it, or several joined by "and", and why
             it cannot, or empty.
     """
@@ -55,7 +55,7 @@ class Role:
 
     @property
     def divisible(self) -> int:
-        """What a number of devices must divide to share it everywhere."""
+        """Returns the number that a device count must divide to shard it everywhere."""
         return self.common or self.size
 
 
@@ -65,8 +65,8 @@ def fold(
     """Fold classes into roles.
 
     Args:
-        atoms: of the graph.
-        classes: which atoms are one class.
+        atoms: Atoms of the graph.
+        classes: Union-find of atoms by class.
         holds: for each class, by its representative, the tensors it stands in.
 
     Returns:
@@ -117,7 +117,7 @@ def _apart(roots: list[int], holds: Sequence[set[int]]) -> list[list[int]]:
 
 
 class _Facts:
-    """What folding and naming need to know of each class."""
+    """Facts about each class for folding and naming."""
 
     def __init__(self, atoms: Atoms, classes: Union) -> None:
         graph = atoms.graph
@@ -173,7 +173,7 @@ class _Facts:
                 self.names[root][name] += 1
 
     def sizes(self, roots: Sequence[int]) -> list[int]:
-        """Of some classes."""
+        """Returns the sizes of some classes."""
         return [self.size[root] for root in roots]
 
     def signature(self, root: int) -> object:

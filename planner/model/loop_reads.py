@@ -34,7 +34,9 @@ def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _slice_count(graph: Graph, op: Op) -> int:
-    """Of how many slices an operation takes another one in each turn; 1 if of none."""
+    """Returns the number of slices of which an operation reads another in each
+    iteration; 1 if of none.
+    """
     if not op.operands:
         return 1
     before, after = (graph.tensors[t].shape for t in (op.operands[0], op.results[0]))

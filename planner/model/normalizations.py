@@ -27,7 +27,7 @@ _STEPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataflow:
-    """Who makes and who reads the tensors of a graph.
+    """Makers and readers of the tensors of a graph.
 
     Attributes:
         graph: the operations.
@@ -48,7 +48,7 @@ def normalization_kernels(flow: Dataflow) -> list[int | None]:
     operations, as the two reductions of a softmax do, are one kernel.
 
     Args:
-        flow: of the model's forward pass.
+        flow: Graph of the model's forward pass.
 
     Returns:
         By operation, a number that the operations of a kernel share, or None.
@@ -112,7 +112,7 @@ class _Kernels:
                     self._join(index, *readers)
 
     def _sources(self, tensor: int, size: int) -> dict[int, tuple[int, ...]]:
-        """What a value is made of elementwise, and through which operations."""
+        """Returns the elementwise sources of a value, with the operations between."""
         found: dict[int, tuple[int, ...]] = {tensor: ()}
         latest = [tensor]
         for _ in range(_STEPS):

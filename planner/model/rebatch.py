@@ -30,7 +30,7 @@ def resized(graph: Graph, batch_size: int) -> Graph | None:
     """The graph that a trace with another batch would give, but for its hash.
 
     Args:
-        graph: of a trace.
+        graph: Graph of a trace.
         batch_size: samples of a micro-batch of the other one.
 
     Returns:
@@ -207,11 +207,11 @@ def _made_of(number: int, sizes: set[int]) -> bool:
 
 
 def _place(op: Op, slots: frozenset[int]) -> int:
-    """Where an index of a product stands in its (m, k, n, batch).
+    """Returns the position of a product's index in its (m, k, n, batch).
 
     Args:
         op: the product.
-        slots: those that have the index.
+        slots: Slots that have the index.
     """
     left, right = 0 in slots, 1 in slots
     out = any(slot >= len(op.operands) for slot in slots)

@@ -17,7 +17,8 @@ _NUMBER = re.compile(r"^(.*?)(\d+)(?=\.|$)(.*)$")
 
 
 def layer_starts(graph: Graph) -> tuple[int, ...]:
-    """Where the layers of an unrolled model begin, and the last one ends.
+    """Returns the first operations of an unrolled model's layers, and the end of the
+    last one.
 
     Args:
         graph: the captured loss.

@@ -1,4 +1,4 @@
-"""How finely dimensions must be cut so that every reshape is the identity.
+"""Finds atoms of dimensions such that every reshape is the identity.
 
 A reshape only regroups: written as lists of *atoms*, major first, its operand and its
 result are the same list. The first pass of the dimension analysis finds the coarsest
@@ -94,9 +94,9 @@ class Atoms:
     integer.
 
     Attributes:
-        graph: what was refined.
-        regroupings: of all reshapes.
-        barriers: those of them that no refinement explains.
+        graph: Graph that was refined.
+        regroupings: Regroupings of all reshapes.
+        barriers: Reshapes that no refinement explains.
         sizes: for each dimension, the sizes of its atoms, major first.
         first: for each dimension, the number of its first atom.
         owners: for each atom, the tensor it stands in.

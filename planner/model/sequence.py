@@ -44,7 +44,7 @@ def meeting_in_values(
     Args:
         graph: the captured loss.
         dims: its logical dimensions.
-        weight: of every tensor, whether it depends on parameters alone.
+        weight: Whether each tensor depends on parameters alone.
     """
     found = attended(graph, dims)
     for cut in dims.cuts:
@@ -88,7 +88,9 @@ def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
 def _needed(
     graph: Graph, dims: Dimensions, index: int, op: Op, roles: Collection[int]
 ) -> Iterator[tuple[int, Place | None]]:
-    """Where an operation needs a role whole; None where it cannot have it so."""
+    """Yields the slots where an operation needs a role whole; None where it cannot have
+    it so.
+    """
     slots = slots_of(op)
     for factor in op.factors:
         if not factor.whole:
@@ -147,7 +149,8 @@ def _pairs(before: Layout, after: Layout) -> Iterator[tuple[tuple[int, ...], ...
 
 
 def whole_notes(graph: Graph, dims: Dimensions, sharded: Collection[int]) -> list[str]:
-    """Which operations run on all of a sequence that is sharded elsewhere.
+    """Returns the notes on operations that run on all of a sequence that is sharded
+    elsewhere.
 
     Args:
         graph: the captured loss.

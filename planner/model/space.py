@@ -46,7 +46,7 @@ class Spatial:
     Attributes:
         number: tells it from others.
         space: the mesh axis that may shard it.
-        unshared: why it cannot be shared all the same, or empty.
+        unshared: Reason why it cannot be sharded all the same, or empty.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Spatial:
 
         Args:
             role: without what is said of space.
-            sizes: of the classes.
+            sizes: Sizes of the classes.
         """
         return replace(
             role,
@@ -75,8 +75,8 @@ def spatial(
     """The classes that are space.
 
     Args:
-        atoms: of the graph.
-        classes: which atoms are one class.
+        atoms: Atoms of the graph.
+        classes: Union-find of atoms by class.
         holds: for each class, by its representative, the tensors it stands in.
 
     Returns:
@@ -135,7 +135,7 @@ class _Chains:
         """Chains in which some convolution says which dimension of space they are.
 
         Args:
-            holds: as ``spatial`` takes it.
+            holds: Atoms of each tensor dimension, as ``spatial`` takes them.
 
         Returns:
             As ``spatial`` does.

@@ -21,7 +21,7 @@ SPACES = ("depth", "height", "width")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """How an operation slides along one spatial dimension.
+    """Window of an operation along one spatial dimension.
 
     Attributes:
         dim, out: the dimension of operand 0 and that of result 0.
@@ -32,7 +32,7 @@ class Window:
         low: elements of padding before the first.
         spread: elements of the result that one of the operand gives: above 1 for a
             transposed convolution, whose windows then do not overlap.
-        refused: why devices cannot share the dimension here, or empty.
+        refused: Reason why devices cannot share the dimension here, or empty.
     """
 
     dim: int
@@ -79,7 +79,7 @@ class Window:
         """Elements that a device reads beyond its part, padding among them.
 
         Args:
-            size, result, parts: as in ``halo``.
+            size, result, parts: Arguments of ``halo``, unchanged.
 
         >>> Window(dim=1, out=1, span=5, low=4).reach(16, 16, 4)  # none behind
         (4, 0)
@@ -91,10 +91,11 @@ class Window:
         return max(below, self.low), max(above, high)
 
     def start(self, size: int, result: int, parts: int, part: Any) -> Any:
-        """Where a device begins to read, in its part and what it reaches before it.
+        """Returns the first element that a device reads, in its part extended by its
+        reach.
 
         Args:
-            size, result, parts: as in ``halo``.
+            size, result, parts: Arguments of ``halo``, unchanged.
             part: number of the device, which may be traced.
         """
         before, _ = self.reach(size, result, parts)

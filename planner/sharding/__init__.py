@@ -1,1 +1,3 @@
-"""What each part of a model may shard, and the layouts that follow."""
+"""Finds the dimensions that each part of a model may shard, and the layouts that
+follow.
+"""

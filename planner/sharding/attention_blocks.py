@@ -25,7 +25,7 @@ KINDS = ("gather", "ring")
 def checked_attention(
     asked: str | Mapping[str, str] | None, graph: Graph
 ) -> Chosen | None:
-    """What the user asks for, as (TaskGraph, kind) pairs; None where nothing.
+    """Returns the user's choices as (TaskGraph, kind) pairs; None where there are none.
 
     Args:
         asked: a kind for all TaskGraphs, or by the name of a TaskGraph.
@@ -61,8 +61,8 @@ def check_rings(
 
     Args:
         graph: the loss with the attention that can.
-        attention: what was asked for.
-        reasons: why the others cannot.
+        attention: Choices of the user's.
+        reasons: Reasons why the other attentions cannot run so.
         everywhere: gives the loss with all attention that can, asked for or not.
 
     Raises:
@@ -100,7 +100,7 @@ def ringed(graph: Graph, kinds: Mapping[str, str]) -> frozenset[tuple[int, ...]]
 
     Args:
         graph: the captured loss, all attention as one operation each.
-        kinds: of ``KINDS``, by the name of a TaskGraph or ``"*"``.
+        kinds: Kinds of ``KINDS``, by the name of a TaskGraph or ``"*"``.
     """
     analysed = analyse_graph(graph)
     graph, dims = analysed.graph, analysed.dims

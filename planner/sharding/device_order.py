@@ -59,7 +59,7 @@ def ordered(plan: P) -> P:
 
 
 def traffic_bytes(plan: PlanData) -> Matrix:
-    """What each rank of the mesh sends to each in one step.
+    """Returns the bytes that each rank of the mesh sends to each other in one step.
 
     Collectives run as rings in the order of the ranks (Thakur et al., 2005): an
     all-reduce sends 2(n-1)/n of its payload to the next, a gather or scatter half of

@@ -26,7 +26,7 @@ _PICKING: Final = frozenset({"split", "slice", "unstack", "dynamic_slice"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """How a fused parameter lies in shards.
+    """Sharding of a fused parameter.
 
     Attributes:
         inner: roles that only its readers can name, with their sizes.
@@ -40,7 +40,7 @@ class Fused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterForms:
-    """In which forms the parameters are read.
+    """Forms in which the parameters are read.
 
     Attributes:
         weight: for every tensor, whether it depends on parameters alone.
@@ -219,7 +219,9 @@ def _picked(graph: Graph, dims: Dimensions) -> frozenset[int]:
 
 
 def _forms(graph: Graph, weight: Sequence[bool]) -> tuple[dict[int, int], set[int]]:
-    """What is made of each parameter alone, to that parameter; which of it is read."""
+    """Returns the parameter that each derived tensor comes from, and the parameters
+    that are read.
+    """
     source = {t.id: t.id for t in graph.params}
     read: set[int] = set()
     for op in graph.ops:
@@ -274,7 +276,7 @@ def lying(
     Args:
         layout: roles of each dimension, major atom first.
         sizes: sizes of the same atoms.
-        fused: how it lies, or None where its own dimensions serve.
+        fused: Sharding of the fused parameter, or None where its own dimensions serve.
         table: the TaskGraph's table.
         mesh: sizes of the mesh axes.
 

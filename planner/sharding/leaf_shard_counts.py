@@ -112,7 +112,8 @@ def ignores_pins(facts: LeafFacts, cuts: Sequence[LeafShardCounts]) -> Any:
 
 
 def sharded_shares(facts: LeafFacts, cuts: Sequence[LeafShardCounts], axis: str) -> Any:
-    """Which part of the parameters' bytes a storage axis shards, by mesh.
+    """Returns the fraction of the parameters' bytes that a storage axis shards, by
+    mesh.
 
     Of those that are not trained ``data`` shards nothing.
 

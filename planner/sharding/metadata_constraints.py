@@ -1,4 +1,4 @@
-"""What the user's own words fix: ``split(axis=…)`` and mesh axes in the metadata.
+"""Constraints of the user's: ``split(axis=…)`` and mesh axes in the metadata.
 
 Both name a dimension and ask that an axis shard it. They are read here, before any
 choice is made, so that everything wrong with them is known at once: names that stand
@@ -52,7 +52,7 @@ class Pin:
         role: the logical dimension.
         axis: ``"tensor"`` or ``"expert"`` where metadata names it; None where a mark
             asks for a dimension and leaves the axis open.
-        where: who asks, for messages.
+        where: Place of the user's request, for messages.
     """
 
     role: int
@@ -76,7 +76,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Which roles no model axis can shard, beside the batch and unshardable ones.
+    """Roles that no model axis can shard, beside the batch and unshardable ones.
 
     Attributes:
         minor: roles that some reader of a parameter finds only as a minor atom.
@@ -117,8 +117,8 @@ def mark_pins(
         graph: the captured loss.
         dims: the logical dimensions.
         present: roles that stand in the region.
-        limits: what cannot be sharded.
-        problems: where a name that cannot be obeyed is reported.
+        limits: Roles that cannot be sharded.
+        problems: Collector of names that cannot be obeyed.
     """
     mark = task_graph.strategy
     name = mark.get("axis") if mark else None
@@ -178,7 +178,7 @@ def _of_leaf(name: str, graph: Graph, dims: Dimensions, limits: Limits) -> int |
 
 
 def _meant(atoms: tuple[int, ...], dims: Dimensions, limits: Limits) -> Role:
-    """Which of the roles in a dimension is to be sharded: the first that can be."""
+    """Returns the role of a dimension that is to be sharded: the first that can be."""
     roles = [dims.roles[role] for role in atoms]
     return next((r for r in roles if not limits.obstacle(r)), roles[0])
 
@@ -229,9 +229,9 @@ def metadata_pins(
         graph: the captured loss.
         dims: its logical dimensions.
         homes: the TaskGraph that computes with each parameter, by tensor id.
-        limits: what cannot be sharded.
+        limits: Roles that cannot be sharded.
         meet: by TaskGraph, which roles stand in one operation.
-        problems: where contradictions are reported.
+        problems: Collector of contradictions.
     """
     asked: dict[int, dict[Pin, list[tuple[int, int, str]]]] = {}
     stored: dict[int, list[tuple[int, str]]] = {}
@@ -281,13 +281,14 @@ def _kept_pins(
     meet: Mapping[int, set[int]],
     stored: dict[int, list[tuple[int, str]]],
 ) -> tuple[Pin, ...]:
-    """Of one TaskGraph's pins those that one layout obeys; the others are stored so.
+    """Returns the constraints of a TaskGraph that one layout obeys; the others only
+    decide storage.
 
     Args:
         graph: the captured loss.
         places_of: (tensor id, dimension, who asks) of each pin.
-        meet: which roles stand in one operation.
-        stored: where the others are added.
+        meet: Roles that meet in one operation.
+        stored: Dictionary that receives the others.
     """
 
     def nbytes(pin: Pin) -> int:
@@ -341,8 +342,8 @@ def check_together(
 
     Args:
         pins: all of the region's.
-        meet: which roles stand in one operation.
-        problems: where contradictions are reported.
+        meet: Roles that meet in one operation.
+        problems: Collector of contradictions.
     """
     for i, one in enumerate(pins):
         for other in pins[i + 1 :]:

@@ -1,4 +1,4 @@
-"""Which values may lie in host memory: of checkpointed regions, and parameters.
+"""Finds values that may be in host memory: of checkpointed regions, and parameters.
 
 The planner counts them and the lowering moves them, so both ask here; and so do all who
 ask what a transfer takes beside the computation.
@@ -31,12 +31,12 @@ def hosts_known(cluster: Cluster) -> bool:
 
 
 def exposed_seconds(nbytes: Any, bytes_per_second: float, compute_seconds: Any) -> Any:
-    """What transfers take longer than the computation beside which they run.
+    """Returns the seconds of transfers that computing does not hide.
 
     Args:
-        nbytes: to or from the host, or arrays of them.
-        bytes_per_second: of the link between a device and its host.
-        compute_seconds: of the pass in which they are moved.
+        nbytes: Bytes to or from the host, or arrays of them.
+        bytes_per_second: Rate of the link between a device and its host.
+        compute_seconds: Duration of the pass in which they are transferred.
     """
     return np.maximum(0.0, nbytes / bytes_per_second - compute_seconds)
 

@@ -25,7 +25,7 @@ class Slot:
         nbytes: bytes of the whole tensor.
         itemsize_bytes: bytes of one element.
         differentiable: a gradient flows through it.
-        weight: it depends on parameters alone.
+        weight: Whether it depends on parameters alone.
     """
 
     layout: Layout
@@ -49,13 +49,13 @@ class Product:
         m, k, n, batch: sizes, unsharded.
         m_roles, k_roles, n_roles, batch_roles: the roles behind each.
         dtype: numpy name of the operands' type.
-        left_gradient, right_gradient: that operand needs a gradient, which is one
-            more product of the same FLOPs in the backward pass.
+        left_gradient, right_gradient: Whether that operand needs a gradient, which is
+            one more product of the same FLOPs in the backward pass.
         share: part of it that is done, below 1 where a mask hides some.
         turned: slot of what is turned round for its weight's gradient; see
             ``Graph.turned``.
-        zigzag: of attention in blocks: rows are dealt out in zig-zag order.
-        groups: of matrices, of which each row meets one.
+        zigzag: Whether rows of blockwise attention are assigned in zig-zag order.
+        groups: Number of matrices of which each row meets one.
     """
 
     m: int
@@ -75,7 +75,9 @@ class Product:
     groups: int = 1
 
     def times(self, compiler: CompilerProfile) -> tuple[int, int, int]:
-        """How often a compiler multiplies: forward, and for each operand's gradient."""
+        """Returns the number of products of a compiler: forward, and for each operand's
+        gradient.
+        """
         rows = 1 if compiler.groups_rows else self.groups
         left, right = self.left_gradient, self.right_gradient
         return rows, left * rows, right * self.groups
@@ -87,22 +89,22 @@ class Row:
 
     Attributes:
         kind: the primitive.
-        task_graph: where it stands.
+        task_graph: TaskGraph of the operations.
         count: executions in one forward pass.
-        operands, results: what it reads and writes.
+        operands, results: Slots that it reads and writes.
         product: the matrix product, or None.
         reads, writes: slots that cross main memory when elementwise neighbours fuse.
         reads_in_kernel, writes_in_kernel: the same where a compiler also makes one
             kernel of a normalization of rows.
         transcendental: every element of its result costs an exp, tanh or the like.
-        remat: it runs again in the backward pass.
-        fused: it is part of a kernel that computes it again for the backward pass.
+        remat: Whether it runs again in the backward pass.
+        fused: Whether it is part of a kernel that recomputes it in the backward pass.
         scope: one place in the model, for reports.
-        windows: how it slides along spatial dimensions; see ``Op.windows``.
-        repeats: where an operation with windows stands in loops and regions that are
-            computed again, or None.
-        rereads: how many executions in a row read the same weights, as in a loop over
-            time.
+        windows: Windows along spatial dimensions; see ``Op.windows``.
+        repeats: Loops and checkpointed regions around an operation with windows, or
+            None.
+        rereads: Number of consecutive executions that read the same weights, as in a
+            loop over time.
     """
 
     kind: str
@@ -143,9 +145,9 @@ class Use:
 
     Attributes:
         view: the value as the reader sees it.
-        task_graph: where the reader stands.
+        task_graph: TaskGraph of the reader.
         present: every role of the reading operation.
-        readers: how many such operations there are.
+        readers: Number of such operations.
     """
 
     view: Slot
@@ -160,16 +162,17 @@ class Flow:
 
     Attributes:
         source: the value as it is made, or as its first reader sees a leaf.
-        task_graph: where it is made.
+        task_graph: TaskGraph of the value's maker.
         present: every role of the operation that makes it; empty for a leaf.
         reduced: roles that this operation sums over.
         parameter: the operation computes with parameters alone.
         uses: its readers, in program order.
-        fused: how it lies before it is read, where that is another layout; or None.
-        count: how often in one forward pass.
+        fused: Sharding of a fused value before it is read, where that is another
+            layout; or None.
+        count: Number of such values in one forward pass.
         remat: the operation runs again in the backward pass.
         read_remat: a reader does, so that bringing the value there is repeated.
-        multiplied: it is float32, and products alone read it.
+        multiplied: Whether it is float32 and products alone read it.
         scope: one place where it is read or made.
     """
 
@@ -208,7 +211,7 @@ class Rows:
     Attributes:
         ops: operations.
         flows: values that some layout moves or sums, between operations.
-        reading: in which forms the parameters are read.
+        reading: Forms in which the parameters are read.
         op_kinds, flow_kinds: a number for each of them, which those of the same
             ``Views`` share that differ in their TaskGraphs alone.
     """

@@ -57,7 +57,9 @@ class OptimizerBytes:
 
     @property
     def followed_bytes(self) -> int:
-        """What follows parameters, of all of them: not counts of steps and the like."""
+        """Returns the bytes that follow parameters, of all of them: not counts of steps
+        and the like.
+        """
         return sum(self.by_path.values())
 
 
@@ -66,25 +68,26 @@ class LeafGroup:
     """Parameters that every layout treats alike, as those of equal layers.
 
     Attributes:
-        shape: of each.
+        shape: Shape of each parameter.
         layout, sizes: their atoms.
-        fused: how they lie where products see more of them than they can name, or None.
+        fused: Sharding where products see more of them than they can name, or None.
         home: the TaskGraph that computes with them first.
         order: dimensions that storage may shard, best first.
         pinned: the dimension that metadata puts on ``fsdp``, or None.
-        gathers: in a micro-batch, where it is stored in shards: once for each form in
-            which the forward pass reads it, and again where the backward pass needs it.
-        turns: of these, those after which XLA's CPU compiler turns the result round, if
-            it lies along the last dimension; convolutions turn what their backward pass
-            reads themselves, and tables that are looked up are read as they lie.
-        uses: how often operations read all of it, slices in proportion; each has a
+        gathers: Number of gathers in a micro-batch, where they are stored in shards:
+            once for each form in which the forward pass reads them, and again where the
+            backward pass needs them.
+        turns: Number of gathers after which XLA's CPU compiler transposes the result,
+            if it is sharded along the last dimension; convolutions transpose what their
+            backward pass reads themselves, and looked-up tables are read as they are.
+        uses: Number of operations that read all of it, slices in proportion; each has a
             gradient of its own for what it reads.
-        multiplied: they are float32, and products alone read them.
+        multiplied: Whether they are float32 and products alone read them.
         narrowed: bytes of one of them as it is read, over its stored bytes and over
             what ``Request.cast_bytes`` says of all: where only some TaskGraphs compute
             in 16 bits, where it is no float32, and where it is quantised; else 1.
-        nbytes: of one of them.
-        trained: they have gradients, and an optimizer.
+        nbytes: Bytes of one of them.
+        trained: Whether they have gradients and an optimizer.
         held: (dimension, mesh axis) of what metadata has stored in shards, and is
             computed with as a whole.
         slices: a loop reads one of so many slices at a time, along the first
@@ -119,12 +122,14 @@ class LeafGroup:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradient of one of them, unsharded; 0 where there is none."""
+        """Returns the bytes of one unsharded gradient; 0 where there is none."""
         return self.nbytes if self.trained else 0
 
     @property
     def updated_bytes(self) -> int:
-        """What an update moves: it reads the gradient, reads and writes the rest."""
+        """Returns the bytes that an update moves: it reads the gradient, reads and
+        writes the rest.
+        """
         if not self.trained:
             return 0
         return 3 * self.nbytes + 2 * self.optimizer_bytes
@@ -133,7 +138,7 @@ class LeafGroup:
         """Bytes of one of them as it is brought to those who compute with it.
 
         Args:
-            compiler: what moves it.
+            compiler: Compiler of the program.
             selected: whether its rows are in shards; or arrays of that. What is looked
                 up among them is selected before anything multiplies it, and moves as
                 wide as it is.
@@ -162,7 +167,7 @@ class LeafLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafFacts:
-    """What the search needs of the parameters, worked out once.
+    """Facts about the parameters that the search needs, computed once.
 
     Attributes:
         tensors: the parameters.
@@ -204,10 +209,11 @@ class LeafFacts:
         Args:
             graph: the captured loss.
             dims: its logical dimensions.
-            reading: in which forms the parameters are read.
+            reading: Forms in which the parameters are read.
             optimizer: bytes of its state.
             narrowed: only some TaskGraphs compute in 16 bits.
-            cast_bytes: of a float32 parameter as computed with, over its own.
+            cast_bytes: Bytes of a float32 parameter in the computing type, over its
+                own.
         """
         tensors = graph.params
         homes = weight_homes(graph, reading.weight)
@@ -294,7 +300,7 @@ class LeafFacts:
         """The plan of every parameter.
 
         Args:
-            layouts: of the groups.
+            layouts: Layout of each group.
             tables: compute table of each TaskGraph.
             mesh: axis sizes.
         """
@@ -362,7 +368,8 @@ def _counted(
 
 
 def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
-    """How often each parameter is gathered in a micro-batch, if it lies in shards.
+    """Returns the gathers of each parameter in a micro-batch, if it is stored in
+    shards.
 
     Every product gathers its own, and again for its backward pass where that reads it:
     where the other operand is data, nothing does. What else reads a parameter shares
@@ -408,7 +415,7 @@ def _chunked(graph: Graph, weight: Sequence[bool]) -> set[int]:
 def _readers(
     graph: Graph, weight: Sequence[bool]
 ) -> dict[int, list[tuple[str, float]]]:
-    """What reads each parameter, through casts, slices and the like.
+    """Returns the readers of each parameter, through casts, slices and the like.
 
     Returns:
         For each tensor the kind of every operation, and the part of it that is read.
@@ -481,7 +488,7 @@ def looked_up_tables(graph: Graph, readers: Readers | None = None) -> set[int]:
 
     Args:
         graph: the captured loss.
-        readers: what reads each parameter, where that is known.
+        readers: Readers of each parameter, where they are known.
     """
     if readers is None:
         readers = _readers(graph, graph.weight_tensors())
@@ -570,7 +577,7 @@ def lay_out(
     """Lay out the parameters, group by group.
 
     Args:
-        facts: what is known of the parameters.
+        facts: Facts about the parameters.
         tables: compute table of each TaskGraph.
         mesh: axis sizes.
         zero: level over ``data``: 0, 1 or 2.

@@ -1,4 +1,4 @@
-"""Which TaskGraphs compute in 16 bits, and what that makes of the parameters.
+"""Finds the TaskGraphs that compute in 16 bits, and the effect on the parameters.
 
 The others keep the model's own types. The program itself says in which type each
 parameter is read, so what is gathered and held is looked up there.
@@ -27,7 +27,7 @@ def precision_for(task_graph: str, precisions: Mapping[str, str]) -> str:
 
 
 def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
-    """What the user asks for by TaskGraph, as (TaskGraph, precision) pairs.
+    """Returns the user's choices as (TaskGraph, precision) pairs.
 
     Args:
         asked: a precision by the name of a TaskGraph; ``"*"`` stands for the others.

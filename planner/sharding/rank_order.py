@@ -1,4 +1,4 @@
-"""Which rank on which device: ranks that exchange much belong on fast links.
+"""Assigns ranks to devices: ranks that exchange much belong on fast links.
 
 A quadratic assignment problem. Of at most eight devices all placements are compared;
 of more, each rank in turn takes the device that is cheapest beside those before it, and
@@ -68,7 +68,7 @@ def cost(order: Any, traffic_bytes: Any, seconds_per_byte: Any) -> float:
 
     Args:
         order: the device of each rank.
-        traffic_bytes: as ``place`` takes it.
+        traffic_bytes: Bytes that each rank sends to each, as in ``place``.
         seconds_per_byte: the same.
 
     >>> cost([1, 0], [[0, 3], [0, 0]], [[0, 1], [2, 0]])

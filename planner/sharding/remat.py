@@ -1,4 +1,4 @@
-"""Which parts of a program the backward pass computes again, by TaskGraph.
+"""Finds the parts of a program that the backward pass recomputes, by TaskGraph.
 
 A region is a run of equations that one ``jax.checkpoint`` goes around: what one
 TaskGraph does in one repeated layer. Between regions stands what a policy of ``none``
@@ -33,7 +33,7 @@ class Region:
     Attributes:
         prefix: position of the jaxpr that holds them.
         first, end: a half-open range of its equations.
-        policy: what is kept inside.
+        policy: Policy of the values that are saved inside.
     """
 
     prefix: Position
@@ -60,7 +60,7 @@ def named_in(policy: str) -> tuple[str, ...]:
 def checked_policies(
     remat: str | Mapping[str, str] | None, graph: Graph, names: Sequence[str]
 ) -> tuple[tuple[str, str], ...]:
-    """What the user asks for, as (TaskGraph, policy) pairs of what is not ``none``.
+    """Returns the user's choices other than ``none`` as (TaskGraph, policy) pairs.
 
     Args:
         remat: a policy for all TaskGraphs, or by the name of a TaskGraph.
@@ -107,7 +107,7 @@ def _check(policy: object, names: Sequence[str], problems: Problems) -> None:
 
 
 def regions(graph: Graph, policies: Mapping[str, str]) -> tuple[Region, ...]:
-    """Where checkpoints go.
+    """Finds the regions to checkpoint.
 
     Args:
         graph: the captured loss.
@@ -140,7 +140,7 @@ class _Level:
         prefix: its position.
         ops: for each of its equations that computes values, the operations inside.
         starts: the equation with which each layer begins, and the end of the last.
-        parts: they are no layers, but parts of a model without any.
+        parts: Whether the parts belong to a model without layers.
     """
 
     graph: Graph
@@ -282,7 +282,8 @@ class _Level:
         return (*dict.fromkeys(found), max(self.ops, default=0) + 1)
 
     def _kept_bytes(self, ops: Sequence[Op]) -> int:
-        """What the backward pass reads of some operations."""
+        """Returns the bytes of some operations' results that the backward pass reads.
+        """
         slots = {(op.operands + op.results)[s] for op in ops for s in op.saves}
         return sum(self.graph.tensors[t].nbytes for t in slots)
 

@@ -1,4 +1,4 @@
-"""Which device computes which block of attention scores in which round of a ring.
+"""Assigns blocks of attention scores to devices and rounds of a ring.
 
 Queries stay where they are; keys and values go round, one device further in each round.
 Rows and columns are cut into blocks, and a device computes in each round the pairs of
@@ -32,9 +32,9 @@ class Ring:
 
     Attributes:
         size: devices.
-        row_size, column_size: of one block.
+        row_size, column_size: Size of one block.
         rows, columns: for each device the blocks that it holds, in their order there.
-        zigzag: that order is not the sequence's own.
+        zigzag: Whether the order of blocks is zig-zag, not that of the sequence.
         seen: ``bool[rows, columns]``: the pairs of blocks that no mask hides.
         counts: ``[device, round]``: how many of them a device computes.
     """
@@ -50,7 +50,7 @@ class Ring:
 
     @functools.cached_property
     def pairs(self) -> np.ndarray:
-        """Which they are, ``[device, round, pair, 4]``.
+        """Returns the assigned pairs of blocks, ``[device, round, pair, 4]``.
 
         The row block and the column block as the device holds them, and their numbers
         in the sequence; zeros behind the last.
@@ -77,7 +77,7 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
         num_rows, num_columns: lengths of the sequence of queries and of that of keys;
             ``size`` divides them.
         size: devices.
-        hidden: what a mask hides.
+        hidden: Function that tells which blocks a mask hides.
 
     >>> causal = ring(16, 16, 2, lambda a, b: ~np.tri(a, b, dtype=bool))
     >>> causal.zigzag, causal.rows.tolist(), causal.counts.tolist()
@@ -114,7 +114,7 @@ def busiest_share(
     """Sizes of a block, and ``Ring.share``, without the tables of very large rings.
 
     Args:
-        num_rows, num_columns, size: as of ``ring``.
+        num_rows, num_columns, size: Arguments of ``ring``, unchanged.
         causal: the mask hides what comes later; if not, there is none.
 
     >>> busiest_share(16, 16, 2, causal=True)

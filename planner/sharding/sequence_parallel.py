@@ -40,12 +40,12 @@ class Split:
     def tables(
         self, tables: Mapping[int, Table], batch: Sequence[int], sequence: Sequence[int]
     ) -> dict[int, Table]:
-        """Those of the new TaskGraphs too.
+        """Returns the tables of all TaskGraphs, the new ones included.
 
         Args:
-            tables: of the others.
+            tables: Tables of the other TaskGraphs.
             batch: the batch roles.
-            sequence: what ``tensor`` shards between products.
+            sequence: Roles that ``tensor`` shards between products.
         """
         found = dict(tables)
         for child, parent in self.parents.items():
@@ -78,7 +78,7 @@ def splits_between(
     """``split_between`` for one set of roles after another.
 
     Args:
-        graph, dims: as there.
+        graph, dims: Arguments of ``split_between``, unchanged.
         several: the sets.
     """
     several = [*several]

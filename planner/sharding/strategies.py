@@ -48,12 +48,12 @@ more, and then the greedy one by weight is sure to be among them."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What one TaskGraph may do.
+    """Roles that one TaskGraph may shard.
 
     Attributes:
-        task_graph: which.
+        task_graph: Number of the TaskGraph.
         strategy: ``replicate``, ``split`` or None where it is free.
-        devices: how many devices a ``split`` asks for, or None.
+        devices: Number of devices that a ``split`` asks for, or None.
         sets: sets of roles that one axis may shard together, best guess first.
         experts: roles that the ``expert`` axis may shard here.
         pins: dimensions that the user asks for.
@@ -92,7 +92,7 @@ class Options:
         space: by spatial axis, the roles that it may shard.
         minor: roles that some reader of a parameter finds only as a minor atom; no
             PartitionSpec can name them there.
-        sizes: of all roles, by index.
+        sizes: Sizes of all roles, by index.
         homes: the TaskGraph that computes with each parameter, by tensor id.
         stored: by tensor id, (dimension, mesh axis) of what metadata has stored so and
             operations need all of.
@@ -128,7 +128,7 @@ class Options:
         return found
 
     def batch_parts(self, table: Table, mesh: Mapping[str, int]) -> int:
-        """How many devices share the batch under a table.
+        """Returns the number of devices that divide the batch under a table.
 
         All axes may but ``context`` and those of space. An axis that the table lacks
         shards nothing. Also where the batch is one sample, and so no dimension at all.
@@ -312,7 +312,7 @@ def _may_hold_experts(task_graph: TaskGraph) -> bool:
 
 
 def _split_devices(task_graph: TaskGraph) -> int | None:
-    """What the innermost ``split`` that gives a number asks for."""
+    """Returns the number of devices of the innermost ``split`` that gives one."""
     splits: list[Mark] = [m for m in task_graph.marks if m.kind == "split"]
     return next((m.devices for m in reversed(splits) if m.devices is not None), None)
 

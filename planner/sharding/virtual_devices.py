@@ -97,8 +97,9 @@ def check_devices(
     Args:
         task_graphs: the marked TaskGraphs, in program order.
         num_devices: physical devices.
-        problems: where they are reported.
-        stages: of a pipeline in which no stage is marked, where that is known.
+        problems: Collector of the errors.
+        stages: Number of stages of a pipeline in which no stage is marked, where that
+            is known.
     """
     if num_devices == 1 and not _says_devices(task_graphs):
         return  # which holds all of it
@@ -146,12 +147,12 @@ def check_devices(
 
 
 def copies(task_graphs: Sequence[TaskGraph], num_devices: int, stages: int = 1) -> int:
-    """How many copies of the model there are at least, by the marks.
+    """Returns the least number of copies of the model that the marks allow.
 
     Args:
         task_graphs: the marked TaskGraphs; ``check_devices`` finds no fault with them.
         num_devices: physical devices.
-        stages: of a pipeline in which no stage is marked.
+        stages: Number of stages of a pipeline in which no stage is marked.
 
     Returns:
         Devices over those of one copy, where a mark gives a number; else 1, which says

@@ -1,1 +1,1 @@
-"""What users call: ``plan``, ``search``, feeds and volumes; jobs by name."""
+"""Functions that users call: ``plan``, ``search``, feeds and volumes; jobs by name."""

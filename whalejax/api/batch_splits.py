@@ -1,4 +1,4 @@
-"""Which micro-batches, shares and ranks a plan may split its batch into.
+"""Rules on micro-batches, shares and ranks that a plan may split its batch into.
 
 The planner splits a batch by itself only where the loss is proven to be a mean of
 independent samples. What a user asks for is refused where it is not, unless
@@ -37,7 +37,7 @@ Search = Callable[[int | None], Plan]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRules:
-    """What is asked of the parts of a batch.
+    """Rules on the parts of a batch.
 
     Attributes:
         loss: Gives the loss, as its samples are asked about.

@@ -1,4 +1,4 @@
-"""Which executor a plan is made for: one program, or stages, alike or apart.
+"""Chooses the executor of a plan: one program, or stages in one program or in several.
 
 The module is long because ``_Staging`` tries the executors in order, and says of each
 that cannot run why.
@@ -72,12 +72,12 @@ def decider(
     uneven: Uneven = False,
     allow_idle: bool = False,
 ) -> tuple[Callable[..., Plan], Request]:
-    """Who decides how a model runs.
+    """Returns the search for a model's executor, and its request.
 
     Args:
         programs: the loss, as written and otherwise.
-        request: what was asked for.
-        runnable: what cannot run is not wanted.
+        request: Options of the question.
+        runnable: Whether plans that cannot run are excluded.
         uneven: whether replicas take shares of their own, and which.
         allow_idle: some devices may be left without work.
 
@@ -207,7 +207,7 @@ def _estimates(
     """Searches for plans whether an executor runs them or not.
 
     Args:
-        programs, graph, cluster, request, options: as of any search.
+        programs, graph, cluster, request, options: Arguments of every search.
         best: the best plan that runs, or None.
     """
     asked, found = _asked(graph, request)
@@ -247,7 +247,7 @@ def _with_host_memory(
 
     Args:
         search: Makes it.
-        request, options: as of any search.
+        request, options: Arguments of every search.
     """
     if request.offload is not None:
         return search(request, **options)
@@ -312,7 +312,7 @@ class _Staging:
         asked: the pipeline that is asked for.
         uneven: whether several pipelines side by side may take unlike shares, or those
             that are asked for.
-        known_seconds: of a step in a plan that there is already.
+        known_seconds: Step time of a plan that is known already.
     """
 
     def __init__(self, programs: Programs, asked: Asked, uneven: Uneven) -> None:
@@ -407,7 +407,7 @@ class _Staging:
         Args:
             plan: The plan that runs.
             stages: Numbers of stages that may be faster.
-            graph, cluster, request, options: as of any search.
+            graph, cluster, request, options: Arguments of every search.
         """
         known = _seconds(plan) / (1 + SURE)
         wanted = dataclasses.replace(request, estimate=True)
@@ -572,7 +572,7 @@ class _Staging:
 
         Args:
             search: makes the plan without stages.
-            graph, cluster, request, options: as for any search.
+            graph, cluster, request, options: Arguments of every search.
         """
         named = pinned_axes(graph)
         layers = {t.path for t in graph.params if (0, STAGE) in pins_of(t)}
@@ -643,7 +643,9 @@ def _first_time(plan: Plan) -> float:
 
 
 def _speed_of_fastest(replicas: Plan, stages: int) -> float:
-    """What the fastest devices, as many as hold a stage, do of a step's work."""
+    """Returns the fraction of a step's work that the fastest devices of one stage would
+    do.
+    """
     shares = sorted(replicas.shares, reverse=True)
     whole, rest = divmod(len(shares), stages)
     fastest = sum(shares[:whole]) + shares[whole] * rest / stages
@@ -668,8 +670,8 @@ def _fastest(
 
     Args:
         found: the plans.
-        problem: why there is none.
-        best: that is taken; the fastest if left out.
+        problem: Error to raise where there is no plan.
+        best: Plan to choose; default: the fastest.
     """
     if not found:
         assert problem is not None
@@ -785,7 +787,9 @@ def _why_apart(
 
 
 def _neither(apart: str, reason: str, remedy: str) -> str:
-    """That neither kind of stages can be had; first what has a remedy of its own."""
+    """Returns the message where neither kind of stages is possible; the one with a
+    remedy comes first.
+    """
     if remedy:
         return f"{reason}. {remedy}. With programs of each stage's own: {apart}"
     return f"{apart.rstrip('.')}. One program for all stages: {reason}"

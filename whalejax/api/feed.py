@@ -34,7 +34,7 @@ class DataSource(Protocol):
     """Samples by number, as grain's data sources and lists have them."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns the number of samples."""
         ...
 
     def __getitem__(self, number: int, /) -> Any:
@@ -93,12 +93,12 @@ class Feed:
         Args:
             source: the samples, pytrees of arrays without a batch dimension: by number,
                 or any iterable of them.
-            batch_size: of a global batch. What is left of an epoch when no whole batch
-                is left is not seen in that epoch.
-            step: whose batches they are; None gives whole global batches. Take a batch
-                when the step is about to be called: shares may have changed.
-            seed: of the order, another one in every epoch; None keeps the order. An
-                iterable's order is its own.
+            batch_size: Number of samples in a global batch. What is left of an epoch
+                when no whole batch is left is not seen in that epoch.
+            step: Step that takes the batches; None gives whole global batches. Take a
+                batch when the step is about to be called: shares may have changed.
+            seed: Seed of the order, another one in every epoch; None keeps the order.
+                An iterable's order is its own.
             first: the step that comes next, counted from 0, all of this batch size.
             first_sample: instead of it, how many samples were given before, whatever
                 the batch size was then: ``state.samples``, and not None, as a state
@@ -148,7 +148,8 @@ class Feed:
         return self._in_a_row() if not _numbered(self._source) else self._by_number()
 
     def get_state(self) -> dict[str, Any]:
-        """Where it stands, for ``set_state``: JSON data, with the source's own state.
+        """Returns the position for ``set_state``: JSON data, with the source's own
+        state.
 
         Raises:
             WhaleError: the source's iterator cannot say where it stands.
@@ -373,7 +374,7 @@ def _as_text(state: Any) -> Any:
 
 
 def _from_text(state: Any) -> Any:
-    """What ``_as_text`` was given.
+    """Converts the text of ``_as_text`` back.
 
     Raises:
         WhaleError: the text is none of bytes.
@@ -411,7 +412,7 @@ def _has_length(source: Any) -> bool:
 
 
 def _unlike(step: TrainStep, batch_size: int) -> Iterator[str]:
-    """What keeps a step from taking such batches."""
+    """Yields the reasons why a step cannot take such batches."""
     if {*step.batch_axes} - {0}:
         yield (
             "samples are put together along dimension 0, and this step has batch "

@@ -27,7 +27,7 @@ def check_axes(mesh: Mapping[str, int] | None) -> None:
     """Refuse what is no mapping of mesh axes to sizes.
 
     Args:
-        mesh: what the user fixes, or None.
+        mesh: Mesh axes that the user fixes, or None.
 
     Raises:
         PlanError: every axis and size that there cannot be.
@@ -59,10 +59,10 @@ def check_mesh(
     """Refuse sizes of mesh axes that no mesh of so many devices has.
 
     Args:
-        mesh: what the user fixes.
+        mesh: Mesh axes that the user fixes.
         num_devices: there are.
         allow_idle: some may be left without work.
-        axes: those that the search gives sizes to where they are left open.
+        axes: Axes that the search gives sizes to where they are left open.
 
     Raises:
         PlanError: which axis, the numbers, and what would do.
@@ -84,7 +84,7 @@ def check_mesh(
 
 
 def idle_note(plan: Plan) -> list[str]:
-    """What is said of devices that a plan leaves without work.
+    """Returns the note on devices that a plan leaves without work.
 
     Args:
         plan: on the first devices of its cluster.
@@ -129,9 +129,9 @@ def uneven_shares(
     """Whether replicas take shares of their own, and which.
 
     Args:
-        shares: what the user gives; ``plan_settings`` has checked its type.
+        shares: Shares that the user gives; ``plan_settings`` has checked their type.
         mixed: devices are of several kinds.
-        runnable: what cannot run is not wanted.
+        runnable: Whether plans that cannot run are excluded.
         allow_idle: some devices may be left without work.
         whole: the batch is one micro-batch, because its samples are not independent.
 

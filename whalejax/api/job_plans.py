@@ -59,8 +59,9 @@ def make_plan(
     """``wh.plan`` of a job.
 
     Args:
-        job, model, batch, cluster: what to plan.
-        source: how the command line named the job, for the plan to remember.
+        job, model, batch, cluster: Job, model, batch and cluster to plan.
+        source: Name of the job on the command line and its options, which the plan
+            keeps.
         settings: others of ``wh.plan``.
     """
     settings = {**split_settings(job), **settings}
@@ -70,7 +71,7 @@ def make_plan(
 
 
 def split_settings(job: Job) -> dict[str, Any]:
-    """What a job says of the parts that its batch may be split into."""
+    """Returns a job's settings on the parts of its batch."""
     return {"group_size": job.group_size, "per_micro_batch": job.per_micro_batch}
 
 
@@ -86,10 +87,10 @@ def search_plans(
     """``wh.search`` of a job.
 
     Args:
-        job: what to plan.
+        job: Job to plan.
         clusters: their texts.
         batch: samples of the global batch, or None for the job's own number.
-        prices, each: as for ``wh.search``.
+        prices, each: Arguments of ``wh.search``, unchanged.
         settings: others of ``wh.plan``.
     """
     return find_plans(
@@ -108,8 +109,8 @@ def question_of(job: Job, plan: Plan) -> Question:
     """The question that a plan of a job answers, to ask more about it.
 
     Args:
-        job: what the plan was made for.
-        plan: such as ``whalejax plan`` wrote it.
+        job: Job that the plan was made for.
+        plan: Plan such as ``whalejax plan`` writes.
     """
     request = PlanRequest(
         optimizer=job.optimizer,

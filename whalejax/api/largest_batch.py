@@ -55,7 +55,7 @@ class LargestBatch:
         plan: Its plan; None where none fits.
         next_samples: Samples of the smallest batch that was tried and does not fit;
             None where all did.
-        problem: Why that one does not fit; None where all did.
+        problem: Error of the smallest batch that does not fit; None where all did.
         num_plans: Number of plans that were made.
     """
 
@@ -85,7 +85,7 @@ class LargestBatches(Sequence[LargestBatch]):
         return len(self.batches)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """What the table shows of each cluster where something fits."""
+        """Returns the table's rows of clusters where a batch fits."""
         rows: list[tuple[str, ...]] = []
         for one in self.batches:
             plan = one.plan
@@ -165,15 +165,14 @@ def largest_batch(
     """The largest batch that fits on each cluster, with its plan and throughput.
 
     Args:
-        loss_fn, model, optimizer: As for ``wh.plan``.
+        loss_fn, model, optimizer: Arguments of ``wh.plan``, unchanged.
         batch: A batch of any size, for the shapes of its samples.
         clusters: Clusters, or their texts such as ``"h100:8"``.
-        prices: Of one device for an hour, by the name of its kind.
-        options: What else ``wh.plan`` takes, such as ``precision="bf16"``. With
+        prices: Hourly price of one device, by the name of its kind.
+        options: Further options of ``wh.plan``, such as ``precision="bf16"``. With
             ``num_micro_batches=n``, other than 1, the batch is computed in so many
-            parts; ``remat="none"`` asks for the largest batch of which nothing is
-            computed again. Nothing is kept in host memory unless ``offload=`` says
-            what.
+            parts; ``remat="none"`` asks for the largest batch without recomputation.
+            Nothing is kept in host memory unless ``offload=`` says what.
 
     Returns:
         A sequence with one entry for each cluster; ``print`` shows a table.

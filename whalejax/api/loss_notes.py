@@ -58,7 +58,7 @@ def _averaged_note(captured: Captured, found: Plan) -> list[str]:
 
 
 def remat_note(asked: Remat, found: Plan) -> list[str]:
-    """That a policy changes nothing, where it does not."""
+    """Returns a note if a policy changes nothing."""
     if not asked or found.remat:
         return []
     return [

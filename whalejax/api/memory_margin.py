@@ -65,9 +65,9 @@ def with_margin_said(
     """An error that counts the memory of whole devices, and says what the margin took.
 
     Args:
-        error: of a search in what the margin left.
+        error: Error of a search in the memory without the margin.
         cluster: the devices as they are.
-        margin: that was left free.
+        margin: Fraction of memory that was left free.
     """
     if not margin or error.what != "device memory":
         return error
@@ -108,12 +108,13 @@ def with_fixed_settings(
 
 
 def band_note(plan: Plan, band: MemoryBand, margin: float) -> tuple[str, ...]:
-    """What a plan that nearly fills its devices says of how sure its memory is.
+    """Returns the note of a plan that nearly fills its devices, on the error of its
+    memory.
 
     Args:
         plan: on its devices as they are.
-        band: of its prediction.
-        margin: that was left free.
+        band: Band of its prediction.
+        margin: Fraction of memory that was left free.
     """
     predicted, room = plan.memory.total_bytes, plan.room_bytes
     low, high = int(band.low * predicted), int(band.high * predicted)
@@ -141,7 +142,7 @@ def with_devices(plan: Plan, cluster: Cluster) -> Plan:
 
     Args:
         plan: made with a margin.
-        cluster: whose kinds have all their memory.
+        cluster: Cluster whose kinds have all their memory.
     """
     return _with_memory(plan, {k.name: k.memory_bytes for k in cluster.kinds})
 

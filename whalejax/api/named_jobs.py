@@ -30,7 +30,7 @@ def lasting_name(model: str) -> str:
     """A model's name that holds in other folders too: files by their whole path.
 
     Args:
-        model: as the command line gives it.
+        model: Model as the command line names it.
     """
     path, colon, function = model.rpartition(":")
     return f"{Path(path).resolve()}{colon}{function}" if colon else model
@@ -47,7 +47,7 @@ def is_file(model: str) -> bool:
     """Whether a model's name is that of a file, and no reference model's.
 
     Args:
-        model: as the command line gives it.
+        model: Model as the command line names it.
     """
     return ":" in model or model.endswith(".py")
 
@@ -57,7 +57,7 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
 
     Args:
         name: a reference model, or ``file.py:function``.
-        options: of the model, or arguments of the function.
+        options: Options of the model, or arguments of the function.
 
     Raises:
         WhaleError: there is no such model, file or function, or it makes no job.
@@ -89,14 +89,14 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
 def named_values(
     words: Sequence[str], option: str = "--set", example: str = "layers=24"
 ) -> dict[str, Any]:
-    """What ``NAME=VALUE`` words say.
+    """Parses ``NAME=VALUE`` words.
 
     Values are numbers, ``true`` and ``false``, or text.
 
     Args:
-        words: as given.
-        option: of the command line, for the message.
-        example: of a word, for the message.
+        words: Words of the command line.
+        option: Option of the command line, for the message.
+        example: Example of a word, for the message.
 
     Raises:
         WhaleError: a word without ``=``, or a name twice; all of them.

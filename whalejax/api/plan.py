@@ -109,10 +109,11 @@ def plan(
             error where samples are proven independent; without effect on plans of one
             micro-batch.
         axis_names: mesh axes that the model's own annotations name, mapped to ours.
-        trainable: what to train, where that is not every parameter: a glob pattern of
-            dotted paths such as ``"head.*"``, several in a list, a predicate that takes
-            one dotted path, or (NNX) a filter such as ``LoRAParam``. Weights that are
-            left out are stored and computed with like others, without gradients.
+        trainable: Selection of trained parameters, where that is not every one: a glob
+            pattern of dotted paths such as ``"head.*"``, several in a list, a predicate
+            that takes one dotted path, or (NNX) a filter such as ``LoRAParam``. Weights
+            that are left out are stored and computed with like others, without
+            gradients.
         batch_axes: the batch dimension of the batch's leaves: one number for all, or a
             tree like the batch with a number for each leaf, and None for one without
             samples, as in ``{"nodes": 0, "edges": None}``. At least one must have it.
@@ -123,19 +124,17 @@ def plan(
         runnable: take only what ``wh.compile`` can run. False widens the search to
             what can be estimated only, such as gradients in host memory; its plans are
             estimates.
-        remat: what the layers keep for the backward pass, which computes the rest
-            again: ``"none"`` (keep all), ``"dots"`` (results of products with weights),
-            ``"named"`` (what the model names with ``jax.ad_checkpoint``; or some of it,
-            ``"named:a,b"``) or ``"full"`` (keep what a layer is given); or such a
-            policy for each TaskGraph by its name, ``"*"`` for all others. What the
-            model itself puts into ``jax.checkpoint`` stays as it is. None lets the
-            planner choose.
-        offload: what lies in host memory: ``"optimizer"`` (its state),
-            ``"activations"`` (what layers that are computed again keep, from the
-            forward to the backward pass), ``"params"`` (what scans over layers slice;
-            their gradients stay on the device), several as a list, or nothing,
-            ``"none"`` or ``()``. None lets the planner choose, where nothing fits
-            without.
+        remat: Rematerialisation policy of the layers: ``"none"`` (save all), ``"dots"``
+            (save results of products with weights), ``"named"`` (what the model names
+            with ``jax.ad_checkpoint``; or some of it, ``"named:a,b"``) or ``"full"``
+            (save a layer's inputs); or such a policy for each TaskGraph by its name,
+            ``"*"`` for all others. Parts that the model itself puts into
+            ``jax.checkpoint`` stay as they are. None lets the planner choose.
+        offload: State in host memory: ``"optimizer"`` (its state), ``"activations"``
+            (saved values of recomputed layers, from the forward to the backward pass),
+            ``"params"`` (those that scans over layers slice; their gradients stay on
+            the device), several as a list, or nothing, ``"none"`` or ``()``. None lets
+            the planner choose, where nothing fits without.
         sequence_parallel: whether the axis ``tensor`` shards the sequence between the
             products whose heads, width or vocabulary it shards; None lets the planner
             choose.
@@ -147,13 +146,13 @@ def plan(
         loss_chunks: into how many parts each device cuts its tokens to make logits of
             one part at a time, and the loss of them, so that all logits never exist; 1
             makes them at once. None lets the planner choose, where memory is short.
-        combine: how ranks of the axis ``data`` combine what each has of its own
+        combine: Combination of the ranks of the axis ``data``, each with its own
             samples: ``"mean"`` of their gradients; ``"adasum"`` (adaptive summation:
             per parameter and layer orthogonal gradients add up, parallel ones are
-            averaged); ``"adasum_nodes"``, Adasum across nodes of what the ranks of a
-            node have on average; or ``"adasum_updates"``, Adasum of what the
-            optimizer of each rank would add to the parameters, for optimizers whose
-            step is not linear in the gradient, as Adam's and LAMB's.
+            averaged); ``"adasum_nodes"``, Adasum across nodes of the means within each
+            node; or ``"adasum_updates"``, Adasum of the updates that each rank's
+            optimizer would make, for optimizers whose step is not linear in the
+            gradient, as Adam's and LAMB's.
         shares: micro-batches of each data-parallel replica, in node order: ``"even"``
             gives all of them as many, and on devices of one kind cuts every micro-batch
             into equal parts; numbers that you fix, which a run may change as it
@@ -173,25 +172,26 @@ def plan(
             cluster is one peer, and each stage is served by several. The stages are as
             few as memory and links allow, or as ``mesh={"stage": n}`` says; what is
             predicted and wanted of peers is ``plan.swarm``.
-        bandwidth: of a peer's link, either way: ``"200Mb/s"``, ``"25MB/s"``, or bytes
-            per second. Only with ``swarm``.
+        bandwidth: Rate of a peer's link, either way: ``"200Mb/s"``, ``"25MB/s"``, or
+            bytes per second. Only with ``swarm``.
         wire: format of activations and their gradients between peers: ``"f32"``,
             ``"bf16"`` or ``"int8"`` (in blocks of 256 values with a scale); None takes
             the most exact that keeps peers busy. Only with ``swarm``.
         sum_wire: format of gradients while the peers of a stage add them up:
             ``"f32"``, which None stands for, ``"f16"`` or ``"int8"``. Only with
             ``swarm``.
-        tables: How rows of embedding tables change, ``wh.sparse_optimizer(...)``:
-            parameters that are only looked up are then placed as tables, and
-            ``optimizer`` is that of all others. With it only ``optimizer``,
-            ``cluster``, ``mesh`` (``data`` and ``fsdp``), ``trainable`` and the
-            following can be given; without it none of these.
+        tables: Update rule of embedding rows, ``wh.sparse_optimizer(...)``: parameters
+            that are only looked up are then placed as tables, and ``optimizer`` is that
+            of all others. With it only ``optimizer``, ``cluster``, ``mesh`` (``data``
+            and ``fsdp``), ``trainable`` and the following can be given; without it none
+            of these.
         splits: ways of storing a table that may be used: some of ``"whole"``,
             ``"rows"``, ``"columns"`` and ``"replicate"``.
         together: groups of tables that must be on one device, by their paths.
-        pins: what you fix, by the path of a table: its device, or one of ``splits``.
-        counts: how often each row is looked up, by the path of a table:
-            ``wh.count_lookups`` counts it.
+        pins: Placements that you fix, by the path of a table: its device, or one of
+            ``splits``.
+        counts: Number of lookups of each row, by the path of a table:
+            ``wh.count_lookups`` counts them.
         staleness: on a cluster such as ``"cpu:2+h100:1"``, whose first part holds the
             tables in processes of its own: number of newest updates that a lookup does
             without, so that both parts work at once; with 0 every row has all of them.

@@ -106,14 +106,15 @@ class PlanRequest(PlanSettings):
     are the same.
 
     Args:
-        optimizer, cluster: what is planned for; None is no optimizer, and the devices
-            of this process.
+        optimizer, cluster: Optimizer and cluster of the plan; None is no optimizer, and
+            the devices of this process.
         mesh, num_micro_batches, zero, shares, precision, default: choices that are
             fixed; what is None is left to the planner. So are options of how a step is
             computed, such as what is computed again: the fields of ``UserOptions``.
-        allow_idle, runnable: which plans are taken.
-        group_size, per_micro_batch, sync_batch_stats: how the batch may be split.
-        axis_names, trainable, batch_axes: how the model and its batch are read.
+        allow_idle, runnable: Limits on the plans that are accepted.
+        group_size, per_micro_batch, sync_batch_stats: Rules on the division of the
+            batch.
+        axis_names, trainable, batch_axes: Reading of the model and its batch.
         compiler_options: options of XLA that the step is compiled with.
         margin: part of the predicted memory that plans leave free, below 1.
         verified: the compiler has accepted the plan.
@@ -137,7 +138,7 @@ class PlanRequest(PlanSettings):
         """The plan for a model.
 
         Args:
-            loss_fn, model, batch: as for ``wh.plan``.
+            loss_fn, model, batch: Arguments of ``wh.plan``, unchanged.
 
         Raises:
             WhaleError: what was given cannot be planned; every problem is listed.
@@ -273,9 +274,9 @@ class PlanQuestion:
         """``Plan.verify``.
 
         Args:
-            plan: of this model.
-            topology: to compile for; the plan's own cluster if None.
-            timeout_seconds: how long the compiler may take.
+            plan: Plan of this model.
+            topology: Topology to compile for; the plan's own cluster if None.
+            timeout_seconds: Deadline of the compiler.
             better: look for a plan that fits where this one does not.
         """
         from whalejax.verification.checking import check
@@ -299,12 +300,14 @@ class PlanQuestion:
 
     @property
     def num_micro_batches(self) -> int | None:
-        """How many the request fixes."""
+        """Returns the number that the request fixes."""
         return self.request.num_micro_batches
 
     @property
     def precision(self) -> str:
-        """Of the whole model; its own types where TaskGraphs differ."""
+        """Returns the precision of the whole model; its own types where TaskGraphs
+        differ.
+        """
         given = self.request.precision
         return given if isinstance(given, str) else "f32"
 
@@ -345,7 +348,7 @@ class PlanQuestion:
         check_mesh(mesh, self.cluster.num_devices, request.allow_idle, axes)
 
     def search_request(self, programs: Programs) -> Request:
-        """What the search has to keep to: the request, checked against the model.
+        """Returns the request of the search, checked against the model.
 
         Args:
             programs: the loss.
@@ -396,7 +399,7 @@ class PlanQuestion:
         return found
 
     def split_rules(self, programs: Programs) -> SplitRules:
-        """What is asked of the parts of the batch.
+        """Returns the rules on the parts of the batch.
 
         Args:
             programs: the loss.
@@ -443,7 +446,7 @@ class PlanQuestion:
 
         Args:
             programs: the loss and its variants.
-            wanted: what to keep to.
+            wanted: Request of the search.
 
         Raises:
             PlanError: there is none; what lacks, in bytes where it is memory.
@@ -485,18 +488,18 @@ class PlanQuestion:
         return max(own, self.least_margin)
 
     def _band(self, programs: Programs) -> MemoryBand:
-        """Where the memory of the compiled program lies beside the predicted."""
+        """Returns the band of the compiled program's memory around the predicted."""
         return memory_band(self.cluster.platform, programs.graph)
 
     # Plan.
 
     def finished(self, found: Plan, programs: Programs, wanted: Request) -> Plan:
-        """What a search found, checked against the optimizer and with its notes.
+        """Checks the result of a search against the optimizer and adds its notes.
 
         Args:
             found: by the search.
             programs: the loss.
-            wanted: what the search kept to.
+            wanted: Request of the search.
         """
         captured, graph = programs.traced.captured, programs.graph
         check_update(found, programs.adapter, self.optimizer, captured.steady)
@@ -540,7 +543,7 @@ def question_about(
 
     Args:
         request: the settings.
-        loss_fn, model, batch: as for ``wh.plan``; no array of them is kept.
+        loss_fn, model, batch: Arguments of ``wh.plan``; no array of them is kept.
     """
     check_order("(loss_fn, model, batch)", loss_fn, model, batch)
     check_batch(batch, request.batch_axes)

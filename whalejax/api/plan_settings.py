@@ -1,4 +1,4 @@
-"""What ``wh.plan`` takes beside the model: its settings, checked before it is traced.
+"""Settings of ``wh.plan`` beside the model, checked before it is traced.
 
 What a setting means for a model is checked where the model's graph is known.
 """

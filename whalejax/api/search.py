@@ -46,16 +46,16 @@ def search(
     """Plan a training step on several clusters, and rank what was found.
 
     Args:
-        loss_fn, model, batch, optimizer: as for ``wh.plan``.
+        loss_fn, model, batch, optimizer: Arguments of ``wh.plan``, unchanged.
         clusters: clusters, or their texts such as ``"h100:8"``.
-        prices: of one device for an hour, by the name of its kind such as ``"h100"``,
+        prices: Hourly price of one device, by the name of its kind such as ``"h100"``,
             all in one currency; then steps have prices. A kind whose cluster file gives
             ``price_per_hour`` needs none.
-        each: at most so many plans of each cluster, on different meshes. With
+        each: Largest number of plans of each cluster, on different meshes. With
             ``verified=True`` the first of each is compiled, the others are not.
-        options: what else ``wh.plan`` takes, such as ``precision="bf16"``. With a fixed
-            ``num_micro_batches`` a device may take more samples at a time on one
-            cluster than on another; ``notes`` of what is found say so.
+        options: Further options of ``wh.plan``, such as ``precision="bf16"``. With a
+            fixed ``num_micro_batches`` a device may take more samples at a time on one
+            cluster than on another; ``notes`` of the result say so.
 
     Returns:
         The plans, fastest step first; ``print`` shows a table. Clusters on which
@@ -87,7 +87,7 @@ def search_on(
     Args:
         question: its cluster is replaced.
         places: names and clusters.
-        each: at most so many plans of each.
+        each: Largest number of plans of each cluster.
 
     Raises:
         PlanError: there is no plan on any of them.
@@ -127,7 +127,9 @@ def search_on(
 def _notes(
     question: PlanQuestion, first: Sequence[tuple[str, Plan]]
 ) -> tuple[str, ...]:
-    """What keeps the plans of several clusters from being compared as they are."""
+    """Returns the reasons why the plans of several clusters cannot be compared as they
+    are.
+    """
     asked = question.num_micro_batches
     if asked is None:
         return ()
@@ -214,9 +216,9 @@ def named_clusters(
     Args:
         function: Public function that was given them.
         clusters: Clusters or their texts.
-        prices: Of one device for an hour, by the name of its kind.
-        options: What else was given by name, of which ``wh.plan`` has to know all.
-        problems: What is wrong besides.
+        prices: Hourly price of one device, by the name of its kind.
+        options: Further named arguments, all of which ``wh.plan`` must know.
+        problems: Collector of further errors.
 
     Raises:
         WhaleError: every problem of what was given.

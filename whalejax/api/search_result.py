@@ -1,4 +1,4 @@
-"""What ``wh.search`` found, with its pictures."""
+"""Result of ``wh.search``, with its pictures."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Found(FoundData):
 
     Attributes:
         plans: best first.
-        names: of each, the cluster as it was asked for.
+        names: Each plan's cluster, as the user named it.
         refused: clusters on which there is no plan, those that lack least first.
         weighed: every plan that was weighed and is remembered, on all clusters.
-        notes: what keeps the plans from being compared as they are.
+        notes: Reasons why the plans cannot be compared as they are.
     """
 
     def _repr_mimebundle_(

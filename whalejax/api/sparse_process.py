@@ -28,7 +28,7 @@ _HELLO_SECONDS = 60.0
 
 
 def find_maker(model: str, settings: Mapping[str, Any], batch_size: int) -> BatchMaker:
-    """What makes the batches of a job, with the ids of all lookups behind the leaves.
+    """Returns a maker of a job's batches, with the ids of all lookups after the leaves.
 
     Args:
         model: Name of the job, as the command line takes it.

@@ -51,7 +51,7 @@ def plan_tables(
         model: An NNX module, a Linen module's variables or any pytree; abstract leaves
             will do.
         batch: The global batch, abstract or real, samples along dimension 0.
-        rows: How rows of tables change: ``wh.sparse_optimizer(...)``.
+        rows: Update rule of rows: ``wh.sparse_optimizer(...)``.
         optimizer: Optimizer of all other parameters, from optax.
         cluster: A cluster, its text such as ``"h100:8"``, or None for the devices of
             this process. ``"cpu:2+h100:1"`` has two sections: tables in at most 2
@@ -59,12 +59,13 @@ def plan_tables(
         splits: Ways of storing a table that may be used: some of ``"whole"``,
             ``"rows"``, ``"columns"`` and ``"replicate"``.
         together: Groups of tables that must be on one device, by their paths.
-        pins: What you fix, by the path of a table: its device, or one of ``splits``.
-        counts: How often each row is looked up, by the path of a table:
-            ``wh.count_lookups`` counts it.
+        pins: Placements that you fix, by the path of a table: its device, or one of
+            ``splits``.
+        counts: Number of lookups of each row, by the path of a table:
+            ``wh.count_lookups`` counts them.
         mesh: Sizes of ``data`` and ``fsdp`` that you fix.
-        trainable: As for ``wh.plan``.
-        staleness: Of two sections, number of newest updates that a lookup does without,
+        trainable: Selection of trained parameters, in the form of ``wh.plan``.
+        staleness: Number of newest updates that a lookup does without in two sections,
             so that both work at once; with 0 every row has all of them.
         times: Measured times of the sections, ``SectionsStep.report().times``; None
             predicts them.
@@ -112,7 +113,7 @@ def count_lookups(
     """Counts how often each row of each table is looked up.
 
     Args:
-        loss_fn, model, trainable: As for ``plan_tables``.
+        loss_fn, model, trainable: Arguments of ``plan_tables``, unchanged.
         batches: Some batches, with values, all of one shape.
 
     Returns:

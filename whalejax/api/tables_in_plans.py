@@ -73,10 +73,10 @@ class TablesQuestion:
     def verify(
         self, plan: Plan, topology: str | None, *, timeout_seconds: float
     ) -> Any:
-        """What the compiler makes of the dense part.
+        """Compiles the dense part with the real compiler.
 
         Args:
-            plan, topology, timeout_seconds: As for ``Plan.verify``.
+            plan, topology, timeout_seconds: Arguments of ``Plan.verify``, unchanged.
         """
         dense = dataclasses.replace(plan, tables=None, question=self.dense)
         return self.dense.verify(dense, topology, timeout_seconds=timeout_seconds)
@@ -89,7 +89,7 @@ def plan_with_tables(
 
     Args:
         request: The settings.
-        loss_fn, model, batch: As for ``wh.plan``.
+        loss_fn, model, batch: Arguments of ``wh.plan``, unchanged.
     """
     found = request.plan(loss_fn, model, batch)
     given = loss_fn, model, jax.tree.map(aval_of, batch)
@@ -154,10 +154,12 @@ def table_notes(
     trainable: Any,
     axis_names: Any,
 ) -> tuple[str, ...]:
-    """What placing tables would save, where they are at least half of the parameters.
+    """Returns the note on what placing tables would save, where they are at least half
+    of the parameters.
 
     Args:
-        loss_fn, model, batch, trainable, axis_names: As for ``wh.plan``.
+        loss_fn, model, batch, trainable, axis_names: Arguments of ``wh.plan``,
+            unchanged.
     """
     names = {"trainable": trainable, "axis_names": axis_names}
     adapter = adapt(model, loss_fn, **names).without_values()

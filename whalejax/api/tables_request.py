@@ -55,7 +55,8 @@ RUNNABLE_SPLITS: Final = ("whole", "rows", "columns", "replicate")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesRequest:
-    """What ``wh.plan_tables`` takes but the loss, the model and the batch, checked.
+    """Arguments of ``wh.plan_tables`` beside the loss, the model and the batch,
+    checked.
 
     Attributes:
         rows, optimizer, cluster, splits, together, pins, counts, mesh, trainable,
@@ -82,7 +83,7 @@ class TablesRequest:
         """The plan for a model.
 
         Args:
-            loss_fn, model, batch: As for ``wh.plan_tables``.
+            loss_fn, model, batch: Arguments of ``wh.plan_tables``, unchanged.
 
         Raises:
             WhaleError: no table was found, nothing fits, or an argument is wrong.
@@ -221,7 +222,7 @@ def split_sections(
     """(CPUs of the sparse section or None, cluster of the dense part) of a text.
 
     Args:
-        cluster: As for ``plan_tables``.
+        cluster: Cluster, in the form of ``plan_tables``.
 
     >>> sparse, dense = split_sections("cpu:2+h100:8")
     >>> sparse.num_devices, dense
@@ -294,7 +295,7 @@ def check_tables(adapter: Adapter, program: TableProgram, counts: Any) -> None:
     Args:
         adapter: The model.
         program: Its loss, cut at the lookups.
-        counts: As for ``wh.plan_tables``.
+        counts: Number of lookups of each row, in the form of ``wh.plan_tables``.
     """
     if not program.lookups:
         reasons = "; ".join(program.refused.values()) or (

@@ -36,7 +36,8 @@ class Volumes:
     without a file holds the array's fill value, as Zarr defines it.
 
     Attributes:
-        bytes_read: of files, so far; of Zarr whole chunks, before compression.
+        bytes_read: Bytes read from files so far; of Zarr whole chunks, before
+            compression.
 
     Example:
         >>> import os, tempfile
@@ -58,8 +59,8 @@ class Volumes:
         Args:
             leaves: by the name of a batch leaf, a file for each sample; or an array or
                 a list with a value for each, as labels of whole samples are.
-            step: whose batches they are; it says what this process's devices hold. None
-                reads whole volumes.
+            step: Step that takes the batches; it knows the parts that this process's
+                devices hold. None reads whole volumes.
 
         Raises:
             WhaleError: leaves that the plan does not have, or of unlike lengths; every
@@ -114,7 +115,7 @@ class Volumes:
         problems.raise_if_any()
 
     def _take(self, step: TrainStep, problems: Problems) -> None:
-        """What a step's plan says of the leaves."""
+        """Reads the layout of the leaves from a step's plan."""
         planned = {leaf.path: leaf for leaf in step.plan.batch}
         names = {f"[{name!r}]": name for name in self._leaves}
         if names.keys() != planned.keys():
@@ -257,7 +258,9 @@ def _joined(array: Any, region: Region) -> Any:
 
 
 def _begins(pieces: Sequence[slice]) -> dict[int, int]:
-    """Where each piece of a dimension goes, by where it begins in the array."""
+    """Returns the target offset of each chunk of a dimension, by its first index in the
+    array.
+    """
     found, place = {}, 0
     for piece in pieces:
         found[piece.start] = place

@@ -83,7 +83,7 @@ class CsvTable:
     Attributes:
         header: names of the columns.
         rows: column to cell.
-        lines: where each stands.
+        lines: Line number of each row.
         unread: for each, why it cannot be read; empty where it can.
     """
 
@@ -155,7 +155,7 @@ def _wrong_cells(row: Mapping[str, str]) -> list[str]:
 
 
 def _wrong(column: str, cell: str) -> str:
-    """What is wrong with a cell; empty where nothing is."""
+    """Returns what is wrong with a cell; empty where nothing is."""
     at = f"column {column}"
     if column in _READ and len(cell) > _LONGEST_CELL:
         return f"{at}: {quoted(cell)}; expected at most {_LONGEST_CELL} characters"
@@ -185,7 +185,7 @@ def _wrong(column: str, cell: str) -> str:
 
 
 def _expected_text(column: str) -> str:
-    """What a column of numbers holds, in words."""
+    """Describes the values of a numeric column."""
     if column == "micro_batch":
         return "a number above 0"
     if column in _POSITIVE:

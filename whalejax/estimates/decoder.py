@@ -26,16 +26,16 @@ class DecoderSizes:
     Attributes:
         layers, hidden, heads, ffn, vocab: the usual.
         kv_heads: heads of keys and values; fewer than ``heads`` where several share.
-        head_dim: of one head; ``hidden // heads`` unless the model says otherwise.
+        head_dim: Size of one head; ``hidden // heads`` unless the model says otherwise.
         seq: tokens of a sample.
         gated: the feed-forward has a gate (three products); otherwise two.
         experts, topk: feed-forward networks in each layer and how many a token takes;
             0 where there are none.
         flash: attention is one kernel that keeps its scores on chip and skips what the
             causal mask hides; otherwise scores and their softmax go to memory.
-        eager: what has no kernel in every library is written operation by operation:
-            the mask of attention that is no kernel itself, rotary embeddings, RMSNorm
-            and gates.
+        eager: Whether operations without a kernel in every library are written one by
+            one: the mask of attention that is no kernel itself, rotary embeddings,
+            RMSNorm and gates.
         fused_loss: one kernel from logits to loss, in their own type; otherwise they
             are cast to float32 first.
         dropout: on attention's weights and on what joins the residual stream.
@@ -255,7 +255,7 @@ def decoder_graph(
     Args:
         sizes: its sizes.
         batch: samples.
-        dtype, itemsize_bytes: in which it computes.
+        dtype, itemsize_bytes: Computing type and its bytes.
 
     >>> sizes = DecoderSizes(
     ...     layers=4, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=512,

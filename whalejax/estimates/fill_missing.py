@@ -1,4 +1,4 @@
-"""What rows of a table leave open, settled by what fits into a device's memory.
+"""Fills in what rows of a table leave open, by what fits into a device's memory.
 
 A row that says neither its micro-batch, nor what is computed again or sharded, was run
 in some way that fitted. The ways are tried from the likeliest on, all rows at once.
@@ -49,7 +49,8 @@ def readings(rows: Sequence[Mapping[str, str]]) -> tuple[RowReading, ...]:
 
 
 def _offers(one: RowReading) -> list[RowReading]:
-    """What a row may mean, the likeliest first; nothing where it leaves nothing open.
+    """Returns the possible readings of a row, the likeliest first; empty where it
+    leaves nothing open.
 
     A smaller micro-batch costs less time than computing again, and both are likelier
     than other shards than the framework's usual.

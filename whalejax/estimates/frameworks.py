@@ -1,4 +1,4 @@
-"""What the frameworks of published runs do, where a table does not say.
+"""Habits of the frameworks of published runs, where a table does not name them.
 
 A row of a table may name what it ran. The habits here are those frameworks' documented
 defaults; they are properties of a framework and never of one table, model or row.
@@ -25,7 +25,7 @@ class Framework:
 
     Attributes:
         name: for reports.
-        words: that mean it where a table says them; see ``framework``.
+        words: Words that mean it where a table uses them; see ``framework``.
         compiled: one program on the device; otherwise a host launches every operation.
             Where the row does not say, under ``compile``.
         xla: its programs are XLA's, which are compiled whatever a row says.
@@ -36,13 +36,14 @@ class Framework:
         interleaves: its recipes cut the layers of a stage into chunks of one or two,
             where the row does not say.
         sequence_parallel: beside tensor parallelism, where the row does not say.
-        zero: what it shards over data-parallel devices, where the row does not say.
-        remat: what it computes again, where the row does not say; None: what fits.
-        selective: what its word "selective" comes to.
-        flops: how it counts.
-        dtype: that its products multiply in, where the row does not say.
-        gradient_bytes: of one parameter's gradient, as it is reduced (XLA reduces what
-            products give, in their type).
+        zero: State that it shards over data-parallel devices, where the row does not
+            say.
+        remat: Recomputation, where the row does not say; None: as much as fits.
+        selective: Meaning of its word "selective".
+        flops: Its way of counting FLOPs.
+        dtype: Type in which its products multiply, where the row does not say.
+        gradient_bytes: Bytes of one parameter's gradient, as it is reduced (XLA reduces
+            the results of products, in their type).
         fused_accumulation: products of weight gradients add to those of the
             micro-batches before.
         eager: masks of attention without a kernel, RMSNorm, rotary embeddings and gates
@@ -54,15 +55,15 @@ class Framework:
             has.
         fused_loss: the loss is one kernel that reads logits in their own type; where
             it is compiled, it always is.
-        pads_vocabulary: to a multiple of 128 for every rank that shares it; otherwise
-            ranks have what is left of it by division.
+        pads_vocabulary: Whether it pads the vocabulary to a multiple of 128 for every
+            rank that shards it; otherwise ranks hold the remainder of the division.
         dropout: its models drop attention weights and what joins the residual stream.
-        attention_generation: of devices that its attention kernel was written for:
-            7 is that before Ampere, 8 Ampere's, 9 Hopper's and later.
-        flash_anywhere: it has an attention kernel for older devices, too.
+        attention_generation: Generation of devices that its attention kernel was
+            written for: 7 is that before Ampere, 8 Ampere's, 9 Hopper's and later.
+        flash_anywhere: Whether it has an attention kernel for older devices, too.
         flash_plain: models without a gated feed-forward have the kernel, too.
-        kernels_only: what was measured is the time of kernels: no host launches them,
-            and there is no optimizer.
+        kernels_only: Whether the time of kernels was measured alone: no host launches
+            them, and there is no optimizer.
     """
 
     name: str
@@ -324,7 +325,7 @@ def framework(source: str, place: str = "") -> Framework:
 
     Args:
         source: the row's ``source``.
-        place: where it was read; looked at where the source says nothing.
+        place: Source of the row, used where the framework is not named.
 
     >>> framework("nemo-24.07").name
     'Megatron-LM and NeMo'

@@ -27,9 +27,9 @@ class HeldParameters:
     """Parameters of one kind on every run's device, as it computes with them.
 
     Attributes:
-        params: how many.
+        params: Number of parameters.
         copies: devices that compute with the same ones.
-        shards: of these, over how many ZeRO-3 shards them.
+        shards: Number of ZeRO-3 shards of these.
         levels: by axes, how many of their devices share a node, and over how many
             nodes they lie.
     """

@@ -19,8 +19,8 @@ def stages_of(text: str, layers: int) -> tuple[StageOf, ...]:
     """Stages of replicas, and the layers of each; none where the text gives none.
 
     Args:
-        text: of the column ``notes``.
-        layers: of the model.
+        text: Text of the column ``notes``.
+        layers: Number of layers of the model.
 
     Raises:
         WhaleError: another number of layers, or a replica that is no ``KINDxTPn``.
@@ -49,16 +49,16 @@ def stages_of(text: str, layers: int) -> tuple[StageOf, ...]:
 
 
 def devices_of(stages: Sequence[StageOf]) -> int:
-    """How many devices the stages name."""
+    """Returns the number of devices that the stages name."""
     return sum(one.tensor for stage in stages for one in stage.replicas)
 
 
 def notes_of(text: str, stages: Sequence[StageOf], count: int) -> Iterator[str]:
-    """What was mapped, of the stages that a text gives.
+    """Yields the notes on stages that were read from a text.
 
     Args:
-        text: of the column ``notes``.
-        stages: that it gives.
+        text: Text of the column ``notes``.
+        stages: Stages that it names.
         count: devices that the row has.
     """
     if not stages:

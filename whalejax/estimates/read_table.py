@@ -48,19 +48,21 @@ LARGEST_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowReading:
-    """What became of a row.
+    """Reading of a row.
 
     Attributes:
-        run: what it describes, or None where something needed is missing.
-        notes: what was inferred or mapped, or why there is no run.
-        policies: what may be computed again, the likeliest first; several where
+        run: Run that it describes, or None where something needed is missing.
+        notes: Notes on values that were inferred or mapped, or the reason why there is
+            no run.
+        policies: Possible recomputation policies, the likeliest first; several where
             neither the row nor the framework says it, or the row's name for it is
             unknown.
         unknown_policy: the row's name for it is unknown.
         unknown_memory: nothing says how much memory the row's device has.
         open_micro_batch, open_zero: the row does not give the micro-batch, or what is
             sharded.
-        taken: to fit, though the estimate of its memory is a little too large.
+        taken: Whether it counts as fitting, though the estimate of its memory is a
+            little too large.
     """
 
     run: Run | None
@@ -442,7 +444,7 @@ def _micro_batch(
     Args:
         cells: the row.
         per_rank: samples of a rank in a step.
-        stages, seq: of the run.
+        stages, seq: Number of stages and sequence length of the run.
         together: devices of a stage that share a sample.
     """
     given = cells.whole("micro_batch")
@@ -536,7 +538,8 @@ def _context(cells: Cells, tensor: int) -> int:
 
 
 def _remat(cells: Cells, source: Framework, sizes: DecoderSizes) -> tuple[Remat, bool]:
-    """What is computed again, and whether the row's name for it is unknown."""
+    """Returns the recomputation policy, and whether the row's name for it is unknown.
+    """
     text = cells.text("remat").lower()
     if not text:
         if source.remat is None:

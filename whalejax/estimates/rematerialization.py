@@ -57,7 +57,7 @@ def saved_shares(remat: Remat, sizes: DecoderSizes) -> dict[str, float]:
 
     Args:
         remat: ``dots``, or one that keeps fewer products.
-        sizes: of the decoder.
+        sizes: Sizes of the decoder.
 
     >>> sizes = DecoderSizes(
     ...     layers=1, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=192, vocab=512,
@@ -81,7 +81,7 @@ def recomputed_shares(remat: Remat, sizes: DecoderSizes) -> tuple[float, ...]:
 
     Args:
         remat: the policy.
-        sizes: of the decoder.
+        sizes: Sizes of the decoder.
     """
     if remat in ("none", "selective"):
         return (0.0,) * len(PRODUCTS)

@@ -21,8 +21,8 @@ class ReplicaDevices:
     """Devices that hold one copy of a pipeline stage.
 
     Attributes:
-        device: what they are.
-        tensor: how many of them share every tensor.
+        device: Kind of the devices.
+        tensor: Number of devices that share every tensor.
     """
 
     device: Entry
@@ -35,7 +35,7 @@ class StageOf:
 
     Attributes:
         replicas: its data-parallel copies.
-        layers: of the decoder.
+        layers: Number of layers of the decoder.
     """
 
     replicas: tuple[ReplicaDevices, ...]
@@ -48,21 +48,23 @@ class Run:
 
     Attributes:
         sizes: the model.
-        framework: what ran it.
-        device: what the devices are; the slowest where they are mixed.
-        num_devices, devices_per_node: how many, and how many share a node or slice.
+        framework: Framework that ran it.
+        device: Kind of the devices; the slowest where they are mixed.
+        num_devices, devices_per_node: Number of devices, and of those that share a node
+            or slice.
         data, fsdp, tensor, stages, context, expert: sizes of the mesh axes. ``expert``
             divides the others' devices, it adds none.
         chunks: parts of the model on each pipeline stage.
-        zero: what is sharded over the data-parallel devices (0 to 3).
-        sequence_parallel: what stands between tensor-parallel products is sharded
+        zero: ZeRO stage over the data-parallel devices (0 to 3).
+        sequence_parallel: Whether values between tensor-parallel products are sharded
             over the sequence.
         micro_batch: samples of one data-parallel rank.
         global_batch: samples of a step.
-        remat: what the backward pass computes again.
-        dtype: that products multiply in: ``bf16``, ``f16``, ``f32``, ``tf32``, ``f8``.
+        remat: Recomputation policy of the backward pass.
+        dtype: Type in which products multiply: ``bf16``, ``f16``, ``f32``, ``tf32``,
+            ``f8``.
         unlike: the stages where devices are mixed, or empty.
-        offloaded: what the backward pass does not compute again waits in host memory.
+        offloaded: Whether the saved values are offloaded to host memory.
         frozen: parameters stay as they are, and small adapters beside them are trained.
         autocast: parameters are float32, and every micro-batch brings them to 16 bits;
             the residual stream stays in float32.
@@ -100,7 +102,9 @@ class Run:
 
     @property
     def itemsize_bytes(self) -> int:
-        """Of an activation; products in 8 bits take their operands from 16."""
+        """Returns the bytes of an activation; products in 8 bits take their operands
+        from 16.
+        """
         return 4 if self.dtype in ("f32", "tf32") else 2
 
     @property
@@ -121,12 +125,12 @@ class Run:
 
     @property
     def shards(self) -> int:
-        """Of these, how many a parameter is stored in shards over (ZeRO-3)."""
+        """Returns the number of shards in which a parameter is stored (ZeRO-3)."""
         return self.fsdp * self.context if self.zero >= 3 else 1
 
     @property
     def num_micro_batches(self) -> int:
-        """Of one rank in a step."""
+        """Returns the number of micro-batches of one rank in a step."""
         return max(1, self.global_batch // (self.ranks * self.micro_batch))
 
     @property
@@ -143,7 +147,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Returns the number of tokens in a step."""
         return self.global_batch * self.sizes.seq
 
     def model_flops(self) -> float:

@@ -79,10 +79,10 @@ class Estimate:
         step_seconds: the whole step.
         compute_seconds: products, memory traffic and tensor-parallel collectives of all
             micro-batches on the slowest stage.
-        bubble_seconds: what stages wait for each other.
+        bubble_seconds: Waits of stages for each other.
         exposed_seconds: data-parallel collectives that nothing hides.
         update_seconds: the optimizer.
-        layer_seconds: of one layer and micro-batch, forward and backward.
+        layer_seconds: Duration of one layer and micro-batch, forward and backward.
         peak_bytes: memory of the fullest device.
     """
 
@@ -99,7 +99,7 @@ class Runs:
     """The work of many runs, ready to be priced.
 
     Attributes:
-        runs: what is priced.
+        runs: Runs to price.
         stretch: for each run, its pipeline's time over that of the slowest stage alone.
     """
 
@@ -131,7 +131,9 @@ class Runs:
         return np.array(first, dtype=int)
 
     def _halvings(self) -> Array:
-        """By how many halvings rows of each product's operands miss their alignment."""
+        """Returns the number of halvings by which each product's operand rows miss
+        their alignment.
+        """
         k, found = self.kernels, np.full(len(self.kernels["run"]), ALIGNED)
         for name in ("m", "k", "n"):
             size = np.where(k["weight"] & (name == "m"), ALIGNED, np.rint(k[name]))
@@ -405,7 +407,7 @@ class Runs:
     def _dispatch(
         self, ahead: Array, behind: Array, again: Array, constants: Constants
     ) -> None:
-        """Where a host launches one by one, a layer takes at least its launches."""
+        """Raises a layer's time to its launches, where a host launches one by one."""
         k, run = self.kernels, self.kernels["run"]
         here = k["place"] == LAYER
         launches = (1.0 + k["gradients"] + again) * k["count"] * here
@@ -424,7 +426,7 @@ class Runs:
         """Predict every run.
 
         Args:
-            constants: what devices deliver.
+            constants: Rates that devices deliver.
             settle: work the pipelines' waiting out anew; otherwise that of the last
                 time stands, which a fit uses between its rounds.
         """
@@ -498,7 +500,7 @@ class Runs:
             """Seconds in which parameters are gathered, or gradients scattered, once.
 
             Args:
-                each_bytes: of one parameter.
+                each_bytes: Bytes of one parameter.
                 axes: over which.
                 sharded: each device has a shard to begin with.
             """
@@ -546,7 +548,7 @@ class Runs:
 
     @functools.cached_property
     def _used_bytes(self) -> Array:
-        """Of it, what the program takes."""
+        """Returns the bytes of it that the program takes."""
         found = []
         owners = [(one.params, one.owners(self.zero)) for one in self.held]
         for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):

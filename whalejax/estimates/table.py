@@ -78,12 +78,12 @@ def estimate_table(table: CsvTable) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a row is predicted to take.
+    """Prediction for a row.
 
     Attributes:
         step_seconds: time of the step.
         peak_bytes: memory of the fullest device.
-        fits: that is no more than the device has.
+        fits: Whether the memory is no more than the device has.
     """
 
     step_seconds: float
@@ -129,11 +129,11 @@ def _with_reasons(table: CsvTable) -> list[tuple[Mapping[str, str], str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What became of a table's rows.
+    """Summary of a table's rows.
 
     Attributes:
         predicted: have a prediction.
-        runs: are there.
+        runs: Number of rows with a run.
         unread: could not be read; their note says why.
     """
 
@@ -155,7 +155,7 @@ def write_estimates(
 
     Args:
         source: a CSV file with the header of ``published.COLUMNS``.
-        target: where to write.
+        target: Path of the new table.
         strict: refuse the table for a row that cannot be read.
 
     Raises:

@@ -12,7 +12,7 @@ class Cells:
 
     Attributes:
         row: column to cell.
-        notes: what was inferred.
+        notes: Notes on values that were inferred.
     """
 
     row: Mapping[str, str]

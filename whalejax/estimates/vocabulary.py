@@ -97,11 +97,11 @@ def known(text: str) -> bool:
 
 
 def remat(text: str, selective: Remat) -> Remat | None:
-    """What is computed again, or None where the name says nothing that is known.
+    """Returns the recomputation policy that a name means, or None for unknown names.
 
     Args:
-        text: of the cell, in small letters.
-        selective: what the framework means by that word.
+        text: Text of the cell, in small letters.
+        selective: Meaning of "selective" in the framework.
 
     >>> remat("full recompute", "selective"), remat("save_qkv_proj", "selective")
     ('full', 'save_qkv_proj')

@@ -73,14 +73,14 @@ class Kernel:
     Attributes:
         place: ``EMBED``, ``LAYER`` or ``HEAD``; of a layer for one layer.
         m, k, n, batch: sizes of the product, all 1 where it is none.
-        product: it is one.
+        product: Whether the operations are products.
         share: part of it that is done.
         forward_bytes, backward_bytes: through memory.
-        gradients: how many products, or passes, its backward is.
-        count: how many.
-        attention: it is in a fused attention kernel.
-        scores: it belongs to attention's scores, without weights.
-        weight: it reads a parameter.
+        gradients: Number of products, or passes, of its backward.
+        count: Number of equal operations.
+        attention: Whether it is in a fused attention kernel.
+        scores: Whether it belongs to attention's scores, without weights.
+        weight: Whether it reads a parameter.
         part: index of the layer's product in ``PRODUCTS``, or -1.
     """
 
@@ -235,7 +235,9 @@ def _work(
 def _gathered_behind(
     one: Collective, others: Sequence[Collective], s: Setting
 ) -> float:
-    """In how many shards frameworks exchange what a compiler would gather before."""
+    """Returns the number of shards in which frameworks exchange what a compiler would
+    gather before.
+    """
     if one.kind != "all-to-all":
         return 1.0
     axes = {
@@ -250,7 +252,7 @@ def _gathered_behind(
 def _tables(
     found: _Analysed, sizes: DecoderSizes, sequence_parallel: bool
 ) -> dict[int, Table]:
-    """What each region shards: Megatron's layout, said in roles."""
+    """Returns the sharding of each region: Megatron's layout, in roles."""
     dims = found.dims
     leaves = {t.path: t.id for t in found.graph.tensors if t.path}
 
@@ -354,7 +356,7 @@ def _saved(
 
     Args:
         found, tables, s, sizes: the decoder and its layout.
-        sample_bytes: of one element of all samples of a micro-batch.
+        sample_bytes: Bytes of one element of all samples of a micro-batch.
         widened: by how much elements of the residual stream are wider.
     """
     residual, *inner = (REGIONS.index(n) for n in ("residual", "inner", "experts"))
@@ -407,7 +409,8 @@ def _logit_bytes(
 def _eager_bytes(
     s: Setting, sizes: DecoderSizes, micro_batch: int, itemsize: int, shared: bool
 ) -> float:
-    """What a gated layer keeps beside, on one device, where no kernel fuses it.
+    """Returns the further saved bytes of a gated layer on one device, where no kernel
+    fuses it.
 
     Two RMSNorms keep four bytes more of each element (their input in float32 instead of
     16 bits, and the input divided by its size), and a gate two of its four values,
@@ -457,7 +460,7 @@ def wires(
 
     Args:
         kind: the collective.
-        payload_bytes: as in ``collectives``.
+        payload_bytes: Bytes of the payload, as in ``collectives``.
         sizes: devices that take part inside a node, and nodes.
 
     Returns:
@@ -476,7 +479,8 @@ def wires(
 
 
 def levels_of(run: Run, axes: tuple[str, ...]) -> tuple[int, int]:
-    """How many devices of some axes share a node, and over how many nodes they lie.
+    """Returns how many devices of some axes share a node, and over how many nodes they
+    extend.
 
     Tensor ranks are neighbours, then context ranks, then data ranks (experts are some
     of these), then pipeline stages.
