@@ -36,7 +36,7 @@ def corrections(kinds: Sequence[DeviceKind], weights: str) -> tuple[float, ...]:
     """Measured over predicted time of a model on each kind.
 
     Args:
-        kinds: of the replicas.
+        kinds: Kinds of the replicas.
         weights: ``weights_hash`` of the model.
 
     Returns:
@@ -53,7 +53,7 @@ def corrections(kinds: Sequence[DeviceKind], weights: str) -> tuple[float, ...]:
 
 
 def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
-    """Whose measurements say how fast these kinds are, for a plan's notes."""
+    """Returns the note on the source of the kinds' measured speeds."""
     names = dict.fromkeys(kinds)
     timed = {
         kind: [one for one in kind.timed_models if one.weights == weights]

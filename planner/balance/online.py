@@ -45,7 +45,8 @@ class Rebalance:
 
     Attributes:
         shares: micro-batches of each replica, for the next step.
-        seconds: of a micro-batch on each replica, as believed; 0 where not known.
+        seconds: Current estimate of a micro-batch's seconds on each replica; 0 where
+            not known.
     """
 
     def __init__(self, given: Sequence[int], most: Sequence[int] | None = None) -> None:
@@ -53,7 +54,7 @@ class Rebalance:
 
         Args:
             given: micro-batches of each replica.
-            most: that the memory of each holds; None for no bound.
+            most: Largest share that the memory of each holds; None for no bound.
         """
         self.shares = tuple(given)
         self._most = [sum(given)] * len(given) if most is None else list(most)
@@ -66,7 +67,8 @@ class Rebalance:
         """Take in one step's measurements.
 
         Args:
-            seconds: of a micro-batch on each replica; 0 where it was not measured.
+            seconds: Measured seconds of a micro-batch on each replica; 0 where it was
+                not measured.
 
         Returns:
             The shares of the next step.

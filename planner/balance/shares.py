@@ -26,12 +26,12 @@ class Device:
     that follow one another add nothing: one of them is part of what it always holds.
 
     Attributes:
-        name: such as ``"v100-32"``.
-        seconds: of one piece on it, as measured or predicted.
-        memory_bytes: that it has.
+        name: Name such as ``"v100-32"``.
+        seconds: Seconds of one piece on it, measured or predicted.
+        memory_bytes: Memory of the device.
         static_bytes: parameters, gradients, optimizer state and whatever else does not
             grow with its share.
-        piece_bytes: what every piece adds: its activations.
+        piece_bytes: Bytes of every piece: its activations.
     """
 
     name: str = "device"
@@ -67,8 +67,8 @@ class Balance:
     """Shares of devices, beside even ones.
 
     Attributes:
-        devices: who shares.
-        pieces: of each.
+        devices: Devices that take shares.
+        pieces: Number of pieces of each.
         even: pieces of each, were all alike to the planner; within memory.
     """
 
@@ -88,7 +88,7 @@ class Balance:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as with even shares."""
+        """Returns the speed-up over even shares."""
         return self.even_seconds / self.seconds if self.seconds else 1.0
 
     @property
@@ -114,7 +114,7 @@ class Balance:
 
 
 def gain_words(gain: float, bound: float) -> str:
-    """What shares gain over even ones, beside the most that they could.
+    """Describes the gain of shares over even ones, versus the largest possible one.
 
     >>> gain_words(1.18, 1.25)
     '1.18× as fast as even shares (at most 1.25×)'
@@ -125,11 +125,12 @@ def gain_words(gain: float, bound: float) -> str:
 def idle_note(
     what: str, pieces: Sequence[int], seconds: Sequence[float], pace: float
 ) -> str | None:
-    """That some take none of the pieces, and why; None where all take some.
+    """Returns the note on devices that take no pieces, with the reason; None where all
+    take some.
 
     Args:
-        what: those that take them, such as ``"replicas"``.
-        pieces: of each.
+        what: Name of the takers, such as ``"replicas"``.
+        pieces: Number of pieces of each.
         seconds: when each would be done with one.
         pace: when the last is done.
 
@@ -154,7 +155,7 @@ def speed_bound(seconds: Sequence[float]) -> float:
     Even shares wait for the slowest device; at best all are busy to the end.
 
     Args:
-        seconds: of one piece on each device.
+        seconds: Seconds of one piece on each device.
 
     >>> speed_bound([1.0, 2.0])
     1.5
@@ -170,7 +171,8 @@ def balance(total: int, devices: Sequence[Device]) -> Balance:
 
     Args:
         total: pieces.
-        devices: who shares them. A device may get none, if it is slow.
+        devices: Devices to divide the pieces among. A device may get none, if it is
+            slow.
 
     Raises:
         PlanError: some device holds not one piece, or all together too few; it says by
@@ -200,7 +202,7 @@ def room_of(total: int, devices: Sequence[Device]) -> list[int]:
 
     Args:
         total: pieces that there are.
-        devices: who is to hold them.
+        devices: Devices that are to hold them.
 
     Raises:
         PlanError: some device holds not one, or all together too few.
@@ -232,9 +234,9 @@ def check_pieces(pieces: Sequence[int], total: int, devices: Sequence[Device]) -
     """Refuse shares that were asked for by hand and cannot be.
 
     Args:
-        pieces: of each device.
+        pieces: Number of pieces of each device.
         total: pieces that there are.
-        devices: who is to take them.
+        devices: Devices that are to take them.
 
     Raises:
         PlanError: a wrong number of shares or of pieces, or more than a device holds.
@@ -273,7 +275,7 @@ def water_fill(
     Args:
         weights: speed of each device, in any unit.
         most: the largest share that each device's memory holds.
-        total: what the shares add up to.
+        total: Sum of the shares.
 
     Raises:
         PlanError: the bounds do not hold the total, or a number is none.
@@ -318,7 +320,7 @@ def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
     Args:
         total: pieces.
-        weights: of each device. Of equal remainders the first gets more.
+        weights: Weight of each device. Of equal remainders the first gets more.
 
     >>> largest_remainder(12, [2.0, 1.0])
     (8, 4)
@@ -338,7 +340,7 @@ def dealt(shares: Sequence[int]) -> list[range]:
     """The micro-batches of each replica.
 
     Args:
-        shares: how many each takes.
+        shares: Number of micro-batches that each takes.
 
     >>> dealt([3, 0, 2])
     [range(0, 3), range(3, 3), range(3, 5)]
@@ -357,7 +359,7 @@ def shares(
 
     Args:
         total: pieces (micro-batches), at least 0.
-        seconds: of one piece on each device.
+        seconds: Seconds of one piece on each device.
         most: pieces that each device can hold, or None for no bound.
 
     Returns:
@@ -406,7 +408,7 @@ def _check(total: int, seconds: Sequence[float], bounds: Sequence[int]) -> None:
 
 
 def _start(total: int, seconds: Sequence[float], bounds: Sequence[int]) -> list[int]:
-    """What every optimal split gives each device at least."""
+    """Returns the pieces that every optimal division gives each device at least."""
     speed = math.fsum(1.0 / t for t in seconds)
     if not speed:
         return [0] * len(seconds)

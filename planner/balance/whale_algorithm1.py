@@ -32,7 +32,7 @@ from whalejax.planner.errors import PlanError
 
 
 def formula_1(loads: Sequence[float], weights: Sequence[float]) -> float:
-    """What Formula 1 minimises: Σ |L_i − DF_i / ΣDF|.
+    """Computes the objective of Formula 1: Σ |L_i − DF_i / ΣDF|.
 
     Args:
         loads: share of each device; they add up to 1.
@@ -50,7 +50,7 @@ def algorithm_1(total: int, devices: Sequence[Device]) -> tuple[int, ...]:
 
     Args:
         total: samples of the global batch.
-        devices: of one TaskGraph. Their FLOP/s are one over ``seconds``.
+        devices: Devices of one TaskGraph. Their FLOP/s are one over ``seconds``.
 
     Returns:
         Samples of each device.
@@ -98,9 +98,9 @@ class Shards:
     """Uneven shards of one dimension, which Whale's ``split`` gives unlike devices.
 
     Attributes:
-        sizes: of each device's shard; they add up to the dimension.
-        padded: what every device stores: all shards of one program have one shape.
-        gain: how many times as fast as even shards, collectives aside.
+        sizes: Size of each device's shard; the sizes add up to the dimension.
+        padded: Stored size on every device: all shards of one program have one shape.
+        gain: Speed-up over even shards, collectives aside.
         bound: the most that any shards could gain.
     """
 
@@ -114,8 +114,8 @@ def uneven_shards(size: int, seconds: Sequence[float], *, multiple: int = 1) -> 
     """Formula 1 on shard sizes: padded storage, unpadded computation.
 
     Args:
-        size: of the dimension.
-        seconds: that each device takes for the whole of it, or for any equal part.
+        size: Size of the dimension.
+        seconds: Seconds of each device for the whole of it, or for any equal part.
         multiple: shard sizes are multiples of it, such as a head's width.
 
     Raises:

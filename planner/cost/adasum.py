@@ -1,4 +1,4 @@
-"""How ranks of ``data`` combine by Adasum, and what that moves.
+"""Collectives of Adasum over the ranks of ``data``.
 
 Adasum(a, b) = (1 − a·b / 2‖a‖²) a + (1 − a·b / 2‖b‖²) b for each parameter (Maleki et
 al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, section 3),
@@ -39,13 +39,13 @@ DATA: Final = "data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What a rank has of one parameter, on one device.
+    """Part of one parameter on one device of a rank.
 
     Attributes:
         slices: layers that the parameter stacks along its first dimension, each a
             tensor of its own; 1 where it stacks none.
-        here: those of them that the device holds.
-        numbers: of one of them, on the device.
+        here: Number of its tensors that the device holds.
+        numbers: Elements of one of them on the device.
         columns: into which its part of one is laid out, each of ``COLUMN`` numbers.
     """
 
@@ -61,7 +61,7 @@ class Part:
         """The part of a parameter.
 
         Args:
-            shape: of the parameter.
+            shape: Shape of the parameter.
             spec: its layout on the axes beside ``data``.
             slices: layers that it stacks.
             mesh: axis sizes.
@@ -94,7 +94,7 @@ def node_size(mesh: Mapping[str, int], cluster: Cluster, combine: str) -> int:
 
 
 def levels(groups: int) -> Iterator[int]:
-    """How many pairs each level combines, of so many groups of ranks.
+    """Yields the number of pairs that each level combines, of so many groups of ranks.
 
     One that has no partner goes on as it is, which is what padding with zeros gives.
 
@@ -116,10 +116,10 @@ def combining(
     """The collectives of one step's Adasum, on one device.
 
     Args:
-        parts: of all parameters that are trained.
+        parts: Parts of all trained parameters.
         mesh: axis sizes.
         node: ranks that are averaged first.
-        itemsize_bytes: of the numbers that are combined.
+        itemsize_bytes: Bytes of a combined element.
     """
     ranks = mesh[DATA]
     every = tuple(axis for axis, size in mesh.items() if size > 1)
@@ -138,7 +138,7 @@ def within_ranks(collectives: Sequence[Collective]) -> list[Collective]:
     """Collectives of a loss and its gradient, on the devices of one rank of ``data``.
 
     Args:
-        collectives: of the global batch, over all axes that share it.
+        collectives: Collectives of the global batch, over all axes that shard it.
     """
     inside = (
         dataclasses.replace(c, axes=tuple(a for a in c.axes if a != DATA))

@@ -95,7 +95,7 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: AxisPart) -> 
 
 
 def _permute_seconds(payload_bytes: float, part: AxisPart) -> float:
-    """What one device sends to the next."""
+    """Returns the seconds of one device's transfer to the next."""
     per_byte, per_time = _permute_rates(part.size, part.level)
     return float(payload_bytes * per_byte + per_time)
 
@@ -226,9 +226,9 @@ def spans_of(
 
     Args:
         axes: the axes a collective runs over.
-        ordered: which axis (an index into ``names``) has which place in each mesh's
-            order, and its size there, innermost first.
-        names: of the axes.
+        ordered: Index into ``names`` of the axis at each place of each mesh's order,
+            with its size there, innermost first.
+        names: Names of the axes.
         cluster: the machine.
     """
     wanted = np.array([name in axes for name in names])
@@ -258,7 +258,7 @@ def may_reduce_whole(cluster: Cluster) -> bool:
 def torus_reduces_whole(
     added: Mapping[str, Any], mesh: Mapping[str, np.ndarray], cluster: Cluster
 ) -> np.ndarray:
-    """Where ``runs_as`` makes an all-reduce of a reduce-scatter, for arrays of meshes.
+    """Returns the meshes in which ``runs_as`` makes an all-reduce of a reduce-scatter.
 
     Args:
         added: Whether each axis scatters, by mesh.

@@ -24,8 +24,8 @@ class HaloExchange:
     Attributes:
         axis: the mesh axis.
         phase: forward or backward.
-        payload_bytes: of one exchange.
-        count: how many in one execution of the operation.
+        payload_bytes: Bytes of one exchange.
+        count: Number of exchanges in one execution of the operation.
     """
 
     axis: str
@@ -47,7 +47,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardHalo:
-    """What the backward pass of an operation needs.
+    """Needs of an operation's backward pass.
 
     Attributes:
         image: a gradient flows to the operand.
@@ -73,13 +73,13 @@ def exchanges(
     """The exchanges of one operation.
 
     Args:
-        windows: of the operation.
+        windows: Windows of the operation.
         axes: number of a window to the mesh axis that shards its dimension.
         mesh: axis sizes.
-        extents: of operand and result, unsharded, by dimension.
-        nbytes: of the operand on one device.
-        repeats: where the operation stands in loops and checkpointed regions.
-        backward: what its backward pass needs.
+        extents: Unsharded extents of operand and result, by dimension.
+        nbytes: Bytes of the operand on one device.
+        repeats: Loops and checkpointed regions around the operation.
+        backward: Needs of its backward pass.
     """
     sides = []
     for number, window in enumerate(windows):
@@ -104,7 +104,7 @@ def exchanges(
 
 
 def _again(repeats: Repeats, backward: BackwardHalo) -> int:
-    """How often the backward pass exchanges the operand once more."""
+    """Returns the number of further exchanges of the operand in the backward pass."""
     needed = repeats.runs_again or repeats.reads_operand
     if repeats.in_loop:
         return repeats.around_loop + needed

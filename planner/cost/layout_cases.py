@@ -31,7 +31,7 @@ Cuts = tuple[LeafShardCounts, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisHits:
-    """Which mesh axis shards which role where some are present, by layout.
+    """Mesh axis that shards each role where some are present, by layout.
 
     Attributes:
         code: Number of each layout, equal where the same axes shard the same roles.

@@ -174,7 +174,7 @@ def _experts(graph: Graph, op: Op) -> int:
 
 
 def _parameter_of(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
-    """By tensor that follows from one parameter alone, this parameter."""
+    """Returns the parameter of each tensor that follows from one parameter alone."""
     found = {t.id: t.id for t in graph.params}
     for op in graph.ops:
         origins = {found[t] for t in op.operands if t in found}

@@ -49,12 +49,12 @@ _READ_IN_PART = frozenset({"slice", "gather", "dynamic_slice"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCost:
-    """What one row costs in one micro-batch, forward and backward.
+    """Cost of one row in one micro-batch, forward and backward.
 
     Attributes:
         compute_seconds: matrix products and memory traffic.
-        collectives: what it communicates.
-        launches: how many separate kernels it is, for the fixed cost of launching.
+        collectives: Collectives of the row.
+        launches: Number of separate kernels, for the fixed cost of launching.
         covers_seconds: the part of the computing while which something goes round.
     """
 
@@ -66,16 +66,16 @@ class RowCost:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a row is evaluated under.
+    """Setting in which rows are evaluated.
 
     Attributes:
         mesh: sizes of the axes; arrays stand for many meshes at once.
         num_micro_batches: parts of the batch, or an array of them.
         cluster: the machine.
         dims: the model's logical dimensions.
-        batch_roles: those of the batch.
-        like: where ``mesh`` holds arrays, one of its meshes: what shards what is the
-            same in all of them. Without it, that differs from mesh to mesh.
+        batch_roles: Roles of the batch.
+        like: One of the meshes, where ``mesh`` holds arrays and all shard the same
+            roles. Without it, the sharded roles differ from mesh to mesh.
     """
 
     mesh: Mapping[str, Any]
@@ -108,12 +108,12 @@ class Setting:
     def shard_counts(
         self, layout: Layout, sizes: Layout, table: Table, fused: Fused | None = None
     ) -> ShardCounts:
-        """How the mesh, or each mesh, cuts a tensor.
+        """Returns the shard counts of a tensor on the mesh, or on each mesh.
 
         Args:
             layout, sizes: atoms of each dimension.
             table: the TaskGraph's table.
-            fused: how a fused parameter lies.
+            fused: Sharding of a fused parameter.
         """
         if self.has_unlike_meshes:
             return table_shard_counts(layout, sizes, table, self.mesh, fused)
@@ -220,7 +220,9 @@ def row_seconds(
 
 
 def _turned_bytes(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any]:
-    """What a compiler that copies kernels turns round, forward and backward."""
+    """Returns the bytes that a compiler that copies kernels transposes, forward and
+    backward.
+    """
     if not s.cluster.compiler.copies_kernels:
         return 0.0, 0.0
     if row.kind != CONVOLUTION:
@@ -397,7 +399,7 @@ def _gradient_sums(
 
 
 def rounds_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
-    """What goes round a ring for attention whose sequence is sharded.
+    """Returns the transfers of ring attention whose sequence is sharded.
 
     Keys and values go forward and again backward, where their cotangents go with them
     and one step further, home. In zig-zag order all is dealt out first, and results are
@@ -440,7 +442,7 @@ def rounds_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]
 
 
 def halos_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
-    """What devices that share space exchange where windows reach over their borders."""
+    """Returns the halo exchanges of devices that share space."""
     axes = _spatial_axes(row, hits)
     if not axes or row.repeats is None:
         return []
@@ -482,7 +484,8 @@ def _spatial_axes(row: Row, hits: Mapping[str, int]) -> dict[int, str]:
 def flow_cost(
     flow: Flow, tables: Mapping[int, Table], s: Setting
 ) -> tuple[Collective, ...]:
-    """What a value costs on its way to its readers, and its cotangent on the way back.
+    """Returns the collectives of a value on its way to its readers, and of its
+    cotangent back.
 
     Forward, partial sums are reduced where the value is made, or reduced and scattered
     where every reader wants it sharded over the same axis; then it is brought into each
@@ -629,10 +632,10 @@ class _Path:
 
 
 def as_run(collective: Collective, s: Setting) -> tuple[Collective, float]:
-    """What the compiler makes of a folded collective, and its time.
+    """Returns the collective that the compiler makes of a folded one, and its time.
 
     Args:
-        collective: as asked for.
+        collective: Collective that the plan asks for.
         s: mesh and cluster.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What storage costs: gathering sharded parameters, and the optimizer's pass.
+"""Costs of storage: gathers of sharded parameters, and the optimizer's pass.
 
 Separate from the rows of the model because it is about leaves, once for each of them,
 and because part of it happens once a step and not once a micro-batch.
@@ -146,7 +146,8 @@ def whole_shares(
     compiler: CompilerProfile,
     cast_bytes: float,
 ) -> tuple[Any, Any]:
-    """Which parts of the gradients are reduced whole where others are scattered.
+    """Returns the fractions of the gradients that are all-reduced where others are
+    scattered.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
@@ -224,7 +225,7 @@ def reduced_whole(
 
     Args:
         group: the parameter.
-        cuts: how it is cut.
+        cuts: Shard counts of the gradient.
         table: compute table of the TaskGraph that reads it first.
         s: meshes and cluster.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.

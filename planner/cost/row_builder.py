@@ -54,11 +54,11 @@ class _Value:
     """A tensor on its way, wherever its operations stand; numbers are kinds.
 
     Attributes:
-        kind: what makes it, and how.
+        kind: Kind of its maker.
         home: the operation in whose TaskGraph it is made, or None.
         uses: kinds of its readers, each with its operation; None is that of ``home``.
         calm: only a reader in another TaskGraph makes it move.
-        trip: how often it moves.
+        trip: Number of its transfers.
         scope: one place where it is read or made.
     """
 
@@ -193,7 +193,7 @@ class Views:
         return replace(flow, uses=tuple(readers))
 
     def _read(self) -> None:
-        """Who makes and who reads each tensor, and where it is at home."""
+        """Finds the makers, readers and owners of the tensors."""
         graph = self.graph
         read = {t for op in graph.ops if op.results for t in op.operands} | self.whole
         for index, op in enumerate(graph.ops):
@@ -475,7 +475,9 @@ class Views:
         )
 
     def _lies(self, tensor: int) -> Fused | None:
-        """How a fused parameter lies, where it is read in the form of this tensor."""
+        """Returns the sharding of a fused parameter, where it is read in the form of
+        this tensor.
+        """
         fused = self.reading.fused.get(tensor)
         if fused is None:
             return None
@@ -496,7 +498,7 @@ class Views:
         )
 
     def _moves(self, maker: int | None, readers: list[tuple[int, int]]) -> int:
-        """How often a value moves: as often as its readers take it.
+        """Returns the number of transfers of a value: one for each read of its readers.
 
         What closes a loop stands outside and takes the value in every turn. One that is
         given and handed back as it is moves once.
@@ -520,5 +522,5 @@ def _unplaced(uses: Readers) -> tuple[tuple[int, int], ...]:
 
 
 def _groups(graph: Graph, op: Op) -> int:
-    """How many matrices there are of which each row meets one."""
+    """Returns the number of matrices of which each row meets one."""
     return graph.tensors[op.operands[2]].shape[-1] if op.kind in RAGGED else 1

@@ -213,7 +213,9 @@ class StepTime:
     def _inside(
         self, cases: LayoutCases, combined: Sequence[Collective] | None
     ) -> tuple[_Inside, np.ndarray]:
-        """What the micro-batches of distinct cases compute, and which each is like."""
+        """Returns the costs inside the micro-batches of distinct cases, and the
+        distinct case of each.
+        """
         # What happens inside a micro-batch is the same at every ZeRO level.
         first, inverse = distinct_columns([cases.row, cases.count])
         return _Inside(self, cases.take(first), combined), inverse
@@ -232,7 +234,7 @@ class StepTime:
 
 
 class _Inside:
-    """What happens in the micro-batches of some cases, while it is added up.
+    """Sums of compute and collectives inside the micro-batches of some cases.
 
     Attributes:
         links: Collectives but for the reductions of gradients.
@@ -290,7 +292,7 @@ class _Inside:
     # What shards what.
 
     def _hits(self, home: int, present: frozenset[int]) -> AxisHits:
-        """Which axis shards which role of an operation, over the grid."""
+        """Returns the axis that shards each role of an operation, over the grid."""
         divisible = {role: self.divisible[role] for role in sorted(present)}
         return self.cases.grid.hits(home, present, divisible)
 
@@ -395,8 +397,8 @@ def _with_storage(
     """Add what storage and the optimizer cost.
 
     Args:
-        inside: What happens in the micro-batches of distinct cases.
-        inverse: Which of those each case is like.
+        inside: Costs inside the micro-batches of distinct cases.
+        inverse: Distinct case of each case.
         cases: All of the cases.
     """
     model, everyone = inside.model, np.arange(len(cases))
@@ -439,7 +441,7 @@ def _with_storage(
 
 
 class _Storage:
-    """What storage and the optimizer cost in some cases.
+    """Costs of storage and the optimizer in some cases.
 
     Attributes:
         update: Seconds of the optimizer, by case.
@@ -490,7 +492,7 @@ class _Links:
     """Collectives of some cases, and their seconds while they are added up.
 
     Attributes:
-        seconds: Of all collectives of a step, by what they are for and by case.
+        seconds: Seconds of all collectives of a step, by purpose and case.
         wire: Payload bytes of all of them, by case.
         gathered: Payload bytes of the largest gather between TaskGraphs, by case.
         run: Collectives as they run; of a single case alone.
@@ -510,7 +512,7 @@ class _Links:
         self.rates = functools.cache(self._rates)
 
     def at(self, inverse: np.ndarray, cases: LayoutCases) -> _Links:
-        """What was added up so far, for cases that are like these."""
+        """Returns the sums so far, for cases that equal these."""
         found = copy.copy(self)
         found.cases = cases
         found.seconds = defaultdict(

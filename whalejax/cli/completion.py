@@ -1,4 +1,4 @@
-"""What a shell completes the words of the command line by: ``whalejax completion``.
+"""Shell completion of the command line: ``whalejax completion``.
 
 tyro writes the script, with commands and options as one Python literal. Here the names
 that it cannot know are put into that literal: reference models, kinds of devices, mesh
@@ -80,7 +80,7 @@ def _printed(shell: str, parse: Callable[[list[str]], Any]) -> str:
 
 
 def _choices() -> dict[str, list[str]]:
-    """What may stand behind an option, by its name."""
+    """Returns the possible values of each option, by its name."""
     clusters = [f"{kind}:8" for kind in entries()]
     return {
         "--cluster": [*clusters, "local"],

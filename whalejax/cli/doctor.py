@@ -62,7 +62,7 @@ def doctor(command: DoctorCommand) -> int:
 
 
 def _count(command: DoctorCommand) -> int:
-    """How many processes are to meet."""
+    """Returns the number of processes that are to meet."""
     known = launched()
     given = command.processes or (known[1] if known else None)
     tasks = os.environ.get(_SLURM_TASKS, "0")
@@ -102,7 +102,7 @@ def show(met: Met, *, as_json: bool) -> None:
 
     Args:
         met: the hosts.
-        as_json: in one line of JSON.
+        as_json: Whether to print one line of JSON.
     """
     verdicts = [check.verdict for _, check in _all(met)]
     if as_json:

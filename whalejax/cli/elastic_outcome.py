@@ -1,4 +1,4 @@
-"""What an elastic run came to, as the commands that ran it print it.
+"""Results of an elastic run, as the commands that ran it print them.
 
 The numbers are those of its journal: the process that prints them did none of its work.
 """
@@ -26,8 +26,8 @@ def print_launched(command: LaunchCommand, status: int, seconds: float) -> None:
 
     Args:
         command: the options.
-        status: of the run.
-        seconds: that it took, everything counted.
+        status: Exit status of the run.
+        seconds: Duration of the whole command.
     """
     run = _run(command.logs, status, seconds)
     if command.json:
@@ -47,12 +47,13 @@ def _run(folder: Path, status: int, seconds: float) -> RunStatus | None:
 
 
 def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
-    """How processes ended: the values of a launch with a fixed number, and more.
+    """Describes the ends of processes: the values of a launch with a fixed number, and
+    more.
 
     Args:
-        run: as its journal tells it; None where there was none.
+        run: Status of the run from its journal; None where there was none.
         logs: folder of ``--logs``.
-        status: of the run.
+        status: Exit status of the run.
     """
     found: dict[str, Any] = {"status": status, "failure": None, "ranks": []}
     if run is None:
@@ -81,8 +82,8 @@ def print_trained(command: TrainCommand, status: int, seconds: float) -> None:
 
     Args:
         command: the options.
-        status: of the run.
-        seconds: that it took, everything counted.
+        status: Duration of the whole command.
+        seconds: Exit status of the run.
     """
     assert command.save is not None
     run = _run(command.save, status, seconds)
@@ -96,9 +97,9 @@ def sentence(run: RunStatus, folder: Path, seconds: float) -> str:
     """A run in one line.
 
     Args:
-        run: as its journal tells it.
-        folder: of the run.
-        seconds: that it took, everything counted.
+        run: Status of the run from its journal.
+        folder: Folder of the run.
+        seconds: Duration of the whole command.
     """
     where = f"whalejax status {folder} shows more"
     if run.loss is None or run.loss_first is None:
@@ -117,13 +118,13 @@ def sentence(run: RunStatus, folder: Path, seconds: float) -> str:
 def trained(
     run: RunStatus | None, command: TrainCommand, status: int, seconds: float
 ) -> dict[str, Any]:
-    """What training came to: the values of a run in one process, and more.
+    """Describes the training: the values of a run in one process, and more.
 
     Args:
-        run: as its journal tells it; None where there was none.
+        run: Status of the run from its journal; None where there was none.
         command: the options.
-        status: of the run.
-        seconds: that it took, everything counted.
+        status: Exit status of the run.
+        seconds: Duration of the whole command.
     """
     last = run.generations[-1].members if run and run.generations else ()
     way = run.adding_up if run else None

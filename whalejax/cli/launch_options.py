@@ -10,7 +10,7 @@ from tyro import conf
 
 
 def default_words(default: str) -> str:
-    """What the help says of a default: nothing where an option is just left out.
+    """Returns the help's text of a default: empty where an option is just left out.
 
     >>> default_words("100"), default_words("None")
     ('(default: 100)', '')
@@ -21,10 +21,10 @@ def default_words(default: str) -> str:
 
 
 def option(**words: Any) -> Any:
-    """How the help shows an option: ``tyro.conf.arg`` with our words for defaults.
+    """Returns an option's help: ``tyro.conf.arg`` with our words for defaults.
 
     Args:
-        words: As ``tyro.conf.arg`` takes them, such as ``metavar``.
+        words: Arguments of ``tyro.conf.arg``, such as ``metavar``.
     """
     return conf.arg(help_behavior_hint=default_words, **words)
 

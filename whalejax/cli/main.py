@@ -196,7 +196,7 @@ def _parse(argv: Sequence[str]) -> Command:
 
 
 def _description(argv: Sequence[str]) -> str:
-    """What the help says first, with the names of the reference models."""
+    """Returns the beginning of the help, with the names of the reference models."""
     if not {"-h", "--help"} & {*argv}:
         return ""
     return _DESCRIPTION.format(models=", ".join(model_names()))
@@ -598,7 +598,8 @@ def _goodput(command: GoodputCommand) -> None:
 
 
 def _described(path: Path) -> Cluster | None:
-    """What a file describes that would be written over; None for an empty one."""
+    """Returns the cluster of a file that would be overwritten; None for an empty file.
+    """
     from whalejax.meshes import Cluster
 
     if not path.is_file() or not path.stat().st_size:

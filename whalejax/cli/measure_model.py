@@ -1,4 +1,4 @@
-"""What a micro-batch of a model takes on this machine's first device, measured."""
+"""Measures a model's micro-batch on this machine's first device."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def with_timing(
     Args:
         cluster: this machine, of devices of one kind, as ``calibrate`` describes it.
         job: the model and its batches.
-        samples: of the micro-batch; None is the job's own batch.
-        precision: as for ``wh.plan``.
+        samples: Number of samples of the micro-batch; None is the job's own batch.
+        precision: Precision of the model, as ``wh.plan`` takes it.
 
     Returns:
         The cluster, whose kind has the timing instead of an older one of this model;

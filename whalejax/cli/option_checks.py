@@ -1,4 +1,4 @@
-"""What the options of a command may be, checked before anything is imported or read.
+"""Checks the options of a command before anything is imported or read.
 
 Types are the command line's own affair; here are the limits of numbers, and texts that
 no terminal should show. What an option means is checked where it is used.
@@ -137,7 +137,7 @@ def check_command(command: Any, problems: Problems) -> None:
 
     Args:
         command: one of the classes of ``options``.
-        problems: where to record them.
+        problems: Collector of the errors.
     """
     for field in dataclasses.fields(command):
         value, name = getattr(command, field.name), field.name
@@ -175,11 +175,11 @@ _NAMING: Final = (CalibrateCommand, CheckCommand, ProfileCommand, VerifyCommand)
 
 
 def word_of(command: type, name: str) -> str:
-    """What the help calls an option.
+    """Returns an option's name in the help.
 
     Args:
         command: the class of the command.
-        name: of its field.
+        name: Name of its field.
     """
     if name == "model" and command not in _NAMING:
         return "MODEL"
@@ -191,7 +191,7 @@ def word_of(command: type, name: str) -> str:
 
 
 def _wrong_range(text: str) -> str:
-    """What is wrong with a number of processes, or with MIN:MAX."""
+    """Returns what is wrong with a number of processes, or with MIN:MAX."""
     parts = text.split(":")
     good = len(parts) < 3 and all(p.isascii() and p.isdigit() for p in parts)
     numbers = [int(p) for p in parts if len(p) < 9] if good else []
@@ -208,7 +208,7 @@ def _wrong_range(text: str) -> str:
 
 
 def _problem(name: str, value: Any) -> str:
-    """What is wrong with the value of an option, or nothing."""
+    """Returns what is wrong with the value of an option, or an empty string."""
     if name == "processes" and isinstance(value, str):
         return _wrong_range(value)
     if name in _WHOLE:
@@ -252,7 +252,7 @@ def check_table_options(options: TrainCommand, problems: Problems) -> None:
     """Notes what is wrong with the options of tables.
 
     Args:
-        options: Of the command.
+        options: Options of the command.
         problems: Takes it.
     """
     if options.tables is None:

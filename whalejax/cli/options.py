@@ -502,7 +502,7 @@ def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
     """Sizes of mesh axes from the words of ``--mesh``; None where none is fixed.
 
     Args:
-        words: as given; whether there are such axes, ``wh.plan`` says.
+        words: Words of the option; ``wh.plan`` checks the names of the axes.
 
     Raises:
         WhaleError: a word without ``=``, an axis twice, or a size that is no whole
@@ -524,7 +524,7 @@ def share_counts(words: str | None) -> str | tuple[int, ...] | None:
     """Micro-batches of each replica from the words of ``--shares``.
 
     Args:
-        words: as given; whether a plan can have such, ``wh.plan`` says.
+        words: Words of the option; ``wh.plan`` checks them against the plan.
 
     Raises:
         WhaleError: neither ``even`` nor numbers with commas between them.
@@ -547,7 +547,7 @@ def prices(words: Sequence[str]) -> dict[str, float]:
     """Prices from the words of ``--price``, by the kind of device.
 
     Args:
-        words: as given; whether there are such kinds, ``wh.search`` says.
+        words: Words of the option; ``wh.search`` checks the kinds.
 
     Raises:
         WhaleError: a word without ``=``, a kind twice, or a price that is no number;
@@ -618,7 +618,9 @@ def compiler_options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _by_task_graph(option: str, example: str) -> Callable[[Sequence[str]], Any]:
-    """What reads a word, or ``NAME=WORD`` for each TaskGraph; None if left out."""
+    """Returns a parser of a word, or of ``NAME=WORD`` for each TaskGraph; None if left
+    out.
+    """
     return lambda words: _word_or_words(words, f"--{option}", example)
 
 

@@ -59,11 +59,11 @@ def check_before_training(
     """Check the plan of a training run, where that takes less than a minute.
 
     Args:
-        job: what is trained.
+        job: Job to train.
         model: abstract.
         batch: the first global batch.
-        plan: to train by.
-        console: where to write.
+        plan: Plan of the training.
+        console: Console to write to.
 
     Returns:
         What was found; None where there was no time for it or nothing could be run,

@@ -34,8 +34,8 @@ def check_source(plan: Plan, name: str) -> None:
     """Refuse options of a reference model that are larger than the plan's model.
 
     Args:
-        plan: what was read.
-        name: of its file.
+        plan: Plan that was read.
+        name: Name of its file.
 
     Raises:
         PlanError: every option that no model of these parameters has.
@@ -63,8 +63,8 @@ def planned_job(
     """The job of a plan file, and the plan.
 
     Args:
-        path: of the file.
-        model: what ``--model`` names, or None for the model that the plan names.
+        path: Path of the file.
+        model: Model of ``--model``, or None for the model that the plan names.
         settings: options of that model.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where the processes of an elastic run are held: on this machine, or by agents."""
+"""Places of an elastic run's processes: on this machine, or with agents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_places(
     Args:
         command: the options.
         most: processes of the run, spares included.
-        problems: of the command.
+        problems: Collector of the command's errors.
     """
     hosts = _hosts(command)
     if not hosts and command.host is None and command.ray is None:
@@ -61,7 +61,7 @@ def placed(
 
     Args:
         command: the options.
-        folder: of the run.
+        folder: Folder of the run.
         most: processes of the run, spares included.
 
     Raises:
@@ -106,5 +106,5 @@ def _on_ray(address: str, where: str, folder: Path, most: int) -> RayAgents:
 
 
 def _address_for(hosts: Sequence[str]) -> str:
-    """Where agents of these hosts reach this machine."""
+    """Returns the address at which agents of these hosts reach this machine."""
     return LOOPBACK if all(map(is_here, hosts)) else socket.gethostname()

@@ -1,4 +1,4 @@
-"""What plans or compiles shows its parts on a terminal, and for how long they took.
+"""Progress of plans and compilations on a terminal, with the elapsed time.
 
 It stands apart from ``show`` because it lives while something runs.
 """
@@ -30,7 +30,7 @@ def remark(console: Console, text: str) -> None:
     """Say what happens next in a line, unless nobody watches.
 
     Args:
-        console: where to; a quiet one prints nothing.
+        console: Console to write to; a quiet one prints nothing.
         text: without markup.
     """
     if not unattended():
@@ -38,7 +38,8 @@ def remark(console: Console, text: str) -> None:
 
 
 class Working:
-    """What is being done and for how long, on a terminal, while a block runs.
+    """Display of the current activity and its duration on a terminal, while a block
+    runs.
 
     It goes to standard error, where it is in nobody's way, and vanishes at the end;
     what took a second or more leaves one line with the time of each part. Nothing is
@@ -46,9 +47,9 @@ class Working:
     ``quiet``.
 
     Args:
-        title: of the whole, such as ``"planning"``.
+        title: Title of the whole, such as ``"planning"``.
         quiet: show nothing.
-        console: where to, if not standard error.
+        console: Console to write to, if not standard error.
         clock: seconds, rising.
     """
 

@@ -28,10 +28,10 @@ def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:
     """The step of a job on the first device alone.
 
     Args:
-        job: what is trained.
+        job: Job to train.
         model: its model, abstract or real.
         batch: a global batch of it.
-        plan: of many devices; precision and micro-batches are taken from it.
+        plan: Plan of many devices, from which precision and micro-batches are taken.
 
     Raises:
         WhaleError: the model does not fit on one device.
@@ -83,9 +83,9 @@ def replay(
 
     Args:
         step: from ``one_device_step``.
-        state: is consumed; begins where the run that is compared began.
+        state: State at the beginning of the compared run; its buffers are donated.
         batches: gives the global batch of a step, counted from 0.
-        steps: how many.
+        steps: Number of steps.
         on_step: called with the number of steps replayed.
 
     Raises:

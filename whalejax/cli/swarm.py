@@ -185,7 +185,7 @@ def _step_words(
 
 
 def _unsaved(command: SwarmServeCommand, step: int) -> str:
-    """What is lost where a run is ended after a step."""
+    """Describes the loss of ending a run after a step."""
     if command.save is None:
         return f"ended after step {step}; nothing is saved without --save"
     return (
@@ -382,7 +382,7 @@ def show(command: SwarmShowCommand) -> int:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """What ``whalejax swarm show`` prints.
+    """Returns the text of ``whalejax swarm show``.
 
     Args:
         found: the registry's answer.
@@ -424,7 +424,7 @@ def parsed_address(text: str) -> Address:
     """Host and port of ``HOST:PORT``.
 
     Args:
-        text: as given.
+        text: Text that the user gave.
 
     Raises:
         WhaleError: it is none.

@@ -1,4 +1,4 @@
-"""What a training session found, as numbers and in words.
+"""Report of a training session, as numbers and in words.
 
 The command line prints both; scripts read the numbers, so their names are fixed here.
 """
@@ -13,12 +13,12 @@ from whalejax.planner.plan.report.headline import flops_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a session found; the command line prints it as JSON.
+    """Report of a session; the command line prints it as JSON.
 
     Attributes:
         model: name of the job.
         steps: done in this session.
-        loss_first, loss_last: of its first and last step; None if none was done.
+        loss_first, loss_last: Loss of its first and last step; None if none was done.
         max_rel_diff_vs_one_device: largest relative difference between the losses and
             those of one device, or None where nothing was replayed.
         mesh: mesh axes and sizes.

@@ -53,8 +53,8 @@ def run(job: Job, options: TrainCommand, *, started: float) -> TrainReport:
     """Train a job as the command line says.
 
     Args:
-        job: what to train.
-        options: of the command.
+        job: Job to train.
+        options: Options of the command.
         started: ``time.monotonic()`` when the command began.
 
     Raises:
@@ -224,13 +224,13 @@ def _with_tables(job: Job, model: Any, options: TrainCommand) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Session:
-    """What training and replaying share.
+    """State that training and replaying share.
 
     Attributes:
-        job, options: as given.
-        console: where to write.
+        job, options: Job and options of the command.
+        console: Console to write to.
         model: abstract.
-        plan: to train by.
+        plan: Plan of the training.
     """
 
     job: Job
@@ -262,7 +262,9 @@ class _Session:
         return step.init(self.job.make_model, rng=jax.random.key(self.options.seed))
 
     def batches_from(self, state: TrainState) -> Callable[[int], Any]:
-        """What gives the global batch of each step after a state."""
+        """Returns a function from a step to its global batch, for the steps after a
+        state.
+        """
         size, done = self.batch_size, int(state.step)
         samples = done * size if state.samples is None else state.samples
         return batches_from(self.job, size, step=done, samples=samples)
@@ -352,7 +354,7 @@ class _Session:
 
     @property
     def _units(self) -> tuple[str, int]:
-        """What throughput counts, and how many of it a global batch has."""
+        """Returns the unit of throughput, and the number of units in a global batch."""
         work = self.plan.work
         return (work.unit, work.units) if work else ("samples", self.batch_size)
 
@@ -397,7 +399,7 @@ class _Session:
         difference: float | None,
         started: float,
     ) -> TrainReport:
-        """What was found, in numbers."""
+        """Returns the report of the session."""
         work = self.plan.work
         speed = 1 / step_seconds if step_seconds else None
         measured = self.plan.throughput(step_seconds) if speed and work else None

@@ -36,7 +36,7 @@ def bundle(plan: PlanData) -> dict[str, str]:
     """MIME type to text.
 
     Args:
-        plan: what a notebook shows.
+        plan: Plan to show.
     """
     return bundle_of(plan_html(plan), str(plan))
 
@@ -178,7 +178,7 @@ def _traffic(plan: PlanData) -> str:
 
 
 def _noted(plan: PlanData) -> Iterator[str]:
-    """What stays whole and why, hints, and notes."""
+    """Yields whole dimensions with their reasons, hints, and notes."""
     for name, texts, opened in (
         ("What stays whole, and why", whole_words(plan), False),
         ("Hints", hints(plan), True),

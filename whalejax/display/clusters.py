@@ -15,7 +15,7 @@ def bundle(cluster: ClusterData) -> dict[str, str]:
     """MIME type to text.
 
     Args:
-        cluster: what a notebook shows.
+        cluster: Cluster to show.
     """
     return bundle_of(cluster_html(cluster), str(cluster))
 

@@ -1,4 +1,4 @@
-"""Which device holds which part of a parameter, for any rank and any mesh.
+"""Maps the shards of a parameter to devices, for any rank and any mesh.
 
 Worked out from the plan alone, in the order in which its mesh numbers devices; no
 device is asked, and no array.
@@ -38,11 +38,11 @@ _MOST_LINES = 32
 
 
 class DeviceMap(Picture):
-    """Which device holds which part of a parameter.
+    """Map of a parameter's shards to devices.
 
     Attributes:
-        path: of the parameter.
-        shape: of the whole.
+        path: Path of the parameter.
+        shape: Shape of the global array.
         spec: its layout, mesh axes of each dimension.
         parts: half-open range of each dimension to the numbers of the devices that
             hold it, in the order of the cluster.
@@ -62,8 +62,8 @@ class DeviceMap(Picture):
             leaf: the parameter.
             of: one of ``LAYOUTS``.
             axes: sizes of the mesh axes of what holds a copy.
-            firsts: of each that holds one, the number of its first device.
-            devices: of the whole plan.
+            firsts: Number of the first device of each replica or stage that holds one.
+            devices: Number of devices of the whole plan.
         """
         self.path, self.shape = leaf.path, leaf.shape
         self.spec: Spec = getattr(leaf, LAYOUTS[of])
@@ -115,7 +115,7 @@ def parts_of(
     """Every part of an array and the devices that hold it.
 
     Args:
-        shape: of the whole.
+        shape: Shape of the global array.
         spec: mesh axes of each dimension, outermost first.
         axes: sizes of all mesh axes, outermost first; the last one joins neighbours.
         first: number of the first device.

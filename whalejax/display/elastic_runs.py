@@ -43,13 +43,13 @@ _STEPS, _AGAIN = FILLS[9], FILLS[1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberSpan:
-    """What a member did for a while.
+    """Period of one member's state.
 
     Attributes:
-        name: of the member.
-        state: as ``whalejax status`` names it.
+        name: Name of the member.
+        state: State, as ``whalejax status`` names it.
         start_seconds, end_seconds: since the run began.
-        generation: in which it trained, else None.
+        generation: Generation in which it trained, else None.
     """
 
     name: str
@@ -65,11 +65,12 @@ class StepSpan:
 
     Attributes:
         step: its number.
-        generation: that committed it.
+        generation: Generation that committed it.
         start_seconds, end_seconds: since the run began.
-        again: it had been committed before, by a generation whose state was lost.
-        waited: it took more than three times the median: a generation was formed, or
-            somebody was waited for.
+        again: Whether it had been committed before, by a generation whose state was
+            lost.
+        waited: Whether it took more than three times the median: a generation was
+            formed, or somebody was waited for.
     """
 
     step: int
@@ -84,19 +85,19 @@ class RunTimeline(Picture):
     """An elastic run in time, from its journal.
 
     Attributes:
-        status: of the run, as ``whalejax status`` shows it.
-        spans: what each member did, by member and time.
-        steps: that were committed, in order.
-        steps_again: how many of them had been committed before.
-        waited_seconds: of steps that took more than three times the median: what these
-            took beyond it.
+        status: Status of the run, as ``whalejax status`` shows it.
+        spans: Periods of each member, by member and time.
+        steps: Committed steps, in order.
+        steps_again: Number of steps that had been committed before.
+        waited_seconds: Seconds beyond the median of steps that took more than three
+            times it.
     """
 
     def __init__(self, journal: RunJournal) -> None:
         """Read and draw it.
 
         Args:
-            journal: of the run.
+            journal: Journal of the run.
         """
         self.status = run_status(journal)
         began = journal.events[0]["time"]
@@ -150,8 +151,9 @@ def run_timeline(
     done again because the state behind them was lost, and waits between them.
 
     Args:
-        folder: of the checkpoints (``save``), or of the logs of ``whalejax launch``.
-        run: which of the folder's runs, from 1; the newest if left out.
+        folder: Folder of the checkpoints (``save``), or of the logs of ``whalejax
+            launch``.
+        run: Number of the folder's run, from 1; default: the newest.
 
     Returns:
         The timeline; its ``save`` writes it to a file.
@@ -173,7 +175,7 @@ def run_timeline(
 
 
 def _spans(events: Events, end: float) -> Iterable[MemberSpan]:
-    """What members did, by name and time."""
+    """Yields the periods of members, by name and time."""
     began = events[0]["time"]
     changes: dict[str, list[tuple[float, str, int | None]]] = {}
     for said in events:
@@ -202,7 +204,7 @@ def _steps(commits: Events, began: float, median: float) -> Iterable[StepSpan]:
     """The steps between one commit and the next; the first one only ends.
 
     Args:
-        commits: of the run.
+        commits: Commits of the run.
         began: when it began.
         median: seconds of a step; 0 where there are too few.
     """
@@ -315,7 +317,7 @@ def _cross(x: float, y: float, text: str) -> str:
 
 
 def _generation_lines(run: RunStatus, seconds: float, under: float) -> list[str]:
-    """Where each generation begins, and its number."""
+    """Draws the beginning of each generation, with its number."""
     found = []
     for one in run.generations:
         x = _x(one.seconds, seconds)

@@ -22,7 +22,7 @@ class GoodputChart(Picture):
         """Draw it.
 
         Args:
-            text: of the estimate; its first line is the title.
+            text: Text of the estimate; its first line is the title.
             bars: each way to go on, and its goodput from 0 to 1.
         """
         self.bars = bars

@@ -73,13 +73,14 @@ def _title(bars: Bars) -> str:
 
 
 def _share(bar: tuple[str, tuple[MemoryTerms, int]]) -> float:
-    """How much of its device is used."""
+    """Returns the fraction of the device that is used."""
     _, (memory, room) = bar
     return memory.total_bytes / max(1, room)
 
 
 def _whole(bars: Bars) -> int:
-    """What a bar's whole width stands for: what devices have, or little of it."""
+    """Returns the bytes of a bar's whole width: the devices' memory, or a little of it.
+    """
     most = max(memory.total_bytes for memory, _ in bars.values())
     room = max(room for _, room in bars.values())
     return most if most < room * _LITTLE else max(most, room)

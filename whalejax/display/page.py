@@ -145,7 +145,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 
 def bundle_of(html: str, text: str) -> dict[str, str]:
-    """What a notebook asks a value for: HTML with its style, and text."""
+    """Returns a notebook's bundle of a value: HTML with its style, and text."""
     return {"text/html": fragment(html), "text/plain": text}
 
 
@@ -186,7 +186,7 @@ def table(
     """A table.
 
     Args:
-        names: of the columns; none for a table without a head.
+        names: Names of the columns; none for a table without a head.
         rows: cells of each, as ``cell`` makes them.
         caption: above it.
         kind: a class of the style.
@@ -200,7 +200,7 @@ def table(
 
 
 def folded(summary: str, html: str, *, opened: bool = False) -> str:
-    """What unfolds at a click."""
+    """Returns HTML that unfolds at a click."""
     state = " open" if opened else ""
     return f"<details{state}><summary>{escape(summary)}</summary>{html}</details>"
 
@@ -225,8 +225,8 @@ def drawing(width: float, height: float, label: str, inner: str) -> str:
     """An SVG drawing.
 
     Args:
-        width, height: in units of ``inner``.
-        label: what it shows, for those who cannot see it.
+        width, height: Size in units of ``inner``.
+        label: Description for readers who cannot see it.
         inner: its elements.
     """
     return (
@@ -245,7 +245,7 @@ def words(
 
 
 def stage_names(each: Sequence[int]) -> tuple[str, ...]:
-    """What lanes and bars of stages are called.
+    """Returns the names of stages' lanes and bars.
 
     Args:
         each: stages of each pipeline.

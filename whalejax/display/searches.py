@@ -1,4 +1,5 @@
-"""What ``wh.search`` found, in notebooks: a table, and a chart of all that was weighed.
+"""Displays the result of ``wh.search`` in notebooks: a table, and a chart of all
+candidates.
 
 The table needs nothing; the chart needs the extra ``whalejax[notebook]``: altair draws
 it, and vl-convert brings what it needs to move without a network.

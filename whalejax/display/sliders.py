@@ -32,7 +32,8 @@ class Sliders:
 
     Attributes:
         plan: the plan that was last found.
-        problem: why there is none for what the controls stand at; "" where there is.
+        problem: Reason why there is no plan at the controls' values; "" where there is
+            one.
         controls: ``batch``, ``remat`` and ``cluster`` to their ipywidgets; setting the
             ``value`` of one plans again.
         widget: all of it, to be put among other widgets.

@@ -43,7 +43,7 @@ class SquareCubeChart(Picture):
         """Draw it.
 
         Args:
-            text: of the table.
+            text: Text of the table.
             stages: each stage over some link.
         """
         rates = [10 ** (6 + 5 * n / _POINTS) / 8 for n in range(_POINTS + 1)]
@@ -100,9 +100,9 @@ class SimulatedChart(Picture):
         """Draw it.
 
         Args:
-            text: of the run; its first line is the title.
+            text: Text of the run; its first line is the title.
             seconds: simulated.
-            points: of every commit.
+            points: Time and number of every commit.
             empty_seconds: during which some stage had nobody.
         """
         self.points = tuple(points)
@@ -151,7 +151,7 @@ def least(
     Args:
         stages: over any link.
         rate: bytes per second of the link.
-        width: of the model, relative to its own.
+        width: Width of the model, relative to its own.
         overlap: devices compute while their links work.
     """
     found = [stage.over(rate).at(width) for stage in stages]

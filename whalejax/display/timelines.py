@@ -43,7 +43,7 @@ class Slice:
         lane: its number.
         kind: ``"forward"``, ``"backward"``, ``"weight"``, or a term of the step.
         start_seconds, end_seconds: since the step began.
-        micro_batch, chunk: of a row of a schedule; else None.
+        micro_batch, chunk: Numbers of a schedule's row; else None.
     """
 
     lane: int
@@ -55,7 +55,7 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Returns the name in words."""
         if self.micro_batch is None:
             return self.kind
         part = f" part {self.chunk}" if self.chunk else ""
@@ -67,7 +67,7 @@ class StepTimeline(Picture):
 
     Attributes:
         lanes: name of each.
-        slices: what is done, those of a lane in order.
+        slices: Slices of the step, those of a lane in order.
         end_seconds: when the last one ends.
         bubble: part of all lanes' time until then in which they wait.
         step_seconds: the whole step: what is done once, after the last row, included.
@@ -98,7 +98,7 @@ class StepTimeline(Picture):
         )
 
     def _words(self, plan: PlanData) -> list[str]:
-        """What stands above and below the drawing."""
+        """Returns the texts above and below the drawing."""
         step = seconds_text(self.step_seconds)
         if not self._staged:
             return [
@@ -215,7 +215,7 @@ def _named(what: str, lane: int, name: str) -> dict[str, Any]:
 
 
 def _lane_texts(line: StepTimeline) -> Iterator[str]:
-    """What each lane does, for text alone."""
+    """Yields the text of each lane."""
     if not line._staged:
         for one in line.slices:
             yield f"{one.kind}: {seconds_text(one.end_seconds - one.start_seconds)}"
@@ -348,7 +348,9 @@ def _columns(slices: Sequence[Slice], end_seconds: float) -> Iterator[str]:
 
 
 def _mostly(slices: Sequence[Slice], end_seconds: float) -> list[str]:
-    """What takes the most of each column of a lane; empty where that is waiting."""
+    """Returns the longest activity of each column of a lane; empty where that is
+    waiting.
+    """
     width = end_seconds / _COLUMNS
     parts: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
     for one in slices:

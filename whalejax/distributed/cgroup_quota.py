@@ -32,8 +32,8 @@ class Quota:
         """Make the group.
 
         Args:
-            percent: of one core; above 100 for more than one.
-            root: where control groups are mounted.
+            percent: Percentage of one core; above 100 for more than one.
+            root: Mount point of the control groups.
 
         Raises:
             WhaleError: no percentage above zero, or no group can be made here.
@@ -68,7 +68,7 @@ class Quota:
         """Change the quota.
 
         Args:
-            percent: of one core.
+            percent: Percentage of one core.
         """
         check_quota(percent)
         assert self._path is not None
@@ -84,7 +84,7 @@ class Quota:
         """Let the group have its quota where cores are short.
 
         Args:
-            times: as much of them as one other process of the machine gets.
+            times: Weight relative to one other process of the machine.
         """
         assert self._path is not None
         if self._v2:
@@ -138,7 +138,7 @@ def check_quota(percent: float) -> None:
     """Refuse a quota that is none.
 
     Args:
-        percent: of a core.
+        percent: Percentage of one core.
 
     Raises:
         WhaleError: less than 1 or more than all cores have.

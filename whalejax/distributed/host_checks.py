@@ -49,10 +49,10 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
-        name: of it.
-        found: what there is.
+        name: Name of the check.
+        found: Value that was found.
         verdict: whether that will do; a warning is for what only some runs need.
-        remedy: what to do about it; empty where it will do.
+        remedy: Remedy; empty where the value will do.
     """
 
     name: str
@@ -67,8 +67,8 @@ class HostReport:
 
     Attributes:
         host: its name.
-        facts: what must be alike on all hosts, by name.
-        checks: what was looked at.
+        facts: Facts that must be equal on all hosts, by name.
+        checks: Results of the checks.
     """
 
     host: str
@@ -94,8 +94,8 @@ def report(version: str, coordinator: str | None = None) -> HostReport:
     """Look at this host.
 
     Args:
-        version: of this package, as it runs.
-        coordinator: where processes are to meet, ``"host:port"``; or None.
+        version: Version of this package, as it runs.
+        coordinator: Address where processes are to meet, ``"host:port"``; or None.
     """
     devices, kinds = _devices()
     checks = (
@@ -211,7 +211,7 @@ def _devices() -> tuple[list[Check], str]:
 
 
 def _address() -> Check:
-    """How others would reach this host by its name."""
+    """Checks the address at which others reach this host by its name."""
     name = socket.gethostname()
     try:
         found = sorted({str(x[4][0]) for x in socket.getaddrinfo(name, None)})

@@ -38,11 +38,11 @@ ANSWER_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """What all hosts know when they have met.
+    """Reports of all hosts, and their comparison.
 
     Attributes:
         hosts: their reports; first that of the coordinator's host.
-        between: what was found by comparing them.
+        between: Results of the comparison.
     """
 
     hosts: tuple[HostReport, ...]
@@ -56,7 +56,7 @@ class Visit(Message):
 
 
 class ClockTime(Message):
-    """What time it is there."""
+    """Message with the sender's clock."""
 
     time: Annotated[float, Meta(gt=-1e11, lt=1e11)]
 
@@ -66,7 +66,9 @@ class AskTime(Message):
 
 
 class Comparison(Message):
-    """What was found; the reports of all hosts were sent before."""
+    """Message with the result of the comparison; the reports of all hosts were sent
+    before.
+    """
 
     between: tuple[Check, ...]
 
@@ -85,11 +87,11 @@ def meet(
     """Meet the other hosts.
 
     Args:
-        mine: of this one.
+        mine: Report of this host.
         coordinator: ``"host:port"``.
-        count: of all that come, this one too.
+        count: Number of all hosts, this one included.
         timeout_seconds: after which those that have not come are missed.
-        key: of this process; None where there is none.
+        key: Key of this process; None where there is none.
 
     Raises:
         WhaleError: the coordinator cannot be reached, or something else listens there.
@@ -165,7 +167,7 @@ class _Reception:
         return len(self._came) >= self._count - 1
 
     def _notice(self, channel: Channel) -> None:
-        """In the loop: something has come over a connection, or it has ended."""
+        """Handles a connection that has received something or ended."""
         try:
             while (message := channel.next(_TO_HOST)) is not None:
                 self._hear(channel, message)
@@ -212,7 +214,7 @@ def _attendance(coordinator: str, count: int, reports: Sequence[HostReport]) -> 
 
 
 def compared(reports: Sequence[HostReport]) -> list[Check]:
-    """What hosts have otherwise than the first of them."""
+    """Returns the differences between hosts and the first of them."""
     checks = []
     for name, first in reports[0].facts.items():
         others = [r for r in reports[1:] if r.facts.get(name) != first]
@@ -236,7 +238,7 @@ def compared(reports: Sequence[HostReport]) -> list[Check]:
 
 
 def _clocks(clocks: Sequence[tuple[str, float, float]]) -> list[Check]:
-    """How far clocks are from the coordinator's."""
+    """Returns the offsets of clocks from the coordinator's."""
     if not clocks:
         return []
     words = [f"{host} {ahead:+.3f} s (±{sure:.3f})" for host, ahead, sure in clocks]

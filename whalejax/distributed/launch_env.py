@@ -95,7 +95,7 @@ def split_address(address: str, parameter: str = "--coordinator") -> tuple[str, 
 
     Args:
         address: ``"host:port"``; an IPv6 address in brackets.
-        parameter: what gave it, for the error.
+        parameter: Name of the argument, for the error.
 
     Raises:
         WhaleError: it is no such address.
@@ -148,7 +148,7 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.low
 
 
 class Introduced(_Said, frozen=True, kw_only=True):
-    """What a process computes on: the kind of its devices, and how many."""
+    """Report of a process's devices: their kind and number."""
 
     kind: str
     devices: Annotated[int, Meta(ge=0, lt=10**6)]
@@ -170,7 +170,7 @@ _DECODER: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(_Line)
 
 
 def exit_seconds() -> float:
-    """How long to wait for the others at the end, as a launcher said, if one did."""
+    """Returns the longest wait for the others at the end, as the launcher set it."""
     try:
         found = float(os.environ.get(EXIT, EXIT_SECONDS))
     except ValueError:
@@ -190,7 +190,7 @@ def blame(rank: int, why: str) -> None:
 
 
 def heard(line: bytes) -> _Line | None:
-    """What a line that begins with the mark says; None if a process did not write it.
+    """Parses a line that begins with the mark; None if no process wrote it.
 
     A script may print anything, so that every part is checked.
 
@@ -214,8 +214,8 @@ def reached_host(host: str) -> str:
     """A name for a host at which something listens, by which others can reach it.
 
     Args:
-        host: as it was given; of all addresses of this machine, its name stands for
-            them.
+        host: Host as it was given; an address that stands for all interfaces becomes
+            this machine's name.
 
     >>> reached_host("10.0.0.1")
     '10.0.0.1'

@@ -1,4 +1,4 @@
-"""How processes that are told one address come to know each other's connections.
+"""Connects processes that know one address.
 
 One listens there, as soon as it runs; the others dial until it does. All have the same
 key, or none has one: then what they say is not encrypted, and whoever reaches the
@@ -64,7 +64,7 @@ def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket
 
     Args:
         coordinator: ``"host:port"``.
-        parameter: what gave it, for errors.
+        parameter: Name of the argument, for errors.
 
     Raises:
         WhaleError: no host has this name.
@@ -103,7 +103,7 @@ def reach(coordinator: str, key: Key | None, end: float) -> Channel:
 
     Args:
         coordinator: ``"host:port"``.
-        key: of this process.
+        key: Key of this process.
         end: until when to try, as ``time.monotonic`` counts.
 
     Raises:

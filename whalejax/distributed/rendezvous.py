@@ -87,15 +87,15 @@ _TO_GUEST: Final = Messages[MissingRanks | Go | LostProcess | Refused](
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:
-    """Which process this is, and where all come together.
+    """Number of this process, and the address at which all meet.
 
     Attributes:
         coordinator: ``"host:port"`` of process 0.
-        count: how many there are.
-        rank: of this one.
+        count: Number of processes.
+        rank: Rank of this one.
         seconds: after which one that has not come is missed.
         join_seconds: from then on, in which JAX joins them.
-        key: of this process; None where there is none.
+        key: Key of this process; None where there is none.
     """
 
     coordinator: str
@@ -126,9 +126,9 @@ def rendezvous(place: ProcessPlace, end: Callable[[str], None]) -> Host | Guest:
     """Wait until all processes are there.
 
     Args:
-        place: of this one.
-        end: is called, from another thread, with what happened where another process
-            is lost while JAX joins them; it ends this process.
+        place: Place of this process.
+        end: Function that is called from another thread with a reason, where another
+            process is lost while JAX joins them; it ends this process.
 
     Returns:
         What is to be told, with ``joined()``, once JAX has joined them.

@@ -26,7 +26,7 @@ def reserve_port(host: str, port: int = 0) -> int:
 
     Args:
         host: the address.
-        port: which; a free one if 0.
+        port: Number of the port; a free one if 0.
 
     Raises:
         OSError: the address is not of this machine, no port is free, or the one that

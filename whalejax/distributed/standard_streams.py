@@ -28,7 +28,7 @@ _MOST_LINES: Final = 1000
 
 
 class Unwritten(WhaleError, OSError):
-    """What a command found cannot be written to standard output."""
+    """Raised where a command cannot write its result to standard output."""
 
     def __init__(self, error: OSError) -> None:
         """Say why."""
@@ -187,7 +187,7 @@ atexit.register(_errors.flush, _END_SECONDS)
 
 
 def say_in_background(text: str) -> None:
-    """As ``say``, of a process that others wait for: it never stands still over it."""
+    """Writes a line without waiting, in a process that others wait for."""
     try:
         is_own = sys.stderr is not None and sys.stderr.fileno() == 2
     except (OSError, ValueError, AttributeError):

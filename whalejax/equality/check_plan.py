@@ -75,9 +75,9 @@ def check(
         batch: the global batch, abstract or real. Whole numbers stay below what the
             loss looks up with them.
         optimizer: an optax transformation; gradient descent if left out.
-        trainable, axis_names, batch_axes: as given to ``wh.plan``.
+        trainable, axis_names, batch_axes: Arguments of ``wh.plan``, unchanged.
         odd: also check extents that are odd on each device, where the layout has them.
-        seed: of random numbers.
+        seed: Seed of the random numbers.
         timeout_seconds: the process is ended after so long.
         memory_bytes: memory that the process may take; half of this machine's if left
             out.
@@ -172,7 +172,8 @@ def check_adapted(
         plan: a runnable plan.
         adapter: its model, real or abstract.
         batch: the global batch, real or abstract.
-        optimizer, batch_axes, seed, timeout_seconds, memory_bytes: as for ``check``.
+        optimizer, batch_axes, seed, timeout_seconds, memory_bytes: Arguments of
+            ``check``, unchanged.
         multiples: elements of each device along a dimension that is shared, a run each.
     """
     started = time.monotonic()
@@ -215,11 +216,11 @@ def check_request(
     seed: int,
     limit_bytes: int,
 ) -> CheckRequest:
-    """What the process that checks is asked for.
+    """Returns the request to the process that checks.
 
     Args:
-        plan, adapter, batch, optimizer, batch_axes, multiples, seed: as for
-            ``check_adapted``.
+        plan, adapter, batch, optimizer, batch_axes, multiples, seed: Arguments of
+            ``check_adapted``, unchanged.
         limit_bytes: memory that the process may take.
     """
     devices = max(reduced_mesh(plan, multiple).num_devices for multiple in multiples)
@@ -260,7 +261,7 @@ def _without_predictions(plan: Plan) -> Plan:
 def _asked(
     request: CheckRequest, timeout_seconds: float
 ) -> tuple[list[CheckRun], list[str]]:
-    """What the process that checks found.
+    """Runs the process that checks, and returns its runs and notes.
 
     Raises:
         WhaleError: it died, took too long, or could not begin.

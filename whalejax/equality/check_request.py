@@ -1,4 +1,4 @@
-"""What the process that checks a plan is asked for, and how its process is started."""
+"""Requests to the process that checks a plan, and its start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whalejax.verification.targets import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRequest:
-    """What to check.
+    """Plan, model and limits of a check.
 
     Attributes:
         plan: the plan's document.
@@ -19,11 +19,11 @@ class CheckRequest:
         adapter: the model and its loss, without values.
         optimizer: an optax transformation, or None.
         batch: the global batch, abstract.
-        batch_axes: as given to ``wh.plan``.
+        batch_axes: Argument of ``wh.plan``, unchanged.
         samples: some values of each leaf of the model, and of the batch, or None.
         multiples: elements of each device along a dimension that is shared, of each
             run.
-        seed: of random numbers.
+        seed: Seed of the random numbers.
         wide: compute in float64 what is in float32.
         limit_bytes: memory that the process may take.
     """

@@ -1,4 +1,4 @@
-"""What a check found, as data and in words."""
+"""Results of a check, as data and in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN: Final = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafError:
-    """How far one leaf is from one device's.
+    """Difference of one leaf from one device's.
 
     Attributes:
         path: dotted path of the parameter.
@@ -42,23 +42,23 @@ class CheckRun:
 
     Attributes:
         extents: ``"even"`` or ``"odd"``, the number of elements of each device.
-        precision: what was computed in; a plan that computes in 16 bits is checked in
-            float32 too, whose errors are not hidden by rounding.
-        way: what ran: the user's ``"code"`` on smaller arrays, its traced ``"program"``
-            with other sizes, or either at its ``"own sizes"``.
+        precision: Computing type; a plan that computes in 16 bits is checked in float32
+            too, whose errors are not hidden by rounding.
+        way: Program that ran: the user's ``"code"`` on smaller arrays, its traced
+            ``"program"`` with other sizes, or either at its ``"own sizes"``.
         axes: mesh axes and reduced sizes.
         num_devices: virtual devices.
         num_micro_batches: reduced number of micro-batches in a step.
-        dimensions: what was reduced.
+        dimensions: Dimensions that were reduced.
         kept: dimensions that could not be reduced, and why.
         refused: ways that were tried first, and why they do not run.
-        loss, true_loss: of the plan and of one device.
+        loss, true_loss: Losses of the plan and of one device.
         loss_error: their relative difference.
         gradients: error of every gradient.
         parameters: error of every parameter after the update.
-        limit: what an error of a gradient or of the loss may be.
-        parameter_limit: what an error of an updated parameter may be.
-        noise: what rounding the parameters changes of one device's gradients.
+        limit: Largest error of a gradient or of the loss that passes.
+        parameter_limit: Largest error of an updated parameter that passes.
+        noise: Change of one device's gradients by rounding the parameters.
         seconds: time of the run.
     """
 
@@ -132,8 +132,8 @@ class CheckResult:
 
     Attributes:
         plan_hash: hash of the plan.
-        runs: what was compared, for even and odd extents.
-        unchecked: what could not be compared, and why.
+        runs: Comparisons, for even and odd extents.
+        unchecked: Comparisons that were impossible, with the reasons.
         seconds: time of all.
     """
 

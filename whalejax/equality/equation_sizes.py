@@ -33,10 +33,10 @@ class SizeError(ValueError):
 def changed_parameters(
     equation: Any, values: Sequence[Any], wanted: Sequence[Shape | None]
 ) -> dict[str, Any]:
-    """What an equation's parameters are with operands of other sizes.
+    """Returns an equation's parameters for operands of other sizes.
 
     Args:
-        equation: as traced.
+        equation: Equation as it was traced.
         values: its operands now.
         wanted: shapes of its results, as far as logical dimensions tell them.
 

@@ -1,4 +1,4 @@
-"""How large whole numbers of a batch may be: a token, a class, the number of a node.
+"""Bounds of a batch's integers: a token, a class, the number of a node.
 
 Read off the traced loss: a number that a lookup takes as its index is below the length
 of what is looked up; one that is compared with a counting along a dimension is below
@@ -25,10 +25,10 @@ _NOTHING: Final[Inputs] = frozenset()
 
 
 def index_bounds(jaxpr: Any) -> dict[int, int]:
-    """By the number of an input of whole numbers: what its values must be below.
+    """Returns the exclusive upper bound of each integer input, by its number.
 
     Args:
-        jaxpr: of the flat loss, at the sizes that it will run at.
+        jaxpr: Jaxpr of the flat loss, at the sizes that it will run at.
 
     Returns:
         Inputs that are no index are absent.
@@ -48,7 +48,7 @@ Known = tuple[Inputs, int]
 
 
 class _Bounds:
-    """What was found so far."""
+    """Bounds that were found so far."""
 
     def __init__(self) -> None:
         self.least: dict[int, int] = {}

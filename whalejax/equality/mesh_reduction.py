@@ -34,8 +34,8 @@ class MeshReduction:
         num_devices: devices in all.
         num_micro_batches: micro-batches in a step.
         shares: micro-batches of each rank of ``data``; empty where ranks are alike.
-        ranks: which ranks of ``data`` of the plan are kept, where each has a plan or
-            shares of its own.
+        ranks: Ranks of ``data`` that are kept, where each has a plan or shares of its
+            own.
         stage_layers: layers of each part of a pipeline in lockstep.
     """
 

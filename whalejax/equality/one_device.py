@@ -1,4 +1,4 @@
-"""What one device computes for a loss, one micro-batch after the other.
+"""Computes a loss on one device, one micro-batch after the other.
 
 The reference of every check: the user's own loss (or its traced program), without any
 part of a lowering. Micro-batch m of M has the samples m, m + M and so on.
@@ -49,12 +49,12 @@ def reference(
     *,
     ranks: int = 1,
 ) -> Callable[..., Reference]:
-    """What computes loss and gradients on one device.
+    """Returns a function that computes loss and gradients on one device.
 
     Args:
         adapter: the model and its loss, at the precision to compute with.
         batch_axes: dimension of the samples in each leaf of a batch, or None.
-        cut: how a batch is cut into micro-batches.
+        cut: Division of a batch into micro-batches.
         ranks: parts of the batch whose gradients are wanted one by one, for plans that
             combine them in another way than by their mean.
 
@@ -124,7 +124,7 @@ def _part(
 
 
 def _counted_once(rest: Any, before: Any) -> Any:
-    """What is counted in whole numbers is counted once a step."""
+    """Advances integer counters once a step."""
 
     def one(new: Any, old: Any) -> Any:
         return old if jnp.issubdtype(new.dtype, jnp.integer) else new

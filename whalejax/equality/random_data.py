@@ -51,8 +51,9 @@ def weights(
     Args:
         avals: their shapes and dtypes.
         samples: values of the user's, or None.
-        chance: where random numbers come from.
-        trained: they are parameters; of others (variances, counters) no sign changes.
+        chance: Source of random numbers.
+        trained: Whether they are parameters; of others (variances, counters) no sign
+            changes.
     """
     pairs = zip(avals, samples, strict=True)
     return [_weight(aval, some, chance, trained) for aval, some in pairs]
@@ -92,7 +93,7 @@ def batch(
     """Values of a batch's leaves.
 
     Args:
-        avals, samples, chance: as for ``weights``.
+        avals, samples, chance: Arguments of ``weights``, unchanged.
         bounds: by number of a leaf of whole numbers, what its values must be below.
     """
     pairs = zip(avals, samples, strict=True)

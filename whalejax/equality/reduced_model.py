@@ -43,7 +43,7 @@ class PlannedModel:
     Attributes:
         adapter: the model, without values.
         batch: the global batch, abstract.
-        batch_axes: as given to ``wh.plan``.
+        batch_axes: Argument of ``wh.plan``, unchanged.
         num_micro_batches: micro-batches in a step.
         precision: the plan's.
         captured: its loss, cast as planned.
@@ -91,8 +91,8 @@ class ReducedModel:
 
     Attributes:
         planned: the same at reduced sizes, traced.
-        way: what runs: the user's ``"code"``, its traced ``"program"`` with other
-            sizes, or either at its ``"own sizes"``.
+        way: Program that runs: the user's ``"code"``, its traced ``"program"`` with
+            other sizes, or either at its ``"own sizes"``.
         sizes: role of the model as planned to its reduced size.
         kept: (role, why) of those that could not be reduced.
         layers: layers of a Python loop, where only three of them run; else 0.
@@ -136,7 +136,7 @@ def reduced_models(
     """A model at reduced sizes, in every way that it can be had, the best first.
 
     Args:
-        model: as planned.
+        model: Model that was planned.
         sizes: role to its reduced size.
         num_micro_batches: reduced number of them.
         skips: equal layers of a Python loop may be left out.

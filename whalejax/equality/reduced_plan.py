@@ -30,9 +30,9 @@ def reduced_plan(
     """The plan of a reduced model.
 
     Args:
-        plan: of the model as planned.
-        model: as planned.
-        reduced: at reduced sizes.
+        plan: Plan of the original model.
+        model: Model that was planned.
+        reduced: Model at reduced sizes.
         mesh: reduced axes, micro-batches and layers.
 
     Raises:
@@ -62,7 +62,7 @@ def reduced_plan(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Builder:
-    """What plans of the whole, of stages and of pipelines are made with."""
+    """Inputs of the plans of the whole, of stages and of pipelines."""
 
     mesh: MeshReduction
     avals: Mapping[str, Any]

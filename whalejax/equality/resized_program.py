@@ -99,7 +99,7 @@ class ResizedProgram:
 
         Args:
             tensor: its id in the graph.
-            sizes: of roles; the program's own if left out.
+            sizes: Sizes of roles; default: the program's own.
         """
         rank = len(self.captured.graph.tensors[tensor].shape)
         known = self.sizes if sizes is None else sizes
@@ -131,8 +131,8 @@ class ResizedProgram:
         """Reduced roles that stand in an equation, where it says which: those alone.
 
         Args:
-            position: of the equation.
-            error: what it raised.
+            position: Position of the equation.
+            error: Error that it raised.
         """
         given, made = self._operands.get(position, ()), self.outputs(position)
         if isinstance(error, SizeError) and given and made and made[0] is not None:

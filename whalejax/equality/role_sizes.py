@@ -31,7 +31,7 @@ _EDGES: Final = ("slice", "pad", "concatenate", "dynamic_slice")
 
 @dataclass(slots=True)
 class _Divisors:
-    """What a role may be divided by: (devices of the plan, devices now) pairs."""
+    """Divisors of a role: (devices of the plan, devices now) pairs."""
 
     pairs: set[tuple[int, int]] = field(default_factory=set)
 

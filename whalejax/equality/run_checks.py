@@ -58,7 +58,7 @@ def run_checks(request: CheckRequest) -> tuple[list[CheckRun], list[str]]:
     """Check a plan at several extents.
 
     Args:
-        request: what to check.
+        request: Plan, model and limits of the check.
 
     Returns:
         What was compared, and why what was not was not.
@@ -111,7 +111,7 @@ def _variants(
 
 
 def precision_text(plan: Plan) -> str:
-    """What a plan computes in, in few words."""
+    """Describes the computing type of a plan."""
     narrow = [f"{name} {kind}" for name, kind in plan.precisions]
     return ", ".join(narrow) or plan.precision
 
@@ -336,7 +336,8 @@ def _limits(
     expected: TrueStep,
     recorded: Sequence[np.ndarray],
 ) -> tuple[float, float, float]:
-    """What an error of a gradient and of a parameter may be, and one device's noise.
+    """Returns the largest errors of a gradient and of a parameter that pass, and one
+    device's noise.
 
     The noise is what changes with parameters that are moved by one unit in the last
     place of what is computed with. An update is compared with that of the very

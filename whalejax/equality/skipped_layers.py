@@ -25,11 +25,11 @@ class SkippedLayers:
     """Equations that do not run.
 
     Attributes:
-        position: of the jaxpr that they stand in.
+        position: Position of their jaxpr.
         first: equation with which the second layer begins.
         period: equations of a layer.
         start, end: equations from which and up to which none runs.
-        layers: how many layers there are.
+        layers: Number of layers.
     """
 
     position: tuple[int, ...]
@@ -105,11 +105,12 @@ def _kind(equation: Any) -> tuple[Any, ...]:
 def stand_ins(
     skipped: SkippedLayers | None, position: tuple[int, ...]
 ) -> Mapping[int, int]:
-    """By number of an equation of a jaxpr that does not run: the one it is read from.
+    """Returns, for each equation of a jaxpr that does not run, the one whose results
+    are read.
 
     Args:
         skipped: the layers that do not run, if any.
-        position: where the jaxpr stands.
+        position: Position of the jaxpr.
     """
     if skipped is None or position != skipped.position:
         return {}

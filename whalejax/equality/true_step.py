@@ -29,7 +29,7 @@ from whalejax.planner.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrueStep:
-    """What one device computes in a step.
+    """Results of one device's step.
 
     Attributes:
         loss: mean loss.
@@ -45,10 +45,10 @@ class TrueStep:
 def true_step(
     plan: Plan, planned: PlannedModel, optimizer: optax.GradientTransformation | None
 ) -> Callable[..., TrueStep]:
-    """What computes a step on one device.
+    """Returns a function that computes a step on one device.
 
     Args:
-        plan: at reduced sizes.
+        plan: Plan at reduced sizes.
         planned: its model.
         optimizer: the user's, or None.
 
@@ -164,7 +164,7 @@ def adasum(tensors: Sequence[np.ndarray]) -> np.ndarray:
     """Adaptive summation of tensors (Maleki et al., 2021, eq. 5), pair by pair.
 
     Args:
-        tensors: of one shape, in the order of their ranks.
+        tensors: Tensors of one shape, in the order of their ranks.
 
     >>> adasum([np.array([1.0, 0.0]), np.array([0.0, 1.0])])
     array([1., 1.])

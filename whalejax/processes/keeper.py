@@ -37,7 +37,7 @@ _SHELL_FAILED: Final = 255
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What is started and kept.
+    """Command that is started and kept running.
 
     Attributes:
         name: unlike that of others.
@@ -61,7 +61,7 @@ class Keeper:
         Args:
             programs: first the leader, which writes where this process does.
             logs: folder of one log for each of the others.
-            say: is told in a line what ends and is started again.
+            say: Function that receives a line on each end and restart.
 
         Raises:
             WhaleError: the folder cannot be made.

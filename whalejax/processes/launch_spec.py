@@ -1,4 +1,5 @@
-"""What is launched: one program as several processes, where, and what each is told.
+"""Specification of a launch: one program as several processes, their hosts and
+environments.
 
 Apart from starting them (``launcher``), because all of it is known before.
 """
@@ -51,15 +52,15 @@ _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What is started, and where.
+    """Program, processes and hosts of a launch.
 
     Attributes:
         command: the words of the program, alike in all processes.
-        processes: how many there are.
+        processes: Number of processes.
         hosts: names, in the order of ranks; each gets its part of the processes.
         quotas: CPU quotas in percent of a core, one per process; none: no quota.
         logs: folder of one log per rank, on this machine.
-        port: where process 0 listens; a free one if left out and all is here.
+        port: Port of process 0; default: a free one if all processes are here.
         remote_shell: the words before a host's name and the command for it.
         tells: print the table of ranks, and rank 0's failure, which it has said itself.
         stops: when another rank than 0 fails, stop all; else the rest go on to their
@@ -121,7 +122,7 @@ class Launch:
             )
 
     def host_of(self, rank: int) -> str:
-        """Where a rank runs; hosts get equal parts, in order."""
+        """Returns the host of a rank; hosts get equal parts, in order."""
         return self.hosts[rank * len(self.hosts) // self.processes]
 
     def _ranks_here(self) -> list[int]:
@@ -134,7 +135,7 @@ class Launch:
         return all(map(is_here, self.hosts))
 
     def coordinator(self) -> str:
-        """Where process 0 listens, ``"host:port"``.
+        """Returns the address of process 0, ``"host:port"``.
 
         A port of this machine is held by this process until ``release_port``: one that
         is merely free can be another program's by the time that process 0 listens.
@@ -157,7 +158,7 @@ class Launch:
         return f"127.0.0.1:{port}"
 
     def listens(self, coordinator: str) -> str:
-        """What can be reached from where while the processes run."""
+        """Describes the open addresses while the processes run."""
         host, port = split_address(coordinator)
         if is_loopback(host):
             return (
@@ -174,7 +175,7 @@ class Launch:
         return f"process 0 listens on all addresses of {host} at port {port}, {how}"
 
     def environment_of(self, rank: int, coordinator: str) -> dict[str, str]:
-        """What tells a process who is who."""
+        """Returns the environment variables that identify a process."""
         port = split_address(coordinator)[1]
         held = {HELD_PORT: str(port)} if is_held(port) else {}
         return {
@@ -196,7 +197,7 @@ class Launch:
         return local_gpus.own_gpus(gpus, len(here), here.index(rank))
 
     def gpus_shared(self) -> str:
-        """Which other hosts have several ranks, whose GPUs are not shared out.
+        """Returns the other hosts with several ranks, whose GPUs are not divided.
 
         Returns:
             A warning with the remedy; nothing where there are none, or no rank uses
@@ -220,8 +221,8 @@ class Launch:
         """The command that starts a rank, from here.
 
         Args:
-            rank: which.
-            environment: what it is given beside the environment of its host.
+            rank: Number of the rank.
+            environment: Variables beside the environment of its host.
 
         >>> launch = Launch(command=("python", "a b.py"), processes=1)
         >>> launch.words(0, {"X": "1"})
@@ -240,7 +241,7 @@ def check_hosts(
     """Record what is wrong with hosts on which processes are to run.
 
     Args:
-        problems: of the command.
+        problems: Collector of the command's errors.
         hosts: their names.
         processes: over all of them, at most.
         shell: the words before a host's name and the command for it.

@@ -139,8 +139,8 @@ class _Launched:
         """Start every rank; only then threads, as forks and threads do not mix.
 
         Args:
-            coordinator: where process 0 listens.
-            given: what the environment of each gets beside who is who.
+            coordinator: Address of process 0.
+            given: Environment variables of each process beside those that identify it.
         """
         launch = self._launch
         if launch.tells and not launch.json:
@@ -199,7 +199,7 @@ class _Launched:
                 say(f"whalejax: running without CPU quotas: {error}")
 
     def log(self, rank: int) -> Path:
-        """Where a rank's output goes."""
+        """Returns the path of a rank's log."""
         return self._launch.logs / f"rank-{rank}.log"
 
     def table(self) -> str:
@@ -293,7 +293,7 @@ class _Launched:
         return True
 
     def _failure(self, rank: int, how: str) -> str:
-        """Who failed first and how, with the end of what it wrote."""
+        """Describes the first failure, with the end of its output."""
         stopped = self._launch.stops or 0 in self._run.failed
         went = "all others were stopped" if stopped else "the others went on"
         said = f"whalejax: rank {rank} on {self._launch.host_of(rank)} {how}; {went}."

@@ -41,7 +41,7 @@ def visible_gpus(
     Parts of GPUs (``MIG-…``) count as GPUs, though CUDA shows a process one at most.
 
     Args:
-        environment: of the processes; that of this one if None.
+        environment: Environment of the processes; that of this one if None.
         devices: folder of the system's device files.
         has_plugin: JAX can use NVIDIA's GPUs; looked up if None.
 
@@ -88,8 +88,8 @@ def refusal(gpus: Sequence[str], processes: int) -> str:
     """Why so many processes cannot have GPUs of their own; nothing where they can.
 
     Args:
-        gpus: of the machine; none of CPU runs, which are never refused.
-        processes: that run on it at once.
+        gpus: GPUs of the machine; none of CPU runs, which are never refused.
+        processes: Number of processes on it at the same time.
 
     >>> refusal(["0", "1"], 3)[:60]
     '3 processes on this machine, which has 2 GPUs (0, 1): each n'
@@ -107,9 +107,9 @@ def own_gpus(gpus: Sequence[str], processes: int, place: int) -> dict[str, str]:
     """The variables of one process that give it GPUs of its own.
 
     Args:
-        gpus: of the machine; none of CPU runs, whose variables stay.
-        processes: that run on it at once; one alone takes all.
-        place: of this process among them, from 0.
+        gpus: GPUs of the machine; none of CPU runs, whose variables stay.
+        processes: Number of processes on it at the same time; one alone takes all.
+        place: Index of this process among them, from 0.
 
     Raises:
         WhaleError: there are not enough, or there is no such place.
@@ -134,7 +134,7 @@ def own_gpus(gpus: Sequence[str], processes: int, place: int) -> dict[str, str]:
 
 
 def shared_words(gpus: Sequence[str], processes: int) -> str:
-    """How the GPUs are shared out; nothing where they are not.
+    """Describes the division of the GPUs; empty where they are not divided.
 
     >>> shared_words(["0", "1", "2", "3", "4"], 2)
     'each of 2 processes gets 2 of the 5 GPUs of this machine'
@@ -150,7 +150,8 @@ def shared_words(gpus: Sequence[str], processes: int) -> str:
 
 
 def _each(gpus: Sequence[str], processes: int) -> int:
-    """How many each process gets; one of those that CUDA shows singly."""
+    """Returns the number of GPUs of each process; one of those that CUDA shows singly.
+    """
     if any(name.startswith(_PART) for name in gpus):
         return 1
     return len(gpus) // processes
@@ -163,7 +164,7 @@ class SlotGpus:
         """Look which there are.
 
         Args:
-            environment: of the processes.
+            environment: Environment of the processes.
             places: slots among which they are shared out.
         """
         self.gpus, self.places = visible_gpus(environment), places
@@ -171,7 +172,7 @@ class SlotGpus:
         self._told: set[int] = set()
 
     def opened(self) -> dict[str, Any]:
-        """What the journal keeps of them when a run begins."""
+        """Returns the journal's fields on GPUs at the beginning of a run."""
         return {"gpus": list(self.gpus), "places": self.places}
 
     def go_on(self, opened: Mapping[str, Any]) -> None:
@@ -184,14 +185,16 @@ class SlotGpus:
         self.places = opened.get("places", self.places)
 
     def words(self) -> str:
-        """How they are shared out, for the user; nothing where they are not."""
+        """Describes the division of the GPUs for the user; empty where they are not
+        divided.
+        """
         return shared_words(self.gpus, self.places)
 
     def of(self, slot: int, devices: Sequence[str] | None = None) -> dict[str, str]:
         """The variables that give a slot its GPUs.
 
         Args:
-            slot: whose process is started.
+            slot: Slot whose process is started.
             devices: names of the GPUs of each slot, where others have shared them out.
 
         Raises:
@@ -208,8 +211,8 @@ class SlotGpus:
 
         Args:
             now: the time.
-            slot: whose next process waits for them.
-            pid: of the process that has not ended; 0 where there is none any more.
+            slot: Slot whose next process waits for its GPUs.
+            pid: Process id that has not ended; 0 where there is none any more.
         """
         if not pid:
             self._since.pop(slot, None)

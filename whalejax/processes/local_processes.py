@@ -65,9 +65,9 @@ class Processes:
             command: words of the program.
             environment: variables that are added to those of this process.
             logs: folder of one log for each process.
-            selector: is told of the end of each, with its name as data.
-            end_with_this: they are killed where this process is; it must start them
-                in its main thread, and have no other.
+            selector: Selector that reports the end of each, with its name as data.
+            end_with_this: Whether they are killed together with this process; it must
+                start them in its main thread, and have no other.
         """
         self.command, self.environment = list(command), environment
         self._prepare = die_with_parent if end_with_this else None
@@ -87,11 +87,11 @@ class Processes:
         """Start a process, which waits for ``release``; its number and when it began.
 
         Args:
-            name: of the member that it will be.
+            name: Name of the future member.
             own: further variables, of this process alone.
             command: words of the program, where it is another one.
             output: descriptor that it writes to; None for its log.
-            errors: that of its errors; None for the same.
+            errors: Descriptor of its errors; None for that of its output.
 
         Raises:
             WhaleError: there is no such program.
@@ -179,8 +179,8 @@ class Processes:
         """Ask a process to end.
 
         Args:
-            name: of its member.
-            group: what it has started, too, and also where it stands still.
+            name: Name of its member.
+            group: Whether to signal its children too, even where it is stopped.
         """
         found = self._there.get(name)
         if found is not None:
@@ -218,11 +218,11 @@ class Processes:
 
     @property
     def names(self) -> list[str]:
-        """Of those that have not ended."""
+        """Returns the names of processes that have not ended."""
         return [*self._there]
 
     def log(self, name: str) -> Path:
-        """Where a process writes to."""
+        """Returns the path of a process's log."""
         return self._logs / f"{name}.log"
 
     def said(self, name: str) -> str:
@@ -294,7 +294,7 @@ def runs(pid: int, began: str) -> bool:
 
     Args:
         pid: Number of the process.
-        began: As ``began_at`` tells it.
+        began: Start time, from ``began_at``.
     """
     try:
         said = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -305,7 +305,7 @@ def runs(pid: int, began: str) -> bool:
 
 @functools.cache
 def machine() -> str:
-    """What tells this machine, as it was started, from any other.
+    """Returns an identity of this machine since its start.
 
     Containers have process numbers of their own, and count as machines.
     """

@@ -49,8 +49,8 @@ class Log:
         """Make the file.
 
         Args:
-            path: of it.
-            say: is given a line when something cannot be written.
+            path: Path of the file.
+            say: Function that receives a line when something cannot be written.
 
         Raises:
             WhaleError: it cannot be made.
@@ -108,14 +108,14 @@ class TerminalOutput:
     """The terminal, or what stands for it; what it cannot take is lost.
 
     Attributes:
-        lost: it took no more, and somebody was there to read.
+        lost: Whether output was lost while somebody was there to read.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """Write to ``sys.stdout``.
 
         Args:
-            say: is given a line when nothing can be written any more.
+            say: Function that receives a line when nothing can be written any more.
         """
         self._say = say
         self.lost = False
@@ -187,9 +187,9 @@ class Pump:
 
         Args:
             source: descriptor of the pipe.
-            outputs: where all goes that is not for the launcher.
-            told: is given what the process says to the launcher; False if that
-                cannot be so, which makes it output as any other.
+            outputs: Targets of all output that is not for the launcher.
+            told: Function that receives messages for the launcher; it returns False for
+                invalid ones, which then count as output.
         """
         self.last = time.monotonic()
         self._source = source

@@ -15,7 +15,7 @@ def run_script(path: str) -> None:
     """Run a script as ``__main__``; a SystemExit of it stays in ``sys.last_value``.
 
     Args:
-        path: of the script, whose own arguments are in ``sys.argv`` behind it.
+        path: Path of the script, whose own arguments follow it in ``sys.argv``.
     """
     file = os.path.abspath(path)
     if not sys.flags.safe_path:

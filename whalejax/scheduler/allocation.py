@@ -1,4 +1,4 @@
-"""Who gets how many devices: an exact dynamic program, or an integer program.
+"""Divides devices among jobs: an exact dynamic program, or an integer program.
 
 On devices of one kind the value of ``j`` jobs on ``k`` devices is the best sum of the
 value of job ``j`` on ``g`` of them and that of the others on ``k - g`` (Saxena et al.,
@@ -38,7 +38,7 @@ class JobState:
     Attributes:
         job: The job.
         left: Samples that are left.
-        place: Where it runs now.
+        place: Current place.
     """
 
     job: ScheduledJob
@@ -96,7 +96,7 @@ def allocate(
     Args:
         states: Jobs that wait or run, in any order.
         devices: Number of devices by kind; the kind is empty where all are alike.
-        objective: What is to be most.
+        objective: Quantity to maximise.
         horizon: Seconds for which a decision is likely to hold: a change has to win in
             them what it costs.
 
@@ -149,7 +149,7 @@ def _check(states: Sequence[JobState], devices: Mapping[str, int]) -> None:
 def _values(
     objective: Objective, jobs: int, devices: Mapping[str, int], horizon: float
 ) -> Callable[[JobState, Place], float]:
-    """What a job's place is worth, with what a change costs."""
+    """Returns the value of a job's place, the cost of a change included."""
     share = max(1, sum(devices.values()) // jobs)
 
     def fair_progress(job: ScheduledJob) -> float:

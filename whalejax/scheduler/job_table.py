@@ -1,4 +1,4 @@
-"""What a job does on each number of devices: the table for its allocation."""
+"""Table of a job: its throughput on each number of devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOWHERE: Final[Place] = ("", 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOption:
-    """What a job does on some devices.
+    """Throughput of a job on some devices, with its plan.
 
     Attributes:
         place: Device kind and number of devices.
@@ -52,7 +52,7 @@ class ScheduledJob:
 
     Attributes:
         name: Unlike that of any other job.
-        options: What it does on the devices that it can take, by place.
+        options: Options on the devices that it can take, by place.
         samples: Samples of the job's own batch until it ends.
         arrival: Seconds from the beginning at which it is added.
         priority: Jobs of a higher one are admitted first, and weigh as much more.
@@ -106,7 +106,9 @@ class ScheduledJob:
         return 0.0 if option is None else option.progress
 
     def change_seconds(self, before: Place, after: Place) -> tuple[float, float]:
-        """What a change costs: seconds at the earlier speed, then without progress."""
+        """Returns the cost of a change: seconds at the earlier speed, then without
+        progress.
+        """
         if before == after or not after[1]:
             return 0.0, 0.0
         if not before[1] or before[0] != after[0]:
@@ -116,7 +118,7 @@ class ScheduledJob:
         return joins, self.resize_seconds
 
     def lost_seconds(self, before: Place, after: Place) -> float:
-        """What a change costs, in seconds of the progress that follows it."""
+        """Returns the cost of a change, in seconds of the progress that follows it."""
         joins, still = self.change_seconds(before, after)
         if joins:
             slower = self.progress(before) / max(self.progress(after), 1e-12)
@@ -147,7 +149,7 @@ def best_options(options: Iterable[JobOption]) -> dict[Place, JobOption]:
     """The options that no fewer devices of the same kind make useless, by place.
 
     Args:
-        options: Of one job, with as many batches as there may be at a place.
+        options: Options of one job, with as many batches as there may be at a place.
 
     Returns:
         At each place the option of most progress; left out where fewer devices make as

@@ -29,7 +29,8 @@ def planned_options(
     noise_scale: float = 0.0,
     **settings: Any,
 ) -> list[JobOption]:
-    """What a job does on so many devices of each kind, by its best plan there.
+    """Returns the options of a job on numbers of devices of each kind, by its best plan
+    there.
 
     Args:
         job: Makes the model, its batches and its optimizer.
@@ -37,7 +38,7 @@ def planned_options(
         numbers: Numbers of devices.
         batches: Samples of a global batch, the job's own first; that alone if left out.
         noise_scale: Samples of the gradient's noise scale, for larger batches.
-        settings: Of ``wh.plan``, such as ``precision``.
+        settings: Settings of ``wh.plan``, such as ``precision``.
 
     Returns:
         An option for each kind, number and batch for which there is a plan.
@@ -72,7 +73,7 @@ def plans_by_number(
         cluster: Devices of one kind.
         numbers: Numbers of devices.
         batch: Samples of a global batch; the job's own number if left out.
-        settings: Of ``wh.plan``.
+        settings: Settings of ``wh.plan``.
 
     Returns:
         Plans by number of devices; none where nothing fits on so few.
@@ -148,7 +149,8 @@ def _plan_on(
 def fixed_plan_options(
     plan: Plan, cluster: Cluster, numbers: Iterable[int], batch: int
 ) -> Iterator[JobOption]:
-    """What a job does where its plan is kept, and more or fewer share its batch.
+    """Yields the options of a job whose plan is kept while more or fewer replicas
+    divide its batch.
 
     Args:
         plan: The plan, on some devices of one kind.

@@ -62,7 +62,7 @@ class Schedule:
         Args:
             job: The job.
             left: Samples that are left.
-            place: Where it runs, if it does.
+            place: Current place, if it runs.
         """
         self._states[job.name] = JobState(job=job, left=left, place=place)
         self._has_changed = True
@@ -105,7 +105,7 @@ class Schedule:
         return -math.inf if self._has_changed else self._decided_at + self.every
 
     def places(self) -> dict[str, Place]:
-        """Where every job is, by name."""
+        """Returns the place of every job, by name."""
         return {name: one.place for name, one in self._states.items()}
 
     def decide(self, now: float) -> list[Move]:
@@ -141,7 +141,7 @@ def elastic(devices: Mapping[str, int], objective: Objective, horizon: float) ->
 
     Args:
         devices: Number of devices by kind.
-        objective, horizon: As for ``allocate``.
+        objective, horizon: Arguments of ``allocate``, unchanged.
     """
 
     def decide(states: Sequence[JobState]) -> Mapping[str, Place]:

@@ -27,7 +27,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """What became of a job.
+    """Times of one simulated job.
 
     Attributes:
         job: The job.
@@ -51,13 +51,13 @@ class JobRecord:
 
     @property
     def resizes(self) -> int:
-        """How often its devices changed after its start."""
+        """Returns the number of changes of its devices after its start."""
         return len(self.intervals) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """What a scheduler made of some jobs.
+    """Result of a simulation.
 
     Attributes:
         records: One of each job, in the order of their arrivals.
@@ -121,7 +121,7 @@ class _Running:
     Attributes:
         job: The job.
         left: Samples that are left.
-        place: Where it is.
+        place: Current place.
         since: Time from which it has been there.
         course: Times until which it makes so much progress a second, in order.
         intervals: Times in which it had devices.
@@ -241,7 +241,7 @@ def simulate(
 def _record(
     job: ScheduledJob, intervals: Sequence[Interval], end: float, zero: float
 ) -> JobRecord:
-    """What became of a job, by the clock of its trace."""
+    """Returns the record of a job, by the clock of its trace."""
     moved = (
         dataclasses.replace(one, begin=one.begin + zero, end=one.end + zero)
         for one in intervals

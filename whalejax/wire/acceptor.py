@@ -130,7 +130,7 @@ class _Stranger:
         self._acceptor.refuse(self, f"{self.peer}: {KEYS_DIFFER}")
 
     def tick(self, now: float) -> None:
-        """Who needs too long has to go."""
+        """Drops a stranger that takes too long."""
         if not self.speaks and now > self.came_at + _SILENT_SECONDS:
             with contextlib.suppress(OSError):
                 socket.socket.send(self.link, _SPOKEN)
@@ -157,10 +157,10 @@ class Acceptor:
 
         Args:
             listening: closed by ``close``.
-            key: of this process; None where it has none, and nothing is encrypted.
-            notify: is called by the loop with a connection over which something has
-                come, or that has ended; must not wait.
-            most_bytes: of a message.
+            key: Key of this process; None where it has none, and nothing is encrypted.
+            notify: Function that the loop calls with a connection that has received
+                something or ended; it must not wait.
+            most_bytes: Largest size of a message.
             most_strangers: connections at once whose handshake is under way.
             most_channels: other ones at once.
             idle_seconds: after which one is ended over which nothing comes.
@@ -178,7 +178,9 @@ class Acceptor:
         loop().call(self._watch)
 
     def refused(self, now: float) -> RefusedConnections | None:
-        """What was refused and not yet told; at most once a second."""
+        """Returns the connections that were refused since the last report; at most once
+        a second.
+        """
         with self._lock:
             if not self._refused or now - self._said_at < _SAY_SECONDS:
                 return None
@@ -230,7 +232,7 @@ class Acceptor:
         self._watch()
 
     def tick(self, now: float) -> None:
-        """Who was silent for long, or is not taken any more, has to go."""
+        """Drops connections that are silent for long or no longer accepted."""
         self._watch()
         revoked = frozenset() if self._key is None else self._key.revoked()
         for channel in [*self._channels]:

@@ -87,11 +87,11 @@ class WrongKey(WireError):
 
 
 class OtherProtocol(WireError):
-    """What listens there is no process of a run, or one of another version."""
+    """Raised where no process of a run listens, or one of another version."""
 
 
 class Admission(Message):
-    """What a listener says first: its protocol, and why it does not take who came."""
+    """First message of a listener: its protocol, and the reason for a refusal."""
 
     protocol: Text
     refused: Text = ""
@@ -106,7 +106,7 @@ class Channel:
 
     Attributes:
         peer: host and port of the other side, for messages to a reader.
-        name: in its certificate.
+        name: Name in its certificate.
         heard_at: when something last came, as ``time.monotonic`` counts.
     """
 
@@ -121,10 +121,10 @@ class Channel:
 
         Args:
             link: the socket, whose handshake is through; closed by ``close``.
-            name: in the certificate of the other side; empty without a key.
-            most_bytes: of a message, either way.
-            notify: is called by the loop when there is something to take; must not
-                wait.
+            name: Name in the certificate of the other side; empty without a key.
+            most_bytes: Largest size of a message, either way.
+            notify: Function that the loop calls when something can be received; it must
+                not wait.
         """
         self._link, self._most_bytes, self._notify = link, most_bytes, notify
         self.name = name
@@ -158,8 +158,8 @@ class Channel:
         """Send a message, and wait until it is on its way.
 
         Args:
-            message: what to send.
-            seconds: in which the other side must take it.
+            message: Message to send.
+            seconds: Deadline of the other side.
             gives_up: asked now and then while the other side takes nothing.
 
         Raises:
@@ -187,7 +187,7 @@ class Channel:
         """Send a message without waiting; who takes nothing is closed.
 
         Args:
-            message: what to send; its arrays are copied.
+            message: Message to send; its arrays are copied.
 
         Raises:
             WireError: it is larger than a receiver takes, or the other side is gone.
@@ -212,7 +212,9 @@ class Channel:
         return [memoryview(header + text), *views]
 
     def _write(self, part: memoryview) -> int:
-        """How many bytes the system took; none where it takes none now."""
+        """Returns the number of bytes that the system accepted; 0 where it accepts none
+        now.
+        """
         if self._why:
             raise Closed(self._why)
         try:
@@ -268,8 +270,8 @@ class Channel:
         """The next message.
 
         Args:
-            takes: what may come.
-            seconds: to wait for its beginning.
+            takes: Messages that are expected.
+            seconds: Longest wait for its beginning.
             until: by when it must be whole in any case, as ``time.monotonic`` counts.
 
         Raises:
@@ -292,7 +294,7 @@ class Channel:
         return found
 
     def next(self, takes: Messages[M]) -> M | None:
-        """What has come and was not taken yet; None where that is nothing.
+        """Returns the next message that has been received, or None.
 
         Raises:
             Closed: there is nothing, and the other side is gone.
@@ -391,7 +393,7 @@ class Channel:
             self._end(f"{self.peer} takes nothing")
 
     def _watch(self) -> None:
-        """In the loop: be called when something can be read, or written if it waits."""
+        """Registers with the loop for reading, and for writing while data waits."""
         if self._is_dropped:
             return
         reads = 0 if self._is_paused else selectors.EVENT_READ
@@ -457,9 +459,9 @@ def dial(
 
     Args:
         address: host and port.
-        key: of this process; None where it has none, and nothing is encrypted.
+        key: Key of this process; None where it has none, and nothing is encrypted.
         seconds: for all of it.
-        most_bytes: of a message.
+        most_bytes: Largest size of a message.
         notify: see ``Channel``.
 
     Raises:
@@ -505,7 +507,7 @@ def dial(
 
 
 def admission(*, refused: str = "", is_final: bool = False) -> bytes:
-    """What a listener says first, as it is sent."""
+    """Returns the bytes of a listener's first message."""
     said = Admission(protocol=PROTOCOL, refused=refused, is_final=is_final)
     text, _ = encode(said)
     return _HEADER.pack(len(text), 0) + text
@@ -538,7 +540,7 @@ def _check_admission(said: Admission, where: str) -> None:
 
 
 def _dialled_wrong(error: Exception, where: str) -> WireError:
-    """What is said of a connection that came to nothing."""
+    """Returns the error of a connection that failed."""
     if isinstance(error, WrongKey | OtherProtocol):
         return error
     if isinstance(error, ssl.SSLError):

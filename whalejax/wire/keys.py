@@ -88,11 +88,11 @@ _NOT_YET: Final = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Key:
-    """What a process shows, and what it takes others by.
+    """Identity of a process, and the authority by which it accepts others.
 
     Attributes:
-        path: of its file.
-        name: in its certificate.
+        path: Path of its file.
+        name: Name in its certificate.
         run: name of the authority.
         accepts, dials: contexts of TLS 1.3 for each side of a connection; both ask for
             a certificate of the same authority.
@@ -109,7 +109,7 @@ class Key:
         """Why a process is not taken, or nothing.
 
         Args:
-            name: in its certificate, which is one of the authority's.
+            name: Name in its certificate, which is one of the authority's.
         """
         if name not in self.revoked():
             return ""
@@ -136,7 +136,8 @@ def make_key(path: Path) -> None:
     """Begin an authority and write its first key, unless there is a file already.
 
     Args:
-        path: of the key; only its owner can read it, and the authority's beside it.
+        path: Path of the key; only its owner can read it, and the authority's beside
+            it.
 
     Raises:
         WhaleError: it cannot be written, or there is no ``openssl``.
@@ -155,8 +156,8 @@ def issue_key(path: Path, name: str, to: Path, *, days: float = DAYS) -> None:
     """Write a key of its own for a process of a run.
 
     Args:
-        path: of the run's first key, beside which its authority lies.
-        name: in the certificate, by which it can be revoked.
+        path: Path of the run's first key, beside which its authority is stored.
+        name: Name in the certificate, by which it can be revoked.
         to: the new file.
         days: for which it is valid, from now on.
 
@@ -181,8 +182,8 @@ def revoke_key(path: Path, name: str) -> None:
     """Take no process any more whose certificate has this name.
 
     Args:
-        path: of a key of the run; processes with a key in the same place obey.
-        name: in the certificates.
+        path: Path of a key of the run; processes with a key in the same place obey.
+        name: Name in the certificates.
 
     Raises:
         WhaleError: the list cannot be written.
@@ -234,7 +235,7 @@ def refused_words(error: ssl.SSLError) -> str:
     """Why a handshake failed, where a certificate was the reason; else nothing.
 
     Args:
-        error: of this side, or told by the other.
+        error: Error of this side, or reported by the other.
     """
     reason = error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError):

@@ -24,7 +24,7 @@ TICK_SECONDS: Final = 0.2
 
 
 class Watched(Protocol):
-    """What the loop watches: a connection, or a socket that listens."""
+    """Connection or listening socket that the loop serves."""
 
     def ready(self, events: int) -> None:
         """It can be read or written."""
@@ -34,7 +34,7 @@ class Watched(Protocol):
 
 
 class Waker:
-    """What a selector of one's own is woken by, from any thread.
+    """Wakes a selector from any thread.
 
     Attributes:
         close: lets go of the sockets.
@@ -49,7 +49,7 @@ class Waker:
         self.close = weakref.finalize(self, _close, self._reads, self._writes)
 
     def fileno(self) -> int:
-        """Of the socket that can be read when it was woken."""
+        """Returns the descriptor of the socket that becomes readable."""
         return self._reads.fileno()
 
     def wake(self) -> None:
@@ -102,8 +102,8 @@ class Loop:
 
         Args:
             link: the socket.
-            watched: is told of them, and of time that passes.
-            events: of ``selectors``; at 0 only time passes.
+            watched: Handler of the events, and of time that passes.
+            events: Events of ``selectors``; at 0 only time passes.
         """
         before = self._watched.get(watched, 0)
         self._watched[watched] = events

@@ -66,7 +66,7 @@ Arrays = Annotated[tuple[np.ndarray, ...], Meta(max_length=MOST_ARRAYS)]
 
 
 class WireError(WhaleError):
-    """What came over a connection is no message of ours."""
+    """Raised for data on a connection that is no valid message."""
 
 
 class MalformedError(WireError):
@@ -93,7 +93,7 @@ class Message(
     tag_field="kind",
     tag=_snake,
 ):
-    """What one process tells another; one that has arrays keeps them in ``arrays``."""
+    """Message between processes; one that has arrays keeps them in ``arrays``."""
 
     @property
     def kind(self) -> str:
@@ -115,7 +115,7 @@ class Question(Message, Generic[A]):
 
 
 def answer_type(question: type[Question[A]]) -> type[A]:
-    """What answers a question, as its class says."""
+    """Returns the type of a question's answer, as its class declares it."""
     for base in getattr(question, "__orig_bases__", ()):
         if get_origin(base) is Question:
             return cast(type[A], get_args(base)[0])
@@ -183,7 +183,7 @@ def encode(
 
     Args:
         message: its arrays are not copied where they are contiguous.
-        most_bytes: that the receiver takes.
+        most_bytes: Largest size that the receiver accepts.
 
     Raises:
         WireError: it is larger than a receiver takes.
@@ -208,12 +208,12 @@ def encode(
 
 
 def too_large(text_bytes: int, array_bytes: int, most_bytes: int) -> str:
-    """What is too much of a message of these sizes; nothing where it is taken.
+    """Describes the excess of a message of these sizes; empty where it is accepted.
 
     Args:
-        text_bytes: of its values.
-        array_bytes: of its arrays.
-        most_bytes: that the receiver takes of one message.
+        text_bytes: Bytes of its values.
+        array_bytes: Bytes of its arrays.
+        most_bytes: Largest size of one message that the receiver accepts.
 
     >>> too_large(100, 100, 150)
     '100 bytes of values and 100 of arrays, of at most 150 together'

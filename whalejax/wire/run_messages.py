@@ -1,4 +1,4 @@
-"""What the processes of an elastic run tell each other."""
+"""Messages between the processes of an elastic run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the two sections of a recommender ask each other, and what the answers are.
+"""Questions and answers between the two sections of a recommender.
 
 Steps are numbered in the messages, so that a question may come twice: an update that
 is there already changes nothing, and a lookup of the same step reads the same rows.

@@ -51,12 +51,12 @@ class Refused(WhaleError):
     """A question was answered with words.
 
     Attributes:
-        code: why: ``"stale"`` (a generation or step that is over, or not begun),
-            ``"missing"`` (what was asked for is not held), ``"source"`` (another peer
-            did not answer), ``"late"`` (it did not in time), ``"not finite"``,
-            ``"overflow"`` (a sum or a state that is not finite, of numbers that are),
-            ``"shape"`` (another peer sent what cannot be), ``"answer"`` (what was
-            answered is none), ``"failed"``.
+        code: Reason of the error: ``"stale"`` (a generation or step that is over, or
+            not begun), ``"missing"`` (the requested data is not held), ``"source"``
+            (another peer did not answer), ``"late"`` (it did not in time), ``"not
+            finite"``, ``"overflow"`` (a sum or a state that is not finite, of numbers
+            that are), ``"shape"`` (another peer sent an impossible shape), ``"answer"``
+            (the answer was not valid), ``"failed"``.
         blame: name of the peer that is at fault; empty where nobody else is.
     """
 
@@ -69,7 +69,7 @@ class Gone(WhaleError):
     """A process did not answer, or not in time.
 
     Attributes:
-        late: it did not answer in time; otherwise the connection ended.
+        late: Whether it did not answer in time; otherwise the connection ended.
         hopeless: another key or protocol is in use there; to ask again does not help.
     """
 
@@ -99,8 +99,8 @@ class Service:
 
         Args:
             listening: closed by ``close``.
-            key: of this process.
-            handlers: what answers each question; others are not taken.
+            key: Key of this process.
+            handlers: Handler of each question; others are not accepted.
         """
         self._questions, self._handlers = Messages(*handlers), handlers
         host, port = listening.getsockname()[:2]
@@ -116,7 +116,9 @@ class Service:
         self._workers.end()
 
     def _notice(self, channel: Channel) -> None:
-        """In the loop: something has come; one thread answers what one channel asks."""
+        """Starts a thread for a channel that has received something; one thread answers
+        each.
+        """
         with self._lock:
             if channel in self._served:
                 return
@@ -211,8 +213,8 @@ class Caller:
         """The answer to a question.
 
         Args:
-            address: of the process.
-            question: what is asked.
+            address: Address of the process.
+            question: Question to ask.
             seconds: until the whole answer must be there.
 
         Raises:

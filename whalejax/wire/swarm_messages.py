@@ -1,4 +1,4 @@
-"""What the processes of a swarm ask each other, and what answers each question.
+"""Questions and answers between the processes of a swarm.
 
 A question is safe to send twice: its key is run, generation, step, stage, micro-batch
 and attempt.
@@ -201,7 +201,7 @@ class Stop(Question[StopHeard]):
 
 
 class Call(At):
-    """Of the state after ``state`` steps."""
+    """Call on the state after ``state`` steps."""
 
     state: Whole
     stage: Whole

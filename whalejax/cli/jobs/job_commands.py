@@ -114,7 +114,7 @@ def request_of(command: JobsAddCommand, folder: Path) -> Add:
 
     Args:
         command: The options.
-        folder: In which the job is to run.
+        folder: Folder in which the job is to run.
 
     Raises:
         WhaleError: An option cannot be used; all that are.
@@ -206,7 +206,7 @@ def change(save: Path, name: str, what: What) -> int:
     Args:
         save: Folder of the scheduler.
         name: Name of the job.
-        what: What to do.
+        what: Change to make.
     """
     answer = ask(save, Change(name=name, what=what))
     assert isinstance(answer, Done)

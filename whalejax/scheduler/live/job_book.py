@@ -32,14 +32,14 @@ class LiveJob:
     """A job that was added.
 
     Attributes:
-        request: As it was added.
+        request: Request that added it.
         added_at: Unix time of that.
         batch: Samples of its global batch; 0 before it is planned.
-        options: What it does on its numbers of devices, by prediction.
+        options: Predicted options on its numbers of devices.
         target: Number of devices that it is to have.
         placed: Unix times of decisions about it, with the numbers before and after.
         devices: Names of the devices that it has, by slot.
-        paused, cancelled: It was asked to.
+        paused, cancelled: Whether the user paused or cancelled it.
         launches: Starts of its run since it last came to a new step.
         how, why: Its end; empty before.
         ended_at: Unix time of that.

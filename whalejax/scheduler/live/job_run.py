@@ -42,11 +42,11 @@ _LAST_BYTES: Final = 4000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """What the process is told that keeps a job's supervisor running.
+    """Command of the process that keeps a job's supervisor running.
 
     Attributes:
         home: Folder of the job.
-        options: Those of ``whalejax train`` that a member is told.
+        options: Options of ``whalejax train`` for a member.
         least, most: Numbers of members that the run may have.
         first: Number of members with which it begins.
         devices: Names of devices for ``CUDA_VISIBLE_DEVICES``; None on CPUs.
@@ -65,8 +65,8 @@ class JobRun:
 
     Attributes:
         home: Its folder.
-        reader: What its journal tells.
-        refusal: Why its supervisor last refused to resize it.
+        reader: Reader of its journal.
+        refusal: Reason why its supervisor last refused to resize it.
     """
 
     def __init__(self, home: Path, request: Add, pool: ThreadPoolExecutor) -> None:
@@ -74,7 +74,7 @@ class JobRun:
 
         Args:
             home: Folder of the job.
-            request: As the job was added.
+            request: Request that added the job.
             pool: Threads that ask supervisors.
         """
         self.home, self._request, self._pool = home, request, pool

@@ -46,12 +46,12 @@ _MEMBERS_GO_ON_SECONDS: Final = 0.4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """What a scheduler shares out, and how it decides.
+    """Resources of a scheduler, and its rules.
 
     Attributes:
-        folder: Of its journal, its socket and the jobs.
+        folder: Folder of its journal, its socket and the jobs.
         cluster: Devices, as text.
-        objective: What is to be most.
+        objective: Quantity to maximise.
         every: Seconds between decisions where no job comes or ends.
         resize: Seconds that starts and further devices take, before it was measured.
         horizon: Seconds in which a change has to win what it costs.
@@ -91,7 +91,7 @@ class JobService:
         """Serve until SIGTERM, SIGINT or SIGHUP.
 
         Args:
-            opened: Is told where it listens.
+            opened: Function that receives the text on its address.
 
         Raises:
             WhaleError: Another scheduler has the folder, or it cannot be written.
@@ -163,7 +163,7 @@ class JobService:
         """Answer what was asked, and do what follows from what happened.
 
         Args:
-            seconds: To wait for a request.
+            seconds: Longest wait for a request.
         """
         with contextlib.suppress(queue.Empty):
             while True:
@@ -291,7 +291,7 @@ class JobService:
         return with_measured(table, measured)
 
     def _costs(self) -> Mapping[str, float]:
-        """What changes cost all jobs, by what was measured of any."""
+        """Returns the costs of changes for all jobs, as measured on any."""
         every = ChangeCosts()
         for run in self._runs.values():
             every.add(run.reader.costs)
@@ -310,7 +310,7 @@ class JobService:
         """Do what was asked, or say why not.
 
         Args:
-            request: What was asked.
+            request: Request to answer.
         """
         try:
             match request:
@@ -407,7 +407,7 @@ class JobService:
         return self._full() if self._problem else ""
 
     def _cluster_note(self) -> str:
-        """What is said where the file that describes the cluster is another one now."""
+        """Returns the note on a cluster file that has changed; empty otherwise."""
         if _bytes_of(self._settings.cluster) == self._file:
             return ""
         return (
@@ -418,7 +418,7 @@ class JobService:
 
 
 def _bytes_of(cluster: str) -> bytes:
-    """What is in the file that describes a cluster; nothing where it is none."""
+    """Returns the contents of a cluster's file; empty where it is no file."""
     path = Path(cluster)
     try:
         return path.read_bytes() if path.suffix in (".toml", ".json") else b""

@@ -74,7 +74,7 @@ class LocalSocket:
         """Listen.
 
         Args:
-            folder: Of the scheduler, which holds its lock: a socket that is there is
+            folder: Folder of the scheduler, which holds its lock: an existing socket is
                 that of an earlier one.
         """
         self.requests: queue.SimpleQueue[Asked] = queue.SimpleQueue()
@@ -142,8 +142,8 @@ def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
     """Ask the scheduler of a folder.
 
     Args:
-        folder: Of the scheduler.
-        request: What to ask.
+        folder: Folder of the scheduler.
+        request: Request to send.
         patience: Seconds for a scheduler that is being started to listen.
 
     Raises:

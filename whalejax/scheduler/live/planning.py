@@ -23,13 +23,13 @@ _MOST_SECONDS: Final = 900.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedJob:
-    """What became of planning a job.
+    """Result of planning a job.
 
     Attributes:
         name: Name of the job.
         batch: Samples of its global batch.
         options: Its table, as the journal has it.
-        refusal: Why there is none; empty where there is.
+        refusal: Reason why there is no plan; empty where there is one.
     """
 
     name: str

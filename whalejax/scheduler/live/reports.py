@@ -1,4 +1,4 @@
-"""What is shown of a live job."""
+"""Reports on live jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def report_of(job: LiveJob, run: JobRun, table: ScheduledJob | None) -> JobRepor
     Args:
         job: The job.
         run: Its run.
-        table: What it does on its numbers of devices, where it may have some.
+        table: Table of its options, where it has one.
     """
     reader, request = run.reader, job.request
     held = len(reader.held_slots)

@@ -1,4 +1,4 @@
-"""What commands ask of the scheduler of jobs, and what it answers.
+"""Requests to the scheduler of jobs, and its answers.
 
 Each is one line over a local socket: the name and version of what is spoken, and a
 message of ours as JSON. Anything else is refused where it arrives.
@@ -46,8 +46,8 @@ class Add(Message):
         precision: Words of ``--precision``.
         mesh: Words of ``--mesh``.
         save_every: Steps between checkpoints.
-        seed: Of the model's initial values and of dropout.
-        folder: In which the job runs.
+        seed: Seed of the model's initial values and of dropout.
+        folder: Folder in which the job runs.
     """
 
     name: JobName
@@ -89,13 +89,13 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
             ``cancelled``.
         held, target: Number of devices that it holds, and that it is to have.
         step, steps: Steps that are done, and in all.
-        loss: Of the newest step.
+        loss: Loss of the newest step.
         predicted, measured: Samples a second on the devices that it has.
-        priority: As it was added with.
+        priority: Priority with which it was added.
         added_at, started_at, ended_at: Unix time; None where it has not come to that.
-        resizes: How often its devices changed since its first start.
+        resizes: Number of changes of its devices since its first start.
         seconds_left: Until it would end on the devices that it has.
-        why: Of its end, or what it waits for.
+        why: Reason of its end, or of its waiting.
         folder: Its logs, journal and checkpoints.
     """
 
@@ -126,7 +126,7 @@ class Jobs(Message):
         cluster: Devices in words.
         devices: Number of devices.
         pid: Number of the scheduler's process.
-        notes: What is wrong with its disk or its cluster file, if anything.
+        notes: Problems of its disk or its cluster file, if any.
     """
 
     jobs: list[JobReport]
@@ -138,13 +138,14 @@ class Jobs(Message):
 
 
 class Done(Message):
-    """What was asked is written down; ``note`` says what else there is to know."""
+    """Answer to a request that was recorded; ``note`` says what else there is to know.
+    """
 
     note: Text = ""
 
 
 class Refused(Message):
-    """What was asked cannot be, and nothing has changed."""
+    """Answer to a request that is impossible; nothing has changed."""
 
     why: Text
 

@@ -1,4 +1,4 @@
-"""What the journal of an elastic run tells its scheduler, read as it grows.
+"""Reads the journal of an elastic run for its scheduler, as it grows.
 
 How many members the run is to have, which of their processes are there, how far it is,
 how fast it is with how many members, and what its changes cost.
@@ -39,7 +39,7 @@ class _Pace:
 
 @dataclass(slots=True, kw_only=True)
 class ChangeCosts:
-    """What changes of devices cost that were measured, in seconds.
+    """Measured costs of changes of devices, in seconds.
 
     Attributes:
         starts: From a decision to the first step, less a step.
@@ -114,10 +114,10 @@ class RunReader:
         size: Members that it is to have; 0 before it has said.
         members: Number of members of the newest generation.
         step: Newest step that is done, of all runs.
-        loss: Of that step.
-        ending: How the newest run ended, and why; None while it goes on.
+        loss: Loss of that step.
+        ending: Outcome of the newest run, and its reason; None while it goes on.
         drains: The newest run was told to end.
-        costs: What changes cost.
+        costs: Measured costs of changes.
         first_step_at: Unix time of the first step of all.
         failures: By slot, number of processes in a row that ended before they were
             ready for steps.
@@ -174,7 +174,7 @@ class RunReader:
         return {name: one.pid for name, one in self._processes.items()}
 
     def steps_per_second(self) -> dict[int, float]:
-        """By number of members, where it was measured."""
+        """Returns the measured speed by number of members."""
         return {
             count: pace.steps / pace.seconds
             for count, pace in self._paces.items()
@@ -228,7 +228,7 @@ class RunReader:
             self.step, self.loss = step, said["loss"]
 
     def _measure(self, generation: int, at: float, last_at: float) -> None:
-        """What the change cost that this generation is the outcome of."""
+        """Measures the cost of the change that led to this generation."""
         count, begun_at = self._begun[generation]
         asked = next((a for a in reversed(self._asked) if a.at <= begun_at), None)
         if asked is None or asked.after != count:
