@@ -24,15 +24,16 @@ from whalejax.meshes.ratings import catalogue_text as catalogue_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How devices are joined at one level, per device and in one direction.
+    """Link between devices at one level, per device and in one direction.
 
     Attributes:
-        name: such as ``"nvlink"``.
-        bandwidth_bytes_per_second: of one device; of one link of a torus.
+        name: Name such as ``"nvlink"``.
+        bandwidth_bytes_per_second: Rate of one device; of one link of a torus.
         hop_seconds: latency of one step of a collective.
         base_seconds: cost of starting a collective.
-        peers: how many others each device has a link of its own to, the bandwidth being
-            that of all these links; 0 where a switch gives it all to any of them.
+        peers: Number of other devices to which each has a link of its own, the
+            bandwidth being that of all these links; 0 where a switch gives it all to
+            any of them.
     """
 
     name: str
@@ -48,10 +49,10 @@ class Torus:
 
     Attributes:
         link: one of its links.
-        dims: how many dimensions.
+        dims: Number of dimensions.
         wrap_multiple: an axis wraps where its length is a multiple of this.
         wrap_needs_all: no axis wraps unless all do.
-        max_chips: in one slice.
+        max_chips: Largest number of chips in one slice.
     """
 
     link: Link
@@ -61,7 +62,7 @@ class Torus:
     max_chips: int
 
     def wraps(self, lengths: tuple[int, ...]) -> tuple[bool, ...]:
-        """Which axes of a slice of these lengths are rings rather than lines."""
+        """Returns which axes of a slice of these lengths are rings rather than lines."""
         each = tuple(length % self.wrap_multiple == 0 for length in lengths)
         if self.wrap_needs_all:
             return (all(each) and len(lengths) == self.dims,) * len(lengths)
@@ -75,17 +76,18 @@ class Entry:
     Attributes:
         kind: the device.
         aliases: other names for it in a cluster's text.
-        jax_names: what ``jax.Device.device_kind`` says for it.
+        jax_names: Values of ``jax.Device.device_kind`` for it.
         node: link inside a node, None for a torus.
-        node_devices: how many devices a node holds at most.
+        node_devices: Largest number of devices of a node.
         chip: link between the devices of one chip, where a chip is several.
-        chip_devices: how many devices a chip is.
+        chip_devices: Number of devices of a chip.
         torus: None for kinds that are joined in nodes.
         network: link between nodes or slices; None where nothing is known.
         domain: link between the nodes that one switch joins, where there is one beyond
             a node.
-        domain_devices: how many devices such nodes hold together.
-        sources: of every number of this entry; ``kind.sources`` has the device's.
+        domain_devices: Number of devices that such nodes hold together.
+        sources: Sources of every number of this entry; ``kind.sources`` has the
+            device's.
     """
 
     kind: DeviceKind
@@ -149,7 +151,7 @@ def is_kind(name: str) -> bool:
 
 
 def unknown_kind(name: str) -> str:
-    """What to say of a name that is no kind's: the nearest ones, with a space last."""
+    """Returns the hint on an unknown kind: the nearest names, with a space last."""
     known = tuple(_by_name())
     near = difflib.get_close_matches(name.strip().lower(), known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""

@@ -40,9 +40,9 @@ class Table:
     value the default, or a harmless stand-in, is returned, so that reading goes on.
 
     Args:
-        data: what was parsed.
-        path: where it stands, for messages; empty at the top.
-        problems: where they are recorded.
+        data: Parsed data.
+        path: Path of the table in the file, for messages; empty at the top.
+        problems: Collector of the errors.
     """
 
     def __init__(self, data: object, path: str, problems: Problems) -> None:
@@ -174,8 +174,8 @@ def toml_text(data: Mapping[str, Any]) -> str:
     """A TOML document; ``None`` values are left out.
 
     Args:
-        data: of strings, numbers, booleans, tables, and lists of tables. Tables that
-            hold only numbers are written in one line.
+        data: Strings, numbers, booleans, tables, and lists of tables. Tables that hold
+            only numbers are written in one line.
 
     Example:
         >>> print(toml_text({"a": 1, "b": {"c": "x", "d": {"e": 0.5}}}), end="")

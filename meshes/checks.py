@@ -106,7 +106,7 @@ def plain(value: Any) -> Any:
     through; what is neither is returned as it is.
 
     Args:
-        value: of an option or a field that was checked, or will be.
+        value: Value of an option or a field that was checked, or will be.
 
     >>> plain({"data": np.int64(2)}), plain(np.array([5, 3])), plain((np.int32(1), "a"))
     ({'data': 2}, [5, 3], (1, 'a'))
@@ -263,7 +263,7 @@ def check_fields(
     large ones cost little.
 
     Args:
-        instance: of a dataclass with annotations that can be resolved.
+        instance: Instance of a dataclass with annotations that can be resolved.
         title: for the message.
         kind: the exception to raise.
 
@@ -341,7 +341,7 @@ def _all_fit(value: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """What a type is called in a message."""
+    """Returns the name of a type in a message."""
     if hint is type(None):
         return "None"
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

@@ -27,9 +27,9 @@ class Cluster(ClusterData):
     """Devices and how they are joined, in the order that meshes number them.
 
     Attributes:
-        nodes: in order; devices are numbered node by node.
-        levels: of links, innermost first; their sizes multiply to the devices.
-        compiler: what the platform's compiler does to collectives.
+        nodes: Nodes in order; devices are numbered node by node.
+        levels: Levels of links, innermost first; their sizes multiply to the devices.
+        compiler: Effect of the platform's compiler on collectives.
         links: ``[from][to]``, bytes per second between each two devices, where they
             are known one by one; empty where the levels say all.
 
@@ -127,7 +127,7 @@ class Cluster(ClusterData):
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
     ) -> dict[str, str]:
-        """What a notebook shows."""
+        """Returns the notebook's bundle of the cluster."""
         from whalejax.display.clusters import bundle
 
         return bundle(self)

@@ -62,7 +62,7 @@ class ClusterData:
 
     @property
     def num_devices(self) -> int:
-        """How many devices there are in all."""
+        """Returns the number of devices in all."""
         return sum(node.count for node in self.nodes)
 
     @property
@@ -86,7 +86,7 @@ class ClusterData:
         By FLOP/s of a large one in that type, then by memory speed.
 
         Args:
-            dtype: of their operands, as numpy names it.
+            dtype: Type of their operands, as numpy names it.
 
         Example:
             >>> from whalejax.meshes import cluster
@@ -134,7 +134,9 @@ class ClusterData:
 
     @property
     def price_per_hour(self) -> float | None:
-        """Of all devices, used or not; None where some kind has no price."""
+        """Returns the hourly price of all devices, used or not; None where some kind
+        has no price.
+        """
         total = 0.0
         for node in self.nodes:
             if node.kind.price_per_hour is None:
@@ -146,8 +148,8 @@ class ClusterData:
         """The same cluster with prices.
 
         Args:
-            prices: of one device for an hour, by the name of its kind, in one currency;
-                kinds that the cluster lacks are passed over.
+            prices: Hourly price of one device, by the name of its kind, in one
+                currency; kinds that the cluster lacks are ignored.
 
         Raises:
             WhaleError: a price that is no number above zero.
@@ -175,7 +177,7 @@ class ClusterData:
         """The same with what its compiler does under some options.
 
         Args:
-            options: of the compiler; see ``CompilerProfile.under``.
+            options: XLA options of the compiler; see ``CompilerProfile.under``.
         """
         compiler = self.compiler.under(options)
         return dataclasses.replace(self, compiler=compiler)
@@ -184,7 +186,8 @@ class ClusterData:
         """Devices that follow each other, as one of the equal parts it is cut into.
 
         Args:
-            num_devices: of a part; divides the devices, or those that are used.
+            num_devices: Number of devices of a part; divides the devices, or those that
+                are used.
             first: number of the first device.
 
         Raises:
@@ -258,8 +261,8 @@ class ClusterData:
         """The same cluster with other memory on devices of some kinds.
 
         Args:
-            memory_bytes: of one device, by the name of its kind; others stay as they
-                are.
+            memory_bytes: Memory of one device, by the name of its kind; others stay as
+                they are.
 
         Example:
             >>> from whalejax.meshes import cluster
@@ -318,7 +321,7 @@ def check_level(index: int, level: Level, problems: Problems) -> None:
     Args:
         index: its place, innermost first.
         level: the level.
-        problems: where to record it.
+        problems: Collector of the errors.
     """
     where = f"levels.{index} ({quoted(level.name, str)})"
     check_name(f"levels.{index}.name", level.name, problems)

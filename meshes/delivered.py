@@ -1,4 +1,4 @@
-"""What is known of the speed of kinds of devices, in words for plans and estimates.
+"""Describes the known speeds of kinds of devices, for plans and estimates.
 
 A kind that was measured needs no words. Of one that was not, its generation speaks, or
 the one that stands in for it, and how far that may be off is said with it.
@@ -24,8 +24,8 @@ def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]
     """One note for each kind whose products in a type nobody measured.
 
     Args:
-        kinds: of devices.
-        dtype: that the model computes in.
+        kinds: Kinds of devices.
+        dtype: Type in which the model computes.
 
     >>> from whalejax.meshes import device_kind
     >>> efficiency_notes([device_kind("a100-80")], "bf16")

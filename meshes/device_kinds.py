@@ -1,4 +1,5 @@
-"""What one device can do: memory, bandwidth and FLOP/s, from a datasheet or measured.
+"""Capabilities of one device: memory, bandwidth and FLOP/s, from a datasheet or
+measured.
 
 ``DeviceKind`` is the only description of a device that the planner reads. It answers in
 seconds, so that no other module decides how a peak becomes a time: measured points
@@ -58,8 +59,8 @@ class DeviceKind:
     """One kind of device, as the planner sees it.
 
     Attributes:
-        name: as written in a cluster's text, such as ``"h100"``.
-        label: as displayed; the name where empty.
+        name: Name in a cluster's text, such as ``"h100"``.
+        label: Name for displays; ``name`` where empty.
         platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
         memory_bytes: capacity of one device.
         memory_bytes_per_second: between its memory and its cores.
@@ -85,15 +86,15 @@ class DeviceKind:
             them on CPUs; None where it takes no longer than to read and write them.
         convolution_share: rate of convolutions, forward and backward, over that of
             products of the same sizes; None where they are alike.
-        cores: that take the tiles of a product one by one (a GPU's streaming
-            multiprocessors); 0 where tiles do not matter.
-        generation: of the design, such as ``"ampere"``: kinds of one that were measured
-            say how fast those are that were not.
-        watts: of the board; see ``ratings.POWER``.
+        cores: Number of cores that take the tiles of a product one by one (a GPU's
+            streaming multiprocessors); 0 where tiles do not matter.
+        generation: Generation of the design, such as ``"ampere"``: measured kinds of
+            one give the speed of the others.
+        watts: Power of the board; see ``ratings.POWER``.
         timed_models: models whose micro-batches were measured on this kind.
-        price_per_hour: of one device, in whatever currency it was given; None where
-            nobody said. The catalogue has none: prices are the user's.
-        sources: where each number comes from.
+        price_per_hour: Price of one device for an hour, in any currency; None where
+            none was given. The catalogue has none: prices are the user's.
+        sources: Source of each number.
     """
 
     name: str
@@ -159,7 +160,9 @@ class DeviceKind:
 
     @property
     def attention_generation(self) -> int:
-        """Which attention kernels are written for it; see ``Framework``."""
+        """Returns the generation of attention kernels that are written for it; see
+        ``Framework``.
+        """
         if self.family in ("p100", "v100"):
             return VOLTA
         return 9 if self.family in ("h100", "h200", "b200", "gh200") else 8
@@ -243,10 +246,11 @@ class DeviceKind:
         return self.multiplies_in("bf16") == "f32"
 
     def efficiency_in(self, dtype: str) -> Efficiency:
-        """What this kind reaches of its peak in a type, and whose measurement it is.
+        """Returns this kind's fraction of its peak in a type, and whose measurement it
+        is.
 
         Args:
-            dtype: that it multiplies in.
+            dtype: Type in which it multiplies.
         """
         name = dtype_name(dtype)
         if name not in self._efficiency:
@@ -262,7 +266,7 @@ class DeviceKind:
         Args:
             dtype: one of ``DTYPES`` or a numpy name.
             m, k, n: an (m, k) matrix times a (k, n) matrix; arrays give an array.
-            batch: how many of them one operation does.
+            batch: Number of products in one operation.
         """
         for name, side in (("m", m), ("k", k), ("n", n), ("batch", batch)):
             _check_amount(name, side, above_zero=True)
@@ -358,7 +362,9 @@ class DeviceKind:
 
     @property
     def least_product_seconds(self) -> float:
-        """What any product takes beyond ``op_overhead_seconds``; 0 if unknown."""
+        """Returns the least seconds of any product beyond ``op_overhead_seconds``; 0 if
+        unknown.
+        """
         return self._product_seconds
 
     @property
@@ -413,7 +419,7 @@ class DeviceKind:
 
         Args:
             moved_bytes: read plus written, on one device; arrays give an array.
-            transcendentals: how many exp, tanh, log and the like it evaluates.
+            transcendentals: Number of exp, tanh, log and the like that it evaluates.
 
         Example:
             >>> from whalejax.meshes import device_kind
@@ -458,8 +464,8 @@ def check_name(where: str, name: str, problems: Problems) -> None:
 
     Args:
         where: the parameter, for the message.
-        name: of a kind, a level or whatever else reaches terminals and charts.
-        problems: where to record it.
+        name: Name of a kind, a level or whatever else reaches terminals and charts.
+        problems: Collector of the errors.
     """
     if not isinstance(name, str) or not is_shown_as_written(name):
         problems.add(

@@ -38,8 +38,8 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn of the line that called us from outside, however deep in here that is.
 
     Args:
-        text: of the warning.
-        category: of the warning.
+        text: Text of the warning.
+        category: Category of the warning.
     """
     ours = os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__
     level, frame = 2, sys._getframe(1)
@@ -55,7 +55,7 @@ class Problems:
     itself failed.
 
     Args:
-        title: what was being checked, such as ``"cluster 'h100'"``.
+        title: Subject of the checks, such as ``"cluster 'h100'"``.
         kind: the exception to raise.
 
     Example:

@@ -1,4 +1,4 @@
-"""What devices deliver of their datasheets' peaks, fitted to what was published.
+"""Fractions of the datasheets' peaks that devices deliver, fitted to published runs.
 
 One set of constants for each platform, fitted to training steps, and efficiencies by
 kind and type, fitted to training steps or to single layers, read from ``fitted.toml``,
@@ -52,34 +52,34 @@ class Achieved:
         tile_medium, tile_small, tile_smallest: speed of the last three of ``TILES``, as
             shares of that of the first two.
         tile_idle: part of the cores that the last round of tiles leaves idle.
-        attention: of the peak, in a fused attention kernel.
-        attention_before: of that, for each generation by which the kernel is older than
+        attention: Fraction of the peak in a fused attention kernel.
+        attention_before: Factor for each generation by which the kernel is older than
             the device.
         attention_half: sequence at which such a kernel reaches half of that.
         unaligned: speed of a product in an eager framework, for each halving of the
             16 bytes by which its sizes should divide.
-        memory: of the bandwidth of memory.
+        memory: Fraction of the bandwidth of memory.
         kernel_seconds: cost of every kernel of a compiled program.
         launch_seconds: the same where a host launches operations one by one.
-        dispatch_seconds: of the host for one operation, where it launches them.
-        micro_seconds: of the host between two micro-batches, where it launches them.
-        jitter_seconds: how much later the slowest of two hosts comes to a collective.
+        dispatch_seconds: Host's time for one operation, where it launches them.
+        micro_seconds: Host's time between two micro-batches, where it launches them.
+        jitter_seconds: Delay of the slower of two hosts at a collective.
         blend: exponent by which the device's and the host's time become one: a maximum
             whose corner is rounded, as neither is alike from operation to operation.
-        node: of the bandwidth inside a node, or of a torus, where the family of kinds
-            has no share of its own.
-        node_seconds: that a collective inside a node takes to come up to its bandwidth.
-        network: of the bandwidth between nodes or slices.
-        point: of either, for what one pipeline stage sends another.
-        ring_seconds: of one hop of a reduce-scatter or all-gather over data ranks.
-        bucket_bytes: that such a collective takes at once.
+        node: Fraction of the bandwidth inside a node, or of a torus, where the family
+            of kinds has none of its own.
+        node_seconds: Time in which a collective inside a node reaches its bandwidth.
+        network: Fraction of the bandwidth between nodes or slices.
+        point: Fraction of either bandwidth between two pipeline stages.
+        ring_seconds: Time of one hop of a reduce-scatter or all-gather over data ranks.
+        bucket_bytes: Bytes that such a collective handles at once.
         overlap_gradients: part of their reduction that hides behind computation, in
             frameworks that try.
         overlap_parameters: the same for gathering them.
         overlap_layers: the same for collectives inside layers.
-        update_bytes: that the optimizer moves for a parameter.
-        step_seconds: of every step.
-        reserve_bytes: of device memory that the runtime keeps for itself.
+        update_bytes: Bytes that the optimizer moves for a parameter.
+        step_seconds: Fixed time of every step.
+        reserve_bytes: Device memory that the runtime keeps for itself.
     """
 
     half_depth: float
@@ -152,8 +152,8 @@ class Efficiency:
     """The largest share of its peak that a kind reaches in products of a type.
 
     Attributes:
-        share: of the peak.
-        measured: that kind itself was measured, in that type.
+        share: Fraction of the peak.
+        measured: Whether that kind itself was measured, in that type.
         of: kinds or families whose measurements it is made of; empty where it is no
             more than what most devices reach.
     """
@@ -176,7 +176,7 @@ class Constants:
         blocks: (kind, type) to the same share as ``efficiency``, as single layers tell.
         memory: kind to the share of its bandwidth of memory, where it is not the
             platform's.
-        sources: whose training steps.
+        sources: Runs whose training steps were fitted.
     """
 
     platforms: Mapping[str, Achieved]
@@ -187,7 +187,9 @@ class Constants:
     sources: str = ""
 
     def node_of(self, family: str, platform: str) -> float:
-        """What links inside a node deliver: a family's, or those of one like it."""
+        """Returns the delivered fraction of links inside a node: a family's, or a
+        similar one's.
+        """
         if family in self.node:
             return self.node[family]
         for generation in _line(_generation(family)):
@@ -206,9 +208,9 @@ class Constants:
         FLOP/s; or on the generation that stands in for it.
 
         Args:
-            kind: of device.
-            dtype: that it multiplies in, one of ``DTYPES``, or ``TUNED``.
-            default: of a kind that is like none; ``ASSUMED`` if left out.
+            kind: Kind of device.
+            dtype: Type in which it multiplies, one of ``DTYPES``, or ``TUNED``.
+            default: Value for a kind that is similar to none; default: ``ASSUMED``.
         """
         wanted = width_of(dtype)
         near, (first, *others) = _NEAR.get(wanted, ()), (*_line(kind.generation), "")
@@ -224,11 +226,12 @@ class Constants:
         return Efficiency(share=share, measured=False, of=())
 
     def _like(self, kind: Rated, generation: str, width: str) -> Efficiency | None:
-        """What was measured in a type, of a generation the mean of its kinds.
+        """Returns the measurement in a type; of a generation the mean of its kinds.
 
         Args:
-            kind: of device.
-            generation: whose kinds count; the kind itself or its family if empty.
+            kind: Kind of device.
+            generation: Generation whose kinds count; the kind itself or its family if
+                empty.
             width: from ``width_of``.
         """
         if not generation:
@@ -269,7 +272,9 @@ class Constants:
         return Efficiency(share=share, measured=False, of=tuple(shares))
 
     def memory_of(self, kind: Rated) -> float:
-        """What a kind's memory delivers of its bandwidth: measured, or as its like."""
+        """Returns the delivered fraction of a kind's memory bandwidth: measured, or a
+        similar kind's.
+        """
         for name in (kind.name, kind.family):
             if name in self.memory:
                 return self.memory[name]
@@ -301,7 +306,7 @@ _TYPE = {TUNED: "bf16"}
 
 
 def _generation(name: str) -> str:
-    """That of a kind or of a family."""
+    """Returns the generation of a kind or of a family."""
     found = rating_of(name)
     return found.generation if found is not None else ""
 
@@ -314,7 +319,9 @@ def _line(generation: str) -> Iterator[str]:
 
 
 def width_of(dtype: str) -> str:
-    """What efficiency counts for a type: bf16 for both of 16 bits, f32 for f64."""
+    """Returns the type under which efficiency is recorded: bf16 for both of 16 bits,
+    f32 for f64.
+    """
     wide = {"f32": "f32", "f64": "f32"}
     kept = ("tf32", "f8", "f4", TUNED)
     return wide.get(dtype, dtype if dtype in kept else "bf16")
@@ -360,14 +367,14 @@ CORE = 312e12 / 108
 
 
 def pace_of(peak_flops: Any, cores: Any) -> Any:
-    """How fast one core is, over that for which the curve's sizes are given.
+    """Returns the speed of one core over that for which the curve's sizes are given.
 
     What a core waits for at the start of a tile, and what it writes at its end, take
     as long as ever, so that a faster core needs longer products for the same share.
 
     Args:
-        peak_flops: of the device, in one type.
-        cores: as in ``shape_share``.
+        peak_flops: Peak of the device, in one type.
+        cores: Number of cores, as in ``shape_share``.
     """
     return np.where(cores > 0, peak_flops / np.maximum(1.0, cores) / CORE, 1.0)
 
@@ -379,8 +386,9 @@ def shape_share(
 
     Args:
         m, k, n: an (m, k) matrix times a (k, n) matrix.
-        batch: how many of them one operation does.
-        cores: that take its tiles one by one; 0 where tiles do not matter.
+        batch: Number of products in one operation.
+        cores: Number of cores that take its tiles one by one; 0 where tiles do not
+            matter.
         curve: the platform's ``Achieved``, or something with arrays for its fields.
         pace: from ``pace_of``.
     """
@@ -438,8 +446,8 @@ def write(found: Constants, path: str | os.PathLike[str], sources: str) -> None:
     """Write constants as the TOML that ``read`` reads.
 
     Args:
-        found: what was fitted.
-        path: where.
+        found: Constants that were fitted.
+        path: Path of the file.
         sources: names of the runs that it was fitted to.
     """
     lines = [

@@ -34,7 +34,9 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cpu_cores(cgroup: Path = _CGROUP) -> float:
-    """How many cores this process may use: its affinity, cut by its quota."""
+    """Returns the number of cores that this process may use: its affinity, cut by its
+    quota.
+    """
     if hasattr(os, "sched_getaffinity"):
         cores = float(len(os.sched_getaffinity(0)))
     else:

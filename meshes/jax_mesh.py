@@ -36,7 +36,8 @@ def build_mesh(
 
     Args:
         axes: (name, size), outermost first; the last one joins neighbouring devices.
-        devices: in the cluster's order, node by node; ``jax.devices()`` if None.
+        devices: Devices in the cluster's order, node by node; ``jax.devices()`` if
+            None.
         allow_idle: take the first devices and leave the rest without work.
         order: for each place of the mesh, the number of its device among them; as
             they come if left out.
@@ -119,7 +120,7 @@ def automatic_axes(mesh: Any) -> frozenset[str]:
     """Axes of a mesh that are left to the compiler; those of ``shard_map`` are manual.
 
     Args:
-        mesh: of devices, or the abstract one inside ``shard_map``.
+        mesh: Mesh of devices, or the abstract one inside ``shard_map``.
     """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(axis for axis, kind in kinds if kind != AxisType.Manual)
@@ -137,7 +138,7 @@ def on_automatic_axes(
 
     Args:
         function: takes and gives the parts that one device has.
-        mesh: of devices, or the abstract one inside ``shard_map``.
+        mesh: Mesh of devices, or the abstract one inside ``shard_map``.
         inputs, outputs: PartitionSpecs over these axes.
     """
     axes = automatic_axes(mesh)
@@ -187,7 +188,7 @@ def are_devices(devices: Any) -> bool:
     """Whether it holds devices, one or more.
 
     Args:
-        devices: what somebody gave as such.
+        devices: Argument in the place of devices.
     """
     if isinstance(devices, str | bytes | type) or not isinstance(devices, Iterable):
         return False

@@ -22,7 +22,7 @@ def check_kind(name: str, beside: ClusterData | None) -> None:
 
     Args:
         name: the name.
-        beside: what the file holds already, if it is to stay.
+        beside: Contents of the file, if they are to stay.
 
     Raises:
         WhaleError: the name is malformed, or another kind's.
@@ -44,8 +44,8 @@ def check_replaced(name: str, there: ClusterData) -> None:
     """Refuse to write one kind over a file that describes others.
 
     Args:
-        name: of the kind.
-        there: what the file holds.
+        name: Name of the kind.
+        there: Contents of the file.
 
     Raises:
         WhaleError: kinds of other names.
@@ -62,7 +62,7 @@ def renamed(cluster: ClusterData, name: str) -> ClusterData:
     """The same devices, all of one kind, under another name, shown by it, too.
 
     Args:
-        cluster: of one kind.
+        cluster: Cluster of one kind.
         name: the kind's.
 
     Example:
@@ -82,7 +82,7 @@ def check_joined(first: ClusterData, platform: str) -> None:
 
     Args:
         first: the cluster.
-        platform: of the others.
+        platform: Platform of the other devices.
 
     Raises:
         WhaleError: a torus or links between single devices, which a network does not
@@ -109,8 +109,8 @@ def joined(
     all that is known of either, and where none is, the slower link of the nodes.
 
     Args:
-        first, second: of nodes, and of one platform.
-        network: of such hosts as the second's, where that is known.
+        first, second: Clusters of nodes, and of one platform.
+        network: Network between hosts like the second's, where it is known.
 
     Raises:
         WhaleError: a torus or links between single devices, which a network does not

@@ -1,4 +1,4 @@
-"""What was measured of one kind of device, point by point, and what lies between.
+"""Measurements of one kind of device, point by point, and the values between.
 
 Apart from ``kinds``, which says what a device does with them: here are the facts that
 a file of a cluster holds, where each comes from, and their interpolation.
@@ -19,14 +19,15 @@ from whalejax.meshes.checks import check_fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where one number comes from.
+    """Source of one number.
 
     Attributes:
         field: the number, such as ``"flops_per_second.bf16"``; ``"*"`` for all.
-        url: of the document; ``"measured: ..."`` names the command that measured it
-            and ``"assumption: ..."`` says what stands in for an unpublished number.
-        title: of the document.
-        date: of its publication, or of the measurement, as ``YYYY-MM`` or
+        url: Address of the document; ``"measured: ..."`` names the command that
+            measured it and ``"assumption: ..."`` says what stands in for an unpublished
+            number.
+        title: Title of the document.
+        date: Date of its publication, or of the measurement, as ``YYYY-MM`` or
             ``YYYY-MM-DD``.
     """
 
@@ -103,7 +104,7 @@ HARDLY_MORE = 2.0
 
 
 def least_seconds(points: Sequence[MatmulPoint]) -> float:
-    """What any product takes on a device, however little it multiplies.
+    """Returns the least time of any product on a device, however little it multiplies.
 
     The shortest one that was measured, where others took twice as long; where all are
     as short, or there is one alone, nothing is known of it.
@@ -121,7 +122,7 @@ def wide_rates(
     Those that are wide, alone, and took well longer than any product takes.
 
     Args:
-        points: that were measured.
+        points: Measured points.
         least: seconds of each that are not counted in the rates.
     """
     found: dict[str, list[tuple[float, float]]] = {}
@@ -138,14 +139,14 @@ def wide_rates(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedModel:
-    """What a micro-batch of one model was measured to take on one device.
+    """Measured time of one model's micro-batch on one device.
 
     Attributes:
         weights: ``Plan.weights_hash`` of the model.
-        samples: of the micro-batch.
+        samples: Number of samples of the micro-batch.
         seconds: measured, forward and backward.
-        predicted_seconds: what the planner then expected of this device.
-        title: what the model is called.
+        predicted_seconds: Planner's expectation for this device at the time.
+        title: Name of the model.
     """
 
     weights: str

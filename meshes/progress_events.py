@@ -29,7 +29,7 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
     """Hear what is told inside the block.
 
     Args:
-        listener: is given what begins.
+        listener: Function that receives the name of each activity.
 
     >>> heard = []
     >>> with listening(heard.append):

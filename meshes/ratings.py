@@ -1,4 +1,4 @@
-"""What the catalogue's data sheets say that efficiencies are carried over by.
+"""Carries efficiencies over by the data sheets of the catalogue.
 
 A kind that was never measured is taken for as efficient as those of its generation
 that were, in proportion to the power that its board has for each FLOP/s of its peak.
@@ -18,7 +18,7 @@ from whalejax.meshes.dtypes import FALLBACKS
 
 
 class Rated(Protocol):
-    """What is asked of a kind of device here."""
+    """Kind of device, as far as it is read here."""
 
     @property
     def name(self) -> str: ...
@@ -39,8 +39,8 @@ class Rating:
     """A kind of the catalogue, as far as its data sheet rates it.
 
     Attributes:
-        name, platform, generation: as in ``DeviceKind``.
-        watts: of the board; None where nobody says.
+        name, platform, generation: Fields of ``DeviceKind``, unchanged.
+        watts: Power of the board; None where no source gives it.
         flops_per_second: (type, dense peak) pairs.
     """
 
@@ -87,7 +87,7 @@ def watts_ratio(one: Rated, other: Rated, dtype: str) -> float:
 
 
 def _peak(kind: Rated, dtype: str) -> float:
-    """In a type, or in what stands in for it; 0 where nothing does."""
+    """Returns the peak in a type, or in its replacement; 0 where there is none."""
     peaks = dict(kind.flops_per_second)
     return next((peaks[d] for d in FALLBACKS.get(dtype, (dtype,)) if d in peaks), 0.0)
 

@@ -33,7 +33,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a file.
 
     Args:
-        path: of a regular file: pipes and devices may never answer, or never end.
+        path: Path of a regular file: pipes and devices may never answer, or never end.
 
     Raises:
         OSError: it is not there, or cannot be opened.
@@ -110,7 +110,7 @@ def check_depth(data: Any) -> None:
     """Refuse lists and tables inside each other, more than anything of ours has.
 
     Args:
-        data: of JSON or TOML.
+        data: Data of JSON or TOML.
 
     Raises:
         Unreadable: it nests deeper than ``MOST_DEPTH``, or holds itself.

@@ -70,8 +70,8 @@ def quoted(value: object, write: Callable[[Any], str] = repr) -> str:
     """A value as an error shows it: on one line, escaped, and not at length.
 
     Args:
-        value: of a file, or of a user.
-        write: what makes text of it.
+        value: Value of a file, or of a user.
+        write: Function that makes text of it.
 
     >>> quoted({"a": 1}), quoted("x\\n")
     ("{'a': 1}", "'x\\\\n'")

@@ -32,17 +32,17 @@ class Level:
     is ``shared``, the payload counts whole and the latency once for each member.
 
     Attributes:
-        name: of the link, such as ``"nvlink"``.
-        size: how many groups are joined; the sizes multiply to the devices.
+        name: Name of the link, such as ``"nvlink"``.
+        size: Number of groups that are joined; the sizes multiply to the devices.
         bandwidth_bytes_per_second: per device, one direction. On a ring of a torus
             it is that of both links of the axis together.
-        latency_seconds: of one all-gather over the whole level.
+        latency_seconds: Latency of one all-gather over the whole level.
         torus: the level is one axis of a torus; adjoining ones form one torus.
         slowdown: (collective, factor) pairs by which it was measured to differ from
             the formula; names as in ``"all-to-all"``.
         shared: the members are threads over one memory, as virtual CPU devices are:
             each of them reads and writes the payload, however many there are.
-        peers: how many others each member has a link of its own to, as four GPUs
+        peers: Number of other members to which each has a link of its own, as four GPUs
             without a switch have; the bandwidth is that of all these links, and a
             collective among fewer members uses those between them. 0 where a switch
             gives all of it to any of them.
@@ -85,7 +85,7 @@ class Level:
         return detour(self.peers, size) if self.peers else 1.0
 
     def waits(self, size: Any) -> Any:
-        """How many latencies one round among so many members takes."""
+        """Returns the number of latencies in one round among so many members."""
         return (size > 1) * (size if self.shared else 1.0)
 
 
@@ -106,7 +106,7 @@ RETIRED_FACTS: Final = ("keeps_halos",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilerProfile:
-    """What the compiler of a platform makes of partial sums.
+    """Treatment of partial sums by a platform's compiler.
 
     Attributes:
         merge_partials: adds partial sums up before it reduces them over devices once,
@@ -195,10 +195,10 @@ class CompilerProfile:
         problems.raise_if_any()
 
     def under(self, options: Mapping[str, Any]) -> CompilerProfile:
-        """What the compiler does under options that change collectives.
+        """Returns the profile under options that change collectives.
 
         Args:
-            options: of the compiler; those not known here change nothing.
+            options: XLA options of the compiler; unknown ones change nothing.
 
         >>> COMPILERS["tpu"].under({KEEPS_SCATTERS: True}).scatters_whole_torus
         True

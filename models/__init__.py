@@ -81,7 +81,7 @@ def widened(name: str, overrides: Mapping[str, Any]) -> dict[str, int]:
 
     Args:
         name: one of ``available()``.
-        overrides: as for ``job``.
+        overrides: Changes of the configuration, by name.
 
     Returns:
         ``mlp`` and ``heads`` in proportion to ``embed``, as far as the model has them,

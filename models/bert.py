@@ -268,7 +268,7 @@ def job(
         learning_rate: reached after the warm-up, then constant.
         warmup_steps: steps over which the learning rate rises.
         deterministic: leave dropout out.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
         changes: fields of ``BertConfig``.
 
     Raises:

@@ -34,7 +34,7 @@ class Bottleneck(nnx.Module):
         """Make its parameters.
 
         Args:
-            width: of the model, in values a token.
+            width: Width of the model, in values a token.
             factor: by which less is sent; divides ``width``.
             eight_bit: the model is trained with what blockwise int8 makes of what is
                 sent; its derivative is that of the identity.
@@ -48,12 +48,12 @@ class Bottleneck(nnx.Module):
         self.widen = nnx.Linear(narrow, width, rngs=rngs)
 
     def compress(self, x: jax.Array) -> jax.Array:
-        """What is sent: (…, width) to (…, width / factor)."""
+        """Compresses a tensor for sending: (…, width) to (…, width / factor)."""
         sent: jax.Array = self.norm_after(self.narrow(self.norm_before(x)))
         return sent
 
     def expand(self, sent: jax.Array) -> jax.Array:
-        """What the next stage computes with: (…, width / factor) to (…, width)."""
+        """Restores the width of a sent tensor: (…, width / factor) to (…, width)."""
         wide: jax.Array = self.widen(rounded(sent) if self.eight_bit else sent)
         return wide
 
@@ -80,9 +80,10 @@ class Maxout(nnx.Module):
         """Make its parameters.
 
         Args:
-            width: of the model, in values a token.
+            width: Width of the model, in values a token.
             factor: values of which the largest is sent; divides ``width``.
-            eight_bit: as for ``Bottleneck``.
+            eight_bit: Whether the sent tensor is rounded to int8, like
+                ``Bottleneck``'s.
             rngs: for the parameters.
         """
         narrow = _narrow("Maxout", width, factor)
@@ -92,13 +93,13 @@ class Maxout(nnx.Module):
         self.widen = nnx.Linear(narrow, width, rngs=rngs)
 
     def compress(self, x: jax.Array) -> jax.Array:
-        """What is sent: (…, width) to (…, width / factor)."""
+        """Compresses a tensor for sending: (…, width) to (…, width / factor)."""
         groups = self.norm_before(x).reshape(*x.shape[:-1], -1, self.factor)
         sent: jax.Array = self.norm_after(groups.max(axis=-1))
         return sent
 
     def expand(self, sent: jax.Array) -> jax.Array:
-        """What the next stage computes with: (…, width / factor) to (…, width)."""
+        """Restores the width of a sent tensor: (…, width / factor) to (…, width)."""
         wide: jax.Array = self.widen(rounded(sent) if self.eight_bit else sent)
         return wide
 
@@ -108,7 +109,7 @@ class Maxout(nnx.Module):
 
 
 def rounded(x: jax.Array, block: int = BLOCK) -> jax.Array:
-    """What blockwise int8 makes of a tensor, with the derivative of the identity.
+    """Rounds a tensor to blockwise int8, with the derivative of the identity.
 
     Args:
         x: floats of any shape.

@@ -37,7 +37,8 @@ class CosmoFlowConfig:
     Attributes:
         extent: depth, height and width of a volume, in voxels.
         inputs: channels of a volume.
-        channels: of each convolution; each halves the volume behind it.
+        channels: Number of channels of each convolution; each halves the volume behind
+            it.
         hidden: widths of the dense layers before the last.
         outputs: numbers that are read off.
         batch_norm: a batch normalisation behind each convolution.
@@ -140,8 +141,8 @@ def job(
     Args:
         size: one of ``SIZES``; the test size has two convolutions.
         batch_size: volumes in a global batch; 64, at test size 16.
-        learning_rate: of Adam.
-        seed: which sequence of batches.
+        learning_rate: Learning rate of Adam.
+        seed: Seed of the sequence of batches.
         changes: fields of ``CosmoFlowConfig``.
 
     Raises:

@@ -42,7 +42,7 @@ class DLRMConfig:
 
     Attributes:
         rows: rows of each table, one table a categorical feature.
-        scale: what these are multiplied by; a table keeps at least three rows.
+        scale: Factor of the table sizes; a table keeps at least three rows.
         bags: ids of each feature in a sample; one number for each table.
         embed: width of the tables, and of the bottom network's result.
         dense: dense features of a sample.
@@ -244,8 +244,8 @@ def job(
     Args:
         size: one of ``SIZES``.
         batch_size: samples in a global batch; 2,048, at test size 16.
-        learning_rate: of Adagrad.
-        seed: which sequence of batches, and which hidden model.
+        learning_rate: Learning rate of Adagrad.
+        seed: Seed of the sequence of batches, and of the hidden model.
         changes: fields of ``DLRMConfig``.
 
     Raises:

@@ -70,7 +70,7 @@ class GNMTConfig:
         target_length: tokens of a padded target sequence, with the one that ends it.
         embed: width of the embedding.
         hidden: width of every layer and of the attention.
-        layers: of the encoder and of the decoder, at least 2.
+        layers: Number of layers of the encoder and of the decoder, at least 2.
         dropout_rate: before every layer; its keys come from the loss's.
         label_smoothing: the share of a target that is spread over the vocabulary.
         annotated: put the marks in.
@@ -181,10 +181,10 @@ class GNMT(nnx.Module):
     def hidden(
         self, source: Array, real: Array, target: Array, *, rng: Array | None = None
     ) -> Array:
-        """What the classifier sees, ``[batch, target, hidden]``.
+        """Computes the inputs of the classifier, ``[batch, target, hidden]``.
 
         Args:
-            source, real, target: as of a call.
+            source, real, target: Arguments of a call, unchanged.
             rng: the key of dropout; there is none without it.
         """
         with when(self.config.annotated, wh.replicate()):
@@ -273,7 +273,7 @@ def job(
         learning_rate: reached after the warm-up, then constant.
         warmup_steps: steps over which the learning rate rises.
         deterministic: leave dropout out.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
         changes: fields of ``GNMTConfig``.
 
     Raises:

@@ -56,7 +56,7 @@ class GPTConfig:
         tied_embedding: the head is the embedding table, transposed.
         fused_qkv: one attention kernel for query, key and value.
         scan_layers: stack the blocks' parameters and scan over them.
-        remat: what each block recomputes in the backward pass: none, dots or full.
+        remat: Recomputation of each block in the backward pass: none, dots or full.
         annotated: put the marks in.
         dtype: compute dtype; follows parameters and inputs where None.
         param_dtype: dtype of the parameters.
@@ -290,7 +290,7 @@ def job(
         learning_rate: reached after the warm-up, then constant.
         warmup_steps: steps over which the learning rate rises.
         padded: sequences of differing length with a ``mask`` in the batch.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
         changes: fields of ``GPTConfig``.
 
     Raises:

@@ -47,7 +47,7 @@ class HSTUConfig:
         embed: width of tables and layers.
         heads: attention heads.
         head_dim: width of a head's queries, keys and values.
-        layers: how many HSTU layers.
+        layers: Number of HSTU layers.
         sequence: events of the longest history.
         skew: exponent of the power law of made-up ids.
         param_dtype: dtype of the parameters.
@@ -187,9 +187,9 @@ def history_batch(config: HSTUConfig, step: int, size: int, *, seed: int) -> Bat
 
     Args:
         config: sizes.
-        step: which batch.
+        step: Number of the batch.
         size: histories in it.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
 
     >>> history_batch(SIZES["test"], 0, 2, seed=0)["item"].shape
     (2, 12)
@@ -223,8 +223,8 @@ def job(
     Args:
         size: one of ``SIZES``.
         batch_size: histories in a global batch; 8,192, at test size 16.
-        learning_rate: of Adagrad.
-        seed: which sequence of batches.
+        learning_rate: Learning rate of Adagrad.
+        seed: Seed of the sequence of batches.
         changes: fields of ``HSTUConfig``.
 
     Raises:

@@ -44,7 +44,7 @@ class LlamaConfig:
         layers: number of blocks.
         rope_base: wavelength of the slowest rotation, over 2 pi.
         scan_layers: stack the blocks' parameters and scan over them.
-        remat: what each block recomputes in the backward pass: none, dots or full.
+        remat: Recomputation of each block in the backward pass: none, dots or full.
         dtype: compute dtype; follows parameters and inputs where None.
         param_dtype: dtype of the parameters.
     """
@@ -252,7 +252,7 @@ def job(
         batch_size: sequences in a global batch; 32, at test size 16.
         learning_rate: reached after the warm-up, then constant.
         warmup_steps: steps over which the learning rate rises.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
         changes: fields of ``LlamaConfig``.
 
     Raises:

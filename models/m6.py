@@ -55,7 +55,7 @@ class M6Config(Seq2SeqConfig):
     """Sizes and switches of an M6: those of ``Seq2SeqConfig`` and an image's.
 
     Attributes:
-        patches: of an image.
+        patches: Number of patches of an image.
         patch_dim: numbers in a patch.
     """
 
@@ -209,10 +209,11 @@ def job(
     Args:
         size: one of ``SIZES``.
         batch_size: texts in a global batch; 128, at test size 16.
-        learning_rate: of Adafactor, relative to the size of what is updated.
+        learning_rate: Learning rate of Adafactor, relative to the size of what is
+            updated.
         constant_steps: steps before it falls with the root of the step.
         deterministic: leave dropout out.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
         changes: fields of ``M6Config``.
 
     Raises:

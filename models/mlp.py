@@ -78,7 +78,7 @@ def loss_fn(params: Params, batch: Mapping[str, Any]) -> Array:
     """Mean cross-entropy of the class, in nats.
 
     Args:
-        params: as ``make_model`` makes them.
+        params: Parameters of ``make_model``.
         batch: ``inputs`` ``float[batch, inputs]`` and ``labels`` ``int32[batch]``.
 
     >>> params = make_model(SIZES["test"], jax.random.key(0))
@@ -126,8 +126,8 @@ def job(
     Args:
         size: one of ``SIZES``.
         batch_size: samples in a global batch; 128, at test size 16.
-        learning_rate: of Adam.
-        seed: which sequence of batches, and which classifier.
+        learning_rate: Learning rate of Adam.
+        seed: Seed of the sequence of batches, and of the classifier.
         changes: fields of ``MLPConfig``.
 
     Raises:

@@ -91,12 +91,12 @@ class MoEConfig:
             in further passes.
         capacity_factor: places at the experts over what an even spread would need; of
             each pass, if dropless.
-        balance_weight: what the balance loss counts for.
+        balance_weight: Weight of the balance loss.
         logical_names: name the experts' dimensions by Flax metadata.
         annotated: put the mark in; needs ``logical_names`` for its ``axis``.
         scan_layers: stack the blocks' parameters and scan over them; their dimensions
             then bear no names.
-        remat: what each block recomputes in the backward pass: none, dots or full.
+        remat: Recomputation of each block in the backward pass: none, dots or full.
         dtype: compute dtype; follows parameters and inputs where None.
         param_dtype: dtype of the parameters.
     """
@@ -165,13 +165,13 @@ class Experts(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How a layer's experts were used by the whole batch, as scalars.
+    """Use of a layer's experts by the whole batch, as scalars.
 
     Attributes:
         balance: 1 where all experts are used alike and more where not.
         dropped: fraction of choices that found no place; 0 if dropless.
         max_load: choices of the busiest expert over those of the mean one.
-        passes: how often the experts ran; 1 unless dropless.
+        passes: Number of runs of the experts; 1 unless dropless.
     """
 
     balance: Array
@@ -263,7 +263,9 @@ class SparseFeedForward(nnx.Module):
 def _if_needed(
     needed: Array, run: Callable[[Array], Array], operand: Array, like: Array
 ) -> Array:
-    """What a function gives, or zeros of another array's shape where it is not run."""
+    """Returns a function's result, or zeros of another array's shape where it is not
+    run.
+    """
     result: Array = jax.lax.cond(
         needed, run, lambda _: jnp.zeros(like.shape, like.dtype), operand
     )
@@ -424,7 +426,7 @@ def job(
         batch_size: sequences in a global batch.
         learning_rate: reached after the warm-up, then constant.
         warmup_steps: steps over which the learning rate rises.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
         changes: fields of ``MoEConfig``.
 
     Raises:

@@ -169,7 +169,7 @@ class ResNet(nnx.Module):
         return self.classifier(self.features(images))
 
     def features(self, images: Array) -> Array:
-        """What the classifier sees, ``[batch, channels]``."""
+        """Computes the inputs of the classifier, ``[batch, channels]``."""
         with when(self.config.annotated, wh.replicate()):
             x = images.astype(self.stem.conv.kernel.dtype)
             x = jax.nn.relu(self.stem(x))
@@ -211,8 +211,8 @@ def job(
     Args:
         size: one of ``SIZES``.
         batch_size: images in a global batch; 64, at test size 16.
-        learning_rate: of SGD with momentum 0.9.
-        seed: which sequence of batches.
+        learning_rate: Learning rate of SGD with momentum 0.9.
+        seed: Seed of the sequence of batches.
         changes: fields of ``ResNetConfig``, such as ``classes=100_000``.
 
     Raises:

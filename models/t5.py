@@ -169,10 +169,11 @@ def job(
     Args:
         size: one of ``SIZES``.
         batch_size: texts in a global batch; 128, at test size 16.
-        learning_rate: of Adafactor, relative to the size of what is updated.
+        learning_rate: Learning rate of Adafactor, relative to the size of what is
+            updated.
         constant_steps: steps before it falls with the root of the step.
         deterministic: leave dropout out.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
         changes: fields of ``T5Config``.
 
     Raises:

@@ -35,7 +35,7 @@ class Text:
     Attributes:
         data: the whole text, uint8.
         sequence: bytes that a model sees at once; windows hold one more.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
     """
 
     data: npt.NDArray[np.uint8]
@@ -54,7 +54,7 @@ class Text:
         """The global batch of one step, the same in every process.
 
         Args:
-            step: which batch, from 0.
+            step: Number of the batch, from 0.
             size: windows in it.
 
         Returns:
@@ -82,7 +82,7 @@ def standard_library(
 
     Args:
         sequence: bytes that a model sees at once.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
         max_bytes: read this much at most, files in the order of their paths.
         root: the folder to read; the running interpreter's library where left out.
 
@@ -103,9 +103,9 @@ def tokens(vocab: int, sequence: int, step: int, size: int, *, seed: int) -> Bat
         vocab: different tokens; 256 gives bytes of the standard library, any other
             count made-up sequences that follow a rule.
         sequence: tokens that a model sees at once.
-        step: which batch, from 0.
+        step: Number of the batch, from 0.
         size: sequences in it.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
 
     Returns:
         ``{"tokens": int32[size, sequence + 1]}``.

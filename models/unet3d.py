@@ -35,10 +35,11 @@ class UNet3DConfig:
     Attributes:
         extent: depth, height and width of a volume, in voxels.
         inputs: channels of a volume.
-        channels: at each resolution; the volume is halved between them.
-        groups: of channels, each of which is normalised in a sample.
+        channels: Number of channels at each resolution; the volume is halved between
+            them.
+        groups: Number of groups of channels, each of which is normalised in a sample.
         batch_norm: each channel is normalised over the batch instead.
-        classes: of a voxel.
+        classes: Number of classes of a voxel.
         dtype: compute dtype; follows the parameters where None.
         param_dtype: dtype of the parameters.
     """
@@ -161,8 +162,8 @@ def job(
     Args:
         size: one of ``SIZES``; the test size has two resolutions.
         batch_size: volumes in a global batch; 8, at test size 16.
-        learning_rate: of Adam.
-        seed: which sequence of batches.
+        learning_rate: Learning rate of Adam.
+        seed: Seed of the sequence of batches.
         changes: fields of ``UNet3DConfig``.
 
     Raises:

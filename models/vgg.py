@@ -44,8 +44,9 @@ class VGGConfig:
     """Sizes and switches of a VGG; the defaults are VGG-16's.
 
     Attributes:
-        channels: of each group of convolutions; a group halves the image behind it.
-        convolutions: how many each group has.
+        channels: Number of channels of each group of convolutions; a group halves the
+            image behind it.
+        convolutions: Number of convolutions in each group.
         hidden: width of the two dense layers before the last.
         classes: width of the last.
         image_size: height and width of the images, in pixels.
@@ -123,7 +124,7 @@ class VGG(nnx.Module):
         return self.classify(self.features(images))
 
     def features(self, images: Array) -> Array:
-        """What the classifier sees, ``[batch, side, side, channels]``."""
+        """Computes the inputs of the classifier, ``[batch, side, side, channels]``."""
         with when(self.config.annotated, wh.replicate()):
             x = images.astype(self.groups[0][0].kernel.dtype)
             for group in self.groups:
@@ -193,9 +194,9 @@ def job(
     Args:
         size: one of ``SIZES``; the test size has three groups with five convolutions.
         batch_size: images in a global batch; 64, at test size 16.
-        learning_rate: of SGD with momentum 0.9.
+        learning_rate: Learning rate of SGD with momentum 0.9.
         deterministic: leave dropout out.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
         changes: fields of ``VGGConfig``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a plan holds: parameters, batches, tables, and plans that were weighed."""
+"""Entries of a plan: parameters, batches, tables, and evaluated candidates."""
 
 from __future__ import annotations
 
@@ -48,18 +48,20 @@ class LeafPlan:
 
     Attributes:
         path: dotted path in the model.
-        shape, dtype: of the whole leaf.
+        shape, dtype: Shape and dtype of the global leaf.
         roles: name of the logical dimensions of each dimension, major atom first.
         compute_spec: layout in which the forward pass uses it.
         param_spec: layout in which it is stored.
         gradient_spec: layout in which its gradient is accumulated.
         optimizer_spec: layout of the optimizer's copies of it.
-        hosted: it lies in host memory, and comes to the device a layer at a time.
-        gathers: in a micro-batch, where it is stored in shards that no computation has.
+        hosted: Whether it is stored in host memory and comes to the device a layer at a
+            time.
+        gathers: Number of gathers in a micro-batch, where it is stored in shards that
+            no computation has.
         summed: mesh axes over which its gradient is summed.
-        note: why something about it stays whole, or empty.
-        trained: it has a gradient and an optimizer. What has none is stored and read
-            as if it had; its ``gradient_spec`` and ``optimizer_spec`` say nothing.
+        note: Reason why something about it stays whole, or empty.
+        trained: Whether it has a gradient and an optimizer. Others are stored and read
+            like it; their ``gradient_spec`` and ``optimizer_spec`` have no meaning.
     """
 
     path: str
@@ -132,10 +134,10 @@ class Candidate:
     """A plan that was weighed: its layout in words, predicted time and memory.
 
     Attributes:
-        layout: such as ``"data 2 × tensor 4, ZeRO-1"``.
+        layout: Layout such as ``"data 2 × tensor 4, ZeRO-1"``.
         time, memory: predictions by term.
         fits: its memory is within the device's.
-        verdict: why it was not taken.
+        verdict: Reason why it was not chosen.
     """
 
     layout: str
@@ -182,15 +184,15 @@ class Candidates(tuple[Candidate, ...]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What is predicted of one micro-batch at one part of a pipeline.
+    """Prediction for one micro-batch on one part of a pipeline.
 
     Attributes:
-        forward_seconds, backward_seconds: of the part; where stages run one loop, the
-            backward pass computes forward again first.
-        weight_seconds: of the gradient of the parameters, where that is an action of
-            its own; else 0, and it is in the backward pass.
-        handed_bytes: where stages have programs of their own, what other parts hand to
-            each of its devices.
+        forward_seconds, backward_seconds: Seconds of the part; where stages run one
+            loop, the backward pass computes forward again first.
+        weight_seconds: Seconds of the gradient of the parameters, where that is an
+            action of its own; else 0, and it is in the backward pass.
+        handed_bytes: Bytes that other parts transfer to each of its devices, where
+            stages have programs of their own.
         returned_bytes: the same of cotangents, which it hands back to their devices.
         copied_bytes: there, what each of its devices is given once in a step of
             parameters that lie on other stages; their gradients go back.
@@ -206,7 +208,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beyond:
-    """What a plan does beyond what this version runs.
+    """Features of a plan that this version does not run.
 
     Attributes:
         attention: over ``context``: ``"all-gather"`` of keys and values, or ``"ring"``.
@@ -243,7 +245,7 @@ class Collective:
         what: gradient, activation, parameter, border, ring for what goes round while
             something is computed, or halo for what windows need of neighbours.
         payload_bytes: bytes on one device, each time.
-        count: how often in one micro-batch (in one step for the update).
+        count: Number of executions in one micro-batch (in one step for the update).
         scope: one place of the model.
     """
 
@@ -256,13 +258,13 @@ class Collective:
     scope: str = ""
 
     def times(self, num_micro_batches: int) -> int:
-        """How often it runs in one step."""
+        """Returns the number of executions in one step."""
         return self.count * (1 if self.phase == "update" else num_micro_batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """How large a model is, and what a step of it computes.
+    """Size of a model, and the work of one step.
 
     Attributes:
         parameters: Number of elements of all parameters.
@@ -294,7 +296,9 @@ class ModelWork:
 
     @property
     def unit(self) -> str:
-        """What throughput counts: ``"tokens"``, or ``"samples"`` without such."""
+        """Returns the unit of throughput: ``"tokens"``, or ``"samples"`` where there
+        are none.
+        """
         return "tokens" if self.tokens else "samples"
 
     @property

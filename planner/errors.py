@@ -21,8 +21,8 @@ class NothingFits(PlanError):
     """No plan has enough memory.
 
     Attributes:
-        lacks_bytes: what the plan that is nearest to it lacks, on one device.
-        of_bytes: what there is for one device.
+        lacks_bytes: Bytes that the nearest plan lacks on one device.
+        of_bytes: Memory of one device.
         nearest: layout of that plan, in words.
         what: ``"device memory"`` or ``"host memory"``.
     """

@@ -1,4 +1,4 @@
-"""What processes tell each other of their plans, to say in which part they differ.
+"""Compares the plans of processes, to say in which part they differ.
 
 A hash says that plans differ. Beside it stand a few short texts, one for each part of a
 plan: its value where that is short, and a hash of it where not. They are exchanged
@@ -90,7 +90,7 @@ def told(plan: Any, also: Mapping[str, object]) -> dict[str, str]:
 
     Args:
         plan: the plan.
-        also: what else processes must have alike, by name.
+        also: Further values that must be equal in all processes, by name.
     """
     data = program_data(plan)
     stages = data["stages"] or {}
@@ -101,10 +101,10 @@ def told(plan: Any, also: Mapping[str, object]) -> dict[str, str]:
 
 
 def told_apart(told: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
-    """In which parts some plans differ from the first, in words; empty if in none.
+    """Describes the parts in which some plans differ from the first; empty if in none.
 
     Args:
-        told: of each process, as ``told`` gives it.
+        told: Reports of the processes, as ``told`` returns them.
         others: numbers of those whose plan is another one.
 
     Example:

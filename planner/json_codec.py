@@ -52,7 +52,7 @@ def decode(kind: Any, data: Any, path: str = "") -> Any:
         kind: a type as written in an annotation: a dataclass, a tuple, a union with
             None, a Literal or a plain type.
         data: from ``json.loads``.
-        path: where the data stands, for messages.
+        path: Path of the data, for messages.
 
     Raises:
         DataError: names the entry, what stood there and what was expected.

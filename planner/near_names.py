@@ -1,4 +1,4 @@
-"""Which name was meant: the nearest known one, or what other libraries call it.
+"""Finds the name that was meant: the nearest known one, or another library's word.
 
 Error messages end with what is returned here, so that a habit of another library is
 answered in words of this one.
@@ -120,7 +120,7 @@ def names_arguments(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a public function say which argument is wrong, lacks, or was meant.
 
     Args:
-        name: What users call the function.
+        name: Name under which users call the function.
 
     Returns:
         A decorator. Calls that Python would refuse raise ``WrongArguments``.
@@ -150,7 +150,7 @@ def _argument_problem(
     named: Mapping[str, object],
     error: TypeError,
 ) -> str:
-    """What is wrong with a call, in words."""
+    """Describes what is wrong with a call."""
     own = "self" in signature.parameters
     parameters = {
         one: parameter

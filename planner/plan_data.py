@@ -59,19 +59,21 @@ class StagesData:
     Attributes:
         schedule: one of ``schedules.NAMES``.
         chunks: parts of the model on each stage.
-        layers: of each part, along the model; empty where parts are no whole layers.
+        layers: Layers of each part, along the model; empty where parts are no whole
+            layers.
         executor: ``"spmd"``, one program in which all stages run one loop, or
             ``"mpmd"``, programs of each stage's own.
-        starts: of stages with programs of their own, the parameter whose reading
-            begins each part but the first; empty where ``stage`` marks say it.
-        plans: of such stages, the plan of each on its own devices.
+        starts: Parameters whose first reading begins each part but the first, where
+            stages have programs of their own; empty where ``stage`` marks define the
+            parts.
+        plans: Plan of each such stage on its own devices.
         kinds: device kind of each stage, where they differ.
-        blocks: of such stages with programs of their own, which of the equal parts of
-            the devices, in node order, each lies on; empty where they are in order.
-        turns, ahead, back: of stages in lockstep, how many turns a step has, and in how
-            many of them some stage computes forward and backward; else 0.
-        stash: of stages in lockstep, what is kept of a micro-batch in flight:
-            ``"inputs"``, and the backward pass computes the layers again, or
+        blocks: Number of each such stage's part of the devices, in node order; empty
+            where they are in order.
+        turns, ahead, back: Turns of a step where stages run in lockstep, and the turns
+            in which some stage computes forward and backward; else 0.
+        stash: Saved values of a micro-batch in flight where stages run in lockstep:
+            ``"inputs"``, and the backward pass recomputes the layers, or
             ``"residuals"``, all that their derivative reads.
         paces: predictions for each part along the model, in its order.
         handed_seconds: predicted, from one part to the next on another stage.
@@ -107,27 +109,29 @@ class StagesData:
         return f" on {' → '.join(dict.fromkeys(self.kinds))}" if self.kinds else ""
 
     def _from(self) -> str:
-        """Where its parts begin."""
+        """Describes the beginnings of its parts."""
         if not self.starts:
             return "cut as marked"
         return f"cut before {', '.join(self.starts)}"
 
 
 class Question(Protocol):
-    """What was planned, kept beside its plan."""
+    """Question that a plan answers, kept beside it."""
 
     def again(self, **changes: Any) -> Any:
         """The plan under other circumstances; ``Plan.what_if``."""
         ...
 
     def verify(self, plan: Any, topology: str | None, *, timeout_seconds: float) -> Any:
-        """What its compiler makes of a plan; ``Plan.verify``."""
+        """Compiles a plan with the real compiler; ``Plan.verify``."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanData(StepOptions):
-    """How to run a model on a cluster; ``plan.plan.Plan`` says what each field is."""
+    """Data of a plan of one model on one cluster; ``plan.plan.Plan`` documents the
+    fields.
+    """
 
     version: int = PLAN_VERSION
     model_hash: str
@@ -226,7 +230,7 @@ class PlanData(StepOptions):
         return math.prod(size for _, size in self.axes)
 
     def times(self, collective: Collective) -> int:
-        """How often a collective of the plan runs in one step.
+        """Returns the number of executions of one of the plan's collectives in a step.
 
         Stages in lockstep that keep only what they were given compute forward again
         before they compute backward.
@@ -259,7 +263,7 @@ class PlanData(StepOptions):
         """The plan of the stage that stores a parameter; itself without stages apart.
 
         Args:
-            path: of the parameter.
+            path: Path of the parameter.
         """
         if not is_printable(path):
             self.leaf(path)  # says what is wrong with it
@@ -292,7 +296,7 @@ class PlanData(StepOptions):
         """The best plans of other layouts that fit, best first; printed, a line each.
 
         Args:
-            n: at most so many, 0 or more; a plan remembers about a dozen.
+            n: Largest number of plans, 0 or more; a plan remembers about a dozen.
         """
         if not is_whole(n, 0):
             raise PlanError(f"alternatives: n is {shown(n)}; expected 0 or more")

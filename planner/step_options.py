@@ -64,12 +64,12 @@ class FixedOptions:
     """Options of a step that a user fixed, for a model; None leaves one to the search.
 
     Attributes:
-        remat: which TaskGraphs are computed again.
-        offload: what lies in host memory, in the order of ``OFFLOADS``.
+        remat: Rematerialisation policy of each TaskGraph.
+        offload: State in host memory, in the order of ``OFFLOADS``.
         sequence_parallel: whether ``tensor`` shards the sequence between products.
-        attention: how attention runs, by TaskGraph.
+        attention: Variant of attention, by TaskGraph.
         loss_chunks: parts of the tokens whose logits are made one at a time.
-        combine: how ranks of ``data`` combine their gradients.
+        combine: Combination of gradients over the ranks of ``data``.
     """
 
     remat: Remat | None = None
@@ -128,17 +128,17 @@ class StepOptions:
         remat: (TaskGraph, policy) where the backward pass computes again: ``"dots"``
             keeps results of products with weights, ``"named"`` what the model names,
             ``"full"`` only what a layer is given.
-        offload: what lies in host memory: ``"optimizer"`` state (of matrices; vectors
-            stay), ``"activations"``, ``"params"`` (those that say ``hosted``).
+        offload: State in host memory: ``"optimizer"`` state (of matrices; vectors
+            stay), ``"activations"``, ``"params"`` (those with ``hosted``).
         sequence_parallel: ``tensor`` shards the sequence between the products whose
             other dimensions it shards.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where
             not as the model computes it; ``"*"`` stands for the others.
         loss_chunks: parts of a device's tokens whose logits are made one at a time.
-        combine: how ranks of ``data`` combine what each has of its own samples:
+        combine: Combination of the ranks of ``data``, each with its own samples:
             ``"mean"`` of gradients, ``"adasum"`` of them, ``"adasum_nodes"`` of their
-            means over the ranks of a node, or ``"adasum_updates"`` of what each rank's
-            optimizer makes of them.
+            means over the ranks of a node, or ``"adasum_updates"`` of the updates by
+            each rank's optimizer.
     """
 
     remat: Remat = ()
@@ -153,7 +153,7 @@ class ProgramOptions(NamedTuple):
     """Options that change a loss's program: another one is captured for each.
 
     Attributes:
-        remat, attention, loss_chunks: as in ``StepOptions``.
+        remat, attention, loss_chunks: Fields of ``StepOptions``, unchanged.
     """
 
     remat: Remat = ()
@@ -165,8 +165,8 @@ class ProgramOptions(NamedTuple):
         """A program with the parts of logits that are fixed, or with all at once.
 
         Args:
-            fixed: what the user fixed.
-            remat, attention: as in ``StepOptions``.
+            fixed: Options that the user fixed.
+            remat, attention: Fields of ``StepOptions``, unchanged.
         """
         return cls(remat, attention, fixed.loss_chunks or 1)
 
@@ -204,7 +204,7 @@ def options_off(*keep: str) -> dict[str, Any]:
 
 
 def option_words(chosen: StepOptions) -> list[str]:
-    """What a plan does beside its mesh, each option that has an effect in few words.
+    """Describes each option beside the mesh that has an effect.
 
     >>> option_words(StepOptions(remat=(("*", "full"),), loss_chunks=16))
     ['remat full', 'logits in 16 chunks']
@@ -251,8 +251,8 @@ def check_user_options(options: UserOptions, problems: Arguments) -> None:
     """Record options that no model can be planned with.
 
     Args:
-        options: as they were given.
-        problems: where to record them.
+        options: Options that the user gave.
+        problems: Collector of the errors.
     """
     if not isinstance(options.sequence_parallel, bool | None):
         problems.refuse(
@@ -332,7 +332,7 @@ def by_task_graph(value: object) -> bool:
 
 
 def combine_words(combine: str) -> str:
-    """How ranks of ``data`` combine gradients, in few words; empty for their mean.
+    """Describes the combination of gradients over ``data``; empty for their mean.
 
     >>> combine_words("adasum_nodes")
     'Adasum of gradients across nodes'
@@ -345,7 +345,7 @@ def combine_words(combine: str) -> str:
 
 
 def offload_words(offload: tuple[str, ...]) -> str:
-    """What lies in host memory, in words; empty where nothing does.
+    """Describes the state in host memory; empty where there is none.
 
     >>> offload_words(("optimizer", "params"))
     'optimizer and params in host memory'
@@ -354,7 +354,7 @@ def offload_words(offload: tuple[str, ...]) -> str:
 
 
 def attention_words(attention: Chosen) -> str:
-    """How a plan runs attention, in few words; empty where as the model does.
+    """Describes a plan's attention; empty where it runs as the model defines it.
 
     >>> attention_words((("*", "ring"),))
     'ring attention'

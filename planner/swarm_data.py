@@ -1,4 +1,4 @@
-"""What a plan says of a swarm: peers, links, the wire's format, and what is predicted.
+"""Data of a swarm's plan: peers, links, the wire format, and predictions.
 
 A swarm's stages are served by pools of peers over slow links; each peer is one device.
 The other fields of the plan are those of one peer in each stage.
@@ -27,7 +27,7 @@ def slow_link(cluster: Cluster) -> float | None:
     """The bandwidth of a cluster's slowest link, bytes per second, if a swarm may suit.
 
     Args:
-        cluster: of the plan.
+        cluster: Cluster of the plan.
 
     Returns:
         None where no link has less than 1 Gb/s.
@@ -45,7 +45,7 @@ def wire_bytes(values: int, wire: str) -> int:
     """Bytes of so many values on the wire, scales included.
 
     Args:
-        values: how many.
+        values: Number of values.
         wire: one of ``WIRES`` or ``SUM_WIRES``.
 
     >>> wire_bytes(1024, "f32"), wire_bytes(1024, "bf16"), wire_bytes(1024, "int8")
@@ -60,20 +60,22 @@ class SwarmStage:
     """A stage, for one micro-batch on one peer.
 
     Attributes:
-        peers: that are wanted in it.
-        forward_seconds: of a forward; 0 in the last stage, where one call does both.
-        backward_seconds: of a backward, with the forward that it computes again.
-        forward_bytes: that the peer receives and sends for a forward, on the wire.
+        peers: Number of peers of the stage.
+        forward_seconds: Seconds of a forward; 0 in the last stage, where one call does
+            both.
+        backward_seconds: Seconds of a backward, with the forward that it recomputes.
+        forward_bytes: Bytes that the peer receives and sends for a forward, on the
+            wire.
         backward_bytes: the same for a backward.
         state_bytes: parameters and optimizer state, which a newcomer downloads.
-        gradient_bytes: that peers of the stage add up each step.
-        memory_bytes: of a peer's device, predicted: two states while an update is
-            applied, gradients and what a call needs.
+        gradient_bytes: Bytes of gradients that the stage's peers reduce in each step.
+        memory_bytes: Predicted memory of a peer's device: two states while an update is
+            applied, gradients and the temporaries of a call.
         apart: gradients of micro-batches are kept apart until a step is committed, as
             all peers do.
         deadline_seconds: after which a call is given up.
-        host_bytes: of a peer's host, predicted: what its micro-batches of a step were
-            given and made, with a gradient of each, sums, and a copy of the state.
+        host_bytes: Predicted memory of a peer's host: inputs and results of its
+            micro-batches in a step, a gradient of each, sums, and a copy of the state.
     """
 
     peers: int
@@ -90,7 +92,7 @@ class SwarmStage:
 
     @property
     def compute_seconds(self) -> float:
-        """Of a micro-batch, forward and backward."""
+        """Returns the seconds of a micro-batch, forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
     @property
@@ -100,20 +102,22 @@ class SwarmStage:
         return sum(received), sum(sent)
 
     def wire_seconds(self, bytes_per_second: float) -> float:
-        """Of a micro-batch, over a link that sends and receives at once."""
+        """Returns the seconds of a micro-batch over a link that sends and receives at
+        once.
+        """
         return max(self.wire_bytes) / bytes_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swarm:
-    """How a model is trained by a swarm.
+    """Plan of training by a swarm.
 
     Attributes:
         wire: format of activations and their gradients between stages.
-        bytes_per_second: of each peer's link, either way.
+        bytes_per_second: Rate of each peer's link, either way.
         latency_seconds: one way.
-        peers: of all stages.
-        stages: in order.
+        peers: Number of peers of all stages.
+        stages: Stages in order.
         step_seconds: predicted, with all peers there.
         samples_per_second: predicted.
         utilization: part of the time that peers compute.
@@ -134,7 +138,7 @@ class Swarm:
 
     @property
     def agreed(self) -> dict[str, object]:
-        """What all peers must agree on; predictions are left out."""
+        """Returns the values on which all peers must agree; predictions are left out."""
         found: dict[str, object] = {"wire": self.wire, "stages": len(self.stages)}
         if self.sum_wire != "f32":
             found["sum_wire"] = self.sum_wire
@@ -149,8 +153,8 @@ def sum_bytes(gradient_bytes: int, peers: int, wire: str = "f32") -> int:
     all-gather.
 
     Args:
-        gradient_bytes: of a stage, of one micro-batch, in float32.
-        peers: of the stage.
+        gradient_bytes: Bytes of a stage's gradients of one micro-batch, in float32.
+        peers: Number of peers of the stage.
         wire: one of ``SUM_WIRES``. Each peer's part of an array has scales of its own
             in int8; those of parts that are no whole blocks are not counted.
 
@@ -164,10 +168,10 @@ def sum_bytes(gradient_bytes: int, peers: int, wire: str = "f32") -> int:
 
 
 def sum_seconds(stage: SwarmStage, swarm: Swarm) -> float:
-    """Of adding up a stage's gradients over its peers.
+    """Returns the seconds of reducing a stage's gradients over its peers.
 
     Args:
-        stage: which.
+        stage: Stage of the swarm.
         swarm: with its links and formats.
     """
     if stage.peers < 2:
@@ -180,9 +184,9 @@ def closed_form_seconds(swarm: Swarm, micro_batches: int, in_flight: int) -> flo
     """A step without churn: the fill, the slowest stage's share of work, its sum.
 
     Args:
-        swarm: of which ``step_seconds`` is not read.
-        micro_batches: of the step.
-        in_flight: of them, under way at once.
+        swarm: Plan of the swarm, of which ``step_seconds`` is not read.
+        micro_batches: Number of micro-batches in the step.
+        in_flight: Number of micro-batches in flight.
     """
     speed, link = swarm.bytes_per_second, swarm.latency_seconds
     fill = math.fsum(

@@ -1,4 +1,4 @@
-"""What a plan keeps of embedding tables: plain data, which ``planner.tables`` reads."""
+"""Data of a plan's embedding tables: plain, which ``planner.tables`` reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TablesData:
 
     @property
     def program(self) -> dict[str, Any]:
-        """What of it changes the program."""
+        """Returns the parts that change the program."""
         sections = self.document.get("sections") or {}
         kept = ("staleness", "processes", "queue_depth")
         return {

@@ -61,7 +61,7 @@ class TimeTerms:
         update_seconds: the optimizer.
         allocation_seconds: first touch of the memory that a step gets anew from its
             host, on devices that keep none of their own.
-        bubble_seconds: what pipeline stages wait for each other.
+        bubble_seconds: Waits of pipeline stages for each other.
         offload_seconds: exposed part of moving to host memory and back.
     """
 
@@ -118,11 +118,12 @@ class MemoryTerms:
         params_bytes: stored parameters (the master copy).
         gradients_bytes: gradients, as accumulated.
         optimizer_bytes: optimizer state.
-        state_bytes: what is neither trained nor computed (batch statistics, keys).
+        state_bytes: Bytes of state that is neither trained nor computed (batch
+            statistics, keys).
         batch_bytes: the device's part of the global batch.
-        activations_bytes: what the backward pass reads again.
+        activations_bytes: Bytes of values that are saved for the backward pass.
         working_bytes: gathered parameters, casts and the largest temporaries.
-        host_bytes: what lies in host memory for it.
+        host_bytes: Bytes in host memory for each device.
     """
 
     params_bytes: int = 0
@@ -146,7 +147,7 @@ class MemoryTerms:
 
     @property
     def temporary_bytes(self) -> int:
-        """What lives during a step alone."""
+        """Returns the bytes that live only during a step."""
         return self.gradients_bytes + self.activations_bytes + self.working_bytes
 
     @property
@@ -158,7 +159,7 @@ class MemoryTerms:
 
 
 def precision_words(precisions: Chosen, whole: str = "f32") -> list[str]:
-    """What computes in 16 bits, in few words; nothing where nothing does.
+    """Describes the parts that compute in 16 bits; empty where there are none.
 
     Args:
         precisions: (TaskGraph, precision) pairs.

@@ -1,4 +1,4 @@
-"""What a user imports: ``import whalejax as wh``.
+"""Public names of the package: ``import whalejax as wh``.
 
 A lazy table and nothing else: a public name is imported when it is first used, so that
 ``import whalejax`` costs no JAX, and neither does ``whalejax.planner``, whose import

@@ -54,7 +54,7 @@ _RECURSIONS: Final[dict[str, Recursion]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanParts:
-    """How a scan's inputs and outputs divide: consts, carries, slices."""
+    """Division of a scan's inputs and outputs: consts, carries, slices."""
 
     num_consts: int
     num_carries: int
@@ -62,7 +62,7 @@ class ScanParts:
 
 
 def recursion(equation: Any) -> Recursion | None:
-    """How an evaluator descends into an equation, or None where it does not.
+    """Returns how an evaluator descends into an equation, or None where it does not.
 
     ``opaque`` calls carry a derivative rule of their own: their body may be looked at,
     but must be run by binding the call itself.
@@ -190,7 +190,7 @@ def is_kept(equation: Any, policy: Any) -> bool:
 
     Args:
         equation: inside the checkpointed region.
-        policy: of the region; None keeps nothing.
+        policy: Policy of the region; None saves nothing.
     """
     if policy is None:
         return False
@@ -225,13 +225,13 @@ def scan_residuals(
     run: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     flowing: Sequence[bool] | None = None,
 ) -> list[Kept]:
-    """What one turn of a scan keeps for its backward pass, as JAX decides it.
+    """Returns the residuals of one iteration of a scan, as JAX decides them.
 
     Weights, and what depends on them alone, are left out: they are kept elsewhere.
 
     Args:
         equation: the scan.
-        run: what runs it, where that is not as it was traced.
+        run: Function that runs the scan, where that is not as it was traced.
         flowing: for each operand, whether a gradient flows through it; through every
             number of floating point if left out.
 
@@ -243,7 +243,8 @@ def scan_residuals(
 
 
 def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
-    """What is kept of turns that are one checkpoint which keeps what it is given.
+    """Returns the residuals of iterations that are one checkpoint which saves its
+    inputs.
 
     Args:
         equation: a scan.
@@ -277,7 +278,7 @@ def _multiplies(one: Any, flags: Sequence[bool], others: Sequence[bool]) -> bool
 
     Args:
         one: a call-like equation; calls inside are not looked into.
-        flags, others: of each operand.
+        flags, others: Whether each operand is one of them.
     """
     body, _ = open_jaxpr(inner_jaxprs(one)[0])
     sets = [
@@ -367,7 +368,7 @@ def _readers(jaxpr: Any) -> dict[Any, set[str]]:
 
 
 def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
-    """Which results of a jaxpr depend on the flagged inputs, calls looked into.
+    """Returns which results of a jaxpr depend on the flagged inputs, inside calls too.
 
     Args:
         jaxpr: open or closed.
@@ -390,7 +391,7 @@ def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
 
 
 def _depending_in_loop(equation: Any, flags: Sequence[bool]) -> list[bool]:
-    """Which results of a scan or while depend on the flagged operands."""
+    """Returns which results of a scan or while depend on the flagged operands."""
     body, flags = inner_jaxprs(equation)[-1], list(flags)
     if recursion(equation) == "while":
         of_condition, _ = while_parts(equation)
@@ -423,8 +424,8 @@ def needed(jaxpr: Any, places: Sequence[int]) -> Callable[..., list[Any]]:
     """A function that makes only some of a jaxpr's results, of all its inputs.
 
     Args:
-        jaxpr: as traced.
-        places: of the results, in their order.
+        jaxpr: Jaxpr as it was traced.
+        places: Indices of the results, in their order.
     """
     closed = needed_closed(jaxpr, places)
     function: Callable[..., list[Any]] = jax.extend.core.jaxpr_as_fun(closed)
@@ -456,7 +457,7 @@ def passing_on(jaxpr: Any, inputs: Mapping[int, int]) -> Any:
     """A closed jaxpr some of whose results are its inputs as they are.
 
     Args:
-        jaxpr: as traced.
+        jaxpr: Jaxpr as it was traced.
         inputs: number of a result to that of an input of its type.
     """
     body, constants = open_jaxpr(jaxpr)
@@ -477,7 +478,7 @@ def pruned(jaxpr: Any) -> Any:
 
 
 def while_parts(equation: Any) -> tuple[int, int]:
-    """How many constants a while's condition and body take, in this order."""
+    """Returns the number of constants of a while's condition and of its body."""
     return int(equation.params["cond_nconsts"]), int(equation.params["body_nconsts"])
 
 
@@ -577,7 +578,7 @@ def is_literal(atom: Any) -> bool:
 
 
 def literal_key(literal: Any) -> tuple[Any, ...]:
-    """What two constants have in common that are the same wherever they stand."""
+    """Returns a key that is equal for equal constants at any position."""
     aval = literal.aval
     return aval.dtype, aval.weak_type, np.asarray(literal.val).tobytes()
 
@@ -767,7 +768,7 @@ def checkpoint_equation(policy: Any, *, prevent_cse: bool) -> Any:
     """An equation of ``jax.checkpoint``, around nothing.
 
     Args:
-        policy: what it keeps; None keeps nothing.
+        policy: Policy of the checkpoint; None saves nothing.
         prevent_cse: the compiler must not take what it keeps from the first pass.
     """
     region = jax.checkpoint(lambda x: x, prevent_cse=prevent_cse, policy=policy)
@@ -783,7 +784,7 @@ def checkpointed(
     A scope around all of them stays around it.
 
     Args:
-        equations: in an order in which they can run.
+        equations: Equations in an order in which they can run.
         given: variables that they read and do not make.
         taken: variables that they make and others read.
         like: from ``checkpoint_equation``.
@@ -836,7 +837,7 @@ def with_equations(
 
     Args:
         jaxpr: the other, of which the effects are those of the equations.
-        equations: of the new one.
+        equations: Equations of the new jaxpr.
         results: atoms that it gives, as many as the other.
         constants: values of its ``constvars``.
     """
@@ -862,7 +863,7 @@ def trace_within(equation: Any, function: Any, arguments: Sequence[Any]) -> Any:
 
 
 def _common_depth(stacks: Sequence[Any]) -> int:
-    """How many scopes, outermost first, several name stacks have in common."""
+    """Returns the number of outermost scopes that several name stacks share."""
     shortest = min(len(stack.stack) for stack in stacks)
     depth = 0
     while depth < shortest and len({stack.stack[depth] for stack in stacks}) == 1:

@@ -1,4 +1,4 @@
-"""What processes tell each other through JAX, and how they join.
+"""Messages of processes through JAX, and their joining.
 
 Beside ``_compat``, it is the other place where private names of JAX stand.
 """
@@ -22,8 +22,8 @@ def tell_processes(key: str, text: str, *, again: bool = False) -> None:
 
     Args:
         key: a new one, if not ``again``.
-        text: to be read.
-        again: in place of what was left under the key.
+        text: Text to publish.
+        again: Whether it replaces an earlier text under the key.
     """
     _coordination().key_value_set(key, text, allow_overwrite=again)
 
@@ -68,7 +68,7 @@ def detected_cluster(timeout_seconds: float) -> tuple[str, int, int] | None:
     """Coordinator, number of processes and rank, as a cluster that JAX knows has them.
 
     Args:
-        timeout_seconds: to wait for its answer, where it is asked.
+        timeout_seconds: Longest wait for its answer, where it is asked.
     """
     given = os.environ.get("JAX_COORDINATOR_ADDRESS")  # which JAX prefers
     address, count, rank, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(

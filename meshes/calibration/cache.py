@@ -27,7 +27,7 @@ MachineKey = Mapping[str, str | int | float]
 
 
 def directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where measurements are kept.
+    """Returns the folder of the measurements.
 
     Example:
         >>> directory({"WHALEJAX_CACHE": "/tmp/w"}).as_posix()
@@ -48,7 +48,7 @@ def file_of(key: MachineKey) -> Path:
 
 
 def load(key: MachineKey, budget_seconds: float) -> ClusterData | None:
-    """What was measured on this machine with at least this budget, if anything."""
+    """Returns the measurement of this machine with at least this budget, or None."""
     try:
         record = json.loads(file_of(key).read_text(encoding="utf-8"))
         if record["machine"] != dict(key) or record["format"] != _FORMAT:

@@ -102,10 +102,10 @@ def measured(
     """Measure the local devices anew, for a file.
 
     Args:
-        budget_seconds: as for ``calibrate``.
+        budget_seconds: Budget of ``calibrate``, in seconds.
         kind: the name of their kind; that of the device if left out.
-        beside: what the file holds, if it is to stay.
-        instead: what the file holds, if it is to go.
+        beside: Contents of the file, if they are to stay.
+        instead: Contents of the file, if they are to go.
 
     Raises:
         WhaleError: before anything is measured: no such name can be given, these
@@ -124,19 +124,19 @@ def measured(
 
 
 def local_network() -> Link | None:
-    """What the catalogue says of the network of such hosts as this one."""
+    """Returns the catalogue's network of hosts like this one."""
     entry = entry_of_device(jax.local_devices()[0].device_kind)
     return None if entry is None else entry.network
 
 
 def _name(device: Device) -> str:
-    """What a kind of device is called where nobody gives it a name."""
+    """Returns the default name of a kind of device."""
     entry = entry_of_device(device.device_kind)
     return slug(device.device_kind) if entry is None else entry.kind.name
 
 
 def _machine(devices: Sequence[Device]) -> dict[str, str | int | float]:
-    """What a measurement depends on, and is looked up by."""
+    """Returns the facts that a measurement depends on and is looked up by."""
     return {
         "cpu_model": host_facts.cpu_model(),
         "cpu_cores": host_facts.cpu_cores(),
@@ -249,7 +249,7 @@ def _matmul_points(found: Seconds) -> tuple[MatmulPoint, ...]:
 
 
 def _memory_points(found: Seconds) -> tuple[BandwidthPoint, ...]:
-    """By bytes moved, fewest first."""
+    """Returns the measured points by bytes moved, fewest first."""
     points = [
         BandwidthPoint(
             moved_bytes=3 * p.array_bytes,

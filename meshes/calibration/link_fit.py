@@ -21,7 +21,7 @@ class CollectiveTime:
     Attributes:
         collective: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"`` or
             ``"all-to-all"``.
-        group_size: how many devices take part; all others do the same among
+        group_size: Number of devices that take part; all others do the same among
             themselves at the same time.
         payload_bytes: on one device: what is reduced, gathered into, or exchanged.
         seconds: one collective.
@@ -46,20 +46,20 @@ class CollectiveTime:
 
     @property
     def wire_bytes(self) -> float:
-        """What one device sends in all rounds."""
+        """Returns the bytes that one device sends in all rounds."""
         share = 1.0 if self.shared else (self.group_size - 1) / self.group_size
         return self.rounds * self.payload_bytes * share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFit:
-    """What ``fit_link`` found.
+    """Result of ``fit_link``.
 
     Attributes:
-        latency_seconds: of one round.
-        bandwidth_bytes_per_second: of one device, one direction.
+        latency_seconds: Latency of one round.
+        bandwidth_bytes_per_second: Bandwidth of one device, one direction.
         slowdown: (collective, factor): measured over fitted, the geometric mean.
-        notes: what had to be clipped, and why.
+        notes: Notes on clipped values, with the reasons.
     """
 
     latency_seconds: float
@@ -78,7 +78,7 @@ def fit_link(times: Sequence[CollectiveTime]) -> LinkFit:
     alone is not a ring on any platform; its own factor corrects it.
 
     Args:
-        times: at least one.
+        times: Measured times, at least one.
 
     Example:
         >>> fit = fit_link([

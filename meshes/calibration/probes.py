@@ -1,4 +1,4 @@
-"""What is measured of a device, in which order, and when to stop. Starts JAX.
+"""Probes of a device, their order, and when to stop. Starts JAX.
 
 Twenty seconds do not suffice for everything, so the probes are ordered by how much a
 plan depends on them, and the budget cuts the list. ``timers`` has the programs,
@@ -182,7 +182,7 @@ def _is_double(probe: Probe) -> bool:
 
 
 def _operations_in(probe: Probe, on_cpu: bool) -> int:
-    """How many operations one iteration of the probe's program holds."""
+    """Returns the number of operations in one iteration of the probe's program."""
     if isinstance(probe, Convolution | Fresh):
         return 1
     each = {ProductProbe: 2, ChainProbe: timers.OPS_IN_CHAIN}.get(type(probe), 1)

@@ -35,7 +35,7 @@ and each of eight such additions in one turn 3.6."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingPlan:
-    """How often and how long to run a program.
+    """Number and duration of a program's runs.
 
     Attributes:
         clock: seconds, rising.
@@ -96,7 +96,8 @@ def _looped(
         body: on one device's arrays.
         mesh: over whose axes all devices lie.
         arguments: the first is the loop's state; each device gets a copy of all.
-        repeated: how often in a turn of the loop, each apart from the last.
+        repeated: Number of repeats in an iteration of the loop, each apart from the
+            last.
     """
     spec = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, spec)
@@ -186,8 +187,8 @@ def convolution_run(
     Args:
         devices: all of which do it at once.
         batch: images on each.
-        side: of the images, in pixels; the result has the same.
-        channels: in and out.
+        side: Side of the images, in pixels; the result has the same.
+        channels: Number of input and of output channels.
     """
     spec = NamedSharding(_everywhere(devices), PartitionSpec("all"))
     image = np.ones((len(devices), batch, side, side, channels), np.float32)
@@ -307,9 +308,9 @@ def collective_run(
     Args:
         devices: a multiple of ``group_size``.
         collective: a key of ``COLLECTIVES``.
-        group_size: at least 2.
-        payload_bytes: as ``CollectiveTime`` defines it; a multiple of
-            ``4 * group_size``.
+        group_size: Size of a group, at least 2.
+        payload_bytes: Payload, as ``CollectiveTime`` defines it; a multiple of ``4 *
+            group_size``.
     """
     elements = payload_bytes // 4
     if collective == "all-gather":

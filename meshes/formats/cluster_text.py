@@ -38,7 +38,7 @@ _PART = re.compile(r"([a-z][a-z0-9-]*):([0-9]+(?:x[0-9]+)*)")
 
 
 def grammar() -> str:
-    """How clusters are written; reads the catalogue for the names of kinds."""
+    """Returns the grammar of clusters; reads the catalogue for the names of kinds."""
     return f"""\
 A cluster is written as one of
   KIND:N          one node of N devices                   h100:8
@@ -131,7 +131,8 @@ def _part(term: str, problems: Problems) -> _Part | None:
 
 
 def _entry(name: str) -> Entry | None:
-    """What a name means: a kind of the catalogue, or a device by its datasheet.
+    """Returns the entry of a name: a kind of the catalogue, or a device by its
+    datasheet.
 
     How such devices are joined is taken from another kind, as estimates do.
     """
@@ -335,7 +336,9 @@ def node_levels(found: Sequence[Entry], counts: Sequence[int]) -> tuple[Level, .
 
 
 def _domain(found: Sequence[Entry], inner: int, outer: int) -> int:
-    """How many nodes one switch joins: as many as it has room for and divide them."""
+    """Returns the number of nodes that one switch joins: as many as it has room for and
+    divide them.
+    """
     if any(one.domain is None for one in found):
         return 1
     room = min(one.domain_devices for one in found) // inner
@@ -343,7 +346,7 @@ def _domain(found: Sequence[Entry], inner: int, outer: int) -> int:
 
 
 def _delivered(found: Entry) -> Achieved:
-    """What links of a platform deliver of their datasheets' bandwidth."""
+    """Returns the delivered fractions of a platform's links."""
     platforms = constants().platforms
     return platforms.get(found.kind.platform, WHOLE)
 
@@ -355,7 +358,7 @@ def _joined(
 
     Args:
         delivered: one or more links, each with what it delivers of its bandwidth.
-        size, hops: of the level.
+        size, hops: Size of the level, and its number of hops.
         wait: beside the links' own latency.
     """
     links = [link for link, _ in delivered]
@@ -388,9 +391,9 @@ def torus_levels(
     Args:
         found: the kind.
         torus: its torus.
-        lengths: of the axes, outermost first.
-        slices: how many such tori the network joins.
-        names: of the axes, one letter each, outermost first.
+        lengths: Lengths of the axes, outermost first.
+        slices: Number of such tori that the network joins.
+        names: Names of the axes, one letter each, outermost first.
     """
     levels = []
     delivered = _delivered(found)

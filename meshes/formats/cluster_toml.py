@@ -118,8 +118,8 @@ def from_data(data: Mapping[str, Any], title: str) -> ClusterData:
     """A cluster from plain data.
 
     Args:
-        data: as ``to_data`` makes it; see the module for what may be left out.
-        title: what is being read, for the message.
+        data: Data of ``to_data``; the module's text says what may be left out.
+        title: Subject of the reading, for the message.
 
     Raises:
         WhaleError: with every problem.
@@ -161,7 +161,7 @@ def from_data(data: Mapping[str, Any], title: str) -> ClusterData:
 
 
 def _compiler(table: Table) -> dict[str, Any]:
-    """What a file says of the compiler; what it leaves out is as the platform's."""
+    """Reads a file's compiler profile; missing values are the platform's."""
     found: dict[str, Any] = {
         "merge_partials": table.boolean("merge_partials"),
         "reduce_scatter": table.boolean("reduce_scatter"),

@@ -16,7 +16,7 @@ class DatasheetCard:
     """A device that the catalogue lacks, by its datasheet, without sparsity.
 
     Attributes:
-        words: of a name, that mean it; regular expressions.
+        words: Regular expressions of names that mean it.
         like: entry whose family's efficiency, node and network stand in.
         half, eight, single: TFLOP/s in 16 bits, in 8 (0 where it has none), in float32.
         memory: gigabytes, and how many of them a second.
@@ -54,7 +54,7 @@ def datasheet_card(name: str) -> DatasheetCard | None:
     """The card that a name means, if any.
 
     Args:
-        name: in small letters.
+        name: Name in small letters.
 
     >>> card = datasheet_card("tpu v3")
     >>> card and card.memory
@@ -69,6 +69,6 @@ def is_word(word: str, name: str) -> bool:
 
     Args:
         word: a regular expression.
-        name: in small letters.
+        name: Name in small letters.
     """
     return re.search(rf"(?<![a-z0-9]){word}(?![0-9])", name) is not None

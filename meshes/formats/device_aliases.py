@@ -26,10 +26,10 @@ class AliasedDevice:
     """A device as a table names it.
 
     Attributes:
-        entry: of the catalogue, with the memory, power and link of the name where these
-            are not the catalogue's.
-        count: how many, where the name says.
-        notes: what was mapped.
+        entry: Entry of the catalogue, with the memory, power and link of the name where
+            these are not the catalogue's.
+        count: Number of devices, where the name gives it.
+        notes: Notes on the mapping.
         others: the name has devices of other kinds, too.
         knows_memory: the catalogue or the name says how much memory it has.
     """
@@ -123,8 +123,8 @@ def read_device(text: str, *, guess: bool = False) -> AliasedDevice:
     """The device that a table names; of a mix, the slowest part.
 
     Args:
-        text: such as ``"A100-80GB-SXM"``, ``"a100_40gb"``, ``"DGX-H100"``,
-            ``"TPU v5e"`` or ``"4xV100-16+4xT4"``.
+        text: Name such as ``"A100-80GB-SXM"``, ``"a100_40gb"``, ``"DGX-H100"``, ``"TPU
+            v5e"`` or ``"4xV100-16+4xT4"``.
         guess: take what no family is known of for ``UNKNOWN``, and say so.
 
     Raises:
@@ -240,7 +240,7 @@ def _memory_of(name: str, *, bare: bool = True) -> int | None:
     """Gigabytes that a name gives, a cloud's too.
 
     Args:
-        name: in small letters.
+        name: Name in small letters.
         bare: a number without a unit is one too; behind a TPU's name it is how many
             of them there are.
     """

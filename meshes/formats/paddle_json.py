@@ -62,7 +62,7 @@ class _Device:
 
 @dataclass(slots=True, kw_only=True)
 class _File:
-    """What was read of a file."""
+    """Contents of a file."""
 
     problems: Problems
     devices: dict[int, _Device] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def load(path: str | os.PathLike[str]) -> ClusterData:
     """Read a cluster from PaddlePaddle's JSON.
 
     Args:
-        path: of the file.
+        path: Path of the file.
 
     Raises:
         WhaleError: no such file, no JSON, or a description with problems; all at once.
@@ -111,8 +111,8 @@ def from_data(data: Any, title: str) -> ClusterData:
     """The cluster that PaddlePaddle's description means.
 
     Args:
-        data: as JSON has it.
-        title: what is being read, for the message.
+        data: Parsed JSON.
+        title: Subject of the reading, for the message.
 
     Raises:
         WhaleError: with every problem.
@@ -443,7 +443,7 @@ def _levels(
     entries: Sequence[Entry],
     rates: list[list[float]],
 ) -> tuple[Level, ...]:
-    """As the catalogue has them, with the file's bandwidths and latencies."""
+    """Returns the catalogue's levels with the file's bandwidths and latencies."""
     machines = [
         [i for i, _ in group]
         for _, group in groupby(enumerate(devices), key=lambda p: p[1].machine)

@@ -110,7 +110,7 @@ def join_topo(
 
     Args:
         machines: numbers of the devices of each.
-        links: those of the cards are added.
+        links: Links, extended by those of the cards.
 
     Returns:
         The number of each card, and its machine.

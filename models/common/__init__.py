@@ -1,1 +1,1 @@
-"""What several reference models share: layers, batches, names, optimizers."""
+"""Parts that several reference models share: layers, batches, names, optimizers."""

@@ -45,8 +45,8 @@ def generator(seed: int, step: int) -> np.random.Generator:
     """The random numbers of one step.
 
     Args:
-        seed: which sequence of batches.
-        step: which batch of it, from 0.
+        seed: Seed of the sequence of batches.
+        step: Number of the batch in it, from 0.
 
     >>> int(generator(0, 7).integers(100)) == int(generator(0, 7).integers(100))
     True
@@ -63,11 +63,11 @@ def chain_tokens(
     the best possible loss is ``log(4)`` nats per token.
 
     Args:
-        step: which batch.
+        step: Number of the batch.
         size: sequences in it.
         length: tokens in a sequence.
         vocab: number of different tokens.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
 
     Returns:
         Tokens of shape ``[size, length]``; the first rows do not depend on ``size``.
@@ -98,7 +98,7 @@ def default_batch_size(size: str, given: int | None, full: int) -> int:
 
 
 def lengths(step: int, size: int, *, longest: int, seed: int) -> npt.NDArray[np.int64]:
-    """How many tokens of each sequence are real, at least one.
+    """Draws the number of real tokens of each sequence, at least one.
 
     >>> lengths(0, 3, longest=8, seed=0).shape
     (3,)
@@ -114,11 +114,11 @@ def labelled_images(
     """Noise images, each shifted in one colour channel by its label.
 
     Args:
-        step: which batch.
+        step: Number of the batch.
         size: images in it.
         side: their height and width, in pixels.
         classes: number of different labels.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
 
     Returns:
         ``{"images": float32[size, side, side, 3], "labels": int32[size]}``.
@@ -147,13 +147,13 @@ def denoising_batch(
     are real differs from text to text; the targets end with a token of their own.
 
     Args:
-        step: which batch.
+        step: Number of the batch.
         size: texts in it.
         inputs: tokens of a corrupted text, padded.
         targets: tokens of the spans, padded, without the one that starts them.
         vocab: number of different tokens: 0 pads and starts, 1 ends, the last are the
             sentinels.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
 
     Returns:
         ``inputs`` ``int32[size, inputs]``, ``targets`` ``int32[size, targets + 1]``,
@@ -219,11 +219,11 @@ def smooth_fields(
     """Random fields, each of mean 0 and variance 1.
 
     Args:
-        step: which batch.
+        step: Number of the batch.
         size: samples in it.
         extent: depth, height and width of a field, in voxels.
         channels: fields in a sample, of a spectral index each.
-        seed: which sequence of batches.
+        seed: Seed of the sequence of batches.
 
     Returns:
         Fields ``[size, extent, extent, extent, channels]`` and their spectral indices
@@ -278,7 +278,7 @@ def regression_volumes(
     """Fields, and their spectral indices as targets between -1 and 1.
 
     Args:
-        step, size, extent, channels, seed: as in ``smooth_fields``.
+        step, size, extent, channels, seed: Arguments of ``smooth_fields``, unchanged.
         outputs: targets of a sample, those of its first channels, in turn.
 
     Returns:
@@ -308,7 +308,7 @@ def segmented_volumes(
     equally many voxels each.
 
     Args:
-        step, size, extent, channels, seed: as in ``smooth_fields``.
+        step, size, extent, channels, seed: Arguments of ``smooth_fields``, unchanged.
         classes: number of different labels.
 
     Returns:

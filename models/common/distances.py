@@ -19,8 +19,9 @@ def bucket_starts(buckets: int, longest_distance: int) -> tuple[int, ...]:
     up to the longest distance (Raffel et al., 2020, section 2.1).
 
     Args:
-        buckets: how many, for one direction.
-        longest_distance: what the last bucket would reach; above half the buckets.
+        buckets: Number of buckets for one direction.
+        longest_distance: Distance that the last bucket would reach; above half the
+            buckets.
 
     Raises:
         WhaleError: the longest distance is too short for that many buckets.
@@ -56,13 +57,13 @@ def relative_buckets(
     longest_distance: int,
     bidirectional: bool,
 ) -> Array:
-    """Which bucket each pair of positions is in.
+    """Returns the bucket of each pair of positions.
 
     Args:
         queries: number of positions that look.
         keys: number of positions that are looked at.
-        buckets: how many there are.
-        longest_distance: that the last bucket of a direction would reach.
+        buckets: Number of buckets.
+        longest_distance: Distance that the last bucket of a direction would reach.
         bidirectional: later keys have the upper half of the buckets; otherwise they
             are in the bucket of distance 0.
 

@@ -28,7 +28,7 @@ Array: TypeAlias = jax.Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queues:
-    """Which experts the tokens ask, in which order, and how the experts are used.
+    """Queues of tokens for experts: order, and use of the experts.
 
     Attributes:
         picks: for each choice ``[groups, tokens, experts]``, one where a token asks.
@@ -51,7 +51,7 @@ class Queues:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Where the tokens of one pass go.
+    """Places of the tokens in one pass.
 
     Attributes:
         dispatch: ``[groups, tokens, experts, capacity]``, one where a token takes a
@@ -144,7 +144,7 @@ def seats(queues: Queues, *, places: int, first: int | Array = 0) -> Routing:
     Args:
         queues: from ``queue``.
         places: tokens that an expert takes from one group in a pass.
-        first: how many of each queue were served in earlier passes.
+        first: Number of each queue's tokens that earlier passes served.
 
     Returns:
         The routing; a token stands in none where its turn is another pass.

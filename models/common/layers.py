@@ -183,9 +183,9 @@ def stacked_blocks(
     """Equal blocks as one, whose parameters have a leading dimension of layers.
 
     Args:
-        layers: how many.
+        layers: Number of layers.
         make: one block, from its random numbers.
-        rngs: of all of them.
+        rngs: Random keys of all of them.
     """
 
     @nnx.split_rngs(splits=layers)

@@ -25,9 +25,9 @@ def pick(name: str, choices: Mapping[str, Choice], what: str) -> Choice:
     """The choice of that name.
 
     Args:
-        name: what was asked for.
+        name: Name that the user gave.
         choices: everything there is, by name.
-        what: what the names stand for, as one word, for the error.
+        what: Noun for the choices, for the error.
 
     Raises:
         WhaleError: there is none; the text gives the nearest names and all of them.
@@ -69,7 +69,7 @@ def change(
     Args:
         config: an instance of a frozen dataclass.
         changes: new values by field name.
-        options: what else the caller takes by keyword, to be named in the error.
+        options: Further keywords of the caller, which the error names.
 
     Raises:
         WhaleError: the configuration has no field of that name, or the value is none
@@ -160,7 +160,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
-    """What a model can compute in: a name, a type of numpy or JAX, or its default."""
+    """Returns whether a model can compute in it: a name, a type of numpy or JAX, or its
+    default.
+    """
     if value is None or isinstance(value, type):
         return True
     name = value if isinstance(value, str) else getattr(value, "dtype", value)

@@ -24,12 +24,12 @@ _INIT_VARIANCE: Final = 1024 * 0.1**2 / 3
 def linear_kinds(
     *, dtype: str | None, param_dtype: str, rngs: nnx.Rngs
 ) -> dict[str, Any]:
-    """What the linear layers of a recurrent model are made with.
+    """Returns the arguments of a recurrent model's linear layers.
 
     Args:
-        dtype: of what is computed; follows parameters and inputs where None.
-        param_dtype: of the parameters.
-        rngs: of initial values.
+        dtype: Computing type; None follows parameters and inputs.
+        param_dtype: Type of the parameters.
+        rngs: Random keys of the initial values.
     """
     return {
         "dtype": None if dtype is None else jnp.dtype(dtype),
@@ -125,7 +125,7 @@ class AdditiveAttention(nnx.Module):
         self.length = nnx.Param(jnp.full((), width**-0.5, kinds["param_dtype"]))
 
     def __call__(self, asking: Array, encoded: Array, real: Array) -> Array:
-        """What each target token reads of the source.
+        """Computes each target token's view of the source.
 
         Args:
             asking: ``[batch, target, hidden]``.

@@ -32,7 +32,7 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, padding: Array, *, deterministic: bool) -> Array:
-        """What the decoder attends to.
+        """Encodes the inputs for the decoder's attention.
 
         Args:
             x: ``[batch, sequence, embed]``.
@@ -68,7 +68,7 @@ class Decoder(nn.Module):
 
         Args:
             x: ``[batch, targets, embed]``, of the tokens before each target.
-            memory: what the encoder made, ``[batch, inputs, embed]``.
+            memory: Output of the encoder, ``[batch, inputs, embed]``.
             padding: ``bool[batch, inputs]``, true where a position is real.
             deterministic: leave dropout out.
 
@@ -104,7 +104,7 @@ def through_layers(
         layer: the class of the layers.
         config: the model's configuration.
         x: the residual stream, ``[batch, sequence, embed]``.
-        context: what every layer is given besides.
+        context: Further arguments of every layer.
         deterministic: leave dropout out.
     """
     if not config.scan_layers:
@@ -156,7 +156,7 @@ def loss_over(
 
     Args:
         module: the model, with its configuration as ``config``.
-        names: of what the encoder is given of a batch, in order.
+        names: Names of the encoder's inputs in a batch, in order.
         deterministic: leave dropout out; the key is then not used.
 
     Returns:

@@ -33,10 +33,10 @@ class Seq2SeqConfig:
         heads: attention heads.
         head_dim: width of a head; ``heads * head_dim`` need not be ``embed``.
         mlp: width inside the feed-forward layers.
-        layers: of the encoder, and as many of the decoder.
-        buckets: of relative distances that are told apart, even; the encoder uses one
+        layers: Number of layers of the encoder, and of the decoder.
+        buckets: Number of buckets of relative distances, even; the encoder uses one
             half for each direction.
-        longest_distance: that the last bucket of a direction would reach.
+        longest_distance: Distance that the last bucket of a direction would reach.
         dropout_rate: after embeddings and last norms, on attention weights, inside the
             feed-forward layers and before each addition.
         scan_layers: stack the parameters of a stack's layers and scan over them.
@@ -63,7 +63,7 @@ class Seq2SeqConfig:
 
 
 class RelativeBias(nn.Module):
-    """What the layers of a stack add to their attention scores, by distance."""
+    """Bias that a stack's layers add to their attention scores, by distance."""
 
     config: Seq2SeqConfig
     bidirectional: bool
@@ -209,10 +209,10 @@ class DecoderLayer(nn.Module):
 
         Args:
             x: the residual stream.
-            memory: what the encoder made, ``[batch, inputs, embed]``.
-            remembered: which of it is real, ``bool[batch, 1, 1, inputs]``.
-            earlier: what self-attention sees, ``bool[1, 1, targets, targets]``.
-            bias: of self-attention's scores, ``[1, heads, targets, targets]``.
+            memory: Output of the encoder, ``[batch, inputs, embed]``.
+            remembered: Mask of its real tokens, ``bool[batch, 1, 1, inputs]``.
+            earlier: Mask of self-attention, ``bool[1, 1, targets, targets]``.
+            bias: Bias of self-attention's scores, ``[1, heads, targets, targets]``.
             deterministic: leave dropout out.
         """
         config = self.config

@@ -1,4 +1,4 @@
-"""What networks over volumes share: types of their layers, and checks of extents."""
+"""Parts that networks over volumes share: types of their layers, and checks of extents."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def check_extent(extent: int, halvings: int, why: str) -> None:
     """Refuse a volume that cannot be halved so often.
 
     Args:
-        extent: of the volume, in voxels.
-        halvings: how often it is halved.
-        why: what halves it, for the error.
+        extent: Extent of the volume, in voxels.
+        halvings: Number of halvings.
+        why: Part that halves it, for the error.
 
     Raises:
         WhaleError: the extent is no multiple of 2 to the power of ``halvings``.

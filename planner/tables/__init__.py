@@ -1,4 +1,4 @@
-"""Where embedding tables are stored: splits, the assignment to ranks, and its report.
+"""Placement of embedding tables: splits, the assignment to ranks, and its report.
 
 ``place`` is the entry. ``table`` and ``ranks`` describe what is placed, ``ways`` lists
 how a table may be divided and what that costs a rank, ``greedy`` and ``program``

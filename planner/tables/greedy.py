@@ -67,7 +67,7 @@ class Scale:
 
 
 def holders(way: Way, ranks: Ranks) -> int:
-    """How many times a rank has a shard's load, over all ranks."""
+    """Returns how many times a rank has a shard's load, over all ranks."""
     return ranks.count if way.split == "replicate" else way.shards
 
 
@@ -99,7 +99,7 @@ def assign(
     """The best of several greedy assignments, or None where none has enough memory.
 
     Args:
-        items: What is placed, with the possible ways.
+        items: Items to place, with the possible ways.
         ranks: Devices.
         scale: Units of loads.
         most_shards: Largest number of shards in all.

@@ -65,15 +65,16 @@ def place_tables(
         tables: Tables, each with a name of its own.
         ranks: Devices: a ``Ranks``, a cluster, or its text such as ``"h100:8"``.
         batch_size: Samples of a global batch, over all ranks.
-        objective: What of the most loaded rank is least: ``"time"`` (lookups, exchange
-            and update of a step), ``"rows"`` (table elements stored), ``"lookups"``
-            (elements looked up) or ``"both"`` (the worse of the last two, each over
-            its mean).
+        objective: Quantity of the most loaded rank to minimise: ``"time"`` (lookups,
+            exchange and update of a step), ``"rows"`` (table elements stored),
+            ``"lookups"`` (elements looked up) or ``"both"`` (the worse of the last two,
+            each over its mean).
         splits: Ways of dividing a table that may be used: ``"whole"``, ``"rows"``,
             ``"columns"``, ``"node_rows"`` (by rows over the ranks of one node),
             ``"replicate"`` and ``"host"`` (whole, in host memory).
         together: Groups of tables that must be on one rank, by their names.
-        pins: What you fix, by table: its rank, or the way in which it is divided.
+        pins: Placements that you fix, by table: its rank, or the way in which it is
+            divided.
         most_shards: Largest number of shards in all; None takes 2.5 a table or four a
             rank, whichever is more, and twice that where it gains much.
         seconds: Time after which the integer program gives the best placement so far.
@@ -145,7 +146,7 @@ def _proven(
 
     Args:
         found: Greedy assignment, or None.
-        items, ranks, scale: What is placed, on what, and units of loads.
+        items, ranks, scale: Items to place, ranks, and units of loads.
         limit: Largest number of shards.
         seconds: Time of the integer program.
     """

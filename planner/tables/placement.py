@@ -28,10 +28,10 @@ class TableShard:
     Attributes:
         table: Name of the table.
         rank: Rank that stores it.
-        split: How the table is divided.
+        split: Split of the table.
         index, shards: Number of this shard, and of how many.
-        hashed: Of row shards: it has the rows ``index``, ``index + shards``, … and not
-            one range.
+        hashed: Whether a row shard has the rows ``index``, ``index + shards``, … and
+            not one range.
         rows: First row and the row behind the last one; all rows if hashed.
         columns: First column and the column behind the last one.
     """
@@ -58,13 +58,13 @@ class TableShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TablePlacement:
-    """Where tables are stored; ``print`` shows the load of each rank.
+    """Placement of tables; ``print`` shows the load of each rank.
 
     Attributes:
         tables: Tables that were placed, in the order given.
         ranks: Devices.
         batch_size: Samples of a global batch.
-        objective: What was balanced.
+        objective: Objective that was balanced.
         shards: Every shard, by table and then by its number.
         loads: ``[ranks, measures]``: seconds of a step, table elements or elements
             looked up per sample, as the objective says.
@@ -226,7 +226,7 @@ def table_shards(
 
     Args:
         table: The table.
-        split: How it is divided.
+        split: Split of the table.
         shards: Number of shards.
         ranks: Rank of each shard; all ranks if replicated.
     """
@@ -249,5 +249,5 @@ def table_shards(
 
 
 def gap_over(load: float, bound: float) -> float:
-    """How much larger a load is than a bound; 0 where rounding makes it smaller."""
+    """Returns the excess of a load over a bound; 0 where rounding makes it smaller."""
     return max(0.0, load / bound - 1.0) if math.isfinite(bound) and bound > 0 else 0.0

@@ -30,7 +30,7 @@ _TOTAL_WEIGHT: Final = 2e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What the program gives.
+    """Solution of the integer program.
 
     Attributes:
         assignment: Best assignment, or None where none was found.
@@ -57,7 +57,9 @@ class _Column:
 def _totals(
     items: Sequence[Item], ranks: Ranks, scale: Scale, columns: Sequence[_Column]
 ) -> list[float]:
-    """What each choice adds to the objective, so that none is needlessly dear."""
+    """Returns the contribution of each choice to the objective, which breaks ties for
+    cheap choices.
+    """
     loads = [
         float(np.sum(items[c.item].ways[c.way].loads / scale.mean)) for c in columns
     ]
@@ -105,7 +107,7 @@ def solve(
     """Solves the placement as an integer program.
 
     Args:
-        items: What is placed.
+        items: Items to place.
         ranks: Devices.
         scale: Units of loads.
         most_shards: Largest number of shards in all.

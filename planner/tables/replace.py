@@ -1,4 +1,4 @@
-"""What placing tables anew would win, once it was counted how often rows are read.
+"""Computes the gain of placing tables anew, by counts of how often rows are read.
 
 Popularity moves: ranges of rows that were read equally often are not any more, and
 tables whose bags fill up are read more. The present placement and the best one are both
@@ -60,7 +60,7 @@ def place_again(
 
     Args:
         placement: The present one, of the objective ``"time"``.
-        counts: How often each row was read, by the name of its table.
+        counts: Number of reads of each row, by the name of its table.
         samples: Number of samples that were counted.
     """
     tables = tuple(
@@ -104,7 +104,7 @@ def counted_loads(placement: TablePlacement, tables: tuple[Table, ...]) -> np.nd
     """Seconds of a step on each rank, by how often its rows were read.
 
     Args:
-        placement: Where the tables are.
+        placement: Placement of the tables.
         tables: The tables, with counts.
     """
     loads = np.zeros(placement.ranks.count)

@@ -36,8 +36,8 @@ class SectionTimes:
         sparse_seconds: Lookups and updates of a batch, by one process.
         wire_seconds: Ids, vectors and gradients of a batch on their way.
         dense_seconds: The dense part of a batch.
-        batch_seconds: What makes a batch, in one process of the sparse section; 0
-            where batches are given.
+        batch_seconds: Duration of making a batch, in one process of the sparse section;
+            0 where batches are given.
     """
 
     sparse_seconds: float
@@ -82,14 +82,14 @@ class SectionTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections:
-    """How the two sections work together.
+    """Division of work between the two sections.
 
     Attributes:
         staleness: Number of newest updates that a lookup does without.
         processes: Number of processes of the sparse section.
         most_processes: Number of them that the cluster has.
         queue_depth: Most batches that are on their way at once.
-        times: What each section takes.
+        times: Times of each section.
         is_measured: The times were measured, and not predicted.
     """
 
@@ -145,11 +145,11 @@ def choose_sections(
     """The fewest processes that are as fast as all, and the queue that keeps them busy.
 
     Args:
-        times: What each section takes.
+        times: Times of each section.
         most_processes: Number of processes that there are.
         staleness: Number of updates that a lookup may lack.
         is_measured: The times were measured.
-        least_processes: As many are taken at least.
+        least_processes: Least number of processes.
 
     >>> times = SectionTimes(sparse_seconds=2.0, wire_seconds=0.1, dense_seconds=1.1)
     >>> chosen = choose_sections(times, 8, 4, is_measured=True)
@@ -178,11 +178,11 @@ def choose_sections(
 def predicted_times(
     tables: tuple[Table, ...], placement: TablePlacement, dense_seconds: float
 ) -> SectionTimes:
-    """What each section takes by the numbers of its devices.
+    """Predicts the times of each section by the rates of its devices.
 
     Args:
         tables: The tables.
-        placement: Where they are, on any number of processes.
+        placement: Placement on any number of processes.
         dense_seconds: Predicted time of the dense part.
     """
     samples = placement.batch_size

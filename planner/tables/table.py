@@ -37,7 +37,7 @@ class Table:
             several lookups; None follows ``pooled``.
         splits_columns: Whether columns may be stored apart. False where the optimizer's
             state belongs to a whole row, as in row-wise Adagrad.
-        counts: How often each row was looked up in a sample of the data, or None.
+        counts: Number of lookups of each row in a sample of the data, or None.
     """
 
     name: str

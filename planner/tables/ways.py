@@ -33,7 +33,7 @@ class Way:
     """One way of storing tables that stay together, usually one table.
 
     Attributes:
-        split: How the table is divided.
+        split: Split of the tables.
         shards: Number of shards; on every rank that holds one the load is that of one.
         slots: Shards that the exchange counts on each such rank; 0 if replicated.
         loads: Load of one shard in each measure of the objective.
@@ -82,7 +82,7 @@ def rank_groups(way: Way, ranks: Ranks, fixed: int | None) -> Sequence[Sequence[
 
 
 def times_chosen(way: Way) -> int:
-    """How many of the ``rank_groups`` a way takes."""
+    """Returns the number of ``rank_groups`` that a way takes."""
     return 1 if way.split in ("replicate", "node_rows") else way.shards
 
 
@@ -100,7 +100,7 @@ def list_ways(
         table: The table.
         ranks: Devices that may hold it.
         batch_size: Samples of a global batch.
-        objective: What is balanced; see ``place_tables``.
+        objective: Objective to balance; see ``place_tables``.
         splits: Splits that are allowed.
     """
     for split in SPLITS:

@@ -57,7 +57,7 @@ class Adapter:
     """A model and its loss in the one shape that capture and lowering know.
 
     Attributes:
-        kind: what the user's model is.
+        kind: Kind of the user's model.
         params: pytree of the trained leaves, real or abstract.
         rest: pytree of all other leaves: statistics, random keys, frozen weights.
         param_paths: dotted path of each trained leaf, in flatten order.
@@ -67,11 +67,12 @@ class Adapter:
             dimension (several joined by ``+``), or None.
         called: for each trained leaf, the model's own names of those mesh axes.
         rest_names, rest_pinned, rest_called: the same for each other leaf.
-        short: how many names are missing, by the paths of leaves whose metadata does
-            not name all dimensions, whichever these are; the names stand at the first.
+        short: Number of missing names, by the paths of leaves whose metadata does not
+            name all dimensions, whichever these are; the names are at the first
+            dimensions.
         takes_rng: the loss function wants a random key of its own.
-        compute_dtype: what float32 weights, trained or not, and batches are cast to
-            before the loss sees them; None leaves the model's own types.
+        compute_dtype: Type to which float32 weights, trained or not, and batches are
+            cast before the loss sees them; None leaves the model's own types.
     """
 
     kind: ModelKind
@@ -97,7 +98,7 @@ class Adapter:
         Args:
             params: trained leaves, in the structure of ``params``.
             rest: other leaves, in the structure of ``rest``.
-            batch: what the loss function takes as its batch.
+            batch: Batch that the loss function takes.
             rng: a random key, where the loss function takes one.
 
         Returns:
@@ -201,7 +202,8 @@ class Adapter:
         """The (params, rest) of another instance of the same model.
 
         Args:
-            model: what ``rebuild`` gives, such as a freshly initialised module.
+            model: Model that ``rebuild`` returned, such as a freshly initialised
+                module.
 
         Raises:
             WhaleError: it is another model; the first leaf that differs is named.
@@ -220,7 +222,7 @@ class Adapter:
         dropout masks and no plan changes which. Undo it with ``restore_keys``.
 
         Args:
-            rest: in the structure of ``rest``.
+            rest: Non-trainable state, in the structure of ``rest``.
             number: integer scalar.
         """
         return jax.tree.map(lambda leaf: fold_key(leaf, number), rest)
@@ -245,9 +247,9 @@ def adapt(
         model: an NNX module, a Linen module's variables (a mapping with ``params``),
             or any pytree; leaves may be abstract.
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
-        trainable: what to train, where that is not every ``nnx.Param``, every leaf of
-            ``params``, or every floating-point leaf: glob patterns of dotted paths, a
-            predicate on the dotted path, or (NNX) a filter.
+        trainable: Selection of trained parameters, where that is not every
+            ``nnx.Param``, every leaf of ``params``, or every floating-point leaf: glob
+            patterns of dotted paths, a predicate on the dotted path, or (NNX) a filter.
         axis_names: the user's names of mesh axes, mapped to ours.
 
     Returns:

@@ -104,8 +104,8 @@ def cast_back(after: Any, used: Any, before: Any, computed: Any) -> Any:
     """State that was computed in another float type, in the type that it had.
 
     Args:
-        after: what a call left.
-        used: what the call was given; what it left as it was comes back uncast.
+        after: State after a call.
+        used: Inputs of the call; state that it left unchanged comes back uncast.
         before: the same before any cast.
         computed: the float type of the computation.
     """
@@ -225,5 +225,5 @@ def _form_text(leaf: Any) -> str:
 
 
 def _kind_text(leaf: Any) -> str:
-    """What a leaf is that is no array."""
+    """Describes a leaf that is no array."""
     return shown(leaf) if isinstance(leaf, int) else f"a {type(leaf).__name__}"

@@ -1,4 +1,4 @@
-"""What Flax metadata says of a parameter's dimensions: names, and fixed mesh axes.
+"""Reads Flax metadata of a parameter's dimensions: names, and fixed mesh axes.
 
 Linen boxes and NNX variables hold the same thing under different names: for every
 dimension a name, several, or None. A name of one of our mesh axes pins that axis; any
@@ -23,7 +23,7 @@ DimensionTexts = tuple[str | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafMetadata:
-    """What the metadata says of one leaf.
+    """Metadata of one leaf.
 
     Attributes:
         names: logical name of each dimension, or None.
@@ -50,8 +50,8 @@ def read_metadata(
         params: the leaves.
         metadata: a leaf's box or mapping of metadata by its path, or None.
         axis_names: the user's names of mesh axes, mapped to ours.
-        problems: where too many names, foreign mesh axes and names that stand nowhere
-            are reported.
+        problems: Collector of too many names, foreign mesh axes and names that occur
+            nowhere.
     """
     axes = _known_axes(axis_names)
     met: set[str] = set()
@@ -84,13 +84,14 @@ def read_metadata(
 def short_ones(
     leaves: Mapping[str, Any], metadata: Callable[[str], Any]
 ) -> dict[str, int]:
-    """How many names the metadata of NNX variables lacks, by path; none where it is 0.
+    """Returns the number of names that the metadata of NNX variables lacks, by path,
+    where it is not 0.
 
     Linen itself refuses to add a dimension that it is told no name of.
 
     Args:
         leaves: by dotted path.
-        metadata: as for ``read_metadata``.
+        metadata: Function from a path to metadata, as ``read_metadata`` takes it.
     """
     found: dict[str, int] = {}
     for path, leaf in leaves.items():

@@ -49,7 +49,7 @@ class NnxForm:
         )
 
     def metadata(self, path: str) -> Mapping[str, Any] | None:
-        """What Flax knows of a variable beside its value."""
+        """Returns Flax's metadata of a variable."""
         variable = self._by_path.get(path)
         if not isinstance(variable, nnx.Variable):
             return None

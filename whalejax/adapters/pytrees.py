@@ -29,7 +29,7 @@ _IGNORED_COLLECTIONS: Final = ("params", "intermediates")
 
 
 class Form(Protocol):
-    """What differs between the three kinds of model.
+    """Operations that differ between the three kinds of model.
 
     Attributes:
         frozen: dotted paths in the rest of weights that ``trainable`` left out.
@@ -63,7 +63,7 @@ class Form(Protocol):
 
 
 class Selection:
-    """Which leaves are trained, by dotted path; the paths asked are remembered."""
+    """Selection of trained leaves by dotted path; the paths asked are remembered."""
 
     def __init__(self, trainable: Any) -> None:
         self._trainable = trainable

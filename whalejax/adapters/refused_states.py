@@ -26,7 +26,7 @@ def refuse_training_states(model: Any) -> None:
     """Raise if a model is, or holds, the state of an optimizer.
 
     Args:
-        model: what the user gave.
+        model: Model that the user gave.
 
     Raises:
         WhaleError: every such part, with what to give in its place.
@@ -90,7 +90,7 @@ def _is_optax(node: Any) -> bool:
 
 
 def _words(node: Any) -> str:
-    """What a node is and what is to be given, for a message."""
+    """Describes a node and the argument to give instead, for a message."""
     fields, name = _fields(node), type(node).__name__
     if "opt_state" in fields and "origin" in fields:
         return (

@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its HLO text.
+"""Reads the work of a compiled program from its HLO text.
 
 ``read`` takes the text apart, ``executions`` multiplies loops out, and on that
 ``collectives`` counts what devices send each other and ``product_flops`` what they

@@ -1,4 +1,4 @@
-"""Which devices a collective joins, and which mesh axes these are.
+"""Finds the devices that a collective joins, and their mesh axes.
 
 Programs write the groups in four ways; all become lists of device numbers, which count
 devices in the order of the mesh, its last axis first.
@@ -36,7 +36,8 @@ def groups_of(text: str, num_devices: int) -> Groups:
 
     Args:
         text: its attributes.
-        num_devices: of the program; an empty list of groups means all of them.
+        num_devices: Number of devices of the program; an empty list of groups means all
+            of them.
 
     Raises:
         HloError: groups in a form that is not known.

@@ -1,4 +1,4 @@
-"""How often each instruction runs: loops multiplied out.
+"""Counts the executions of each instruction: loops multiplied out.
 
 Some compilers write a loop's trip count beside it. Others, TPU's among them, do not:
 there the counter is followed through the loop's condition and body, from its start, by
@@ -96,10 +96,11 @@ def executions(module: Module) -> Iterator[Execution]:
 
 
 def largest_branches(work: Mapping[Branch, float]) -> set[Branch]:
-    """Of every conditional the branch that does most: no run does more than these.
+    """Returns the branch of each conditional that does most: no run does more than
+    these.
 
     Args:
-        work: what stands directly in each branch does, in any unit.
+        work: Work directly in each branch, in any unit.
 
     Returns:
         Those that count, with ``()`` for what stands in none.
@@ -200,7 +201,7 @@ def _names(text: str) -> list[str]:
 
 
 def trips(module: Module, computation: Computation, loop: Line) -> int | None:
-    """How often a loop's body runs, or None where it cannot be told.
+    """Returns the executions of a loop's body, or None where the number is unknown.
 
     Args:
         module: the program.
@@ -270,7 +271,7 @@ class _Values:
 
     Args:
         module: the program.
-        computation: what to follow them through.
+        computation: Computation to follow them through.
         arguments: values of its parameters.
     """
 
@@ -283,7 +284,7 @@ class _Values:
         self.known: dict[str, Any] = {}
 
     def root(self) -> Any:
-        """What the computation returns."""
+        """Returns the value that the computation returns."""
         return self.of(self.computation.root().name)
 
     def of(self, name: str) -> Any:

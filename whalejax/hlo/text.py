@@ -78,12 +78,12 @@ class Line:
     """One instruction.
 
     Attributes:
-        name, opcode: of the instruction.
+        name, opcode: Name and opcode of the instruction.
         result: its type, as text.
         operands: names of what it reads, in order.
         inside: the text between its parentheses.
-        rest: what follows them: attributes, metadata and the backend's own.
-        root: it is what its computation returns.
+        rest: Text after them: attributes, metadata and the backend's own.
+        root: Whether its result is the computation's.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Computation:
     """Instructions in the order of the text.
 
     Attributes:
-        name: of the computation.
+        name: Name of the computation.
         lines: its instructions, by name.
     """
 
@@ -130,7 +130,7 @@ class Computation:
     lines: dict[str, Line] = field(default_factory=dict)
 
     def root(self) -> Line:
-        """What it returns."""
+        """Returns the line of the computation's result."""
         for line in reversed(self.lines.values()):
             if line.root:
                 return line
@@ -276,7 +276,7 @@ def _line(raw: str) -> Line:
 
 
 def _parted(tail: str) -> tuple[str, str]:
-    """What stands before and behind the parenthesis that closes the operands."""
+    """Splits a text at the parenthesis that closes the operands."""
     if "(" not in tail:
         inside, _, rest = tail.partition(")")
         return inside, rest

@@ -39,10 +39,10 @@ class Instruction:
     """A collective of the program.
 
     Attributes:
-        kind: as in ``KINDS``.
+        kind: Kind of ``KINDS``.
         shapes: (dtype, shape) of its results on one device.
         nbytes: bytes of its results on one device.
-        count: how often it runs in one execution of the program.
+        count: Number of executions in one execution of the program.
         group_size: devices that it joins; 0 where the text does not say, and for a
             collective-permute.
         groups: these devices; of a collective-permute the (source, target) pairs.
@@ -221,7 +221,7 @@ def _instruction(module: Module, kind: str, execution: Execution) -> Instruction
 
 
 def _cut(execution: Execution, kind: str, size: int) -> tuple[Shape, ...] | None:
-    """What an all-reduce leaves of its result where a fusion keeps this device's part.
+    """Returns the shapes left of an all-reduce where a fusion keeps this device's part.
 
     That is how TPU programs write a reduce-scatter.
     """

@@ -23,14 +23,15 @@ RowDims = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Where the rows of the batch lie in the values of a program.
+    """Positions of the batch's rows in the values of a program.
 
     Attributes:
-        samples: how many samples all rows are of.
-        inputs: of the program.
-        outputs: of the program.
-        results: of each equation, by its position in the program.
-        sizes: how many rows values may have.
+        samples: Number of samples of all rows.
+        inputs: Row dimensions of the program's inputs.
+        outputs: Row dimensions of the program's outputs.
+        results: Row dimensions of each equation's results, by its position in the
+            program.
+        sizes: Possible numbers of rows.
     """
 
     samples: int
@@ -43,7 +44,7 @@ class Rows:
         """The shape of a part of a value.
 
         Args:
-            shape: of the value.
+            shape: Shape of the value.
             dim: along which its rows lie.
             parts: into how many the samples are cut.
         """
@@ -63,7 +64,7 @@ def run_fewer(
     Args:
         jaxpr: the program, or what one of its equations calls.
         values: inputs, of the samples of one part.
-        rows: where rows lie.
+        rows: Positions of the rows.
         parts: into how many the samples are cut.
         at: position of the jaxpr in the program.
         given: Row dimension of each input; None for the inputs of the program.
@@ -281,10 +282,11 @@ def _dims(variables: Sequence[Any], sizes: frozenset[int]) -> RowDims:
 
 
 def carried_over(rows: Rows, before: Any, after: Any) -> Rows | None:
-    """Where rows lie in a program that was run anew, with casts between equations.
+    """Returns the positions of rows in a program that was traced again, with casts
+    between equations.
 
     Args:
-        rows: where they lay.
+        rows: Positions of the rows before.
         before, after: the program.
 
     Returns:
@@ -310,10 +312,10 @@ def _carry(
     """The same of what one of its equations calls.
 
     Args:
-        rows, before, after: as above.
+        rows, before, after: Arguments of ``carried_over``, unchanged.
         old, new: positions of the jaxpr, then and now.
-        known: where the rows of its variables lie.
-        results: where that is written down.
+        known: Row dimensions of its variables.
+        results: Dictionary that receives the row dimensions of results.
     """
     earlier, later = (_compat.open_jaxpr(x)[0].eqns for x in (before, after))
     place = 0

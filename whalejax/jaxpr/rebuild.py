@@ -27,12 +27,12 @@ Each = Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What runs in place of some equations of a program.
+    """Replacement of some equations of a program.
 
     Attributes:
         inputs, outputs: variables of the program.
         function: from values of the inputs to values of the outputs.
-        equation: whose scopes it runs in; None where it opens them itself.
+        equation: Equation whose scopes it runs in; None where it opens them itself.
     """
 
     inputs: tuple[Any, ...]
@@ -56,7 +56,7 @@ def run(
         values: its inputs.
         each: runs one equation.
         items: equations and ``Call``s, in order, that run in place of all equations.
-        constant: what stands for an array that the program holds.
+        constant: Function that replaces an array that the program holds.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
     env: dict[Any, Any] = dict(
@@ -87,7 +87,7 @@ def compute(
     """Values of some variables, by equations outside the scopes of their program.
 
     Args:
-        equations: in an order in which they can run.
+        equations: Equations in an order in which they can run.
         known: values of the variables that they read and do not make.
         wanted: variables that they make, or that are known.
     """
@@ -98,7 +98,7 @@ def compute(
 
 
 def results_of(equation: Any, known: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What an equation makes, by variable, of the values of those that it reads."""
+    """Computes an equation's results, by variable, from the values that it reads."""
     operands = [a.val if _compat.is_literal(a) else known[a] for a in equation.invars]
     return dict(zip(equation.outvars, _compat.bind(equation, operands), strict=True))
 
@@ -108,7 +108,7 @@ def arranged(jaxpr: Any, calls: Sequence[Call]) -> list[Any]:
 
     Args:
         jaxpr: open.
-        calls: which give what equations gave.
+        calls: Calls that replace equations.
 
     Returns:
         All in an order in which they can run.
@@ -164,7 +164,7 @@ def around(equation: Any, values: Sequence[Any], body: Body) -> list[Any]:
     Args:
         equation: a scan or a checkpointed region as traced.
         values: its operands.
-        body: what runs inside.
+        body: Function that runs inside.
     """
     if _compat.recursion(equation) == "scan":
         return scan(equation, values, body)
@@ -177,8 +177,8 @@ def remat(equation: Any, values: Sequence[Any], body: Body, policy: Any) -> list
     Args:
         equation: the region as traced.
         values: its operands.
-        body: what runs inside.
-        policy: what is kept for the backward pass.
+        body: Function that runs inside.
+        policy: Policy of the values that are saved for the backward pass.
     """
 
     def region(*arguments: Any) -> list[Any]:
@@ -199,7 +199,7 @@ def scan(
         equation: the loop as traced.
         values: its operands: constants, carries, stacks.
         body: one turn, from constants, carries and slices to carries and slices.
-        length: how many turns, where the stacks are shorter than as traced.
+        length: Number of iterations, where the stacks are shorter than as traced.
     """
     parts = _compat.scan_parts(equation)
     first, second = parts.num_consts, parts.num_consts + parts.num_carries
@@ -229,7 +229,7 @@ def cond(values: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
 
     Args:
         values: its operands, of which the first is the number of the branch.
-        branches: what runs in each.
+        branches: Function of each branch.
     """
     index, *operands = values
 

@@ -36,7 +36,7 @@ class Splice:
 
     Args:
         jaxpr: Program whose inputs and results the new one has, open or closed.
-        constant: What stands for an array that a program holds.
+        constant: Function that replaces an array that a program holds.
 
     Attributes:
         equations: Equations so far.
@@ -202,11 +202,11 @@ def spliced(
 
     Args:
         jaxpr: The program.
-        change: Of an equation, ``"inline"`` for a call whose equations stand in its
-            place, what computes its results from its operands instead, or None where it
-            stays.
+        change: Function from an equation to ``"inline"`` for a call whose equations
+            replace it, a function that computes its results from its operands instead,
+            or None where it stays.
         items: Equations and ``Call``s, in order, that stand for all equations.
-        constant: What stands for an array that the program holds.
+        constant: Function that replaces an array that the program holds.
     """
     splice = Splice(jaxpr, constant)
 

@@ -36,7 +36,7 @@ class Step:
     """One operation.
 
     Attributes:
-        equation: as traced.
+        equation: Equation as it was traced.
         reads: its operands.
         writes: numbers of its results.
     """
@@ -115,8 +115,8 @@ class Steps:
         """The steps that make some values out of others.
 
         Args:
-            wanted: what is to be made.
-            given: what is there.
+            wanted: Operands to compute.
+            given: Numbers of the available values.
             also: steps that run in any case.
 
         Returns:
@@ -145,8 +145,8 @@ class Steps:
         """Make some values out of others.
 
         Args:
-            wanted: what is to be made.
-            values: what is there, by number.
+            wanted: Operands to compute.
+            values: Available values, by number.
             also: steps that run in any case.
         """
         known = dict(values)
@@ -165,15 +165,15 @@ class Steps:
         later: Collection[int],
         given: Collection[int] = (),
     ) -> list[int]:
-        """What one part of a program has to keep for another.
+        """Returns the values that one part of a program must save for another.
 
         What cheap operations make is made again where that keeps fewer bytes, as
         compilers do where both parts are one program.
 
         Args:
-            wanted: what the other part makes.
+            wanted: Operands that the other part computes.
             later: values that only the other part can make, or is given.
-            given: what both are given, whose own sources may be gone.
+            given: Numbers of the inputs of both, whose own sources may be gone.
         """
         inputs = {*self.inputs}
         _, read = self.needed(wanted, self.avals.keys() - set(later))

@@ -1,1 +1,1 @@
-"""What runs write of themselves as they go, and what can be read from it."""
+"""Journals that runs write as they go, and their readers."""

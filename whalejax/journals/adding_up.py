@@ -17,7 +17,7 @@ COLLECTIVES: Final[Way] = "collectives"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddingUp:
-    """How gradients are added up.
+    """Reduction of gradients.
 
     Attributes:
         by: ``"messages"`` or ``"collectives"``.

@@ -1,4 +1,4 @@
-"""What happened in a run, as one JSON line per event; a supervisor goes on from it.
+"""Journal of a run: one JSON line per event, from which a supervisor resumes.
 
 An event is on the disk before anything that follows from it is done. A line that a kill
 cut short is the last one, and what it would have led to was not done. Where the disk is
@@ -72,14 +72,15 @@ class JournalLines:
     """A file of JSON lines that is written to its end.
 
     Attributes:
-        problem: why the newest event could not be written yet; empty where it was.
+        problem: Reason why the newest event could not be written yet; empty where it
+            was.
     """
 
     def __init__(self, path: Path, *, durable: bool) -> None:
         """Open it; a line that was cut short is ended.
 
         Args:
-            path: of the file.
+            path: Path of the file.
             durable: each line is on the disk when ``write`` returns.
         """
         self._path, self._durable = path, durable
@@ -207,6 +208,6 @@ def losses(commits: Iterable[Mapping[str, Any]]) -> dict[int, tuple[int, float]]
     """Generation and loss of each committed step, as it was done last.
 
     Args:
-        commits: in order.
+        commits: Commits in order.
     """
     return {said["step"]: (said["generation"], said["loss"]) for said in commits}

@@ -51,10 +51,10 @@ class LostMember:
     """A member that was given up, or ended by an error of its own.
 
     Attributes:
-        name: of the member.
+        name: Name of the member.
         seconds: since the run began.
         step: the newest that was committed.
-        why: it was given up, or how it ended.
+        why: Reason for which it was given up, or the way it ended.
         state: ``"lost"`` or ``"failed"``.
     """
 
@@ -75,9 +75,10 @@ class MemberStatus:
             ``"complete"``, ``"drained"`` (it was told to leave), ``"interrupted"`` (the
             run was told to end), ``"ended"`` (as the run was given up), ``"failed"``
             (by an error of its own) or ``"lost"`` (it was given up).
-        rank: in the newest generation that it was in, or None.
+        rank: Rank in the newest generation that it was in, or None.
         pid: its process, or None where the supervisor did not start it.
-        host: where the others reach it, or None where it has not said.
+        host: Address at which the others reach it, or None where it has not reported
+            one.
     """
 
     state: str
@@ -95,16 +96,17 @@ class RunStatus:
             where it is started again), ``"complete"``, ``"drained"`` or
             ``"interrupted"`` (it was told to end), ``"failed"``, ``"refused"`` (what it
             was given cannot be run) or ``"lost"``.
-        why: of an end that was not complete.
+        why: Reason of an incomplete end.
         step, steps: done, and to be done in all.
-        steps_done: in this run; those of a checkpoint that it began with are not.
-        loss_first, loss: of its first and its newest step.
+        steps_done: Number of steps in this run, without those of a checkpoint that it
+            began with.
+        loss_first, loss: Loss of its first and its newest step.
         step_seconds: median time of a step; None before there are enough.
-        generations: in order.
+        generations: Generations in order.
         members: all processes, by name.
-        lost: who was given up or failed.
-        adding_up: how gradients are added up; None before it is decided, and of
-            ordinary scripts.
+        lost: Members that were given up or failed.
+        adding_up: Reduction of gradients; None before it is decided, and of ordinary
+            scripts.
         checkpoint: the newest.
         goodput: committed steps times the median of a step, over the time since the
             first; None before there are enough.
@@ -135,11 +137,11 @@ Events = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunJournal:
-    """What is written of one run.
+    """Contents of one run's journal.
 
     Attributes:
-        events: in order; the first is ``"opened"``.
-        commits: of its generations, in order.
+        events: Events in order; the first is ``"opened"``.
+        commits: Commits of its generations, in order.
         has_supervisor: one runs now.
     """
 
@@ -152,7 +154,7 @@ def status_of(folder: Path) -> tuple[RunStatus, ...]:
     """The runs of a folder, in order; the last is the newest.
 
     Args:
-        folder: of the checkpoints, or of the logs.
+        folder: Folder of the checkpoints, or of the logs.
 
     Raises:
         WhaleError: there is no elastic run.
@@ -161,7 +163,7 @@ def status_of(folder: Path) -> tuple[RunStatus, ...]:
 
 
 def journals_of(folder: Path) -> tuple[RunJournal, ...]:
-    """What is written of each run of a folder, in order; see ``status_of``."""
+    """Returns the journal of each run of a folder, in order; see ``status_of``."""
     home = _home(folder)
     events = journal.read_events(home / journal.EVENTS)
     places = [n for n, said in enumerate(events) if said["event"] == "opened"]
@@ -267,7 +269,7 @@ def _before_end(events: Events) -> Events:
 
 
 def _end_of(ending: Mapping[str, Any]) -> str:
-    """How a run ended: as the event says, or by its exit status."""
+    """Describes the end of a run, by its event or its exit status."""
     by_status = {0: "complete", _INTERRUPTED_STATUS: "interrupted"}
     return str(ending.get("how") or by_status.get(ending["status"], "failed"))
 
@@ -312,7 +314,7 @@ def _still_there(found: Mapping[str, MemberStatus]) -> list[str]:
 def _state_at_end(
     said: Mapping[str, Any], was: str, after: bool, ending: Mapping[str, Any] | None
 ) -> str:
-    """How a member ended: what it did before, and whether the run was over."""
+    """Describes the end of a member, by its last state and whether the run was over."""
     if said["event"] == "ended" and "how" in said:
         return str(said["how"])
     if after and ending is not None:
@@ -323,7 +325,7 @@ def _state_at_end(
 
 
 def _over(ending: Mapping[str, Any]) -> str:
-    """What a member is whose run has ended."""
+    """Returns the state of a member whose run has ended."""
     found = _end_of(ending)
     return found if found in ("complete", "drained", "interrupted") else "ended"
 
@@ -332,7 +334,7 @@ def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:
     """Committed steps times the median of a step, over the time that they took.
 
     Args:
-        commits: of a run, in order.
+        commits: Commits of a run, in order.
     """
     times, took = _times(commits)
     if len(took) < 3:

@@ -50,9 +50,9 @@ class Work:
     """One batch on its way.
 
     Attributes:
-        leaves: What the dense section needs of it.
+        leaves: Leaves that the dense section needs.
         ids: Ids of each process, ``int32[samples, columns]``.
-        metrics: What the dense section gave, once it has.
+        metrics: Metrics of the dense section, once it is done.
     """
 
     leaves: Any
@@ -62,7 +62,7 @@ class Work:
 
 @dataclass(slots=True)
 class _Rank:
-    """What is known of the process of one rank."""
+    """State of one rank's process."""
 
     begun: int = -1
     ready: bool = False
@@ -103,7 +103,7 @@ class Pipeline:
     Attributes:
         staleness: Number of newest updates that a lookup does without.
         depth: Most batches that are on their way at once.
-        lags: How many process's lookups lacked so many updates.
+        lags: Number of lookups of processes by the number of missing updates.
         section: The processes.
     """
 
@@ -123,7 +123,7 @@ class Pipeline:
         Args:
             ranks: Number of processes.
             staleness, depth: See the attributes.
-            begin: Of a rank, what its process is told first.
+            begin: Function from a rank to the first message to its process.
             dense: The dense section.
             log_bytes: Gradients of a process that are kept before a snapshot is taken.
             settings: Other arguments of ``SparseSection``.
@@ -190,7 +190,7 @@ class Pipeline:
         """The metrics of a batch, once the dense section is done with it.
 
         Args:
-            work: What was submitted.
+            work: Work that was submitted.
         """
         with self._cond:
             self._wait(lambda: work.metrics is not None)
@@ -275,7 +275,7 @@ class Pipeline:
 
         Args:
             rank: The process.
-            width, state, first, rows: As for ``SparseRows.write``.
+            width, state, first, rows: Arguments of ``SparseRows.write``, unchanged.
         """
         size = max(1, _CHUNK_BYTES // max(1, rows[:1].nbytes))
         for start in range(0, len(rows), size):
@@ -292,7 +292,7 @@ class Pipeline:
 
         Args:
             rank: The process.
-            width, state: As for ``SparseRows.read``.
+            width, state: Arguments of ``SparseRows.read``, unchanged.
             count: Number of rows.
             row_bytes: Size of one.
         """
@@ -340,7 +340,7 @@ class Pipeline:
             self._cond.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
-        """In the lock: waits for the sections."""
+        """Waits for the sections, with the lock held."""
         self._cond.wait_for(lambda: self._failure is not None or self._over or is_so())
         if self._failure is not None:
             raise WhaleError(

@@ -23,7 +23,7 @@ class RemoteTables:
     """Stands for tables that are in other processes.
 
     Attributes:
-        number: Which of the states that were begun there.
+        number: Number of the state among those that were begun there.
     """
 
     number: int
@@ -31,11 +31,11 @@ class RemoteTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteStore:
-    """What ``TableStore`` is for tables on devices, for those in processes.
+    """Store of tables in processes, with the methods of ``TableStore``.
 
     Attributes:
         layout: Buffers of the placement.
-        optimizer: How rows change, which says what state they have.
+        optimizer: Update rule of rows, which defines their state.
         dtype: Element type of all tables.
         pipeline: The processes.
         begun: Number of states that were begun there, one element.
@@ -112,11 +112,11 @@ def begin_message(
     staleness: int,
     job: tuple[str, Mapping[str, Any], int] | None,
 ) -> Begin:
-    """What the process of a rank is told first.
+    """Returns the first message to the process of a rank.
 
     Args:
         layout: Buffers of the placement.
-        optimizer: How rows change.
+        optimizer: Update rule of rows.
         dtype: Element type of all tables.
         rank: The rank.
         staleness: Number of newest updates that a lookup does without.

@@ -51,7 +51,7 @@ MakerFinder: TypeAlias = Callable[[str, Mapping[str, Any], int], BatchMaker]
 
 
 def width_arrays(each: WidthLayout, rank: int) -> list[np.ndarray]:
-    """What ``width_layout`` takes, of one rank.
+    """Returns the arguments of ``width_layout`` for one rank.
 
     Args:
         each: Layout of a buffer on all ranks.
@@ -95,7 +95,7 @@ class RowService:
         """Hold nothing yet.
 
         Args:
-            folder: Where snapshots of this process are.
+            folder: Folder of this process's snapshots.
             find_maker: Finds what makes batches.
         """
         self._folder, self._find_maker = folder, find_maker
@@ -106,7 +106,7 @@ class RowService:
 
     @property
     def handlers(self) -> Handlers:
-        """What answers each kind of question."""
+        """Returns the handler of each kind of question."""
         return {
             Begin: self._begin,
             PutRows: self._put,

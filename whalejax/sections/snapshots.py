@@ -23,7 +23,7 @@ def write_snapshot(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     Args:
         folder: Folder of this process's snapshots alone.
-        arrays: What ``SparseRows.copy`` gave.
+        arrays: Arrays that ``SparseRows.copy`` returned.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = _NAME.format(int(arrays["version"]))
@@ -40,7 +40,7 @@ def read_snapshot(folder: Path) -> dict[str, np.ndarray] | None:
     """The newest snapshot that can be read whole, or None.
 
     Args:
-        folder: As for ``write_snapshot``.
+        folder: Folder of the snapshots.
     """
     for path in sorted(folder.glob("rows-*.npz"), reverse=True):
         try:
@@ -55,7 +55,7 @@ def clear_snapshots(folder: Path) -> None:
     """Removes all snapshots of a process.
 
     Args:
-        folder: As for ``write_snapshot``.
+        folder: Folder of the snapshots.
     """
     for path in folder.glob("*rows-*.npz*"):
         path.unlink(missing_ok=True)

@@ -36,7 +36,7 @@ class MissingIdsError(WhaleError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsRead:
-    """What a lookup gave.
+    """Result of a lookup.
 
     Attributes:
         vectors: ``[samples, elements]``.
@@ -69,7 +69,7 @@ class SparseRows:
 
         Args:
             widths, staleness: See the attributes.
-            optimizer: How rows change.
+            optimizer: Update rule of rows.
             dtype: Element type of the rows.
         """
         self.widths, self.staleness, self.version = widths, staleness, 0
@@ -102,7 +102,8 @@ class SparseRows:
 
         Args:
             version: Number of steps whose updates the rows have.
-            first: That number when the run began, which no lookup reads less than.
+            first: Number of steps at the beginning of the run; no lookup reads an older
+                version.
         """
         with self._lock:
             self.version = self._allowed = version
@@ -163,7 +164,7 @@ class SparseRows:
         Args:
             step: Number of the step that they are of.
             gradients: ``[samples, elements]``, of the vectors.
-            ids: What was looked up, where this process may not know it.
+            ids: Ids of the lookup, where this process may not know them.
             received: Number of steps whose vectors came where they were asked for.
 
         Raises:
@@ -198,7 +199,7 @@ class SparseRows:
         Args:
             width: Width of the buffer.
             state: Name of the state array; empty for the rows.
-            first, count: Which rows.
+            first, count: Index of the first row, and number of rows.
         """
         with self._lock:
             whole = self._states[width][state] if state else self._buffers[width]
@@ -208,7 +209,7 @@ class SparseRows:
         """Replaces some rows of a buffer, or of a state array of it.
 
         Args:
-            width, state, first: As for ``read``.
+            width, state, first: Arguments of ``read``, unchanged.
             rows: New values.
         """
         with self._lock:

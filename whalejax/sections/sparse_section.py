@@ -121,7 +121,7 @@ class SparseSection:
             return dict(self._pids)
 
     def snapshot_folder(self, rank: int) -> Path:
-        """Where the snapshots of a rank are."""
+        """Returns the folder of a rank's snapshots."""
         return self.folder / f"rows-{rank}"
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class SparseSection:
 
         Args:
             rank, incarnation: Whom to ask.
-            question: What is asked.
+            question: Question to ask.
             num_bytes: Size of the answer.
 
         Raises:

@@ -68,7 +68,7 @@ def give_vectors(
 def look_up_rows(
     widths: Mapping[int, WidthLayout], buffers: Mapping[int, Any], ids: Any, rank: Any
 ) -> Any:
-    """What one rank gives for some samples, ``[samples, elements]``.
+    """Returns the vectors of one rank for some samples, ``[samples, elements]``.
 
     Args:
         widths: Layout of each buffer.
@@ -120,7 +120,7 @@ def return_gradients(
     Args:
         layout: Buffers and columns.
         gradients: Gradient of each lookup's vectors, for this rank's samples.
-        sums: Of each table that was sent whole, as ``pack_sums`` takes them.
+        sums: Sums of each table that was sent whole, as ``pack_sums`` takes them.
         axes: Mesh axes that the ranks are numbered along.
         dtype: Element type of the exchange.
 
@@ -189,7 +189,7 @@ def update_buffers(
 
     Args:
         widths: Layout of each buffer.
-        optimizer: How rows change.
+        optimizer: Update rule of rows.
         buffers, states: The rank's buffers and their state, by width.
         ids: Ids that it looked up, ``int32[samples, columns]``.
         gradients: Gradients of what it gave, ``[samples, elements]``.
@@ -228,7 +228,7 @@ def update_rows(
     Gradients of a row are summed in the order in which they are given.
 
     Args:
-        optimizer: How rows change.
+        optimizer: Update rule of rows.
         table: ``[rows, width]``.
         state: State arrays of as many rows.
         places: Row of each gradient; the number of rows for none.
@@ -300,7 +300,7 @@ def update_replicated(
     """Updates the rows of a replicated table that occurred on some rank.
 
     Args:
-        optimizer: How rows change.
+        optimizer: Update rule of rows.
         table, state: The table and its state.
         sums: ``replicated_gradient``, summed over lookups and ranks.
         step: Number of steps before this one.

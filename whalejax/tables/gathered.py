@@ -81,7 +81,8 @@ def pack_sums(layout: TableLayout, sums: Mapping[str, Any], dtype: Any) -> Any:
 def block_gradients(
     layout: TableLayout, packed: Any, buffers: Mapping[int, Any], rank: Any
 ) -> dict[int, tuple[Any, Any]]:
-    """By width: rows of the rank's buffer, the number of rows for none; gradients.
+    """Returns, by width, rows of the rank's buffer, the number of rows for none, and
+    gradients.
 
     Args:
         layout: Buffers and columns.

@@ -31,8 +31,8 @@ class WidthLayout:
             residue between two limits.
         base: Row of the buffer at which the shard begins.
         slot: Slot that the column's row is added to.
-        offset: Where the width's vectors begin in what a rank gives for a sample.
-        first_id: Where its columns begin among those that are sent.
+        offset: Offset of the width's vectors in a rank's result for a sample.
+        first_id: Offset of its columns among the ids that are sent.
     """
 
     width: int
@@ -56,7 +56,7 @@ class WidthLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredShard:
-    """Where a shard lies.
+    """Position of a shard in a buffer.
 
     Attributes:
         shard: The shard.
@@ -79,7 +79,7 @@ class StoredShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedVectors:
-    """Where vectors of a lookup are in what one rank gives.
+    """Position of a lookup's vectors in one rank's result.
 
     Attributes:
         rank: The rank.
@@ -99,7 +99,7 @@ class GatheredShard:
     """A shard that is sent whole to all ranks, once for all of its lookups.
 
     Attributes:
-        stored: Where it lies.
+        stored: Position of the shard in a buffer.
         first: First of its rows among those of its width that its rank sends so.
     """
 
@@ -114,7 +114,7 @@ class TableLayout:
     Attributes:
         ranks: Number of ranks.
         widths: Layout of each buffer, by its width.
-        stored: Where each shard lies, by the name of its table.
+        stored: Positions of the shards, by the name of their table.
         replicated: Names of tables that every rank holds.
         received: For each lookup, where its vectors are; empty if replicated.
         vector_elements: Elements that a rank gives for each sample.
@@ -171,7 +171,7 @@ def make_layout(
     """Lays the shards of a placement out in buffers.
 
     Args:
-        placement: Where tables are stored.
+        placement: Placement of the tables.
         lookups: All lookups of the loss.
         names: Name of the table of each lookup.
         samples_per_rank: Samples of each rank, where shards may be sent whole if that
@@ -269,7 +269,7 @@ def _padded(by_rank: Sequence[Sequence[int]], none: int) -> np.ndarray:
 def _stored(
     shards: Sequence[TableShard], ranks: int
 ) -> tuple[dict[str, tuple[StoredShard, ...]], dict[int, int]]:
-    """Where shards lie, and rows of each buffer on a rank."""
+    """Returns the positions of shards, and the number of rows of each buffer on a rank."""
     filled: dict[int, list[int]] = {}
     stored: dict[str, list[StoredShard]] = {}
     for shard in shards:
@@ -345,7 +345,7 @@ class _Tasks:
     def received(
         self, number: int, widths: Mapping[int, WidthLayout]
     ) -> Iterator[ReceivedVectors]:
-        """Where the vectors of a lookup are in what ranks give."""
+        """Yields the positions of a lookup's vectors in the ranks' results."""
         for each, slot, count in self.given.get(number, []):
             start = widths[each.width].offset + slot * each.width
             yield ReceivedVectors(
@@ -362,7 +362,7 @@ def collect_tables(
     """Whole tables, or state arrays of them, from the shards.
 
     Args:
-        layout: Where shards lie.
+        layout: Layout of the shards.
         buffers: By width, ``[ranks · rows, columns]`` in host memory.
         by_row: The arrays have one number a row.
     """

@@ -1,4 +1,4 @@
-"""How often each row of each table was looked up, while a run goes on."""
+"""Counts of each row's lookups during a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was decided for a model with tables: a placement and a plan of the rest."""
+"""Result of planning a model with tables: a placement and a plan of the rest."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from whalejax.tables.sparse_optimizers import SparseOptimizer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TablesPlan:
-    """How a model with embedding tables runs; ``wh.plan_tables`` makes one.
+    """Plan of a model with embedding tables; ``wh.plan_tables`` makes one.
 
     ``print`` shows it, ``why(path)`` explains a table or a parameter, and
     ``wh.compile_tables`` makes a step of it.
 
     Attributes:
-        placement: Where tables are stored.
+        placement: Placement of the tables.
         dense: Plan of everything else, which shares out the batch.
-        rows: How rows of tables change.
+        rows: Update rule of rows.
         refused: By path of a parameter that is looked up, why it is no table.
         model_paths: Path of every trained leaf.
         batch: Structure of a global batch, of abstract arrays.
-        sections: How tables in processes of their own work beside the dense part; None
-            where the devices of the dense part hold them.
+        sections: Division of work with tables in processes of their own; None where the
+            devices of the dense part hold them.
         program_hash: Hash of the loss as it was traced.
     """
 

@@ -61,10 +61,10 @@ class TablePrograms:
 
     Attributes:
         program: The loss, cut at its lookups.
-        layout: Where rows are.
+        layout: Layout of the rows.
         names: Name of the table of each lookup.
         rows: Rows of that table.
-        optimizer: How rows change.
+        optimizer: Update rule of rows.
         mesh: Devices.
         axes: Mesh axes that share out the batch, which the ranks are numbered along.
         clips: Ids out of range are taken as the nearest id.
@@ -91,7 +91,7 @@ class TablePrograms:
         """Ids of all lookups side by side, clipped where that was chosen.
 
         Args:
-            by_lookup: Those of each lookup.
+            by_lookup: Ids of each lookup.
         """
         found = []
         for ids, rows in zip(by_lookup, self.rows, strict=True):
@@ -247,7 +247,7 @@ class TablePrograms:
         return found
 
     def specs(self, tables: TableArrays) -> TableArrays:
-        """How tables are shared out: buffers by rows, the others whole."""
+        """Returns the shardings of tables: buffers by rows, the others whole."""
         shared, whole = PartitionSpec(self.axes, None), PartitionSpec()
         return TableArrays(
             buffers=jax.tree.map(lambda _: shared, tables.buffers),

@@ -155,7 +155,7 @@ def split_loss(
     Args:
         loss: ``loss(trained, rest, batch, *more)`` of lists of leaves, giving a list.
         trained, rest, batch: Abstract leaves.
-        more: What else it takes, such as a random key.
+        more: Further arguments, such as a random key.
         paths: Dotted path of each trained leaf.
         batch_paths: Path of each leaf of the batch.
     """
@@ -273,7 +273,7 @@ def _evaluate(
 
 
 class _Finder:
-    """Who reads what in a program, and what follows from the batch alone."""
+    """Readers of a program's values, and the values that follow from the batch alone."""
 
     def __init__(
         self, closed: Any, sizes: tuple[int, int, int], batch_paths: Sequence[str]

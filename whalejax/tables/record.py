@@ -29,13 +29,13 @@ from whalejax.tables.sparse_optimizers import SparseOptimizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesRecord:
-    """What a plan keeps of its tables, beside the placement; see ``TablesPlan``.
+    """Record of a plan's tables beside the placement; see ``TablesPlan``.
 
     Attributes:
-        rows, model_paths, sections: As there.
+        rows, model_paths, sections: Fields of ``TablesPlan``, unchanged.
         refused: (Path, why it is no table).
         batch, batch_tree: Leaves of the global batch, and the containers around them.
-        program_hash: As there.
+        program_hash: Hash of ``TablesPlan``, unchanged.
     """
 
     rows: SparseOptimizer

@@ -40,7 +40,7 @@ _STATES: Final[Mapping[str, tuple[tuple[str, bool], ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseOptimizer:
-    """How rows change that were looked up; ``wh.sparse_optimizer`` makes one.
+    """Update rule of looked-up rows; ``wh.sparse_optimizer`` makes one.
 
     Attributes:
         kind: ``"sgd"``, ``"adagrad"``, ``"row_adagrad"`` or ``"lazy_adam"``.

@@ -24,11 +24,11 @@ from whalejax.tables.sparse_optimizers import SparseOptimizer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TableStore:
-    """Where tables and the state of their rows are, and how they get there.
+    """Store of tables and the state of their rows on the devices.
 
     Attributes:
         layout: Buffers of the placement.
-        optimizer: How rows change, which says what state they have.
+        optimizer: Update rule of rows, which defines their state.
         mesh: Devices.
         axes: Mesh axes that the ranks are numbered along.
         shapes: Shape of each table, by its path.

@@ -1,1 +1,1 @@
-"""What stands in users' own code: marks, losses, attention, and the mesh around it."""
+"""Parts of users' own code: marks, losses, attention, and the mesh around it."""

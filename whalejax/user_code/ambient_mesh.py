@@ -57,7 +57,8 @@ def tracing(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
     """A function that traces what a user wrote, with no mesh, or else with the user's.
 
     Args:
-        function: is called once more, with the mesh set, where it fails without.
+        function: Function to trace; it is called once more, with the mesh set, where it
+            fails without.
     """
 
     def trace(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -140,8 +140,8 @@ def replicate(devices: int | None = None) -> Annotation:
     """Mark a region as data-parallel: each device computes it for its own samples.
 
     Args:
-        devices: how many devices one copy of the model uses for it; chosen by the
-            planner where left out.
+        devices: Number of devices of one copy of the model that compute the region;
+            default: the planner's choice.
 
     Returns:
         A context manager that is also a decorator.
@@ -193,7 +193,7 @@ def stage(devices: int | None = None) -> Annotation:
     It stands inside a ``pipeline``.
 
     Args:
-        devices: how many devices the stage uses inside one copy of the model.
+        devices: Number of devices of the stage inside one copy of the model.
 
     Returns:
         A context manager that is also a decorator.
@@ -216,7 +216,7 @@ def pipeline(
     """Mark a region whose stages are scheduled as a pipeline.
 
     Args:
-        num_stages: how many stages to find where none is marked inside.
+        num_stages: Number of stages to find where none is marked inside.
         num_micro_batches: into how many parts the batch is cut.
         schedule: ``"auto"`` leaves it to the planner. ``"gpipe"`` does all forwards
             first, ``"1f1b"`` alternates and holds fewer activations, ``"1f1b-ahead"``

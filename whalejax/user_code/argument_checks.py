@@ -18,7 +18,7 @@ def check_optimizer(problems: Arguments, optimizer: Any) -> None:
     """Record an optimizer that is none of optax's kind.
 
     Args:
-        problems: where to record it.
+        problems: Collector of the errors.
         optimizer: anything with the functions ``init`` and ``update``, or None.
     """
     parts = (getattr(optimizer, name, None) for name in ("init", "update"))
@@ -51,9 +51,9 @@ def check_order(name: str, loss_fn: Any, model: Any, batch: Any) -> None:
 
     Args:
         name: Arguments of the public function that was called, in their order.
-        loss_fn: What stands for the loss.
-        model: What stands for the model.
-        batch: What stands for the batch.
+        loss_fn: Argument in the place of the loss.
+        model: Argument in the place of the model.
+        batch: Argument in the place of the batch.
 
     Raises:
         WhaleError: what is where, and what goes there.
@@ -90,7 +90,7 @@ def _name(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in a few words: its class, or the function that it is."""
+    """Describes a value: its class, or the function that it is."""
     if _is_plain_function(value):
         return f"the function {_name(value)}"
     return f"a {type(value).__name__}"

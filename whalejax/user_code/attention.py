@@ -41,7 +41,7 @@ def attention(
             it is trained, keys and values are gathered: its gradient cannot go round.
         mask: boolean, of such a shape; False hides a score.
         is_causal: no row sees a later column.
-        scale: of the scores; ``head_dim ** -0.5`` if left out.
+        scale: Scale of the scores; default: ``head_dim ** -0.5``.
 
     Returns:
         ``[batch, rows, heads, head_dim]``.

@@ -1,4 +1,4 @@
-"""What a loss function may return, and the job that the command line runs.
+"""Return values of loss functions, and the job that the command line runs.
 
 ``normalise`` turns every allowed return value into one shape, so that no executor has
 to know more than "a total, a weight, metrics, updated variables". It is a module of
@@ -75,7 +75,7 @@ class WeightedLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aux:
-    """What a loss function hands out beside the loss, as ``(loss, Aux(...))``.
+    """Values that a loss function returns beside the loss, as ``(loss, Aux(...))``.
 
     Attributes:
         metrics: values to report, by name. With several micro-batches those with a
@@ -84,10 +84,10 @@ class Aux:
             minima the largest and the least is taken, and what depends on no sample
             stays as it is. Other floating-point scalars are averaged, which the plan
             notes, and all else is refused.
-        means: such values that are averaged, whatever their shape.
-        sums: such values that are added up over the micro-batches, whatever their type.
-        samples: such values with a row for each sample, which are put together in the
-            order of the global batch.
+        means: Values that are averaged, whatever their shape.
+        sums: Values that are summed over the micro-batches, whatever their type.
+        samples: Values with a row for each sample, which are put together in the order
+            of the global batch.
         variables: updated Linen collections such as ``{"batch_stats": ...}``.
     """
 
@@ -109,18 +109,18 @@ class Aux:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What is reported of several micro-batches, and how it is put together.
+    """Reported value of several micro-batches, with its combination.
 
     Attributes:
-        value: of one, or of several.
+        value: Value of one micro-batch, or of several.
         how: ``"mean"``, by the loss's weights; ``"average"`` over the samples;
             ``"sum"``; ``"max"`` or ``"min"``; ``"same"`` of all; ``"concat"`` along the
             samples, as the user says; or ``"rows"``, where the program shows it.
         axis: the dimension with the samples.
-        outer: how often all samples are repeated in it.
-        inner: how many elements in a row are of one sample.
-        truths: of each leaf of the value, whether it has truth values, which executors
-            add up as numbers; empty where none has.
+        outer: Number of repeats of all samples in the dimension.
+        inner: Number of consecutive elements of one sample.
+        truths: Whether each leaf of the value is boolean, which executors sum as
+            numbers; empty where none is.
     """
 
     value: Any
@@ -173,8 +173,9 @@ class Job:
             to give samples ``step * size`` to ``(step + 1) * size - 1``.
         optimizer: an optax gradient transformation.
         batch_size: samples in a global batch, unless the command line says otherwise.
-        name: what reports call it.
-        group_size, per_micro_batch: as for ``wh.plan``, of every plan for this job.
+        name: Name of the job in reports.
+        group_size, per_micro_batch: Arguments of ``wh.plan``, for every plan of this
+            job.
         eval_batches: A sequence of batches to evaluate on, or a function that gives
             them anew; None where there is no evaluation.
     """
@@ -358,7 +359,7 @@ def check_rows(metrics: Mapping[str, Any], size: int) -> None:
     """Refuse ``samples=`` that have other rows than one for each sample.
 
     Args:
-        metrics: what is reported of a micro-batch.
+        metrics: Metrics of a micro-batch.
         size: its samples.
 
     Raises:

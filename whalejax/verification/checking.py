@@ -43,9 +43,9 @@ def check(
         adapter: its model, without values.
         batch: the global batch, abstract.
         optimizer: an optax transformation.
-        batch_axes: as given to ``wh.plan``.
+        batch_axes: Argument of ``wh.plan``, unchanged.
         topology: text of a cluster; the plan's own if None.
-        timeout_seconds: how long the compiler may take.
+        timeout_seconds: Deadline of the compiler.
         again: plans the same model under changes, for a plan that fits where this one
             does not; None looks for none.
 

@@ -1,4 +1,4 @@
-"""What a plan predicts beside what the compiled program does."""
+"""Compares a plan's predictions with its compiled program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Verification(VerificationData):
     """A plan held against its compiled program; ``VerificationData`` has its fields."""
 
     def document(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Returns the verification as plain JSON data."""
         return report.document(self)
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ def _stage_memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ..
 
 
 def _moved(plan: Plan, data: Mapping[str, Any]) -> Iterator[Quantity]:
-    """What goes from stage to stage in a step, to each device."""
+    """Yields the transfers from stage to stage in a step, to each device."""
     assert plan.stages is not None
     paces, count = plan.stages.paces, plan.num_micro_batches
     found = {(one["part"], one["action"]): one for one in data["moved"]}
@@ -210,10 +210,10 @@ _REMATERIALIZED = re.compile(
 def rematerializations(
     words: str, traffic: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Finding, ...]:
-    """What the compiler warned that it gathers whole, each place once.
+    """Returns the values that the compiler warned it gathers whole, each place once.
 
     Args:
-        words: what the compiler wrote.
+        words: Output of the compiler.
         traffic: the program's collectives, whose places serve where the warning names
             none.
     """

@@ -33,11 +33,11 @@ _NOISE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came of a compilation.
+    """Result of a compilation.
 
     Attributes:
         data: the worker's answer.
-        words: what the compiler wrote meanwhile.
+        words: Output of the compiler meanwhile.
     """
 
     data: Mapping[str, Any]
@@ -45,7 +45,7 @@ class Answer:
 
 
 class Request(Protocol):
-    """What a process of its own is asked for."""
+    """Request to a process of its own."""
 
     @property
     def target(self) -> Target:
@@ -66,12 +66,12 @@ def run(
     """Compile, or do something else, in a process of its own.
 
     Args:
-        request: what to do.
+        request: Request to carry out.
         limit_seconds: the process is ended after so long.
         extra_paths: folders of packages that it needs and this process lacks.
         worker: module that the process runs.
-        task: what it does, for errors; it compiles if left out.
-        limit_name: what the user gives ``limit_seconds`` by.
+        task: Name of the task, for errors; default: compiling.
+        limit_name: Option by which the user sets ``limit_seconds``.
         xla_flags: further flags of XLA.
 
     Raises:
@@ -219,7 +219,7 @@ def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
 
 
 def _virtual_devices(environment: dict[str, str], count: int) -> None:
-    """As many CPU devices, for where there are no others."""
+    """Sets the number of virtual CPU devices, where there are no others."""
     name = "--xla_force_host_platform_device_count"
     flags = environment.get("XLA_FLAGS", "").split()
     kept = [flag for flag in flags if not flag.startswith(name)]

@@ -1,4 +1,4 @@
-"""What a verification found, as data: quantities, and findings in words."""
+"""Results of a verification as data: quantities, and findings in words."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class VerificationData:
     """A plan held against the program that its compiler makes of it.
 
     Attributes:
-        plan_hash: of the plan.
-        target: what it was compiled for.
-        device_kind: what the compiler calls the device.
-        versions: of JAX and the compiler.
+        plan_hash: Hash of the plan.
+        target: Target of the compilation.
+        device_kind: Compiler's name of the device.
+        versions: Versions of JAX and the compiler.
         fits: the compiler's word on whether the program fits the device; where the
             compiler does not check, the comparison of peak and capacity.
-        capacity_bytes: of one device that programs may use; 0 where not known.
+        capacity_bytes: Bytes of one device that programs may use; 0 where not known.
         memory, collectives: by term; empty where nothing was compiled. Where stages
             have programs of their own, those of each, and what they hand each other.
-        product_flops: of matrix products on one device in one step.
-        lower_seconds, compile_seconds: of the compilation.
+        product_flops: FLOPs of matrix products on one device in one step.
+        lower_seconds, compile_seconds: Durations of the compilation.
         host_peak_bytes: memory that compiling took on this machine.
-        refused: why traffic and products are not reported, or empty.
+        refused: Reason why traffic and products are not reported, or empty.
         rematerializations: tensors that the compiler gathers whole to change their
             layout.
         unplanned: traffic that the plan does not predict.
-        failure: why there is no program, in the compiler's words, or empty.
+        failure: Reason why there is no program, in the compiler's words, or empty.
         better: the next plan that is expected to fit, if this one does not.
     """
 

@@ -1,4 +1,4 @@
-"""How a verification reads: a table on a terminal, and plain JSON data."""
+"""Renders a verification: a table on a terminal, and plain JSON data."""
 
 from __future__ import annotations
 

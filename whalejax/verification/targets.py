@@ -1,4 +1,4 @@
-"""What a plan can be compiled for: the TPU and GPU compilers' names of a cluster.
+"""Targets of compilation: the TPU and GPU compilers' names of a cluster.
 
 The text for a target is that of a cluster (``v5p:4x4x4``, ``h100:2x8``, ``local``);
 this module knows which of them a compiler can be had for, and how it calls them.
@@ -36,16 +36,17 @@ GPU_KINDS: Final = ("h100",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What to compile for.
+    """Target of a compilation.
 
     Attributes:
         platform: ``"tpu"``, ``"gpu"``, or ``"local"`` for the devices of this machine.
-        words: how the user writes it.
-        kind: of device, as the catalogue names it; empty for those of this machine.
-        topology: what the compiler calls it.
+        words: Target as the user writes it.
+        kind: Kind of device, as the catalogue names it; empty for those of this
+            machine.
+        topology: Compiler's name of the topology.
         slices: TPU slices joined by a network.
-        num_devices: in all.
-        memory_bytes: of one device, as the catalogue has it; 0 where not known.
+        num_devices: Number of devices in all.
+        memory_bytes: Memory of one device, as the catalogue has it; 0 where not known.
     """
 
     platform: str
@@ -57,7 +58,7 @@ class Target:
     memory_bytes: int
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the target as plain data."""
         return dataclasses.asdict(self)
 
 
@@ -79,7 +80,7 @@ def known() -> str:
 
 
 def target_of(plan: Plan, topology: str | None = None) -> Target:
-    """What to compile a plan for.
+    """Returns the target of a plan's compilation.
 
     Args:
         plan: the plan.

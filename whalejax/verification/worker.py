@@ -28,7 +28,7 @@ from whalejax.verification.targets import CHIP_CONFIGS, Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRequest:
-    """What to compile.
+    """Plan, model and target of a compilation.
 
     Attributes:
         plan: the plan's document.
@@ -36,7 +36,7 @@ class CompileRequest:
         adapter: the model and its loss, without values.
         optimizer: an optax transformation, or None.
         batch: the global batch, abstract.
-        batch_axes: as given to ``wh.plan``.
+        batch_axes: Argument of ``wh.plan``, unchanged.
         gpu_target: the GPU's properties as the compiler reads them, or empty.
     """
 
@@ -72,7 +72,7 @@ def serve(
 
     Args:
         request_path: file with the request, which the parent process wrote.
-        answer_path: where the answer goes.
+        answer_path: Path of the answer.
         limit_seconds: this process ends soon after so long.
         answered: from the request to the answer; it adds the phase that begins to its
             second argument.
