@@ -82,8 +82,8 @@ def print_trained(command: TrainCommand, status: int, seconds: float) -> None:
 
     Args:
         command: the options.
-        status: Duration of the whole command.
-        seconds: Exit status of the run.
+        status: Exit status of the run.
+        seconds: Duration of the whole command.
     """
     assert command.save is not None
     run = _run(command.save, status, seconds)

@@ -554,7 +554,7 @@ class Update:
 
     Attributes:
         steps: its program, from the state, the sums and gradients to a state.
-        parting: Update at the end of a step over the arrays of all stages.
+        parting: Partition of the update among stages, with its rounds of scalars.
         outputs: for each result, the number of the leaf of the state.
     """
 
@@ -564,7 +564,7 @@ class Update:
 
     @functools.cached_property
     def rounds(self) -> int:
-        """Partition of the update among stages, with its rounds of scalars."""
+        """Returns the number of rounds: the exchanges of scalars, and one more."""
         return 1 + max((level for level, _ in self.parting.reads), default=0)
 
 
@@ -606,7 +606,7 @@ def _apart(units: Units, starts: Sequence[str]) -> Sequence[str]:
 
     Args:
         units: the program.
-        starts: Returns the number of rounds: the exchanges of scalars, and one more.
+        starts: First units of every part but the first, as in ``Units.borders``.
     """
     spans: dict[int, tuple[int, int]] = {}
     for index, unit in enumerate(units.units):

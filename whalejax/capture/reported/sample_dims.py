@@ -38,8 +38,8 @@ class Unclear:
     """A value of which it cannot be told how micro-batches are put together.
 
     Attributes:
-        shape: Value whose combination over micro-batches is unknown.
-        why: Shape in one micro-batch.
+        shape: Shape in one micro-batch.
+        why: Fact that is known of it.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Unclear:
 
 
 class _Mark(enum.Enum):
-    """Fact that is known of it."""
+    """Meanings of a dimension that is not ``SampleRows``."""
 
     OTHER = "comes from a dimension that is no batch"
     MIXED = "holds some samples, or samples in another order"
@@ -66,10 +66,10 @@ _CUTS = frozenset(("slice", "dynamic_slice"))
 def reported_rows(
     graph: Graph, values: Sequence[int]
 ) -> list[SampleRows | Unclear | None]:
-    """Meanings of a dimension that is not ``SampleRows``.
+    """Returns the position of the samples in each reported value.
 
     Args:
-        graph: Returns the position of the samples in each reported value.
+        graph: Graph of the loss, traced with more than one sample.
         values: ids of tensors that are no scalars.
 
     Returns:
@@ -117,7 +117,7 @@ class _Follow:
         return ranks, len(self.single)
 
     def said(self, value: int) -> SampleRows | Unclear | None:
-        """Graph of the loss, traced with more than one sample."""
+        """Returns the position of the samples in a value, or why it is unknown."""
         shape = self.graph.tensors[value].shape
         dims = [self.where.get((value, dim)) for dim in range(len(shape))]
         rows = [
@@ -199,7 +199,7 @@ class _Follow:
             self.single.update(op.results)
 
     def _made(self, op: Op) -> _Where:
-        """Returns the position of the samples in a value."""
+        """Returns the meaning of an untied dimension where no samples are lost."""
         known = any(
             isinstance(self.where.get((t, d)), (SampleRows, _Mark))
             for t in op.operands
@@ -225,7 +225,7 @@ def _rank(where: _Where) -> int:
 
 
 def _stronger(a: _Where, b: _Where) -> _Where:
-    """Returns the meaning of an untied dimension where no samples are lost."""
+    """Returns the meaning of a dimension that two are tied to; unlike rows are mixed."""
     if isinstance(a, SampleRows) and isinstance(b, SampleRows) and a != b:
         return _Mark.MIXED
     return a if _rank(a) >= _rank(b) else b
@@ -234,12 +234,10 @@ def _stronger(a: _Where, b: _Where) -> _Where:
 def _regrouped(
     given: Sequence[_Where], before: Sequence[int], after: Sequence[int]
 ) -> Iterator[_Where]:
-    """Returns the meaning of a dimension that two are tied to; different rows are
-    mixed.
+    """Yields the meanings of dimensions that regroup the elements of others in order.
 
     Args:
-        given: Yields the meanings of dimensions that regroup the elements of others in
-            order.
+        given: Meanings of the other dimensions.
         before, after: sizes of the others, and of those.
     """
     rows = [dim for dim, x in enumerate(given) if isinstance(x, SampleRows)]

@@ -26,8 +26,7 @@ def rows_of(layers: Sequence[int]) -> np.ndarray:
     """Returns the layer in each slot of the padded stages.
 
     Args:
-        layers: Returns the slot of each layer, among those of all stages one after the
-            other.
+        layers: Number of layers of each stage.
 
     Returns:
         ``int32[stages, most]``.
@@ -43,7 +42,7 @@ def rows_of(layers: Sequence[int]) -> np.ndarray:
 
 
 def places_of(layers: Sequence[int]) -> np.ndarray:
-    """Number of layers of each stage.
+    """Returns the slot of each layer, among those of all stages one after the other.
 
     >>> places_of([3, 1]).tolist()
     [0, 1, 2, 3]
