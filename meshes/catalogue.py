@@ -62,7 +62,9 @@ class Torus:
     max_chips: int
 
     def wraps(self, lengths: tuple[int, ...]) -> tuple[bool, ...]:
-        """Returns which axes of a slice of these lengths are rings rather than lines."""
+        """Returns which axes of a slice of these lengths are rings rather
+        than lines.
+        """
         each = tuple(length % self.wrap_multiple == 0 for length in lengths)
         if self.wrap_needs_all:
             return (all(each) and len(lengths) == self.dims,) * len(lengths)

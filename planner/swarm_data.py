@@ -138,7 +138,9 @@ class Swarm:
 
     @property
     def agreed(self) -> dict[str, object]:
-        """Returns the values on which all peers must agree; predictions are left out."""
+        """Returns the values on which all peers must agree; predictions are
+        left out.
+        """
         found: dict[str, object] = {"wire": self.wire, "stages": len(self.stages)}
         if self.sum_wire != "f32":
             found["sum_wire"] = self.sum_wire

@@ -1,4 +1,6 @@
-"""Parts that networks over volumes share: types of their layers, and checks of extents."""
+"""Parts that networks over volumes share: types of their layers, and checks
+of extents.
+"""
 
 from __future__ import annotations
 

@@ -228,7 +228,9 @@ class TensorUses:
 
     @functools.cached_property
     def directly(self) -> np.ndarray:
-        """Returns the use of each parameter by the operations of each span themselves."""
+        """Returns the use of each parameter by the operations of each span
+        themselves.
+        """
         return self.used({})
 
     @functools.cached_property
@@ -867,7 +869,9 @@ class Timeline:
         return [Entry(largest.tensor, self._kept_bytes(largest), home)]
 
     def _rebuilt(self, region: int) -> dict[int, int]:
-        """Returns the residuals that a checkpointed region recomputes, by first reader."""
+        """Returns the residuals that a checkpointed region recomputes, by
+        first reader.
+        """
         kept: dict[int, int] = {}
         for i in self.uses.regions.get(region, ()):
             op = self.graph.ops[i]

@@ -161,6 +161,8 @@ def _forms(sizes: Sequence[Any], lanes: int, *, copied: Any) -> Any:
 
 
 def _tiled(tables: Any) -> Any:
-    """Returns the factor by which stacked tables grow in the other dimension of a tile."""
+    """Returns the factor by which stacked tables grow in the other dimension
+    of a tile.
+    """
     tiles = -(-tables // _SUBLANES) * _SUBLANES / tables
     return np.where(tables <= _SUBLANES, 1.0, tiles)

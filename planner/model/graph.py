@@ -353,7 +353,9 @@ class Graph:
 
     @property
     def layers_in_a_loop(self) -> bool:
-        """Returns whether at least half of the floating-point operations are in loops."""
+        """Returns whether at least half of the floating-point operations are
+        in loops.
+        """
         work = [(op.flops * op.trip, op.trip > 1) for op in self.ops]
         looped = sum(flops for flops, inside in work if inside)
         return looped > 0 and 2 * looped >= sum(flops for flops, _ in work)

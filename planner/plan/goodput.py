@@ -41,7 +41,9 @@ _MOST_SNAPSHOT_STEPS: Final = 10**15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """Goodput of each recovery policy over a trace of failures, as parts of wall time."""
+    """Goodput of each recovery policy over a trace of failures, as parts of
+    wall time.
+    """
 
     seconds: float
     failures: int

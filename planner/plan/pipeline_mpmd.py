@@ -430,7 +430,9 @@ class _Weighed:
 
     @property
     def allotted(self) -> Allotted | None:
-        """Returns the placement of the model on unlike devices, or None on alike ones."""
+        """Returns the placement of the model on unlike devices, or None on
+        alike ones.
+        """
         return self.found.allotted
 
     def reserved(self, before: Mapping[str, float]) -> dict[str, float]:

@@ -112,7 +112,9 @@ def _reason(search: Search, why: str) -> str:
 
 
 def _sorted_rows(search: Search, means: str) -> str:
-    """Returns the consequence of expert-sorted rows for an axis, where there are any."""
+    """Returns the consequence of expert-sorted rows for an axis, where there
+    are any.
+    """
     if all(op.kind not in RAGGED for op in search.graph.ops):
         return ""
     return (

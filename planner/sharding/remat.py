@@ -282,7 +282,9 @@ class _Level:
         return (*dict.fromkeys(found), max(self.ops, default=0) + 1)
 
     def _kept_bytes(self, ops: Sequence[Op]) -> int:
-        """Returns the bytes of some operations' results that the backward pass reads."""
+        """Returns the bytes of some operations' results that the backward
+        pass reads.
+        """
         slots = {(op.operands + op.results)[s] for op in ops for s in op.saves}
         return sum(self.graph.tensors[t].nbytes for t in slots)
 

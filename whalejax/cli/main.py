@@ -598,7 +598,9 @@ def _goodput(command: GoodputCommand) -> None:
 
 
 def _described(path: Path) -> Cluster | None:
-    """Returns the cluster of a file that would be overwritten; None for an empty file."""
+    """Returns the cluster of a file that would be overwritten; None for an
+    empty file.
+    """
     from whalejax.meshes import Cluster
 
     if not path.is_file() or not path.stat().st_size:

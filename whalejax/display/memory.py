@@ -79,7 +79,9 @@ def _share(bar: tuple[str, tuple[MemoryTerms, int]]) -> float:
 
 
 def _whole(bars: Bars) -> int:
-    """Returns the bytes of a bar's whole width: the devices' memory, or a little of it."""
+    """Returns the bytes of a bar's whole width: the devices' memory, or a
+    little of it.
+    """
     most = max(memory.total_bytes for memory, _ in bars.values())
     room = max(room for _, room in bars.values())
     return most if most < room * _LITTLE else max(most, room)

@@ -427,7 +427,9 @@ def _with_fewer(
 
 
 def local_cluster() -> Cluster:
-    """Returns the cluster of one replica: this process's CPU, or all its accelerators."""
+    """Returns the cluster of one replica: this process's CPU, or all its
+    accelerators.
+    """
     if jax.local_devices()[0].platform == "cpu":
         return parse_cluster("cpu:1")  # Not measured: members are compared by steps.
     return Cluster.detect()

@@ -538,7 +538,9 @@ def _context(cells: Cells, tensor: int) -> int:
 
 
 def _remat(cells: Cells, source: Framework, sizes: DecoderSizes) -> tuple[Remat, bool]:
-    """Returns the recomputation policy, and whether the row's name for it is unknown."""
+    """Returns the recomputation policy, and whether the row's name for it is
+    unknown.
+    """
     text = cells.text("remat").lower()
     if not text:
         if source.remat is None:

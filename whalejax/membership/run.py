@@ -272,7 +272,9 @@ class Run:
         return any(m.status == "finished" for m in self.members.values())
 
     def candidates(self) -> list[str]:
-        """Returns the members that could take part now: active ones, then ready ones."""
+        """Returns the members that could take part now: active ones, then
+        ready ones.
+        """
         # Who has done all steps has nothing to leave any more.
         there = [m for m in self.there() if not m.leaving or m.status == "finished"]
         took = [m.name for m in there if m.status in ("active", "finished")]
@@ -315,7 +317,9 @@ class Run:
     # Times and texts.
 
     def limit(self, member: Member, step_seconds: float | None = None) -> float | None:
-        """Returns the longest time of a member's phase; None where it waits for others."""
+        """Returns the longest time of a member's phase; None where it waits
+        for others.
+        """
         name = DEADLINES.get(member.phase, STEP)
         if name == STEP:
             return self.pace.limit() if step_seconds is None else step_seconds

@@ -150,7 +150,9 @@ def shared_words(gpus: Sequence[str], processes: int) -> str:
 
 
 def _each(gpus: Sequence[str], processes: int) -> int:
-    """Returns the number of GPUs of each process; one of those that CUDA shows singly."""
+    """Returns the number of GPUs of each process; one of those that CUDA
+    shows singly.
+    """
     if any(name.startswith(_PART) for name in gpus):
         return 1
     return len(gpus) // processes

@@ -203,7 +203,9 @@ class Fleet:
             return not known
 
     def substitutes(self, stage: int, names: Collection[str]) -> list[Member]:
-        """Returns the peers that can serve a stage in place of others, also by a move."""
+        """Returns the peers that can serve a stage in place of others, also
+        by a move.
+        """
         found = [m for m in self.members() if m.name not in names and not m.leaving]
         found = [m for m in found if not self.is_paused(m)]
         count = Counter(m.stage for m in found)

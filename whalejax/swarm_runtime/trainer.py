@@ -388,7 +388,9 @@ class Trainer(TrainerState):
     def _make_again(
         self, context: StepContext, passages: Sequence[Passage], count: int
     ) -> None:
-        """Computes results again that were lost since they were made, several at once."""
+        """Computes results again that were lost since they were made, several
+        at once.
+        """
         stages = range(self.cut.stages)
         for stage in stages:
             context.lose_gone(stage)
@@ -471,7 +473,9 @@ class Trainer(TrainerState):
         return waits and self._waits_for_newcomers(since)
 
     def _let_go(self) -> None:
-        """Lets leaving peers go, since nothing that they hold is needed after a step."""
+        """Lets leaving peers go, since nothing that they hold is needed after
+        a step.
+        """
         if self._pending is not None:
             return
         for member in self.fleet.members():

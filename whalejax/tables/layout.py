@@ -269,7 +269,9 @@ def _padded(by_rank: Sequence[Sequence[int]], none: int) -> np.ndarray:
 def _stored(
     shards: Sequence[TableShard], ranks: int
 ) -> tuple[dict[str, tuple[StoredShard, ...]], dict[int, int]]:
-    """Returns the positions of shards, and the number of rows of each buffer on a rank."""
+    """Returns the positions of shards, and the number of rows of each buffer
+    on a rank.
+    """
     filled: dict[int, list[int]] = {}
     stored: dict[str, list[StoredShard]] = {}
     for shard in shards:

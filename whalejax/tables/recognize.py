@@ -273,7 +273,9 @@ def _evaluate(
 
 
 class _Finder:
-    """Readers of a program's values, and the values that follow from the batch alone."""
+    """Readers of a program's values, and the values that follow from the
+    batch alone.
+    """
 
     def __init__(
         self, closed: Any, sizes: tuple[int, int, int], batch_paths: Sequence[str]

@@ -201,7 +201,9 @@ def _counted(value: Any) -> Any:
 
 
 def _count(value: Any) -> Callable[[], Any] | None:
-    """Returns a function that makes the positions a program holds as an array, if any."""
+    """Returns a function that makes the positions a program holds as an
+    array, if any.
+    """
     shape: Any = getattr(value, "shape", ())
     dtype: Any = getattr(value, "dtype", None)
     known = _compat.is_concrete(value) or isinstance(value, np.ndarray)
@@ -250,7 +252,9 @@ class _Builder:
         return spliced(self.flat, self._changed, items=self.arranged.items)
 
     def _changed(self, equation: Any) -> Callable[..., list[Any]] | None:
-        """Returns the replacement of a loop or checkpointed region that contains calls."""
+        """Returns the replacement of a loop or checkpointed region that
+        contains calls.
+        """
         within = self.arranged.inside.get(id(equation))
         if within is None or within.same:
             return None

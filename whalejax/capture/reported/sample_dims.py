@@ -225,7 +225,9 @@ def _rank(where: _Where) -> int:
 
 
 def _stronger(a: _Where, b: _Where) -> _Where:
-    """Returns the meaning of a dimension that two are tied to; unlike rows are mixed."""
+    """Returns the meaning of a dimension that two are tied to; unlike rows
+    are mixed.
+    """
     if isinstance(a, SampleRows) and isinstance(b, SampleRows) and a != b:
         return _Mark.MIXED
     return a if _rank(a) >= _rank(b) else b

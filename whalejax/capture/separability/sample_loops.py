@@ -190,7 +190,9 @@ class SampleLoop:
         return Value(kind=kind, dims=dims, ratio=same_ratio([start, total]))
 
     def _stacked(self, value: Value) -> Value:
-        """Returns facts about the stacked results of all iterations, along the samples."""
+        """Returns facts about the stacked results of all iterations, along
+        the samples.
+        """
         if value.coupled:
             return value.plain
         if value.kind is Dependence.SAMPLE and value.within:

@@ -48,7 +48,9 @@ class Moves:
         self._agreement.check(apart.program, self.described, plan=apart.plan)
 
     def described(self) -> dict[str, object]:
-        """Returns values beside the plan that must be equal in all processes, by name."""
+        """Returns values beside the plan that must be equal in all processes,
+        by name.
+        """
         layouts = [
             (
                 plan.model_hash,
@@ -145,7 +147,9 @@ class Moves:
         return named(apart.layouts[stage].get(value, ()), apart.meshes[stage])
 
     def values_of(self, handing: Handing) -> list[Value]:
-        """Returns the values of a transfer, or those whose cotangents are transferred."""
+        """Returns the values of a transfer, or those whose cotangents are
+        transferred.
+        """
         found: list[Value] = self.targets[handing.action][handing.source][
             handing.target
         ]

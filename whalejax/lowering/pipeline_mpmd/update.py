@@ -369,7 +369,9 @@ class Parted:
         gives: Sequence[int],
         there: Sequence[NamedSharding | None],
     ) -> frozenset[int]:
-        """Returns the donated arrays whose memory fits a result, matched as JAX does."""
+        """Returns the donated arrays whose memory fits a result, matched as
+        JAX does.
+        """
         avals = [self._steps.avals[n] for n in gives]
         if None in there and any(
             len(x.sharding.device_set) > 1 for x in given.values()

@@ -75,7 +75,9 @@ class Derivative:
         return [*handed, *leaves]
 
     def forward(self, given: Carry, number: Any) -> list[Any]:
-        """Returns the outputs of the stage, followed by the residuals of a micro-batch."""
+        """Returns the outputs of the stage, followed by the residuals of a
+        micro-batch.
+        """
         found = self._run(self._params, given, number)
         return [found[i] for i in self._places]
 

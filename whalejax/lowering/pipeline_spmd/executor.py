@@ -191,7 +191,9 @@ def _on_stages(
 
 
 def _counted(rest: Any, stack: Stack, number: Any) -> Any:
-    """Returns the non-trainable state with its counters after ``number`` micro-batches."""
+    """Returns the non-trainable state with its counters after ``number``
+    micro-batches.
+    """
     if not any(stack.advances):
         return rest
     leaves = [

@@ -138,7 +138,9 @@ class Jobs(Message):
 
 
 class Done(Message):
-    """Answer to a request that was recorded; ``note`` says what else there is to know."""
+    """Answer to a request that was recorded; ``note`` says what else there is
+    to know.
+    """
 
     note: Text = ""
 
