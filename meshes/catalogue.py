@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import short_repr
 from whalejax.meshes.device_kinds import DeviceKind, Source
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.fitted_constants import constants
@@ -138,7 +138,7 @@ def entry(name: str) -> Entry:
     known = _by_name() if isinstance(name, str) else {}
     found = known.get(name.strip().lower()) if known else None
     if found is None:
-        text = name if isinstance(name, str) else shown(name)
+        text = name if isinstance(name, str) else short_repr(name)
         known_kinds = f"Known: {', '.join(kind_names())}. "
         raise WhaleError(f"{unknown_kind(text)}{known_kinds}{DESCRIBE_IN_TOML}")
     return found
@@ -157,7 +157,7 @@ def unknown_kind(name: str) -> str:
     known = tuple(_by_name())
     near = difflib.get_close_matches(name.strip().lower(), known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
-    return f"unknown device kind {shown(name.strip())}. {hint}"
+    return f"unknown device kind {short_repr(name.strip())}. {hint}"
 
 
 def entry_of_device(device_kind_text: str) -> Entry | None:

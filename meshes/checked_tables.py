@@ -160,7 +160,7 @@ class Table:
         """The whole table as (key, number) pairs, in order."""
         return tuple((key, self.number(key)) for key in self.data)
 
-    def done(self) -> None:
+    def report_unknown_keys(self) -> None:
         """Record every key that nothing asked for, with the nearest one that exists."""
         known = ", ".join(self.asked)
         for place, key in enumerate(k for k in self.data if k not in self.asked):

@@ -47,7 +47,7 @@ _short.maxdict, _short.maxlist, _short.maxtuple = 3, 4, 4
 _short.maxstring = _short.maxother = 2 * _LONGEST
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value as a message shows it: short, on one line, escaped.
 
     Args:
@@ -149,7 +149,7 @@ class Arguments(Problems):
 
     def refuse(self, name: str, value: object, expected: str) -> bool:
         """Record that a value is not what was expected."""
-        self.add(f"{name} is {shown(value)}; expected {expected}")
+        self.add(f"{name} is {short_repr(value)}; expected {expected}")
         return False
 
     def whole(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from whalejax.meshes.checks import Arguments, is_printable, shown
+from whalejax.meshes.checks import Arguments, is_printable, short_repr
 from whalejax.meshes.cluster_data import ClusterData
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.formats import cluster_toml, paddle_json
@@ -149,7 +149,8 @@ def cluster(text: str) -> Cluster:
     """
     if not (is_printable(text) or (isinstance(text, str) and not text)):
         raise WhaleError(
-            f"cluster: text is {shown(text)}; expected such as 'h100:8', 'v5p:4x4x4' "
+            f"cluster: text is {short_repr(text)}; expected such as 'h100:8', "
+            "'v5p:4x4x4' "
             "or a .toml file"
         )
     stripped = text.strip()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Self
 
-from whalejax.meshes.checks import Arguments, check_fields, shown
+from whalejax.meshes.checks import Arguments, check_fields, short_repr
 from whalejax.meshes.device_kinds import MOST_NUMBER, DeviceKind, Platform, check_name
 from whalejax.meshes.dtypes import dtype_name
 from whalejax.meshes.errors import Problems
@@ -163,14 +163,14 @@ class ClusterData:
         problems = Arguments("with_prices")
         if problems.of("prices", prices, Mapping, "prices by the name of a kind"):
             for name, price in prices.items():
-                problems.number(f"prices[{shown(name)}]", price, above=0)
+                problems.number(f"prices[{short_repr(name)}]", price, above=0)
         problems.raise_if_any()
 
-        def priced(kind: DeviceKind) -> DeviceKind:
+        def with_price(kind: DeviceKind) -> DeviceKind:
             given = prices.get(kind.name, kind.price_per_hour)
             return dataclasses.replace(kind, price_per_hour=given)
 
-        nodes = [dataclasses.replace(n, kind=priced(n.kind)) for n in self.nodes]
+        nodes = [dataclasses.replace(n, kind=with_price(n.kind)) for n in self.nodes]
         return dataclasses.replace(self, nodes=tuple(nodes))
 
     def under(self, options: Mapping[str, Any]) -> Self:
@@ -272,7 +272,7 @@ class ClusterData:
         problems = Arguments("with_memory_of")
         if problems.of("memory_bytes", memory_bytes, Mapping, "bytes by kind"):
             for name, size in memory_bytes.items():
-                problems.whole(f"memory_bytes[{shown(name)}]", size, least=1)
+                problems.whole(f"memory_bytes[{short_repr(name)}]", size, least=1)
         problems.raise_if_any()
 
         def changed(kind: DeviceKind) -> DeviceKind:

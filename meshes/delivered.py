@@ -53,11 +53,13 @@ def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]
             whose += " by its power"
         low, high = rate * (1 - off), min(peak, rate * (1 + off))
         found.append(
-            f"{kind.display_name()} was not measured in {runs_in}: {_shown(rate)} of "
-            f"{_shown(peak)} TFLOP/s ({_shown(low)} to {_shown(high)}), {whose}"
+            f"{kind.display_name()} was not measured in {runs_in}: "
+            f"{_teraflops_text(rate)} of "
+            f"{_teraflops_text(peak)} TFLOP/s ({_teraflops_text(low)} to "
+            f"{_teraflops_text(high)}), {whose}"
         )
     return tuple(found)
 
 
-def _shown(tera: float) -> str:
+def _teraflops_text(tera: float) -> str:
     return f"{tera:.0f}" if tera >= 100 else f"{tera:.3g}"

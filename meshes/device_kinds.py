@@ -13,7 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from whalejax.meshes.checks import LARGEST, check_fields, is_number, is_whole, shown
+from whalejax.meshes.checks import (
+    LARGEST,
+    check_fields,
+    is_number,
+    is_whole,
+    short_repr,
+)
 from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.fitted_constants import Efficiency, constants, pace_of, shape_share
@@ -225,7 +231,7 @@ class DeviceKind:
         'tf32'
         """
         if not isinstance(exact, bool):
-            raise WhaleError(f"exact is {shown(exact)}; expected True or False")
+            raise WhaleError(f"exact is {short_repr(exact)}; expected True or False")
         name, peaks = dtype_name(dtype), dict(self.flops_per_second)
         if self.platform != "gpu" or self.was_measured(name):
             return name
@@ -456,7 +462,7 @@ def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
     if known and 0 <= value <= most and (value > 0 or not above_zero):
         return
     least = "above 0" if above_zero else "of at least zero"
-    raise WhaleError(f"{name} is {shown(value)}; expected a number {least}")
+    raise WhaleError(f"{name} is {short_repr(value)}; expected a number {least}")
 
 
 def check_name(where: str, name: str, problems: Problems) -> None:
@@ -480,7 +486,7 @@ def check_name(where: str, name: str, problems: Problems) -> None:
 
 def _check(kind: DeviceKind) -> None:
     """Raise if a name or a number of a kind cannot be one."""
-    title = f"device kind {shown(kind.name)}"
+    title = f"device kind {short_repr(kind.name)}"
     check_fields(kind, title)
     problems = Problems(title)
     _check_names(kind, problems)
@@ -495,7 +501,9 @@ def _check(kind: DeviceKind) -> None:
                 f"at most {limit}"
             )
         else:
-            problems.add(f"{path}: got {shown(value)}, expected a number above zero")
+            problems.add(
+                f"{path}: got {short_repr(value)}, expected a number above zero"
+            )
     _check_rates(kind, problems)
     problems.raise_if_any()
 
@@ -518,7 +526,7 @@ def _check_names(kind: DeviceKind, problems: Problems) -> None:
         )
     if kind.curve and kind.curve not in constants().platforms:
         known = ", ".join(constants().platforms)
-        given = shown(kind.curve)
+        given = short_repr(kind.curve)
         problems.add(f"curve: got {given}, expected one of {known}, or nothing")
 
 
@@ -530,20 +538,22 @@ def _check_rates(kind: DeviceKind, problems: Problems) -> None:
     named += [("matmul_points", p.dtype) for p in kind.matmul_points]
     for path, dtype in named:
         if dtype not in DTYPES:
-            problems.add(f"{path}: got {shown(dtype)}, expected one of {known}")
+            problems.add(f"{path}: got {short_repr(dtype)}, expected one of {known}")
     if not 0 < kind.efficiency <= 1:
         problems.add(
-            f"efficiency: got {shown(kind.efficiency)}, expected a fraction above 0, "
+            f"efficiency: got {short_repr(kind.efficiency)}, expected a fraction "
+            "above 0, "
             "at most 1"
         )
     for path in ("op_overhead_seconds", "matmul_half_size"):
         value = getattr(kind, path)
         if not (is_number(value) and 0 <= value <= MOST_NUMBER):
-            said = shown(value)
+            said = short_repr(value)
             problems.add(f"{path}: got {said}, expected a number of at least zero")
     if not is_whole(kind.cores, 0, MOST_CORES):
         problems.add(
-            f"cores: got {shown(kind.cores)}, expected 0 to {MOST_CORES}; leave it "
+            f"cores: got {short_repr(kind.cores)}, expected 0 to {MOST_CORES}; leave "
+            "it "
             "out where tiles of a product do not matter"
         )
 

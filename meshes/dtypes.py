@@ -6,7 +6,7 @@ off its arrays; here the two meet.
 
 from __future__ import annotations
 
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import short_repr
 from whalejax.meshes.errors import WhaleError
 
 
@@ -52,7 +52,8 @@ def dtype_name(dtype: str) -> str:
     """
     if not isinstance(dtype, str):
         raise WhaleError(
-            f"dtype is {shown(dtype)}; expected the name of an element type, one of "
+            f"dtype is {short_repr(dtype)}; expected the name of an element type, "
+            "one of "
             f"{', '.join(DTYPES)}"
         )
     if dtype in FALLBACKS:
@@ -66,6 +67,6 @@ def dtype_name(dtype: str) -> str:
     if dtype.startswith(("int", "uint")):
         return "f32"
     raise WhaleError(
-        f"element type {shown(dtype)} has no FLOP/s; expected one of "
+        f"element type {short_repr(dtype)} has no FLOP/s; expected one of "
         f"{', '.join(DTYPES)} or numpy's name of a floating or integer type"
     )

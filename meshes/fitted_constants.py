@@ -241,7 +241,7 @@ class Constants:
                 (self.blocks, kind.family),
             ):
                 if (name, width) in known:
-                    return self._carried(kind, width, {name: known[name, width]})
+                    return self._carry_over(kind, width, {name: known[name, width]})
             return None
         # Whole training steps say more of one than single layers do.
         for known in (self.efficiency, self.blocks):
@@ -251,10 +251,10 @@ class Constants:
                 if dtype == width and _generation(name) == generation
             }
             if found:
-                return self._carried(kind, width, found)
+                return self._carry_over(kind, width, found)
         return None
 
-    def _carried(
+    def _carry_over(
         self, kind: Rated, width: str, shares: Mapping[str, float]
     ) -> Efficiency:
         """The mean of other kinds' shares, within a generation by their power.

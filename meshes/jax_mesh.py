@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from whalejax.meshes.checks import Arguments, is_printable, is_whole, shown
+from whalejax.meshes.checks import Arguments, is_printable, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
 
 
@@ -105,7 +105,8 @@ def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
     """
     if not _is_spec(spec):
         raise WhaleError(
-            f"spec is {shown(spec)}; expected a tuple of mesh axes for each dimension, "
+            f"spec is {short_repr(spec)}; expected a tuple of mesh axes for each "
+            "dimension, "
             "such as ((), ('data', 'fsdp'))"
         )
     entries: list[tuple[str, ...] | str | None] = [

@@ -34,8 +34,8 @@ def _line(kind: DeviceKind) -> str:
         f"{kind.memory_bytes_per_second / 1e9:.4g}",
         *(_tera(rate) for rate in (peaks.get("f32"), half)),
         *(_tera(peaks.get(dtype)) for dtype in ("f8", "f4")),
-        _reached(kind, "f32"),
-        _reached(kind, "bf16" if "bf16" in peaks else "f16"),
+        _efficiency_cell(kind, "f32"),
+        _efficiency_cell(kind, "bf16" if "bf16" in peaks else "f16"),
         f"{kind.watts:g}" if kind.watts else "–",
     ]
     return f"| {' | '.join(cells)} |"
@@ -45,7 +45,7 @@ def _tera(rate: float | None) -> str:
     return "–" if rate is None else f"{rate / 1e12:.5g}"
 
 
-def _reached(kind: DeviceKind, dtype: str) -> str:
+def _efficiency_cell(kind: DeviceKind, dtype: str) -> str:
     """The share of the peak, and whose it is where the kind was not measured."""
     runs_in = kind.multiplies_in(dtype, exact=True)
     if not kind.curve:

@@ -100,7 +100,7 @@ def check_joined(first: ClusterData, platform: str) -> None:
         )
 
 
-def joined(
+def merge_clusters(
     first: ClusterData, second: ClusterData, network: Link | None = None
 ) -> ClusterData:
     """The devices of two clusters, in this order, as nodes of one.

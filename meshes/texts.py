@@ -28,7 +28,7 @@ _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 direction and of zero width), halves of characters, separators of lines."""
 
 
-def hidden(character: str) -> bool:
+def is_invisible(character: str) -> bool:
     """Whether a character changes how others are shown, or shows nothing itself.
 
     >>> [hidden(c) for c in "aµ→ \\x1b\\u202e\\n"]
@@ -39,7 +39,7 @@ def hidden(character: str) -> bool:
 
 def is_shown_as_written(text: str) -> bool:
     """Whether a text holds no character that is ``hidden``."""
-    return text.isprintable() or not any(map(hidden, text))
+    return text.isprintable() or not any(map(is_invisible, text))
 
 
 def visible(text: str, keep: str = "") -> str:
@@ -54,7 +54,9 @@ def visible(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(ascii(c)[1:-1] if hidden(c) and c not in keep else c for c in text)
+    return "".join(
+        ascii(c)[1:-1] if is_invisible(c) and c not in keep else c for c in text
+    )
 
 
 def clipped(text: str, most: int = MOST_QUOTED) -> str:

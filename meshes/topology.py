@@ -69,7 +69,7 @@ class Level:
         """The measured factor of one collective; 1.0 where nothing was measured."""
         return dict(self.slowdown).get(collective, 1.0)
 
-    def moved(self, size: Any) -> Any:
+    def payload_fraction(self, size: Any) -> Any:
         """Part of the payload that one round moves among so many members.
 
         Where only some of a member's links lead to the others, it counts as often as

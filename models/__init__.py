@@ -15,7 +15,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.models.common.names import check_options, pick
 
@@ -94,7 +94,9 @@ def widened(name: str, overrides: Mapping[str, Any]) -> dict[str, int]:
     """
     module_name, size = pick(name, _NAMES, "model")
     if not isinstance(overrides, Mapping):
-        raise WhaleError(f"overrides is {shown(overrides)}; expected options by name")
+        raise WhaleError(
+            f"overrides is {short_repr(overrides)}; expected options by name"
+        )
     sizes = importlib.import_module(f"whalejax.models.{module_name}").SIZES
     base, embed = sizes[size], overrides.get("embed")
     if not isinstance(embed, int) or not getattr(base, "embed", 0):

@@ -162,7 +162,7 @@ class Bert(nn.Module):
             logits: Array = words.attend(x)
             bias: Array = self.param(
                 "head_bias",
-                _named(config, nn.initializers.zeros, "vocab"),
+                _with_logical_names(config, nn.initializers.zeros, "vocab"),
                 (config.vocab,),
                 kinds["param_dtype"],
             )
@@ -188,10 +188,10 @@ def _kinds(config: BertConfig) -> dict[str, Any]:
 
 
 def _init(config: BertConfig, *names: str | None) -> Any:
-    return _named(config, nn.initializers.truncated_normal(0.02), *names)
+    return _with_logical_names(config, nn.initializers.truncated_normal(0.02), *names)
 
 
-def _named(config: BertConfig, init: Any, *names: str | None) -> Any:
+def _with_logical_names(config: BertConfig, init: Any, *names: str | None) -> Any:
     return nn.with_logical_partitioning(init, names) if config.logical_names else init
 
 

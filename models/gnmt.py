@@ -176,9 +176,9 @@ class GNMT(nnx.Module):
                 padding; at least one of each sequence is real, and padding follows it.
             target: ``int32[batch, target]``.
         """
-        return self.classifier(self.hidden(source, real, target))
+        return self.classifier(self.hidden_states(source, real, target))
 
-    def hidden(
+    def hidden_states(
         self, source: Array, real: Array, target: Array, *, rng: Array | None = None
     ) -> Array:
         """Computes the inputs of the classifier, ``[batch, target, hidden]``.
@@ -229,7 +229,7 @@ def make_loss(
 
     def loss_fn(model: GNMT, batch: Mapping[str, Any], rng: Array) -> wh.WeightedLoss:
         target = jnp.asarray(batch["target"])
-        hidden = model.hidden(
+        hidden = model.hidden_states(
             jnp.asarray(batch["source"]),
             jnp.asarray(batch["source_mask"]),
             target[:, :-1],

@@ -188,9 +188,9 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens: Array) -> Array:
         """Logits ``[batch, sequence, vocab]`` of ``tokens`` ``[batch, sequence]``."""
-        return self.logits(self.hidden(tokens))
+        return self.logits(self.hidden_states(tokens))
 
-    def hidden(self, tokens: Array) -> Array:
+    def hidden_states(self, tokens: Array) -> Array:
         """The residual stream before the head, ``[batch, sequence, embed]``."""
         with when(self.config.annotated, wh.replicate()):
             x = self.tokens(tokens)
@@ -263,7 +263,7 @@ def loss_fn(model: GPT, batch: Mapping[str, Any]) -> Array | wh.WeightedLoss:
     ()
     """
     tokens = jnp.asarray(batch["tokens"])
-    hidden = model.hidden(tokens[:, :-1])
+    hidden = model.hidden_states(tokens[:, :-1])
     with when(model.config.annotated, wh.split()):
         nats = cross_entropy(model.logits(hidden), tokens[:, 1:])
         if "mask" not in batch:

@@ -86,18 +86,18 @@ def loss_fn(params: Params, batch: Mapping[str, Any]) -> Array:
     >>> loss_fn(params, batch).shape
     ()
     """
-    return _classify(params, _hidden(params, batch), batch)
+    return _classify(params, _features(params, batch), batch)
 
 
 def annotated_loss_fn(params: Params, batch: Mapping[str, Any]) -> Array:
     """The loss of ``loss_fn`` with its hidden layers replicated and its head split."""
     with wh.replicate():
-        x = _hidden(params, batch)
+        x = _features(params, batch)
     with wh.split():
         return _classify(params, x, batch)
 
 
-def _hidden(params: Params, batch: Mapping[str, Any]) -> Array:
+def _features(params: Params, batch: Mapping[str, Any]) -> Array:
     x = jnp.asarray(batch["inputs"]).astype(params[_HEAD]["w"].dtype)
     for i in range(len(params) - 1):
         x = jax.nn.relu(_dense(params[f"layer_{i}"], x))

@@ -85,7 +85,7 @@ def program_data(plan: Any) -> dict[str, Any]:
     return data
 
 
-def told(plan: Any, also: Mapping[str, object]) -> dict[str, str]:
+def part_digests(plan: Any, also: Mapping[str, object]) -> dict[str, str]:
     """A short text for each part of a plan, by its name in words.
 
     Args:

@@ -38,7 +38,7 @@ def encode(value: Any) -> Any:
         left_out = _unless_default(type(value))
         return {
             name: encode(own)
-            for name in _kept(value)
+            for name in _stored_fields(value)
             for own in [getattr(value, name)]
             if name not in left_out or own != left_out[name]
         }
@@ -105,7 +105,7 @@ def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _kept(kind: Any) -> list[str]:
+def _stored_fields(kind: Any) -> list[str]:
     """Fields that files hold: all but those whose metadata says otherwise."""
     return [f.name for f in dataclasses.fields(kind) if f.metadata.get("kept", True)]
 
@@ -129,7 +129,7 @@ def _decode_class(kind: Any, data: Any, path: str) -> Any:
             f"{path or 'the file'} is {quoted(data):.60}; expected an object"
         )
     hints = _hints(kind)
-    names = _kept(kind)
+    names = _stored_fields(kind)
     unknown = sorted(map(str, set(data) - set(names)))
     missing = sorted(set(names) - set(data) - set(_unless_default(kind)))
     if unknown or missing:

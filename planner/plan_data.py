@@ -21,7 +21,7 @@ from whalejax.meshes.checks import (
     is_number,
     is_printable,
     is_whole,
-    shown,
+    short_repr,
 )
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.dtypes import PRECISIONS
@@ -203,7 +203,7 @@ class PlanData(StepOptions):
         return dict(self.axes)
 
     @property
-    def apart(self) -> tuple[Self, ...]:
+    def stage_plans(self) -> tuple[Self, ...]:
         """The plans of stages with programs of their own; empty without such."""
         plans: Any = () if self.stages is None else self.stages.plans
         found: tuple[Self, ...] = plans  # of one class with this plan
@@ -212,8 +212,10 @@ class PlanData(StepOptions):
     @property
     def room_bytes(self) -> int:
         """Memory of a device of those that ``memory`` is predicted for."""
-        each = [own for one in self.pipelines or (self,) for own in one.apart]
-        same = [p for p in each if self.memory in (p.memory, p.memory.crossing)]
+        each = [own for one in self.pipelines or (self,) for own in one.stage_plans]
+        same = [
+            p for p in each if self.memory in (p.memory, p.memory.with_exchange_buffer)
+        ]
         return min(own.cluster.memory_bytes for own in same or [self])
 
     @property
@@ -225,8 +227,8 @@ class PlanData(StepOptions):
     @property
     def num_devices(self) -> int:
         """Devices the plan uses."""
-        if self.pipelines or self.apart:
-            return sum(plan.num_devices for plan in self.pipelines or self.apart)
+        if self.pipelines or self.stage_plans:
+            return sum(plan.num_devices for plan in self.pipelines or self.stage_plans)
         return math.prod(size for _, size in self.axes)
 
     def times(self, collective: Collective) -> int:
@@ -267,7 +269,7 @@ class PlanData(StepOptions):
         """
         if not is_printable(path):
             self.leaf(path)  # says what is wrong with it
-        for plan in self.apart:
+        for plan in self.stage_plans:
             if any(leaf.path == path for leaf in plan.leaves):
                 return plan
         return self
@@ -299,7 +301,7 @@ class PlanData(StepOptions):
             n: Largest number of plans, 0 or more; a plan remembers about a dozen.
         """
         if not is_whole(n, 0):
-            raise PlanError(f"alternatives: n is {shown(n)}; expected 0 or more")
+            raise PlanError(f"alternatives: n is {short_repr(n)}; expected 0 or more")
         others = (c for c in self.candidates if c.fits and c.verdict != "chosen")
         return Candidates(itertools.islice(others, n))
 
@@ -322,7 +324,7 @@ class PlanData(StepOptions):
         """
         from whalejax.meshes.jax_mesh import build_mesh
 
-        if self.apart:
+        if self.stage_plans:
             raise PlanError(
                 "every stage of this plan has a mesh of its own. Take "
                 "plan.stages.plans[i].mesh(devices) with the devices of stage i"
@@ -356,6 +358,6 @@ def _no_such_leaf(plan: PlanData, path: object) -> str:
     text = path if isinstance(path, str) else ""
     near = difflib.get_close_matches(text, paths, n=3, cutoff=0.3) or paths[:3]
     return (
-        f"no parameter has the path {shown(path)} (the model has {len(paths)}). "
+        f"no parameter has the path {short_repr(path)} (the model has {len(paths)}). "
         f"Nearest: {', '.join(near)}"
     )

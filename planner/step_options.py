@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
-from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.planner.terms import ALL, OFFLOADS, Chosen, Remat
 
 
@@ -307,7 +307,8 @@ def _check_offload(offload: object, problems: Arguments) -> None:
     for name in [offload] if isinstance(offload, str) else offload:
         if not isinstance(name, str) or name not in OFFLOADS:
             problems.add(
-                f"offload: {shown(name)} is none of {known}; 'none', alone, is nothing"
+                f"offload: {short_repr(name)} is none of {known}; 'none', alone, is "
+                "nothing"
             )
 
 

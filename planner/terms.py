@@ -151,7 +151,7 @@ class MemoryTerms:
         return self.gradients_bytes + self.activations_bytes + self.working_bytes
 
     @property
-    def crossing(self) -> MemoryTerms:
+    def with_exchange_buffer(self) -> MemoryTerms:
         """With the buffer in which gradients cross to other pipelines."""
         return dataclasses.replace(
             self, working_bytes=self.working_bytes + self.gradients_bytes

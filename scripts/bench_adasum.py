@@ -296,7 +296,7 @@ def collectives_ratio() -> float:
     there = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.device_put(jnp.ones((RANKS, 2**17)), there)
     ones = jnp.ones(RANKS)
-    ours = jax.jit(lambda x: adasum.combined([x], ones, [((),)], [1], mesh)[0])
+    ours = jax.jit(lambda x: adasum.adasum_reduce([x], ones, [((),)], [1], mesh)[0])
     theirs = jax.jit(_butterfly)
     pairs = timed_pairs(
         lambda: jax.block_until_ready(ours(x)),

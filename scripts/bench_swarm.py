@@ -62,7 +62,7 @@ from swarm_processes import CACHED, Processes
 import whalejax as wh
 from whalejax import jobs
 from whalejax.meshes import cluster
-from whalejax.swarm.ledger import committed, counted
+from whalejax.swarm.ledger import committed, count_lost_and_doubled
 from whalejax.swarm_runtime.leading.state import Settings
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.serving import Serving
@@ -166,7 +166,7 @@ def faulty_run(
     finally:
         processes.close()
         serving.close()
-    lost, doubled = counted(journal)
+    lost, doubled = count_lost_and_doubled(journal)
     lost += STAGES * MICRO_BATCHES * (steps - len(committed(journal)))
     return {
         "seed": seed,

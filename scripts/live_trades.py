@@ -180,7 +180,7 @@ def measurements(serving: Serving, steps: Mapping[str, int]) -> dict[str, Any]:
         reader = RunReader(serving.save / name)
         before = 0
         for at, size in placed[name]:
-            reader.asked(at, before, size)
+            reader.record_decision(at, before, size)
             before = size
         reader.poll()
         costs.add(reader.costs)

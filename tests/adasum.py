@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from whalejax.lowering.spmd.adasum import combined
+from whalejax.lowering.spmd.adasum import adasum_reduce
 from whalejax.planner.sharding.layout import Spec
 
 
@@ -95,7 +95,7 @@ def on_devices(
     )
 
     def run(stacked: Sequence[Any], by: Any) -> list[Any]:
-        return combined(stacked, by, laid, slices, there, node=node)
+        return adasum_reduce(stacked, by, laid, slices, there, node=node)
 
     found: list[jax.Array] = jax.jit(run)([*stacked], by)
     return found

@@ -310,7 +310,7 @@ def residuals_by_vjp(
         for i, aval in enumerate(avals)
     ]
 
-    def kept(*arguments: Any) -> list[Any]:
+    def residual_outputs(*arguments: Any) -> list[Any]:
         def moving(*given: Any) -> list[Any]:
             values = iter(given)
             merged = [
@@ -323,7 +323,9 @@ def residuals_by_vjp(
         leaves: list[Any] = jax.tree.leaves(jax.vjp(moving, *inputs)[1])
         return leaves
 
-    traced, _ = open_jaxpr(trace(kept, [abstract(a.shape, a.dtype) for a in avals]))
+    traced, _ = open_jaxpr(
+        trace(residual_outputs, [abstract(a.shape, a.dtype) for a in avals])
+    )
     scans = [e for e in traced.eqns if recursion(e) == "scan"]
     if not scans:
         return []

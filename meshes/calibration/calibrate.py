@@ -33,7 +33,7 @@ from whalejax.meshes.calibration.probes import (
     measure_devices,
 )
 from whalejax.meshes.catalogue import Entry, Link, entry_of_device
-from whalejax.meshes.checks import Arguments, is_number, shown
+from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
 from whalejax.meshes.device_kinds import (
     BandwidthPoint,
@@ -72,7 +72,8 @@ def calibrate(
     """
     if not is_number(budget_seconds) or budget_seconds <= 0:
         raise WhaleError(
-            f"budget_seconds: got {shown(budget_seconds)}, expected a number above zero"
+            f"budget_seconds: got {short_repr(budget_seconds)}, expected a number "
+            "above zero"
         )
     problems = Arguments("calibrate")
     problems.switch("use_cache", use_cache)

@@ -150,7 +150,7 @@ def _repeated(devices: Sequence[Device]) -> int:
     return 1 if devices[0].platform == "cpu" else REPEATED
 
 
-def _everywhere(devices: Sequence[Device]) -> Mesh:
+def _all_device_mesh(devices: Sequence[Device]) -> Mesh:
     return build_mesh((("all", len(devices)),), devices)
 
 
@@ -174,7 +174,7 @@ def matmul_run(
     arrays = [x, there, np.ascontiguousarray(there.T)]
     if batch > 1:
         arrays = [np.tile(array, (batch, 1, 1)) for array in arrays]
-    return _looped(body, _everywhere(devices), arrays, _repeated(devices))
+    return _looped(body, _all_device_mesh(devices), arrays, _repeated(devices))
 
 
 def convolution_run(
@@ -190,7 +190,7 @@ def convolution_run(
         side: Side of the images, in pixels; the result has the same.
         channels: Number of input and of output channels.
     """
-    spec = NamedSharding(_everywhere(devices), PartitionSpec("all"))
+    spec = NamedSharding(_all_device_mesh(devices), PartitionSpec("all"))
     image = np.ones((len(devices), batch, side, side, channels), np.float32)
     kernel = np.ones((len(devices), 3, 3, channels, channels), np.float32)
     arrays = jax.device_put((image, kernel), spec)
@@ -203,7 +203,7 @@ def convolution_run(
     program = jax.jit(
         jax.shard_map(
             on_device,
-            mesh=_everywhere(devices),
+            mesh=_all_device_mesh(devices),
             in_specs=PartitionSpec("all"),
             out_specs=PartitionSpec("all"),
             check_vma=False,
@@ -226,7 +226,7 @@ def _convolve(image: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def fresh_run(devices: Sequence[Device], array_bytes: int) -> Run:
     """An f32 array filled on every device, in memory allocated anew each time."""
-    mesh = _everywhere(devices)
+    mesh = _all_device_mesh(devices)
     spec = PartitionSpec(mesh.axis_names)
     shape = (len(devices), array_bytes // 4)
     fill = jax.jit(
@@ -245,14 +245,14 @@ def fresh_run(devices: Sequence[Device], array_bytes: int) -> Run:
 def add_run(devices: Sequence[Device], array_bytes: int) -> Run:
     """The sum of two f32 arrays; three times ``array_bytes`` are moved."""
     x = np.ones(array_bytes // 4, np.float32)
-    mesh, repeated = _everywhere(devices), _repeated(devices)
+    mesh, repeated = _all_device_mesh(devices), _repeated(devices)
     return _looped(lambda x, y: x + y, mesh, [x, x * 1e-6], repeated)
 
 
 def exp_run(devices: Sequence[Device], array_bytes: int) -> Run:
     """exp of an f32 array; twice ``array_bytes`` are moved."""
     x = np.ones(array_bytes // 4, np.float32)
-    mesh = _everywhere(devices)
+    mesh = _all_device_mesh(devices)
     return _looped(lambda x: jnp.exp(-x), mesh, [x], _repeated(devices))
 
 
@@ -265,7 +265,7 @@ def chain_run(devices: Sequence[Device]) -> Run:
             x = jnp.tanh(x @ w)
         return x
 
-    mesh = _everywhere(devices)
+    mesh = _all_device_mesh(devices)
     return _looped(body, mesh, [weight, weight], _repeated(devices))
 
 

@@ -156,7 +156,7 @@ def _is_kind(name: str) -> bool:
     return True
 
 
-def _meant(term: str) -> str:
+def _suggested_text(term: str) -> str:
     """A cluster as others write it in our form: of ``"h100-8"`` or ``"8xh100"``.
 
     >>> _meant("h100x8"), _meant("8 x h100"), _meant("tpu-v5litepod-16")
@@ -180,7 +180,7 @@ def _malformed(term: str) -> str:
     if not term:
         return "an empty part, expected KIND:N on both sides of every +"
     name, colon, rest = term.partition(":")
-    meant = _meant(term)
+    meant = _suggested_text(term)
     if meant:
         return f"{term!r} has no colon. Write {meant}"
     if term == "local":
@@ -318,7 +318,7 @@ def node_levels(found: Sequence[Entry], counts: Sequence[int]) -> tuple[Level, .
             if one.node is not None
         ]
         wait = max(_delivered(one).node_seconds for one in found)
-        levels.append(_joined(links, inner, inner - 1, wait))
+        levels.append(_merge_links(links, inner, inner - 1, wait))
     joined = _domain(found, inner, outer)
     if joined > 1:
         links = [
@@ -326,12 +326,12 @@ def node_levels(found: Sequence[Entry], counts: Sequence[int]) -> tuple[Level, .
             for x in found
             if x.domain is not None
         ]
-        levels.append(_joined(links, joined, joined - 1))
+        levels.append(_merge_links(links, joined, joined - 1))
     outer //= joined
     if outer > 1:
         links = [(x.network, _delivered(x).network) for x in found if x.network]
         # NCCL's trees between nodes: their depth, not their number, is waited for.
-        levels.append(_joined(links, outer, math.ceil(math.log2(outer))))
+        levels.append(_merge_links(links, outer, math.ceil(math.log2(outer))))
     return tuple(levels)
 
 
@@ -351,7 +351,7 @@ def _delivered(found: Entry) -> Achieved:
     return platforms.get(found.kind.platform, WHOLE)
 
 
-def _joined(
+def _merge_links(
     delivered: Sequence[tuple[Link, float]], size: int, hops: int, wait: float = 0.0
 ) -> Level:
     """The level of some links, as fast as the slowest of them.
@@ -398,7 +398,9 @@ def torus_levels(
     levels = []
     delivered = _delivered(found)
     if found.chip is not None:
-        levels.append(_joined([(found.chip, delivered.node)], found.chip_devices, 1))
+        levels.append(
+            _merge_links([(found.chip, delivered.node)], found.chip_devices, 1)
+        )
     axes = list(zip(names, lengths, torus.wraps(lengths), strict=False))
     levels += [
         _axis_level(torus.link, axis, length, ring, delivered.node)
@@ -407,8 +409,8 @@ def torus_levels(
     ]
     if slices > 1 and found.network is not None:
         hops = math.ceil(math.log2(slices))
-        levels.append(_joined([(found.network, delivered.network)], slices, hops))
-    return tuple(levels or [_joined([(torus.link, delivered.node)], 1, 0)])
+        levels.append(_merge_links([(found.network, delivered.network)], slices, hops))
+    return tuple(levels or [_merge_links([(torus.link, delivered.node)], 1, 0)])
 
 
 def _axis_level(link: Link, axis: str, length: int, ring: bool, share: float) -> Level:

@@ -142,7 +142,7 @@ def from_data(data: Mapping[str, Any], title: str) -> ClusterData:
     given = [_level(table) for table in top.tables("levels")]
     links = _links(top.tables("links"), sum(node.count for node in nodes))
     top.asked = list(dict.fromkeys(["compiler", *top.asked]))
-    top.done()
+    top.report_unknown_keys()
     if not nodes and not problems:
         problems.add("nodes: missing, expected at least one [[nodes]] table")
     levels = given or _default_levels(nodes, bases, problems)
@@ -173,7 +173,7 @@ def _compiler(table: Table) -> dict[str, Any]:
             found[field.name] = table.boolean(field.name)
     table.asked = [field.name for field in dataclasses.fields(CompilerProfile)]
     table.asked += [name for name in RETIRED_FACTS if name in table]
-    table.done()
+    table.report_unknown_keys()
     return found
 
 
@@ -196,7 +196,7 @@ def _kind(name: str, table: Table, bases: dict[str, Entry]) -> DeviceKind | None
         except WhaleError as error:
             table.problems.add(f"{table.at('base')}: {error}")
     values = _kind_values(table, needed=base_name is None)
-    table.done()
+    table.report_unknown_keys()
     if len(table.problems) > before:
         return None
     try:
@@ -269,7 +269,7 @@ def _matmul_point(table: Table) -> MatmulPoint:
         flops_per_second=table.number("flops_per_second"),
         batch=table.integer("batch", 1),
     )
-    table.done()
+    table.report_unknown_keys()
     return point
 
 
@@ -278,7 +278,7 @@ def _memory_point(table: Table) -> BandwidthPoint:
         moved_bytes=table.integer("moved_bytes"),
         bytes_per_second=table.number("bytes_per_second"),
     )
-    table.done()
+    table.report_unknown_keys()
     return point
 
 
@@ -290,7 +290,7 @@ def _timed_model(table: Table) -> TimedModel:
         predicted_seconds=table.number("predicted_seconds"),
         title=table.text("title", ""),
     )
-    table.done()
+    table.report_unknown_keys()
     return timed
 
 
@@ -301,7 +301,7 @@ def _source(table: Table) -> Source:
         title=table.text("title", ""),
         date=table.text("date"),
     )
-    table.done()
+    table.report_unknown_keys()
     return source
 
 
@@ -317,7 +317,7 @@ def _nodes(
     for table in tables:
         name = table.text("kind")
         count, repeat = table.integer("count"), table.integer("repeat", 1)
-        table.done()
+        table.report_unknown_keys()
         for key, value in (("count", count), ("repeat", repeat)):
             if value < 1:
                 table.problem(key, value, "at least 1")
@@ -351,7 +351,7 @@ def _level(table: Table) -> Level:
         shared=table.boolean("shared", False),
         peers=table.integer("peers", 0),
     )
-    table.done()
+    table.report_unknown_keys()
     return level
 
 
@@ -362,7 +362,7 @@ def _links(tables: list[Table], count: int) -> tuple[tuple[float, ...], ...]:
         if table.integer("source") != number:
             table.problem("source", table.data.get("source"), f"{number}, in order")
         rates = dict(table.table("bytes_per_second").numbers())
-        table.done()
+        table.report_unknown_keys()
         stray = [key for key in rates if not _is_device(key, count)]
         for key in stray:
             table.problem(f"bytes_per_second.{key}", key, f"0 to {count - 1}")

@@ -154,7 +154,7 @@ def _read(data: Any, problems: Problems) -> _File:
         problems.add("machines: missing, expected a list of at least one machine")
     if apart is None or "alpha_latency" in top:
         _check_alpha(top.table("alpha_latency"))
-    top.done()
+    top.report_unknown_keys()
     pending = [table for i, m in enumerate(machines) for table in _machine(m, i, found)]
     for table in pending:
         _read_link(table, found)
@@ -181,7 +181,7 @@ def _machine(machine: Table, place: int, found: _File) -> list[Table]:
     for table in machine.tables("devices"):
         _read_device(table, place, found)
     links = machine.tables("links")
-    machine.done()
+    machine.report_unknown_keys()
     return links
 
 
@@ -220,12 +220,12 @@ def _check_alpha(table: Table) -> None:
             known = value is None or (isinstance(value, str) and value in LINKS)
             if not known and not _is_number(value):
                 inner.problem(algorithm, value, f"µs, or one of {', '.join(LINKS)}")
-        inner.done()
+        inner.report_unknown_keys()
     table.asked.append("switch")
     switch = table.data.get("switch")
     if switch is not None and not _is_number(switch):
         table.problem("switch", switch, "µs")
-    table.done()
+    table.report_unknown_keys()
 
 
 def _read_device(table: Table, machine: int, found: _File) -> None:
@@ -245,7 +245,7 @@ def _read_device(table: Table, machine: int, found: _File) -> None:
     for key in ("arch", "vendor", "ip"):
         table.text(key, "")
     table.number("width", 0.0)
-    table.done()
+    table.report_unknown_keys()
     if kind not in TYPES:
         table.problem("type", kind, f"one of {', '.join(TYPES)}")
     values = {"memory": memory}
@@ -318,7 +318,7 @@ def _read_link(table: Table, found: _File) -> None:
     # How many switches there are on the way; latencies are given, or the catalogue's.
     hop = 0 if table.data.get("hop") is None else table.integer("hop", 0)
     table.asked.append("hop")
-    table.done()
+    table.report_unknown_keys()
     if hop < 0:
         table.problem("hop", hop, "a whole number of at least zero")
     for key, number in zip(("source", "target"), ends, strict=True):

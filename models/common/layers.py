@@ -190,7 +190,7 @@ def stacked_blocks(
 
     @nnx.split_rngs(splits=layers)
     @nnx.vmap(in_axes=0, out_axes=0)
-    def stacked(split: nnx.Rngs) -> nnx.Module:
+    def make_block(split: nnx.Rngs) -> nnx.Module:
         return make(split)
 
-    return stacked(rngs)
+    return make_block(rngs)

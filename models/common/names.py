@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import short_repr
 from whalejax.meshes.errors import Problems, WhaleError
 
 
@@ -39,7 +39,7 @@ def pick(name: str, choices: Mapping[str, Choice], what: str) -> Choice:
         return choices[name]
     near = _nearest(name, choices) if isinstance(name, str) else ""
     raise WhaleError(
-        f"no {what} is named {shown(name)}{near}. "
+        f"no {what} is named {short_repr(name)}{near}. "
         f"There are: {', '.join(sorted(choices))}."
     )
 
@@ -144,7 +144,7 @@ def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
         right = "dtype" not in name or _is_dtype(value)
         expected = f"one of {', '.join(DTYPES)}"
     if not right:
-        problems.add(f"{name} is {shown(value)}; expected {expected}.")
+        problems.add(f"{name} is {short_repr(value)}; expected {expected}.")
 
 
 def _is_number(value: Any) -> bool:

@@ -87,12 +87,13 @@ class Rebalance:
         if not all(self._seen):
             return
         for count in range(LEAST, WINDOW // 2 + 1):
-            pairs = [_compared(seen, count) for seen in self._seen]
+            pairs = [_before_and_after_seconds(seen, count) for seen in self._seen]
             before, now = zip(*pairs, strict=True)
             if before == now:
                 continue
             ignoring, following = (
-                makespan(self._dealt(seconds), now) for seconds in (before, now)
+                makespan(self._divide_by_speed(seconds), now)
+                for seconds in (before, now)
             )
             if count * (ignoring / following - 1) >= LOST:
                 for seen, (old, new) in zip(self._seen, pairs, strict=True):
@@ -109,19 +110,19 @@ class Rebalance:
             ):
                 self._probe()
             return
-        wanted = self._wanted()
+        wanted = self._best_shares()
         before, after = (makespan(s, self.seconds) for s in (self.shares, wanted))
         if before > after * (1 + WORTH):
             self.shares = wanted
         self._probe()
 
-    def _wanted(self) -> tuple[int, ...]:
+    def _best_shares(self) -> tuple[int, ...]:
         enough = (seen for seen in self._seen if len(seen) >= WINDOW // 2)
         if any(_scatter(seen) > SCATTER for seen in enough):
-            return self._dealt([1.0] * len(self.shares))
-        return self._dealt(self.seconds)
+            return self._divide_by_speed([1.0] * len(self.shares))
+        return self._divide_by_speed(self.seconds)
 
-    def _dealt(self, seconds: Sequence[float]) -> tuple[int, ...]:
+    def _divide_by_speed(self, seconds: Sequence[float]) -> tuple[int, ...]:
         return shares(self._total, seconds, self._most)
 
     def _probe(self) -> None:
@@ -137,7 +138,7 @@ class Rebalance:
             self.shares, self._idle = tuple(found), 0
 
 
-def _compared(seen: Sequence[float], count: int) -> tuple[float, float]:
+def _before_and_after_seconds(seen: Sequence[float], count: int) -> tuple[float, float]:
     """Seconds before so many latest measurements, and what these say at least.
 
     Those show a change if all lie on one side; the one that differs least says how far.

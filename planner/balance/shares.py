@@ -336,7 +336,7 @@ def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def dealt(shares: Sequence[int]) -> list[range]:
+def micro_batch_ranges(shares: Sequence[int]) -> list[range]:
     """The micro-batches of each replica.
 
     Args:

@@ -127,10 +127,10 @@ def combining(
     tensors = sum(part.slices for part in parts)
     column = ranks * COLUMN * itemsize_bytes
     dots = DOT_NUMBERS * tensors * math.prod(mesh.values()) * itemsize_bytes
-    found = [_sent("all-to-all", (DATA,), column * (width + 1))]
+    found = [_update_collective("all-to-all", (DATA,), column * (width + 1))]
     for pairs in levels(ranks // node):
-        found.append(_sent("all-gather", every, dots * pairs))
-    found.append(_sent("all-gather", (DATA,), column * width))
+        found.append(_update_collective("all-gather", every, dots * pairs))
+    found.append(_update_collective("all-gather", (DATA,), column * width))
     return found
 
 
@@ -147,7 +147,9 @@ def within_ranks(collectives: Sequence[Collective]) -> list[Collective]:
     return [c for c in inside if c.axes]
 
 
-def _sent(kind: CollectiveKind, axes: tuple[str, ...], nbytes: int) -> Collective:
+def _update_collective(
+    kind: CollectiveKind, axes: tuple[str, ...], nbytes: int
+) -> Collective:
     return Collective(
         kind=kind,
         axes=axes,

@@ -31,7 +31,7 @@ _KERNELS = 5, 11
 _busiest = functools.cache(busiest_share)
 
 
-def _dealt(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, Any]:
+def _block_shapes(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, Any]:
     """``busiest_share`` on devices with so many rows each, one by one."""
     sizes = np.rint(product.m / np.asarray(rows)).astype(np.int64)
     sizes, across = np.broadcast_arrays(sizes, np.asarray(columns).astype(np.int64))
@@ -57,7 +57,7 @@ def block_seconds(
         kind: the device.
     """
     rows, depth, columns, count = local
-    height, width, share = _dealt(product, rows, columns)
+    height, width, share = _block_shapes(product, rows, columns)
     if not product.zigzag:
         share = product.share
     blocks = rows / height * columns / width * share

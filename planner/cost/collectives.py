@@ -89,7 +89,11 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: AxisPart) -> 
     if kind == "collective-permute":
         return _permute_seconds(payload_bytes, part)
     rounds = 2 if kind == "all-reduce" else 1
-    wire = payload_bytes * level.moved(part.size) / level.bandwidth_bytes_per_second
+    wire = (
+        payload_bytes
+        * level.payload_fraction(part.size)
+        / level.bandwidth_bytes_per_second
+    )
     wait = level.latency_seconds * level.waits(part.size)
     return float(rounds * (wait + wire) * level.slowdown_of(kind))
 
@@ -349,7 +353,7 @@ def _span_rates(kind: CollectiveKind, spans: Spans) -> tuple[np.ndarray, np.ndar
         if kind == "all-reduce":
             halves = [level.slowdown_of(k) for k in ("reduce-scatter", "all-gather")]
             factor = np.where(behind, sum(halves), 2.0 * factor)
-        share = level.moved(size) / level.bandwidth_bytes_per_second
+        share = level.payload_fraction(size) / level.bandwidth_bytes_per_second
         per_byte += remaining * share * factor
         per_time += level.waits(size) * level.latency_seconds * factor
         if kind != "all-to-all":

@@ -199,7 +199,7 @@ def row_seconds(
         return block_seconds(local_product(row.product, hits, s), row.product, kind)
     if row.product is None:
         ahead = kind.elementwise_seconds(forward, _transcendentals(row, hits, s))
-        launches = float(bool(row.crossing(s.cluster.compiler)[1])) * (
+        launches = float(bool(row.kernel_memory_slots(s.cluster.compiler)[1])) * (
             2 if _gradient(row) else 1
         )
         return ahead, kind.elementwise_seconds(backward), launches
@@ -259,7 +259,7 @@ def memory_traffic(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, 
         # What is read is what is written; backward it is filled or added to.
         some = local_bytes(row.results[0], hits, s)
         return 2 * some, 2 * some if row.results[0].differentiable else 0.0
-    reads, writes = row.crossing(s.cluster.compiler)
+    reads, writes = row.kernel_memory_slots(s.cluster.compiler)
     read = sum((local_bytes(slots[i], hits, s) for i in reads), 0.0)
     written = sum((local_bytes(slots[i], hits, s) for i in writes), 0.0)
     if not _gradient(row):

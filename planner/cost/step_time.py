@@ -90,7 +90,7 @@ class TimeColumns:
         )
 
     @classmethod
-    def joined(cls, many: Sequence[TimeColumns]) -> TimeColumns:
+    def concatenate(cls, many: Sequence[TimeColumns]) -> TimeColumns:
         """Cases of several, one after the other."""
         arrays = {
             name: np.concatenate([getattr(one, name) for one in many])
@@ -177,7 +177,7 @@ class StepTime:
         Returns:
             Terms by case; of a single case every collective, too.
         """
-        inside, inverse = self._inside(cases, combined)
+        inside, inverse = self._costs_inside(cases, combined)
         inside.communicate()
         return _with_storage(inside, inverse, cases)
 
@@ -196,7 +196,7 @@ class StepTime:
             Indices of the cases whose computation alone takes no longer, and terms of
             those.
         """
-        inside, inverse = self._inside(cases, None)
+        inside, inverse = self._costs_inside(cases, None)
         parts, tensor = inside.cases.count, inside.cases.mesh["tensor"]
         computes = inside.compute * parts
         if sequence_parallel:
@@ -210,7 +210,7 @@ class StepTime:
         place[kept] = np.arange(len(kept))
         return rows, _with_storage(inside, place[inverse[rows]], cases.take(rows))
 
-    def _inside(
+    def _costs_inside(
         self, cases: LayoutCases, combined: Sequence[Collective] | None
     ) -> tuple[_Inside, np.ndarray]:
         """Returns the costs inside the micro-batches of distinct cases, and the
@@ -306,7 +306,7 @@ class _Inside:
         some: np.ndarray = found[self.cases.row]
         return some
 
-    def _alike(
+    def _equal_groups(
         self, columns: Sequence[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, Mapping[int, Table], Setting]]:
         """Cases that agree in some columns.
@@ -361,7 +361,7 @@ class _Inside:
         columns = [self._hits(row.task_graph, present).code[self.cases.row]]
         if windows:
             columns += [self.cases.mesh[axis] for axis in SPATIAL_AXES]
-        for rows, tables, s in self._alike(columns):
+        for rows, tables, s in self._equal_groups(columns):
             axes = hits_of(present, tables[row.task_graph], s)
             if axes:
                 self._collect(rows, gradients_of(row, axes, s))
@@ -377,7 +377,7 @@ class _Inside:
         for use in flow.uses:
             columns.append(self._codes(use.view, use.task_graph))
             columns.append(self._hits(use.task_graph, use.present).code[place])
-        for rows, tables, s in self._alike(columns):
+        for rows, tables, s in self._equal_groups(columns):
             self._collect(rows, flow_cost(flow, tables, s))
 
     def _collect(self, rows: np.ndarray, found: Sequence[Collective]) -> None:

@@ -356,7 +356,9 @@ class Timeline:
             made_of = self._made_of(one, region)
             open_ = [t for t in made_of if (t, region) not in self._sources]
             if (one, region) in self._sources or not open_:
-                self._sources[one, region] = self._found(one, made_of, region)
+                self._sources[one, region] = self._find_materialized(
+                    one, made_of, region
+                )
                 stack.pop()
             else:
                 stack.extend(open_)
@@ -380,7 +382,7 @@ class Timeline:
             return True  # By a constant, which is a product with another.
         return op.reshape or op.kind in (CHEAP if self.compiler.repeats else SPREAD)
 
-    def _found(
+    def _find_materialized(
         self, tensor: int, made_of: tuple[int, ...], region: int | None
     ) -> frozenset[int]:
         if not self._value(tensor):
@@ -473,7 +475,7 @@ class Timeline:
                 nbytes = self._nbytes(kernel) * op.trip
                 found[kernel, -1 - i] = i, nbytes, home.get(kernel, NOWHERE)
         loop = next((s.first for s in self.spans if s.loop), 0)
-        for copy, one in enumerate(self._stacked(), start=1):
+        for copy, one in enumerate(self._loop_residuals(), start=1):
             at = max(self.maker.get(one.tensor, loop), loop)
             first = next((s.first for s in self.spans if s.first <= at < s.end), loop)
             found[one.tensor, copy] = (
@@ -493,7 +495,7 @@ class Timeline:
                         return i
         return self.homes.get(one.tensor, NOWHERE)
 
-    def _stacked(self) -> list[Stacked]:
+    def _loop_residuals(self) -> list[Stacked]:
         """Returns the values that loops save on the device."""
         away = Counter(
             (self.graph.tensors[t].shape, self.graph.tensors[t].nbytes)
@@ -536,7 +538,7 @@ class Timeline:
         return {region: [*tensors] for region, tensors in found.items()}
 
     @functools.cached_property
-    def _kept(self) -> list[tuple[int, int, Entry]]:
+    def _saved_entries(self) -> list[tuple[int, int, Entry]]:
         """First reader, maker and entry of what is kept."""
         return [
             (
@@ -551,13 +553,15 @@ class Timeline:
         """Returns the tensors that are still saved when the backward pass is before an
         operation.
         """
-        return Counter([entry for first, _, entry in self._kept if first < end])
+        return Counter(
+            [entry for first, _, entry in self._saved_entries if first < end]
+        )
 
     def made_before(self, end: int) -> Counter[Entry]:
         """Returns the tensors that are saved already when the forward pass is before an
         operation.
         """
-        return Counter([entry for _, made, entry in self._kept if made < end])
+        return Counter([entry for _, made, entry in self._saved_entries if made < end])
 
     def gradients_before(self, span: Span) -> Counter[Entry]:
         """Gradients that wait while the backward pass is in a span.
@@ -862,9 +866,9 @@ class Timeline:
 
     def _slice(self, span: Span) -> list[Entry]:
         """One turn of the largest value that a loop keeps, cut out of its stack."""
-        if not span.loop or not self._stacked():
+        if not span.loop or not self._loop_residuals():
             return []
-        largest = max(self._stacked(), key=lambda s: s.nbytes)
+        largest = max(self._loop_residuals(), key=lambda s: s.nbytes)
         home = self.homes.get(largest.tensor, NOWHERE)
         return [Entry(largest.tensor, self._kept_bytes(largest), home)]
 

@@ -171,7 +171,7 @@ def residents(
         for remat in dict.fromkeys((*inside, *turned))
         if remat is not None
     }
-    kept = fold_kept(graph, dims, saved, _made(graph, weight))
+    kept = fold_kept(graph, dims, saved, _producer_kinds(graph, weight))
     return Residents(
         saved=kept + _kernels(graph, dims, turned.get(None, []), loops=True),
         rebuilt=tuple(rebuilt),
@@ -258,7 +258,7 @@ class _Kept:
         return found
 
 
-def _made(graph: Graph, weight: Sequence[bool]) -> dict[int, str]:
+def _producer_kinds(graph: Graph, weight: Sequence[bool]) -> dict[int, str]:
     """Returns ``Kept.made`` of every tensor that has one."""
     found: dict[int, str] = {}
     for op in graph.ops:

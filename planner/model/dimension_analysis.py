@@ -147,7 +147,7 @@ def _anchor(
     return max(members, key=lambda m: nbytes[slots[m[0]]])
 
 
-def _seen(
+def _operand_layouts(
     classes: _Classes, layouts: list[Layout], role_of: dict[int, int]
 ) -> tuple[dict[tuple[int, int], Layout], tuple[RefusedTie, ...]]:
     """Returns the layouts in which operations see tensors that they need otherwise, and
@@ -221,7 +221,7 @@ def _settle(
     twice = {d for d, a in enumerate(view) if d not in changed and wanted & {*a}}
     if not twice:
         return
-    kept, cut = ([*_followed(op, slot, dims)] for dims in (twice, changed))
+    kept, cut = ([*_linked_members(op, slot, dims)] for dims in (twice, changed))
     kept_bytes, cut_bytes = (
         sum(graph.tensors[slots[other]].nbytes for _, (other, _) in members)
         for members in (kept, cut)
@@ -243,7 +243,7 @@ def _settle(
         )
 
 
-def _followed(
+def _linked_members(
     op: Op, slot: int, dims: set[int]
 ) -> Iterator[tuple[int, tuple[int, int]]]:
     """Members of other slots that bear the letters of some of a slot's dimensions."""
@@ -276,7 +276,7 @@ def analyse(graph: Graph) -> Dimensions:
         Roles, the layout of every tensor in roles, and the cuts. The cost is about
         linear in the number of operations; of the last few graphs it is remembered.
     """
-    return _analysed(_Same(graph))
+    return _analyse_graph(_Same(graph))
 
 
 class _Same:
@@ -318,7 +318,7 @@ def _ties_alike(a: Op, b: Op) -> bool:
 
 
 @functools.lru_cache(maxsize=16)
-def _analysed(same: _Same) -> Dimensions:
+def _analyse_graph(same: _Same) -> Dimensions:
     graph = same.graph
     atoms = Atoms(graph)
     found = _dimensions(_Classes(atoms))
@@ -368,7 +368,7 @@ def _dimensions(classes: _Classes) -> Dimensions:
         return tuple(each[start : start + len(tensor.shape)])
 
     layouts = [by_dimension(tensor, dims) for tensor in graph.tensors]
-    seen, cuts = _seen(classes, layouts, role_of)
+    seen, cuts = _operand_layouts(classes, layouts, role_of)
     return Dimensions(
         roles=roles,
         layouts=tuple(layouts),

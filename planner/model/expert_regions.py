@@ -61,7 +61,7 @@ def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:
     ops: list[Op] = []
     for op in graph.ops:
         free = graph.task_graphs[op.task_graph].strategy is None
-        if free and _inside(op, dims, experts, weight, inside):
+        if free and _is_expert_op(op, dims, experts, weight, inside):
             inside.update(op.results)
             op = dataclasses.replace(op, task_graph=index)
         ops.append(op)
@@ -92,7 +92,7 @@ def check_task_graphs(given: Iterable[str], graph: Graph, problems: Problems) ->
             )
 
 
-def _inside(
+def _is_expert_op(
     op: Op,
     dims: Dimensions,
     experts: frozenset[int],

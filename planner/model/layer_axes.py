@@ -59,7 +59,7 @@ class LayerAxes:
         return (*self.layers, *rest)
 
     @property
-    def stacked(self) -> tuple[int, ...]:
+    def stacked_shape(self) -> tuple[int, ...]:
         """The shape with all layers along one dimension, the first.
 
         >>> LayerAxes(sizes=(2, 3, 8), sources=(0, 0, 1), layers=(0, 1)).stacked
@@ -75,7 +75,7 @@ class LayerAxes:
         """
         cut = of_ranks.reshape(-1, *self.sizes)
         moved = cut.transpose(0, *(1 + i for i in self.order))
-        return moved.reshape(-1, *self.stacked)
+        return moved.reshape(-1, *self.stacked_shape)
 
     def as_stored(self, stacked: Any) -> Any:
         """An array in the parameter's shape again.
@@ -285,9 +285,9 @@ class _Following:
                     shape = self.tensors[op.results[slot]].shape
                     yield replace(view, dims=_regrouped(view.dims, shape))
                 else:
-                    yield self._moved(op, slot, place, view)
+                    yield self._move_view(op, slot, place, view)
 
-    def _moved(self, op: Op, slot: int, place: int, view: _View) -> _View:
+    def _move_view(self, op: Op, slot: int, place: int, view: _View) -> _View:
         before = self.tensors[op.operands[place]].shape
         after = self.tensors[op.results[slot]].shape
         there = _links(op, place, len(op.operands) + slot)

@@ -79,7 +79,9 @@ def fold(
         known = space.get(root)
         groups[facts.signature(root) if known is None else known].append(root)
     apart = (
-        [group] if isinstance(key, Spatial) else _apart(group, holds)
+        [group]
+        if isinstance(key, Spatial)
+        else _separate_coexisting_roots(group, holds)
         for key, group in groups.items()
     )
     role_of: dict[int, int] = {}
@@ -98,7 +100,9 @@ def fold(
     return role_of, tuple(roles)
 
 
-def _apart(roots: list[int], holds: Sequence[set[int]]) -> list[list[int]]:
+def _separate_coexisting_roots(
+    roots: list[int], holds: Sequence[set[int]]
+) -> list[list[int]]:
     """Classes that look alike, parted where two of them stand in one tensor.
 
     Square layers in a row give such classes; they alternate between two roles.

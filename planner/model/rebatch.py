@@ -26,7 +26,7 @@ class _Unclear(Exception):
     """It cannot be told what grows with the batch."""
 
 
-def resized(graph: Graph, batch_size: int) -> Graph | None:
+def rebatch_graph(graph: Graph, batch_size: int) -> Graph | None:
     """The graph that a trace with another batch would give, but for its hash.
 
     Args:
@@ -111,7 +111,7 @@ class _Resized:
             raise _Unclear
         return bool(samples)
 
-    def grown(self, number: int) -> int:
+    def scale_with_batch(self, number: int) -> int:
         """A number that is in proportion to the batch."""
         found, rest = divmod(number * self.after, self.before)
         if rest:
@@ -125,7 +125,7 @@ class _Resized:
             given,
             tensors=tuple(self._tensor(t) for t in given.tensors),
             ops=tuple(self._op(op) for op in given.ops),
-            stacked=tuple(self._stacked(s) for s in given.stacked),
+            stacked=tuple(self._resize_stacked(s) for s in given.stacked),
             batch_size=self.after,
         )
 
@@ -134,15 +134,15 @@ class _Resized:
         if not any(grows):
             return tensor
         shape = tuple(
-            self.grown(n) if more else n
+            self.scale_with_batch(n) if more else n
             for n, more in zip(tensor.shape, grows, strict=True)
         )
         return replace(tensor, shape=shape)
 
-    def _stacked(self, kept: Stacked) -> Stacked:
+    def _resize_stacked(self, kept: Stacked) -> Stacked:
         if not any(self.grows[kept.tensor]):
             return kept
-        return replace(kept, nbytes=self.grown(kept.nbytes))
+        return replace(kept, nbytes=self.scale_with_batch(kept.nbytes))
 
     @staticmethod
     def _check_whole(
@@ -187,9 +187,9 @@ class _Resized:
         if matmul is not None:
             sizes = list(matmul)
             place = _place(op, together[0])
-            sizes[place] = self.grown(sizes[place])
+            sizes[place] = self.scale_with_batch(sizes[place])
             matmul = sizes[0], sizes[1], sizes[2], sizes[3]
-        return replace(op, flops=self.grown(op.flops), matmul=matmul)
+        return replace(op, flops=self.scale_with_batch(op.flops), matmul=matmul)
 
 
 def _folds(op: Op) -> bool:

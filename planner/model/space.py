@@ -89,7 +89,7 @@ def spatial(
     chains = _Chains(atoms, classes)
     for op in slides:
         chains.add(op)
-    return chains.found(holds)
+    return chains.spatial_chains(holds)
 
 
 class _Chains:
@@ -129,7 +129,7 @@ class _Chains:
             for root in roots[1:]:
                 self.union.join(roots[0], root)
 
-    def found(
+    def spatial_chains(
         self, holds: Sequence[set[int]]
     ) -> tuple[dict[int, Spatial], dict[int, str]]:
         """Chains in which some convolution says which dimension of space they are.

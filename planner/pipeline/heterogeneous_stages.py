@@ -99,7 +99,7 @@ def by_memory(found: Sequence[Ground]) -> list[Ground]:
     return sorted(reversed(kinds.values()), key=lambda g: g.kind.memory_bytes)
 
 
-def unlike(found: Sequence[Ground]) -> bool:
+def has_several_kinds(found: Sequence[Ground]) -> bool:
     """Returns whether they are of several kinds."""
     return len({ground.kind.name for ground in found}) > 1
 

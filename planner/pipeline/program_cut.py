@@ -157,7 +157,7 @@ class Units:
 
         Between two units that read parameters the border lies where least crosses it.
         """
-        crossing = self.crossing
+        crossing = self.border_bytes
         seen: set[int] = set()
         found: dict[str, int] = {}
         before = -1
@@ -175,7 +175,7 @@ class Units:
         return found
 
     @functools.cached_property
-    def crossing(self) -> list[int]:
+    def border_bytes(self) -> list[int]:
         """Bytes that go from the units before each unit to it and those behind."""
         last: dict[Value, int] = {}
         for index, unit in enumerate(self.units):
@@ -292,7 +292,7 @@ class Division:
         return min((place % stages for place in places), default=0)
 
 
-def divided(units: Units, starts: Sequence[str]) -> Division:
+def divide_program(units: Units, starts: Sequence[str]) -> Division:
     """Cut a program at borders.
 
     Args:
@@ -450,14 +450,14 @@ def _places(
         if not units.free[index]:
             wanted[index] = {homes[index]}
         else:
-            wanted[index] = _kept(units, index, wanted[index], readers)
+            wanted[index] = _unit_stages(units, index, wanted[index], readers)
         for value in units.units[index].reads:
             if value in units.makers:
                 wanted[units.makers[value]] |= wanted[index]
     return [tuple(sorted(w)) for w in wanted]
 
 
-def _kept(
+def _unit_stages(
     units: Units,
     index: int,
     wanted: set[int],

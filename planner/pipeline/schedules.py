@@ -161,7 +161,7 @@ def schedule(
     >>> [(r.action, r.micro_batch) for r in schedule("1f1b", 2, 2).of_stage(1)]
     [('forward', 0), ('backward', 0), ('forward', 1), ('backward', 1)]
     """
-    table, columns = written(name, num_stages, num_micro_batches, num_chunks)
+    table, columns = build_columns(name, num_stages, num_micro_batches, num_chunks)
     numbers = (column.tolist() for column in columns[:-1])
     actions = (table.actions[action] for action in columns.action.tolist())
     rows = tuple(map(ScheduleRow._make, zip(*numbers, actions, strict=True)))
@@ -183,7 +183,7 @@ class Columns(NamedTuple):
     action: np.ndarray
 
 
-def written(
+def build_columns(
     name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1
 ) -> tuple[Schedule, Columns]:
     """Builds a schedule with its rows as columns alone: much faster for many."""

@@ -67,7 +67,7 @@ class StageOverLink:
         """The least width that keeps the device busy, relative to the stage's own."""
         return self.wire_seconds / self.compute_seconds
 
-    def over(self, bytes_per_second: float) -> StageOverLink:
+    def with_link_speed(self, bytes_per_second: float) -> StageOverLink:
         """The stage over another link.
 
         Args:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from whalejax.planner.balance.shares import dealt
+from whalejax.planner.balance.shares import micro_batch_ranges
 from whalejax.planner.entries import Pace
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import Action, Schedule, ScheduleRow, schedule
@@ -62,7 +62,7 @@ def table_of(plan: PlanData) -> Schedule:
     return schedule(stages.schedule, number, count, stages.chunks)
 
 
-def paced(plan: PlanData) -> Paced:
+def time_schedule(plan: PlanData) -> Paced:
     """The rows of a plan's schedule in seconds.
 
     Where stages run one loop, each of its turns does the forwards of all stages, then
@@ -113,15 +113,17 @@ def paced_beside(plan: PlanData) -> list[Paced]:
         PlanError: it has no stages.
     """
     if not plan.pipelines:
-        return [paced(plan)]
+        return [time_schedule(plan)]
     found = []
-    for own, numbers in zip(plan.pipelines, dealt(plan.shares), strict=True):
+    for own, numbers in zip(
+        plan.pipelines, micro_batch_ranges(plan.shares), strict=True
+    ):
         if not numbers:
             found.append(
                 Paced(table=dataclasses.replace(table_of(own), rows=()), rows=())
             )
             continue
-        one = paced(dataclasses.replace(own, num_micro_batches=len(numbers)))
+        one = time_schedule(dataclasses.replace(own, num_micro_batches=len(numbers)))
         rows = (
             dataclasses.replace(
                 timed,

@@ -42,7 +42,7 @@ KEPT_CANDIDATES = 12
 """Weighed plans that a plan remembers."""
 
 
-def written(
+def build_plan(
     analysed: Analysed,
     search: Search,
     weighed: Sequence[Scored],
@@ -67,7 +67,7 @@ def written(
     best = dataclasses.replace(chosen, memory=search.reported(chosen))
     weighed = [best, *weighed[1:]]
     graph, dims = analysed.graph, analysed.dims
-    there = search.hosting.there(best.layouts, best.offload)
+    there = search.hosting.params_on_host(best.layouts, best.offload)
     leaves = tuple(
         dataclasses.replace(
             leaf, hosted=hosted, note=leaf_note(leaf, tensor, best.mesh, dims)
@@ -229,7 +229,7 @@ def _notes(
     notes += [*_cut_notes(graph, dims, best), *_hidden_notes(graph, dims, best)]
     notes += whole_notes(graph, dims, _sharded(best))
     notes += _torus_notes(search, best)
-    if best.offload and not search.hosting.counted:
+    if best.offload and not search.hosting.is_host_memory_known:
         notes.append(UNCOUNTED_MOVES)
     whole = [leaf for leaf in leaves if leaf.note]
     if whole:

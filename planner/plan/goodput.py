@@ -245,7 +245,7 @@ def goodput_of(
         young_seconds=math.sqrt(2 * snapshot) * math.sqrt(between),
         lost_restart=away + every * step_seconds / 2,
         lost_elastic=2 * recovery + away / nodes,
-        trace=None if trace is None else _replayed(policy, spares, Path(trace)),
+        trace=None if trace is None else _replay_trace(policy, spares, Path(trace)),
     )
 
 
@@ -364,7 +364,7 @@ def speed(alive: int, nodes: int, micro_batches: int | None) -> float:
     return math.ceil(micro_batches / nodes) / math.ceil(micro_batches / alive)
 
 
-def _replayed(policy: Policy, spares: int, path: Path) -> Replayed:
+def _replay_trace(policy: Policy, spares: int, path: Path) -> Replayed:
     events = read_trace(path)
     names = nodes_of(events)
     if len(names) > policy.nodes + spares:

@@ -29,7 +29,7 @@ from whalejax.planner.pipeline.program_cut import Division
 from whalejax.planner.pipeline.schedules import Schedule, schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.pipeline.stage_graph import places_of, tensors_of
-from whalejax.planner.plan.build import written
+from whalejax.planner.plan.build import build_plan
 from whalejax.planner.plan.plan import Plan, Stages
 from whalejax.planner.plan.report.why import mesh_words
 from whalejax.planner.plan.stage_notes import (
@@ -142,7 +142,7 @@ def decide_mpmd(
                 batch=batch,
             )
             try:
-                found += ask.weighed()
+                found += ask.candidate_plans()
             except PlanError as error:
                 problem = problem or error
         if any(one.fits for one in found):
@@ -224,10 +224,12 @@ def _other_schedules(found: Sequence[_Weighed]) -> list[_Weighed]:
     best = min(found, key=_slow)
     others = [replace(one.ask, schedule="zb-h1").of(one) for one in found]
     ask = replace(best.ask, schedule="interleaved")
-    several = not (ask.cuts.marked or ask.request.one_part or best.allotted)
+    several = not (
+        ask.cuts.marked or ask.request.one_part or best.heterogeneous_placement
+    )
     if several and ask.count % ask.stages == 0:
         with contextlib.suppress(PlanError):
-            others += ask.weighed()
+            others += ask.candidate_plans()
     return others
 
 
@@ -293,7 +295,7 @@ class _Ask:
             ),
         )
 
-    def weighed(self) -> list[_Weighed]:
+    def candidate_plans(self) -> list[_Weighed]:
         """Plans with two cuts, of each stage the fastest layout that fits.
 
         What stages hand on is time of both, or crosses while they work; the schedule
@@ -320,7 +322,7 @@ class _Ask:
         one = self._in(found)
         reserved: dict[str, float] = {}
         for _ in range(MOST_CUTS):
-            if one.fits or one.allotted is None:
+            if one.fits or one.heterogeneous_placement is None:
                 break
             before, reserved = reserved, one.reserved(reserved)
             if reserved == before:
@@ -429,7 +431,7 @@ class _Weighed:
         self.time = self._time()
 
     @property
-    def allotted(self) -> Allotted | None:
+    def heterogeneous_placement(self) -> Allotted | None:
         """Returns the placement of the model on unlike devices, or None on
         alike ones.
         """
@@ -439,10 +441,13 @@ class _Weighed:
         """Returns the bytes by kind that stages need beside what the cut counts of
         their layers.
         """
-        assert self.allotted is not None
+        assert self.heterogeneous_placement is not None
         found = dict(before)
         for one, ground, counted in zip(
-            self.chosen, self.found.grounds, self.allotted.needs_bytes, strict=True
+            self.chosen,
+            self.found.grounds,
+            self.heterogeneous_placement.needs_bytes,
+            strict=True,
         ):
             more = one.scored.memory.total_bytes - counted
             found[ground.kind.name] = max(found.get(ground.kind.name, 0.0), more)
@@ -613,14 +618,18 @@ class _Weighed:
             candidates=candidates(weighed, self),
             notes=(
                 *dict.fromkeys(note for plan in plans for note in plan.notes),
-                *([] if self.allotted is None else self._shared_out(graph)),
+                *(
+                    []
+                    if self.heterogeneous_placement is None
+                    else self._shared_out(graph)
+                ),
             ),
         )
 
     def _lying(self) -> dict[str, Any]:
         """Returns the devices of stages on unlike kinds, as plans keep them."""
         lying = self.found.grounds
-        if self.allotted is None:
+        if self.heterogeneous_placement is None:
             return {}
         blocks = tuple(ground.block for ground in lying)
         return {
@@ -629,9 +638,9 @@ class _Weighed:
         }
 
     def _shared_out(self, graph: Graph) -> Iterator[str]:
-        assert self.allotted is not None
+        assert self.heterogeneous_placement is not None
         lying = sorted(self.found.grounds, key=lambda ground: ground.block)
-        return notes(lying, graph, self.allotted)
+        return notes(lying, graph, self.heterogeneous_placement)
 
     def _stage_plan(
         self,
@@ -651,7 +660,7 @@ class _Weighed:
                     if t.id in leaves
                     else BatchLeaf(path=t.path, shape=t.shape, dtype=t.dtype, spec=())
                 )
-        plan = written(
+        plan = build_plan(
             laid.analysed,
             laid.search,
             [laid.scored],

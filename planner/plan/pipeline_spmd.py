@@ -37,7 +37,7 @@ from whalejax.planner.pipeline.uneven_layers import (
     stored_bytes,
     unequal_notes,
 )
-from whalejax.planner.plan.build import written
+from whalejax.planner.plan.build import build_plan
 from whalejax.planner.plan.plan import Plan, Stages
 from whalejax.planner.plan.stage_notes import candidates, check_stages
 from whalejax.planner.search.enumerate import Search
@@ -465,7 +465,7 @@ class _Weighed:
             weighed: all numbers of micro-batches, for the plan to remember.
         """
         decided = self.decided
-        plan = written(
+        plan = build_plan(
             decided.analysed,
             decided.search,
             decided.weighed,

@@ -32,7 +32,7 @@ from whalejax.planner.plan.report.pictures import Pictured
 from whalejax.planner.plan.report.why import layout_text
 from whalejax.planner.plan_data import PLAN_VERSION as PLAN_VERSION
 from whalejax.planner.plan_data import Question, StagesData
-from whalejax.planner.search.micro_batches import noted
+from whalejax.planner.search.micro_batches import with_samples_note
 from whalejax.planner.search.zero1_slices import slices_of
 
 
@@ -178,8 +178,8 @@ class Plan(Pictured):
             PlanError: the plan was read from a file, which holds no model; or there is
                 no such plan.
         """
-        found: Plan = self._asked("what_if").again(**changes)
-        return noted(self, found, changes)
+        found: Plan = self._require_question("what_if").again(**changes)
+        return with_samples_note(self, found, changes)
 
     def verify(
         self, topology: str | None = None, *, timeout_seconds: float = 1800.0
@@ -204,10 +204,10 @@ class Plan(Pictured):
             WhaleError: the topology or its compiler is not to be had, or the compiler
                 died or took too long.
         """
-        question = self._asked("verify")
+        question = self._require_question("verify")
         return question.verify(self, topology, timeout_seconds=timeout_seconds)
 
-    def _asked(self, what: str) -> Question:
+    def _require_question(self, what: str) -> Question:
         if self.question is None:
             raise PlanError(
                 f"this plan was read from a file, without its model: {what} has "

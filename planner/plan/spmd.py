@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan.build import written
+from whalejax.planner.plan.build import build_plan
 from whalejax.planner.plan.estimates import paper_notes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.request import Request
@@ -44,7 +44,7 @@ def decide(
     """
     request = by_marks(graph, request)
     decided = decided_on(graph, cluster, request, again, known)
-    plan = written(
+    plan = build_plan(
         decided.analysed,
         decided.search,
         decided.weighed,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from whalejax.meshes.checks import Arguments, is_number, shown
+from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.errors import PlanError
@@ -227,7 +227,8 @@ def bytes_per_second(rate: object, name: str = "bandwidth") -> float:
         if 0 < value < math.inf:
             return value * _UNITS[unit]
     raise PlanError(
-        f"{name} is {shown(rate)}; expected a bandwidth such as '200Mb/s' (bits) or "
+        f"{name} is {short_repr(rate)}; expected a bandwidth such as '200Mb/s' "
+        "(bits) or "
         "'25MB/s' (bytes), or bytes per second as a number above 0"
     )
 

@@ -211,10 +211,10 @@ def _verdict(one: StagedPlan, best: StagedPlan) -> str:
         return "chosen"
     if not one.fits:
         return f"needs {gigabytes(one.memory.total_bytes)} of memory"
-    return beside(one.time.step_seconds, best.time.step_seconds)
+    return speed_difference_text(one.time.step_seconds, best.time.step_seconds)
 
 
-def beside(seconds: float, best_seconds: float) -> str:
+def speed_difference_text(seconds: float, best_seconds: float) -> str:
     """A step beside that of the plan that is taken.
 
     >>> beside(1.1, 1.0)

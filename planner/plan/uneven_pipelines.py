@@ -90,7 +90,7 @@ class _Pipeline:
     @property
     def kinds(self) -> list[str]:
         """Returns the kinds of devices along the pipeline."""
-        names = [one.cluster.kinds[0].display_name() for one in self.plan.apart]
+        names = [one.cluster.kinds[0].display_name() for one in self.plan.stage_plans]
         return [*dict.fromkeys(names)]
 
 
@@ -129,7 +129,10 @@ class _Beside:
         gradients.
         """
         return max(
-            ((one.memory.crossing, one.cluster.memory_bytes) for one in self._stages()),
+            (
+                (one.memory.with_exchange_buffer, one.cluster.memory_bytes)
+                for one in self._stages()
+            ),
             key=lambda pair: pair[0].total_bytes / pair[1],
         )[0]
 
@@ -139,7 +142,7 @@ class _Beside:
         enough.
         """
         return max(
-            one.memory.crossing.total_bytes - one.cluster.memory_bytes
+            one.memory.with_exchange_buffer.total_bytes - one.cluster.memory_bytes
             for one in self._stages()
         )
 
@@ -155,7 +158,7 @@ class _Beside:
 
     def _stages(self) -> Iterator[Plan]:
         for one in self.plans:
-            yield from one.plan.apart
+            yield from one.plan.stage_plans
 
 
 def decide_pipelines(
@@ -212,7 +215,7 @@ def decide_pipelines(
     if not fitting:
         raise _too_large(min(found, key=lambda one: one.lacks_bytes))
     best = min(fitting, key=lambda one: one.step_seconds)
-    return _written(cluster, stages, best, found)
+    return _build_plan(cluster, stages, best, found)
 
 
 def _while_faster(
@@ -371,7 +374,9 @@ def _exchange(
     plans: Sequence[Plan], cluster: Cluster, stages: int
 ) -> tuple[Collective, float]:
     """The all-reduce of what pipelines have added up, on the fullest stage."""
-    payload = max(one.memory.gradients_bytes for plan in plans for one in plan.apart)
+    payload = max(
+        one.memory.gradients_bytes for plan in plans for one in plan.stage_plans
+    )
     summed = Collective(
         kind="all-reduce",
         axes=(DATA,),
@@ -398,7 +403,7 @@ def _too_large(one: _Beside) -> NothingFits:
     )
 
 
-def _written(
+def _build_plan(
     cluster: Cluster, stages: int, best: _Beside, found: Sequence[_Beside]
 ) -> Plan:
     """The plan of the best; ``found`` has all that were weighed."""

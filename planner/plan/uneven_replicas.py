@@ -140,7 +140,7 @@ def decide_shares(
     if not tries.found:
         raise _nearest(cluster, tries.problems)
     ranked = sorted(tries.found, key=lambda one: one.step_seconds)
-    return _written(cluster, ranked, asked)
+    return _build_plan(cluster, ranked, asked)
 
 
 def _check(
@@ -457,7 +457,7 @@ def _exchange(plan: Plan, cluster: Cluster, replicas: int) -> tuple[Collective, 
     return summed, seconds
 
 
-def _written(
+def _build_plan(
     cluster: Cluster, found: Sequence[Replicas], asked: Sequence[int] | None
 ) -> Plan:
     """The plan of the fastest that fits; ``found`` has the fastest first."""

@@ -223,7 +223,7 @@ class CombiningCosts:
             return Combined()
         key = (layouts, *mesh.items())
         if key not in self._known:
-            found = self._combined(layouts, mesh)
+            found = self._combine_cost(layouts, mesh)
             mean = dataclasses.replace(
                 found.collectives[0],
                 kind="all-reduce",
@@ -234,7 +234,7 @@ class CombiningCosts:
             self._known[key] = dataclasses.replace(found, collectives=collectives)
         return self._known[key]
 
-    def _combined(
+    def _combine_cost(
         self, layouts: Sequence[LeafLayout], mesh: Mapping[str, int]
     ) -> Combined:
         parts, itemsize, state = list[Part](), 4, 0.0
@@ -248,7 +248,7 @@ class CombiningCosts:
                 parts.append(Part.of(tensor.shape, spec, 1, mesh))
             else:
                 laid = axes.stacked_spec(spec, mesh)
-                parts.append(Part.of(axes.stacked, laid, axes.count, mesh))
+                parts.append(Part.of(axes.stacked_shape, laid, axes.count, mesh))
             itemsize = max(itemsize, tensor.itemsize_bytes)
             state += group.optimizer_bytes / shards(spec, mesh)
         node = node_size(mesh, self._cluster, self._combine)

@@ -319,7 +319,7 @@ class Search:
             if beside is None
             else beside.options
         )
-        self.facts = self.facts.held(self.options.stored)
+        self.facts = self.facts.with_stored_axes(self.options.stored)
         self.evaluator = Evaluator(
             graph=graph,
             dims=dims,
@@ -543,14 +543,16 @@ class Search:
             if (index, key) not in self._divided:
                 apart = self._set_apart(tables)
                 fitting = self.options.that_divide(apart, mesh, size)
-                self._divided[index, key] = self._known(fitting)
+                self._divided[index, key] = self._shared_tables(fitting)
             divided = self._divided[index, key]
             if divided is None:
                 self._refuse(BATCH_DOES_NOT_DIVIDE)
             else:
                 yield divided
 
-    def _known(self, tables: dict[int, Table] | None) -> dict[int, Table] | None:
+    def _shared_tables(
+        self, tables: dict[int, Table] | None
+    ) -> dict[int, Table] | None:
         """Equal tables as one object, under which cases are evaluated together."""
         if tables is None:
             return None

@@ -155,12 +155,12 @@ class Evaluator:
             return self.step_time.of(cases)
         found = []
         for index in range(len(cases)):
-            met = self._combined(cases, index)
+            met = self._combine_cost(cases, index)
             one = self.step_time.of(cases.take(np.array([index])), met.collectives)
             more = combine_seconds(met.nbytes, self.cluster)
             terms = {**one.terms, "update": one.terms["update"] + more}
             found.append(dataclasses.replace(one, terms=terms))
-        return TimeColumns.joined(found)
+        return TimeColumns.concatenate(found)
 
     def near(
         self, cases: LayoutCases, seconds: float, *, sequence_parallel: bool
@@ -182,7 +182,7 @@ class Evaluator:
             )
         return np.arange(len(cases)), self.times(cases)
 
-    def _combined(self, cases: LayoutCases, index: int) -> Combined:
+    def _combine_cost(self, cases: LayoutCases, index: int) -> Combined:
         """Returns the costs of combining all ranks' gradients in one case."""
         mesh = cases.mesh_at(index)
         tables, zero = cases.tables_at(index), int(cases.zero[index])
@@ -242,7 +242,7 @@ class Evaluator:
         if self.request.combine == "mean":
             return found
         indices = range(len(cases))
-        nbytes = np.array([self._combined(cases, i).nbytes for i in indices])
+        nbytes = np.array([self._combine_cost(cases, i).nbytes for i in indices])
         total, terms = found.total, {**found.terms}
         resting = total - terms["activations"] - terms["working"]
         over = np.maximum(0.0, resting + BUFFERS * nbytes - total)

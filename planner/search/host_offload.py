@@ -84,7 +84,7 @@ class Hosting:
         ]
 
     @property
-    def counted(self) -> bool:
+    def is_host_memory_known(self) -> bool:
         """The cluster says how much there is and how fast it is reached."""
         return hosts_known(self.cluster)
 
@@ -105,13 +105,13 @@ class Hosting:
         Args:
             layouts, offload: Arguments of ``there``, unchanged.
         """
-        return "params" not in offload or any(self.there(layouts, offload))
+        return "params" not in offload or any(self.params_on_host(layouts, offload))
 
     def on_paper(self) -> list[Offload]:
         """Returns the further state that estimates keep there, though no executor of
         this version does.
         """
-        if not self.counted:
+        if not self.is_host_memory_known:
             return []
         runs = dataclasses.replace(
             self, request=dataclasses.replace(self.request, estimate=False)
@@ -125,7 +125,7 @@ class Hosting:
         """
         asked = self.request.offload
         yield [() if asked is None else asked]
-        if asked is not None or not self.counted:
+        if asked is not None or not self.is_host_memory_known:
             return
         # Some optimizers need their state as a whole.
         there = {
@@ -165,7 +165,9 @@ class Hosting:
         """Bytes of optimizer state that may lie there and the group, with how many."""
         return Counter(zip(self.state, self.facts.group_of, strict=True))
 
-    def there(self, layouts: Sequence[LeafLayout], offload: Offload) -> list[bool]:
+    def params_on_host(
+        self, layouts: Sequence[LeafLayout], offload: Offload
+    ) -> list[bool]:
         """For each parameter: it lies in host memory.
 
         Those whose update takes other shards than are stored do not: they would have

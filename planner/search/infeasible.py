@@ -349,7 +349,7 @@ def _region(search: Search, choice: Choice) -> Iterator[str]:
     request, dims = search.request, search.dims
     fixed = (request.mesh or {}).get("tensor")
     axis = choice.devices or fixed or request.num_devices
-    roles = choice.asked or {r for roles in choice.sets for r in roles}
+    roles = choice.named_roles or {r for roles in choice.sets for r in roles}
     if choice.devices is None and fixed is None:
         fitting = [n for n in divisors(request.num_devices) if n > 1]
     else:

@@ -31,7 +31,7 @@ def samples_at_a_time(plan: PlanData) -> float:
         plan: the batch is dimension 0 of its leaves.
     """
     mesh = dict(plan.axis_sizes)
-    for one in plan.apart[:1]:
+    for one in plan.stage_plans[:1]:
         mesh |= one.axis_sizes
     alone = {STAGE, DATA} if plan.shares else {STAGE}
     ranks = math.prod(size for axis, size in mesh.items() if axis not in alone)
@@ -69,7 +69,7 @@ def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
     )
 
 
-def noted(before: PlanData, after: P, changes: Mapping[str, Any]) -> P:
+def with_samples_note(before: PlanData, after: P, changes: Mapping[str, Any]) -> P:
     """A plan on another cluster, with what is to be said of its micro-batches.
 
     Args:

@@ -232,7 +232,7 @@ class Segments:
 
     def _handed_seconds(self) -> list[float]:
         """For the result of each segment to reach another stage, and back."""
-        crossing = self.folded.units.crossing
+        crossing = self.folded.units.border_bytes
         s, mesh = self.setting, self.scored.mesh
         shared = mesh["data"] * mesh["fsdp"] * s.num_micro_batches
         found = [2 * self.handed(crossing[at] / shared) for at in self.folded.at]

@@ -200,13 +200,15 @@ def searches(
     return found
 
 
-def _written(mesh: Mapping[str, int] | None) -> dict[str, int]:
+def _normalised_mesh(mesh: Mapping[str, int] | None) -> dict[str, int]:
     """Returns the mesh that the user fixed, without spatial axes of one."""
     every = (mesh or {}).items()
     return {a: n for a, n in every if n > 1 or a not in SPATIAL_AXES}
 
 
-def unlike(graph: Graph, request: Request, again: Again | None) -> dict[Chosen, Graph]:
+def attention_variants(
+    graph: Graph, request: Request, again: Again | None
+) -> dict[Chosen, Graph]:
     """The loss as it is, and with attention in blocks, as far as they are asked for."""
     found: dict[Chosen, Graph] = {}
     if not request.attention:
@@ -242,10 +244,10 @@ class ProgramAnalyses:
         key = remat, attention, chunks, self.cluster.compiler
         if key not in self.known:
             graph = self._graph(remat, attention, chunks)
-            self.known[key] = None if graph is None else self._analysed(graph)
+            self.known[key] = None if graph is None else self._analyse(graph)
         return self.known[key]
 
-    def _analysed(self, graph: Graph) -> tuple[Analysed, AnalysedProgram]:
+    def _analyse(self, graph: Graph) -> tuple[Analysed, AnalysedProgram]:
         found = analyse_graph(graph)
         return found, AnalysedProgram(found.graph, found.dims, self.cluster.compiler)
 
@@ -606,7 +608,7 @@ def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
     count = request.num_devices
     check_marks(graph, count, stages)
     found = copies([g for g in graph.task_graphs if g.marks], count, stages)
-    mesh = {a: n for a, n in _written(request.mesh).items() if a != STAGE}
+    mesh = {a: n for a, n in _normalised_mesh(request.mesh).items() if a != STAGE}
     if found > 1 and not any(
         mesh.items() <= one.items() and replicas(one) % found == 0
         for one in meshes(count // stages, mesh.get("context", 1), fixed_space(mesh))

@@ -15,13 +15,13 @@ from whalejax.planner.pipeline.heterogeneous_stages import (
     allot,
     by_memory,
     grounds,
-    unlike,
+    has_several_kinds,
 )
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.program_cut import (
     Division,
     Units,
-    divided,
+    divide_program,
     divided_by_marks,
 )
 from whalejax.planner.pipeline.schedules import Schedule
@@ -97,7 +97,7 @@ class Whole:
 
     _folded: dict[tuple[int, bool], Folded] = field(default_factory=dict)
 
-    def folded(self, analysed: Analysed, cluster: Cluster) -> Folded:
+    def ops_by_segment(self, analysed: Analysed, cluster: Cluster) -> Folded:
         """Its operations by segment, with the TaskGraphs that a search gave it."""
         copies = cluster.compiler.copies_kernels
         key = id(analysed.graph), copies  # of a graph that what is found keeps alive
@@ -196,8 +196,8 @@ class Cuts:
         segments = self._segments(lying, request, stages)
         first = next(iter(segments.values()))
         allotted = None
-        if unlike(lying):
-            division, allotted = self._allotted(
+        if has_several_kinds(lying):
+            division, allotted = self._place_on_kinds(
                 segments, table, lying, reserved, hidden
             )
             paces = allotted.placed.cut.seconds
@@ -249,13 +249,13 @@ class Cuts:
     def _segments_of(self, best: StageLayout, stages: int) -> Segments:
         mesh = {STAGE: stages, **best.scored.mesh}
         return Segments(
-            self.whole.folded(best.analysed, best.search.cluster),
+            self.whole.ops_by_segment(best.analysed, best.search.cluster),
             best.search,
             best.scored,
             lambda nbytes: handed_seconds(nbytes, mesh, self.cluster),
         )
 
-    def _allotted(
+    def _place_on_kinds(
         self,
         segments: Mapping[str, Segments],
         table: Schedule,
@@ -279,7 +279,7 @@ class Cuts:
             roomy = dict.fromkeys(segments, -float("inf"))
             found = allot(chains, lying, table, roomy, hidden=hidden)
         starts = first.starts(found.placed.cut.counts)
-        return division or divided(self.whole.units, starts), found
+        return division or divide_program(self.whole.units, starts), found
 
     def _division(
         self, segments: Segments, table: Schedule, part: Cluster, hidden: bool
@@ -306,7 +306,9 @@ class Cuts:
         except PlanError:
             # What fits is said by the search of each stage, which knows more.
             found = cut(layers, [Stage()] * len(places))
-        return divided(self.whole.units, segments.starts(found.counts)), found.seconds
+        return divide_program(
+            self.whole.units, segments.starts(found.counts)
+        ), found.seconds
 
 
 def _too_few(table: Schedule, parts: int) -> TooFewParts:

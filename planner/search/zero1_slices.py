@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from whalejax.meshes.checks import is_whole, shown
+from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.units import gigabytes
-from whalejax.planner.balance.shares import dealt
+from whalejax.planner.balance.shares import micro_batch_ranges
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.entries import Collective, LeafPlan
 from whalejax.planner.errors import PlanError
@@ -173,7 +173,9 @@ def _state_bytes(
 def slices_of(plan: PlanData, node: int) -> tuple[slice, ...]:
     """``Plan.batch_slices``."""
     if not is_whole(node, 0):
-        raise PlanError(f"node is {shown(node)}; expected the number of a node, from 0")
+        raise PlanError(
+            f"node is {short_repr(node)}; expected the number of a node, from 0"
+        )
     if not plan.shares:
         raise PlanError(
             "every device of this plan takes a part of each micro-batch, so nodes have "
@@ -188,6 +190,6 @@ def slices_of(plan: PlanData, node: int) -> tuple[slice, ...]:
         )
     size = plan.num_devices // len(plan.shares)
     start, end = sum(counts[:node]), sum(counts[: node + 1])
-    mine = dealt(plan.shares)[start // size : -(-end // size)]
+    mine = micro_batch_ranges(plan.shares)[start // size : -(-end // size)]
     total = plan.num_micro_batches
     return tuple(slice(m, None, total) for numbers in mine for m in numbers)

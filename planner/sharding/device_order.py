@@ -37,7 +37,7 @@ def ordered(plan: P) -> P:
         plan: on a cluster with or without links.
     """
     cluster = plan.cluster
-    apart = bool(plan.apart or plan.shares) or not cluster.is_uniform
+    apart = bool(plan.stage_plans or plan.shares) or not cluster.is_uniform
     whole = plan.num_devices == cluster.num_devices
     if not cluster.links or apart or not whole or cluster.num_devices > MOST_DEVICES:
         return plan

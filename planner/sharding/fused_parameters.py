@@ -141,7 +141,7 @@ def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
     ):
         return frozenset(), 0
     dims = analyse(graph)
-    hidden = _hidden(dims, weight)
+    hidden = _minor_only_roles(dims, weight)
     positions = frozenset(
         op.position
         for op in ops
@@ -166,14 +166,14 @@ def computed_whole(
         Role to the first of these operations, and how many there are.
     """
     found: dict[int, tuple[Op, int]] = {}
-    for op, roles in _hiding(graph, _hidden(dims, graph.weight_tensors())):
+    for op, roles in _hiding(graph, _minor_only_roles(dims, graph.weight_tensors())):
         for role in roles & sharded:
             first, count = found.get(role, (op, 0))
             found[role] = first, count + 1
     return found
 
 
-def _hidden(dims: Dimensions, weight: Sequence[bool]) -> list[frozenset[int]]:
+def _minor_only_roles(dims: Dimensions, weight: Sequence[bool]) -> list[frozenset[int]]:
     """For each value, the shardable roles that are minor parts alone."""
     return [
         frozenset()

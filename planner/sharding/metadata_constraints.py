@@ -133,7 +133,7 @@ def mark_pins(
     if not found:
         found = [r for r in roles if _ends_in(r, name)]
         if len(found) > 1:
-            several = ", ".join(written(r)[0] for r in found)
+            several = ", ".join(role_names(r)[0] for r in found)
             problems.add(f"{where} may mean {several}. Write the whole path of a leaf")
             return ()
     if not found:
@@ -151,7 +151,7 @@ def mark_pins(
     return tuple(free)
 
 
-def written(role: Role) -> list[str]:
+def role_names(role: Role) -> list[str]:
     """The names by which a user may write a role: logical ones, then its leaves.
 
     A dimension of a leaf is written as its path and the number, ``head.kernel.1``;
@@ -173,11 +173,11 @@ def _of_leaf(name: str, graph: Graph, dims: Dimensions, limits: Limits) -> int |
         if tensor.path == path and number.isdecimal():
             layout = dims.layouts[tensor.id]
             atoms = layout[int(number)] if int(number) < len(layout) else ()
-            return _meant(atoms, dims, limits).index if atoms else None
+            return _role_to_shard(atoms, dims, limits).index if atoms else None
     return None
 
 
-def _meant(atoms: tuple[int, ...], dims: Dimensions, limits: Limits) -> Role:
+def _role_to_shard(atoms: tuple[int, ...], dims: Dimensions, limits: Limits) -> Role:
     """Returns the role of a dimension that is to be sharded: the first that can be."""
     roles = [dims.roles[role] for role in atoms]
     return next((r for r in roles if not limits.obstacle(r)), roles[0])
@@ -189,12 +189,12 @@ def _ends_in(role: Role, name: str) -> bool:
     for alias in role.aliases:
         parts = alias.replace("[", ".").rstrip("]").split(".")
         ends = parts[max(0, len(parts) - len(asked)) :]
-        if len(ends) == len(asked) and all(map(_same, ends, asked)):
+        if len(ends) == len(asked) and all(map(_matches_component, ends, asked)):
             return True
     return False
 
 
-def _same(pattern: str, component: str) -> bool:
+def _matches_component(pattern: str, component: str) -> bool:
     """A component of a path, with ``*`` for a layer's number, fits another."""
     return (
         re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), component) is not None
@@ -202,7 +202,7 @@ def _same(pattern: str, component: str) -> bool:
 
 
 def _near(name: str, roles: Collection[Role]) -> str:
-    names = list(dict.fromkeys(n for role in roles for n in written(role)))
+    names = list(dict.fromkeys(n for role in roles for n in role_names(role)))
     if not names:
         return (
             "No dimension there has a name: give the model's parameters logical names "
@@ -262,7 +262,7 @@ def metadata_pins(
                 problems.add(f"{where}, which cannot be: {obstacle}. Drop that name")
             if obstacle or axis == "fsdp":
                 continue
-            role = _meant(atoms, dims, limits)
+            role = _role_to_shard(atoms, dims, limits)
             if limits.obstacle(role):
                 stored.setdefault(tensor.id, []).append((dim, axis))
                 continue

@@ -68,7 +68,7 @@ def waiting_values(graph: Graph) -> dict[int, int]:
         for t in op.operands if op.remat is not None and op.chunks == 1 else ():
             made = maker.get(t)
             wanted = moves[t] and (op.remat, t) in reads
-            if wanted and made is not None and _given(made, op):
+            if wanted and made is not None and _is_region_input(made, op):
                 readers.setdefault(t, set()).add(op.remat or 0)
         for t in op.results:
             maker[t] = op
@@ -158,7 +158,7 @@ def _movable(graph: Graph) -> list[bool]:
     ]
 
 
-def _given(maker: Op, reader: Op) -> bool:
+def _is_region_input(maker: Op, reader: Op) -> bool:
     """A region gets a value from outside, and another one in each turn of a loop."""
     if maker.remat == reader.remat and maker.kind not in LOOPS:
         return False

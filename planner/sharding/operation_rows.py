@@ -130,7 +130,7 @@ class Row:
         """Operands, then results."""
         return self.operands + self.results
 
-    def crossing(
+    def kernel_memory_slots(
         self, compiler: CompilerProfile
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Slots that a compiler's kernels read from memory, and those they write."""

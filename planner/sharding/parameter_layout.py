@@ -254,7 +254,7 @@ class LeafFacts:
                     looked_up=t.id in tables,
                 )
             )
-        counted, group_of = _counted(groups)
+        counted, group_of = _count_equal_groups(groups)
         return cls(
             tensors=tensors,
             groups=counted,
@@ -272,12 +272,14 @@ class LeafFacts:
             homes: from ``weight_homes``.
         """
         pairs = zip(self.tensors, self.group_of, strict=True)
-        groups, group_of = _counted(
+        groups, group_of = _count_equal_groups(
             [replace(self.groups[i][0], home=homes.get(t.id, 0)) for t, i in pairs]
         )
         return replace(self, groups=groups, group_of=group_of)
 
-    def held(self, stored: Mapping[int, tuple[tuple[int, str], ...]]) -> LeafFacts:
+    def with_stored_axes(
+        self, stored: Mapping[int, tuple[tuple[int, str], ...]]
+    ) -> LeafFacts:
         """The same parameters, some of which metadata has stored in shards.
 
         Args:
@@ -286,7 +288,7 @@ class LeafFacts:
         if not stored:
             return self
         pairs = zip(self.tensors, self.group_of, strict=True)
-        groups, group_of = _counted(
+        groups, group_of = _count_equal_groups(
             [replace(self.groups[i][0], held=stored.get(t.id, ())) for t, i in pairs]
         )
         return replace(self, groups=groups, group_of=group_of)
@@ -358,7 +360,7 @@ def summed_over(
     )
 
 
-def _counted(
+def _count_equal_groups(
     groups: Sequence[LeafGroup],
 ) -> tuple[tuple[tuple[LeafGroup, int], ...], tuple[int, ...]]:
     """Equal groups once, with how often each is there; and for each which it is."""

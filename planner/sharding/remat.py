@@ -258,7 +258,7 @@ class _Level:
         if len(lengths) != 1:
             return self.starts
         (period,) = lengths
-        crossing = self._crossing()
+        crossing = self._border_bytes()
         first = min(self.ops)
         shifts = range(-min(period // 2, self.starts[0] - first), (period + 1) // 2)
         # The second border stands for all: what the first passes may be wider.
@@ -271,7 +271,7 @@ class _Level:
         """Borders of parts of about equal bytes, where little passes them."""
         kept = {index: self._kept_bytes(ops) for index, ops in self.ops.items()}
         products = sum(op.matmul is not None for ops in self.ops.values() for op in ops)
-        crossing, total = self._crossing(), sum(kept.values())
+        crossing, total = self._border_bytes(), sum(kept.values())
         found = [min(self.ops, default=0)]
         sums = dict(zip(kept, itertools.accumulate(kept.values()), strict=True))
         for part in range(1, math.isqrt(products)):
@@ -288,7 +288,7 @@ class _Level:
         slots = {(op.operands + op.results)[s] for op in ops for s in op.saves}
         return sum(self.graph.tensors[t].nbytes for t in slots)
 
-    def _crossing(self) -> dict[int, int]:
+    def _border_bytes(self) -> dict[int, int]:
         """Bytes of values with a gradient that pass each border between equations."""
         made: dict[int, int] = {}
         until: dict[int, int] = {}

@@ -90,8 +90,8 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
     )
     parts = halves if zigzag else size
     row_size, column_size = _block(num_rows // parts), _block(num_columns // parts)
-    rows = _dealt(num_rows // row_size, size, zigzag)
-    columns = _dealt(num_columns // column_size, size, zigzag)
+    rows = _blocks_by_device(num_rows // row_size, size, zigzag)
+    columns = _blocks_by_device(num_columns // column_size, size, zigzag)
     seen = ~hidden(rows.size, columns.size)
     dealt = seen[np.ix_(rows.ravel(), columns.ravel())]
     shared = dealt.reshape(*rows.shape, *columns.shape).sum(axis=(1, 3))
@@ -156,7 +156,7 @@ def _block(length: int) -> int:
     return length if found < _SHORT and length <= _LONGEST else found
 
 
-def _dealt(count: int, size: int, zigzag: bool) -> np.ndarray:
+def _blocks_by_device(count: int, size: int, zigzag: bool) -> np.ndarray:
     """The blocks of each device."""
     if not zigzag:
         return np.arange(count).reshape(size, -1)

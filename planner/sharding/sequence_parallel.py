@@ -86,9 +86,9 @@ def splits_between(
         return
     batch = frozenset(r.index for r in dims.batch)
     roles = [op_roles(index, op, dims) for index, op in enumerate(graph.ops)]
-    follows = _followed(graph)
+    follows = _weight_only_ops(graph)
     # Most operations stand in the same TaskGraph in all of them.
-    moved = functools.cache(lambda op, home: _moved(graph.ops[op], home))
+    moved = functools.cache(lambda op, home: _with_task_graph(graph.ops[op], home))
     for shared in several:
         known = {own: bool(own & batch) and not own & shared for own in {*roles}}
         children: dict[int, int] = {}
@@ -116,11 +116,11 @@ def splits_between(
         yield Split(graph=whole, parents=parents, shared=shared)
 
 
-def _moved(op: Op, home: int) -> Op:
+def _with_task_graph(op: Op, home: int) -> Op:
     return op if op.task_graph == home else dataclasses.replace(op, task_graph=home)
 
 
-def _followed(graph: Graph) -> list[tuple[int, int]]:
+def _weight_only_ops(graph: Graph) -> list[tuple[int, int]]:
     """Operations with weights alone, the last first, each with its first reader.
 
     What is done with weights alone stands where their first reader does.

@@ -76,7 +76,7 @@ class Choice:
         return frozenset(p.role for p in self.pins if p.axis == axis)
 
     @property
-    def asked(self) -> frozenset[int]:
+    def named_roles(self) -> frozenset[int]:
         """Roles that the mark names."""
         return frozenset(p.role for p in self.pins if p.axis is None)
 
@@ -181,7 +181,7 @@ class Options:
         if not choice.experts:
             return [self.batch]
         fitting = [r for r in sorted(choice.experts) if self.sizes[r] % size == 0]
-        asked = [r for r in fitting if r in choice.asked]
+        asked = [r for r in fitting if r in choice.named_roles]
         return [(r,) for r in asked or fitting]
 
     def _tensor(
@@ -190,7 +190,7 @@ class Options:
         size = mesh["tensor"]
         busy = set(expert) - set(self.batch) if mesh["expert"] > 1 else set[int]()
         wanted = choice.pinned_to("tensor")
-        asked = choice.asked - busy
+        asked = choice.named_roles - busy
         if size == 1 or choice.strategy == "replicate":
             return [self.batch]
         found: dict[tuple[int, ...], None] = {}
@@ -224,7 +224,7 @@ def sharded_by_split(options: Options, mesh: Mapping[str, int]) -> str:
             continue
         if choice.devices is not None and choice.devices != model:
             return f"a split asks for {choice.devices} devices"
-        by_experts = mesh["expert"] > 1 and choice.experts >= choice.asked
+        by_experts = mesh["expert"] > 1 and choice.experts >= choice.named_roles
         serves = mesh["tensor"] > 1 or (by_experts and choice.experts)
         if not serves and choice.devices != 1 and any(n > 1 for n in mesh.values()):
             return NEEDS_AN_AXIS

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster, cluster
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import NothingFits, PlanError
@@ -201,10 +201,10 @@ def _check(
     for group in together:
         for name in group:
             if name not in names:
-                problems.add(f"together names {shown(name)}, which is no table")
+                problems.add(f"together names {short_repr(name)}, which is no table")
     for name, pin in (pins or {}).items():
         if name not in names:
-            problems.add(f"pins names {shown(name)}, which is no table")
+            problems.add(f"pins names {short_repr(name)}, which is no table")
         if not is_whole(pin, 0) and pin not in SPLITS:
             problems.refuse(
                 f"pins[{name!r}]", pin, f"a rank or one of {', '.join(SPLITS)}"

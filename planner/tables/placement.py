@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import short_repr
 from whalejax.meshes.units import count_text, gigabytes, milliseconds
 from whalejax.planner.errors import PlanError
 from whalejax.planner.tables.ranks import Ranks
@@ -124,7 +124,7 @@ class TablePlacement:
         found = tuple(shard for shard in self.shards if shard.table == table)
         if not found:
             names = ", ".join(t.name for t in self.tables[:8])
-            raise PlanError(f"no table is named {shown(table)}; there are {names}")
+            raise PlanError(f"no table is named {short_repr(table)}; there are {names}")
         return found
 
     def why(self, table: str) -> str:

@@ -359,6 +359,6 @@ def test_an_accelerator_does_more_in_a_turn_of_a_loop() -> None:
 
 
 def test_what_a_loop_repeats_is_done_each_time() -> None:
-    mesh = timers._everywhere(jax.local_devices()[:1])
+    mesh = timers._all_device_mesh(jax.local_devices()[:1])
     run = timers._looped(lambda x, y: x + y, mesh, [np.zeros(2), np.ones(2)], 8)
     np.testing.assert_array_equal(np.asarray(run(3))[0], [24.0, 24.0])

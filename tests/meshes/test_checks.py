@@ -17,7 +17,7 @@ from whalejax.meshes.checks import (
     is_number,
     is_printable,
     is_whole,
-    shown,
+    short_repr,
 )
 from whalejax.meshes.errors import WhaleError
 
@@ -35,7 +35,7 @@ from whalejax.meshes.errors import WhaleError
     ids=["control", "endless", "unprintable", "long", "array", "deep"],
 )
 def test_values_are_shown_short_and_escaped(value: Any, text: str) -> None:
-    said = shown(value)
+    said = short_repr(value)
     assert text in said
     assert len(said) <= 60
     assert said.isprintable()

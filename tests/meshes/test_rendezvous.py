@@ -184,7 +184,7 @@ def test_strangers_end_nothing_and_keep_nobody_waiting(key: Key | None) -> None:
         for process in (first, second):
             found = process.found()
             assert isinstance(found, Host | Guest), found
-            found.joined()
+            found.mark_joined()
 
 
 @pytest.mark.parametrize(

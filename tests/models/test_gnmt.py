@@ -19,7 +19,7 @@ from whalejax.models.common.recurrent import LSTM, AdditiveAttention
 
 TEST = gnmt.SIZES["test"]
 Floats = npt.NDArray[np.floating[Any]]
-hidden_of = nnx.jit(gnmt.GNMT.hidden)
+hidden_of = nnx.jit(gnmt.GNMT.hidden_states)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph, Mark, Tensor
-from whalejax.planner.sharding.metadata_constraints import unplanned_pins, written
+from whalejax.planner.sharding.metadata_constraints import role_names, unplanned_pins
 from whalejax.planner.sharding.strategies import (
     NEEDS_AN_AXIS,
     NO_EXPERTS,
@@ -181,7 +181,7 @@ def test_the_mark_names_the_dimension() -> None:
 @pytest.mark.parametrize("name", ["head.kernel.1", "head.kernel[1]"])
 def test_names_that_a_user_may_write(name: str) -> None:
     options, dims = options_of(hybrid(mark("split", axis=name)))
-    assert [dims.roles[r].size for r in options.choices[2].asked] == [40]
+    assert [dims.roles[r].size for r in options.choices[2].named_roles] == [40]
 
 
 def test_a_dimension_of_one_of_many_layers_is_found_by_its_path() -> None:
@@ -189,7 +189,7 @@ def test_a_dimension_of_one_of_many_layers_is_found_by_its_path() -> None:
     split = mark("split", axis="blocks.1.up.kernel.1")
     region = dataclasses.replace(graph.task_graphs[0], marks=(split,), name="split")
     options, dims = options_of(dataclasses.replace(graph, task_graphs=(region,)))
-    assert [dims.roles[r].size for r in options.choices[0].asked] == [320]
+    assert [dims.roles[r].size for r in options.choices[0].named_roles] == [320]
 
 
 def test_the_end_of_a_path_is_enough_where_it_is_unique() -> None:
@@ -197,13 +197,13 @@ def test_the_end_of_a_path_is_enough_where_it_is_unique() -> None:
     split = mark("split", axis="up.kernel.1")
     region = dataclasses.replace(graph.task_graphs[0], marks=(split,), name="split")
     options, dims = options_of(dataclasses.replace(graph, task_graphs=(region,)))
-    assert [dims.roles[r].size for r in options.choices[0].asked] == [320]
+    assert [dims.roles[r].size for r in options.choices[0].named_roles] == [320]
 
 
 def test_a_role_is_written_without_the_layers_in_front() -> None:
     dims = analyse(gpt(3))
     role = next(r for r in dims.roles if r.size == 320)
-    assert written(role) == ["down.kernel.0", "up.kernel.1"]
+    assert role_names(role) == ["down.kernel.0", "up.kernel.1"]
 
 
 def test_metadata_fixes_the_dimension() -> None:

@@ -6,12 +6,12 @@ import dataclasses
 import json
 
 from tests.planner.pages import spmd
-from whalejax.planner.fingerprint import told, told_apart
+from whalejax.planner.fingerprint import part_digests, told_apart
 from whalejax.planner.plan.plan import Plan
 
 
 def apart(one: Plan, other: Plan) -> str:
-    both = [told(one, {}), told(other, {})]
+    both = [part_digests(one, {}), part_digests(other, {})]
     assert len(json.dumps(both[0])) < 2000  # It is sent to all.
     return told_apart(both, [1])
 

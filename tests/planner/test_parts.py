@@ -12,7 +12,7 @@ from whalejax.planner.pipeline.program_cut import (
     Unit,
     Units,
     Value,
-    divided,
+    divide_program,
     divided_by_marks,
 )
 
@@ -64,18 +64,18 @@ def chain() -> Units:
 def test_borders_lie_where_least_crosses() -> None:
     units = chain()
     assert units.borders == {"b": 2, "c": 4}
-    assert units.crossing[2:5] == [8, 72, 12]
+    assert units.border_bytes[2:5] == [8, 72, 12]
     assert units.free == (True, False, False, False, False, False)
 
 
 def test_cheap_units_run_wherever_they_are_read() -> None:
-    division = divided(chain(), ["b", "c"])
+    division = divide_program(chain(), ["b", "c"])
     assert [part.units for part in division.parts] == [(0, 1), (2, 3), (0, 4, 5)]
     assert [part.inputs for part in division.parts] == [(0, 3), (1,), (2, 3)]
 
 
 def test_values_go_from_who_makes_them_to_all_who_read_them() -> None:
-    division = divided(chain(), ["b", "c"])
+    division = divide_program(chain(), ["b", "c"])
     first, last = made(1)[0], made(3)[0]
     assert [part.imports for part in division.parts] == [(), (first,), (first, last)]
     assert [part.exports for part in division.parts] == [(first,), (last,), ()]
@@ -89,7 +89,7 @@ def test_values_go_from_who_makes_them_to_all_who_read_them() -> None:
 @pytest.mark.parametrize("starts", [["c", "b"], ["d"]])
 def test_borders_that_are_none(starts: list[str]) -> None:
     with pytest.raises(PlanError, match="Plan again"):
-        divided(chain(), starts)
+        divide_program(chain(), starts)
 
 
 def test_marks_cut_and_what_they_leave_follows() -> None:
@@ -110,10 +110,10 @@ def test_what_a_step_changes_is_made_where_it_is_read() -> None:
     units = dataclasses.replace(
         chain(), fresh={4: made(3)[0]}, others=("data", "statistics")
     )
-    assert [part.fresh for part in divided(units, ["c"]).parts] == [(4,), ()]
+    assert [part.fresh for part in divide_program(units, ["c"]).parts] == [(4,), ()]
     both = dataclasses.replace(units, fresh={3: made(3)[0]})
     with pytest.raises(PlanError, match="data is changed in part 0 of the model"):
-        divided(both, ["c"])
+        divide_program(both, ["c"])
 
 
 def looked_up(indices: Value) -> Units:
@@ -127,11 +127,11 @@ def looked_up(indices: Value) -> Units:
 
 
 def test_what_data_look_up_in_a_parameter_is_handed_on() -> None:
-    by_data = divided(looked_up(((), 3)), ["b", "c"])
+    by_data = divide_program(looked_up(((), 3)), ["b", "c"])
     assert [part.units for part in by_data.parts] == [(0,), (1,), (2,)]
     assert [part.inputs for part in by_data.parts] == [(0, 3), (1,), (2,)]
     # Positions, say, are no data: every stage can look them up.
-    by_constants = divided(looked_up(((), 0)), ["c"])
+    by_constants = divide_program(looked_up(((), 0)), ["c"])
     assert [part.units for part in by_constants.parts] == [(0, 1), (0, 2)]
 
 
@@ -153,7 +153,7 @@ def test_a_parameter_is_summed_where_it_is_read(position: int) -> None:
         results=(*made(loss),),
         fresh={},
     )
-    division = divided(units, ["b"])
+    division = divide_program(units, ["b"])
     assert [part.inputs for part in division.parts] == [(0, 2), (1,)]
     assert made(penalty)[0] in division.parts[0].exports
 
@@ -169,5 +169,5 @@ def test_what_a_step_changes_cheaply_is_made_beside_its_reader() -> None:
         others=("data", "counter"),
         fresh={4: made(6)[0]},
     )
-    division = divided(units, ["b", "c"])
+    division = divide_program(units, ["b", "c"])
     assert [part.fresh for part in division.parts] == [(), (), (4,)]

@@ -17,7 +17,7 @@ from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.capture.precision import at_precision
 from whalejax.lowering.optimizer_state import optimizer_bytes
-from whalejax.lowering.spmd.executor import hosted
+from whalejax.lowering.spmd.executor import offloadable_state
 from whalejax.meshes import cluster
 from whalejax.planner.cost.layout_cases import LayoutCases, LayoutGrid
 from whalejax.planner.cost.operation_cost import (
@@ -115,7 +115,7 @@ def _search(name: str, text: str, policy: str) -> Search:
         batch_bytes=tuple(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch)),
         cast_bytes=0.5 if precision == "bf16" else 1.0,
         num_devices=machine.num_devices,
-        hosted=lambda: hosted(adapter, adam),
+        hosted=lambda: offloadable_state(adapter, adam),
     )
     return Search(analysed.graph, analysed.dims, machine, request)
 

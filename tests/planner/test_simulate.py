@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.planner.test_schedules import schedules
 from whalejax.planner.errors import PlanError
-from whalejax.planner.pipeline.schedules import Schedule, schedule, written
+from whalejax.planner.pipeline.schedules import Schedule, build_columns, schedule
 from whalejax.planner.pipeline.simulate import (
     ScheduleTimeline,
     compiled,
@@ -90,7 +90,7 @@ def test_many_at_once_are_one_each(table: Schedule, seed: int) -> None:
     weight = many[2] if table.splits_backward else None
     found = compiled(table).step_seconds(many[0], many[1], transfer, weight=weight)
     sizes = table.num_stages, table.num_micro_batches, table.num_chunks
-    steps = compiled(*written(table.name, *sizes))  # without its rows
+    steps = compiled(*build_columns(table.name, *sizes))  # without its rows
     again = steps.step_seconds(many[0], many[1], transfer, weight=weight)
     assert (found == again).all()
     for case in range(3):

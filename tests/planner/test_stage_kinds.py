@@ -16,8 +16,8 @@ from whalejax.planner.pipeline.heterogeneous_stages import (
     Ground,
     allot,
     by_memory,
+    has_several_kinds,
     least_seconds,
-    unlike,
 )
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.stage_cuts import Layer
@@ -124,8 +124,8 @@ def test_kinds_stand_by_memory_each_once() -> None:
         )
     ]
     assert [one.block for one in by_memory(lying)] == [1, 0]
-    assert unlike(lying) and not unlike(lying[:1] * 2)
-    assert not unlike([lying[0], replace(lying[2], ratio=2.0)])
+    assert has_several_kinds(lying) and not has_several_kinds(lying[:1] * 2)
+    assert not has_several_kinds([lying[0], replace(lying[2], ratio=2.0)])
 
 
 def test_layers_that_are_cut_anywhere_keep_all_busy() -> None:

@@ -31,7 +31,7 @@ from tests.adasum import (
 from tests.compilations import count_compilations
 from tests.processes import finish, start
 from whalejax import hlo
-from whalejax.lowering.spmd.adasum import combined
+from whalejax.lowering.spmd.adasum import adasum_reduce
 from whalejax.planner.cost.adasum import COLUMN, DOT_NUMBERS
 
 
@@ -52,7 +52,7 @@ def _two() -> Any:
     devices = np.array(jax.devices()[:2])
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
     ones = np.ones(2, np.float32)
-    return jax.jit(lambda x: combined([x], ones, [((),)], [1], mesh)[0])
+    return jax.jit(lambda x: adasum_reduce([x], ones, [((),)], [1], mesh)[0])
 
 
 def _of(a: Any, b: Any) -> np.ndarray:

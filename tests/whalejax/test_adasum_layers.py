@@ -186,7 +186,7 @@ def test_layers_along_other_dimensions() -> None:
     assert found == LayerAxes(sizes=(8, 4, 8), sources=(0, 1, 2), layers=(1,))
     found = axes_of(blocks, (LAYERS, WIDTH, WIDTH))
     assert found == LayerAxes(sizes=(2, 2, 8, 8), sources=(0, 0, 1, 2), layers=(0,))
-    assert found is not None and found.stacked == (2, 2, 8, 8)
+    assert found is not None and found.stacked_shape == (2, 2, 8, 8)
 
 
 def test_layouts_of_layers() -> None:
@@ -194,7 +194,7 @@ def test_layouts_of_layers() -> None:
     axes = LayerAxes(sizes=(8, 4, 6), sources=(0, 1, 2), layers=(1, 0))
     spec = (("tensor",), ("fsdp",), ())
     mesh = {"tensor": 2, "fsdp": 2}
-    assert axes.stacked == (32, 6)
+    assert axes.stacked_shape == (32, 6)
     assert axes.stacked_spec(spec, mesh) == (("fsdp",), ())
     blocks = LayerAxes(sizes=(2, 4, 6), sources=(0, 0, 1), layers=(0,))
     assert blocks.stacked_spec((("fsdp",), ("tensor",)), mesh) == (

@@ -361,7 +361,7 @@ def test_padding_leaves_a_causal_mask_causal() -> None:
     arguments = _arguments(FORMS["padded causal"])
     program, _ = _called(FORMS["padded causal"], arguments)
     one = attention_of(_found(program)[0].params["jaxpr"])
-    hidden = one.scores.hidden(8, 8, one.rows[0][1], one.column[2])
+    hidden = one.scores.masked_blocks(8, 8, one.rows[0][1], one.column[2])
     assert hidden[np.triu_indices(8, 1)].all()
 
 
@@ -474,7 +474,7 @@ def test_blocks_said_to_be_hidden_hold_no_score(
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
     one = _one(function)
-    hidden = one.scores.hidden(parts, parts, one.rows[0][1], one.column[2])
+    hidden = one.scores.masked_blocks(parts, parts, one.rows[0][1], one.column[2])
     place = np.arange(LENGTH)
     seen = np.asarray(mask(place[:, None], place[None]))
     step = LENGTH // parts
@@ -488,7 +488,7 @@ def test_blocks_said_to_be_hidden_hold_no_score(
 def test_only_causal_masks_are_found_causal() -> None:
     def share(function: Function) -> float:
         one = _one(function)
-        hidden = one.scores.hidden(8, 8, one.rows[0][1], one.column[2])
+        hidden = one.scores.masked_blocks(8, 8, one.rows[0][1], one.column[2])
         return 1.0 - float(hidden.mean())
 
     assert math.isclose(share(causal_attention), 36 / 64)

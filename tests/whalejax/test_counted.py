@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from whalejax.lowering.pipeline_spmd.dynamic_layers import Turns, counted
+from whalejax.lowering.pipeline_spmd.dynamic_layers import Turns, run_dynamic_loop
 
 
 LAYERS, WIDTH = 4, 8
@@ -54,7 +54,7 @@ def test_gradients_are_those_of_as_many_turns(masked: bool) -> None:
 
     def loss(count: Any, *given: Any) -> Any:
         runs.append(1)
-        (x,) = counted(turns, count, given)
+        (x,) = run_dynamic_loop(turns, count, given)
         return jnp.sum(x**2)
 
     with jax.enable_x64(True):
@@ -77,7 +77,9 @@ def test_turns_too_many_do_not_spoil_gradients() -> None:
 
     turns = Turns(body=overflowing, num_consts=0, num_carries=1, most=3, masked=True)
     stack = jnp.asarray([9.0, 1.0, 1.0])
-    gradient = jax.grad(lambda w: counted(turns, 1, (jnp.float32(1), w))[0])(stack)
+    gradient = jax.grad(lambda w: run_dynamic_loop(turns, 1, (jnp.float32(1), w))[0])(
+        stack
+    )
     np.testing.assert_allclose(gradient, [np.exp(np.float32(9)), 0, 0], rtol=1e-6)
 
 
@@ -93,7 +95,7 @@ def test_what_is_the_same_in_all_turns_is_kept_once() -> None:
 
     def gradient(count: Any, *given: Any) -> Any:
         def loss(w: Any) -> Any:
-            return jnp.sum(counted(turns, count, (*given[:2], w))[0])
+            return jnp.sum(run_dynamic_loop(turns, count, (*given[:2], w))[0])
 
         return jax.grad(loss)(given[2])
 

@@ -36,7 +36,7 @@ def test_pieces_make_what_the_whole_makes() -> None:
     steps = written(both, x, w, x)
     values = dict(zip(steps.inputs, (x, w, x), strict=True))
     late = steps.depending([steps.inputs[2]])
-    kept = steps.kept(steps.outputs[1:], late)
+    kept = steps.residual_numbers(steps.outputs[1:], late)
     ahead = steps.run(
         [steps.outputs[0], *kept], {n: values[n] for n in steps.inputs[:2]}
     )
@@ -50,7 +50,7 @@ def test_what_is_cheap_is_made_again() -> None:
     """Of the smooth function its argument and its one costly part are kept."""
     x = jnp.ones((8, 8))
     steps = written(both, x, x, x)
-    kept = steps.kept(steps.outputs[1:], steps.depending([steps.inputs[2]]))
+    kept = steps.residual_numbers(steps.outputs[1:], steps.depending([steps.inputs[2]]))
     names = [steps.maker(n).equation.primitive.name for n in kept]  # type: ignore[union-attr]
     assert sorted(names) == ["dot_general", "tanh"]
     assert not {*kept} & {*steps.inputs}

@@ -27,7 +27,7 @@ from whalejax.display.page import page
 from whalejax.meshes.jax_mesh import build_mesh, partition_spec
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.pipeline.schedules import schedule
-from whalejax.planner.pipeline.timed_schedule import paced, table_of
+from whalejax.planner.pipeline.timed_schedule import table_of, time_schedule
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 
 
@@ -227,7 +227,7 @@ def test_a_timeline_is_the_schedules_rows(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", STAGED)
 def test_rows_wait_for_what_they_need_and_for_their_stage(kind: str) -> None:
-    line = paced(staged(kind))
+    line = time_schedule(staged(kind))
     ends = {line.table.key(one.row): one.end_seconds for one in line.rows}
     free = [0.0] * line.table.num_stages
     for one in line.rows:
@@ -346,7 +346,9 @@ def test_memory_of_every_stage() -> None:
     chart = plan.memory_chart()
     checked(html_of(chart))
     assert [*chart.bars] == [f"stage {i}" for i in range(4)]
-    for stage, (memory, room) in zip(plan.apart, chart.bars.values(), strict=True):
+    for stage, (memory, room) in zip(
+        plan.stage_plans, chart.bars.values(), strict=True
+    ):
         assert memory == stage.memory and room == stage.cluster.memory_bytes
         assert gigabytes(memory.total_bytes) in str(chart)
     assert [*plain().memory_chart().bars] == ["a device"]
@@ -398,7 +400,7 @@ def test_every_parameter_has_a_map(kind: str) -> None:
 
 def test_stages_apart_hold_what_is_theirs() -> None:
     plan = staged("mpmd")
-    found = plan.device_map(plan.apart[3].leaves[-1].path)
+    found = plan.device_map(plan.stage_plans[3].leaves[-1].path)
     assert [d for held in found.parts.values() for d in held] == [3]
 
 

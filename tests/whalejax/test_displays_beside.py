@@ -48,7 +48,7 @@ def test_memory_of_pipelines_side_by_side_counts_what_crosses() -> None:
     plan = beside()
     most = max(terms.total_bytes for terms, _ in plan.memory_chart().bars.values())
     assert most == plan.memory.total_bytes
-    first = plan.pipelines[0].apart[0].memory
+    first = plan.pipelines[0].stage_plans[0].memory
     shown, _ = plan.memory_chart().bars["0: stage 0"]
     assert shown.total_bytes == first.total_bytes + first.gradients_bytes > 0
 
@@ -74,7 +74,9 @@ def test_text_shows_every_pipeline() -> None:
     first, second = plan.pipelines
     places = {
         leaf.path: tuple(
-            [leaf.path in [x.path for x in own.leaves] for own in one.apart].index(True)
+            [
+                leaf.path in [x.path for x in own.leaves] for own in one.stage_plans
+            ].index(True)
             for one in (first, second)
         )
         for leaf in plan.leaves
@@ -84,7 +86,7 @@ def test_text_shows_every_pipeline() -> None:
         assert (words if one != other else f"stage {one}") in plan.why(path)
     text = str(plan)
     for pipeline, one in enumerate(plan.pipelines):
-        for stage, own in enumerate(one.apart):
+        for stage, own in enumerate(one.stage_plans):
             memory, _ = plan.memory_chart().bars[f"{pipeline}: stage {stage}"]
             (row,) = re.findall(rf"^{pipeline} +{stage} +(.*)$", text, re.MULTILINE)
             assert row.startswith(own.cluster.kinds[0].display_name())
@@ -98,9 +100,9 @@ def test_text_shows_every_pipeline() -> None:
 def test_the_fullest_device_is_that_with_least_to_spare() -> None:
     plan = beside()
     smaller = dataclasses.replace(
-        plan.pipelines[1].apart[0],
+        plan.pipelines[1].stage_plans[0],
         memory=dataclasses.replace(
-            plan.pipelines[1].apart[0].memory, params_bytes=10**9
+            plan.pipelines[1].stage_plans[0].memory, params_bytes=10**9
         ),
     )
     stages = plan.pipelines[1].stages

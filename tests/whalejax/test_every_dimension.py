@@ -28,7 +28,7 @@ from whalejax.capture import capture
 from whalejax.lowering.batch_record import batch_leaves, batch_tree
 from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.planner.model.analysis import Analysed, analyse_graph
-from whalejax.planner.plan.build import written
+from whalejax.planner.plan.build import build_plan
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import Request
@@ -89,7 +89,9 @@ def sharded_along(model: Known, role: int) -> Plan:
     mesh = {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": DEVICES}
     search.score(mesh, dict.fromkeys(search.options.order, {"tensor": (role,)}))
     leaves = batch_leaves(model.one.batch)
-    plan = written(found, search, search.scored, model.cluster, request, "f32", leaves)
+    plan = build_plan(
+        found, search, search.scored, model.cluster, request, "f32", leaves
+    )
     return dataclasses.replace(plan, batch_tree=batch_tree(model.one.batch))
 
 

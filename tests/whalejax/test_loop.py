@@ -213,7 +213,7 @@ def test_parameters_spoilt_by_the_last_update_are_not_saved(
         return jnp.where(count == 5, jnp.nan, 1e-2)
 
     step = step_of(make_job(optimizer=optax.sgd(rate)), mesh=mesh)
-    assert len(step.plan.apart) == (2 if mesh else 0)
+    assert len(step.plan.stage_plans) == (2 if mesh else 0)
     with pytest.raises(wh.WhaleError) as caught:
         loop.train(
             step, fresh_state(step), batches, steps=6, save_dir=tmp_path, save_every=3

@@ -128,7 +128,7 @@ def test_an_overflow_is_skipped_and_counted(offload: Any) -> None:
 
 
 def test_the_scale_grows_and_falls() -> None:
-    scale = LossScale.fresh()
+    scale = LossScale.initial()
     yes, no = jnp.asarray(True), jnp.asarray(False)
     ripe = dataclasses.replace(scale, good_steps=jnp.asarray(GROWS_AFTER - 1))
     grown = ripe.after(yes)

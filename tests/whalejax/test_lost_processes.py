@@ -222,8 +222,8 @@ def test_who_always_looks_late_misses_others_still() -> None:
 def test_who_failed_is_named_at_once_and_who_ended_is_not() -> None:
     found = hearing(beat(failed="ValueError: no"), beat(steps=3), beat(ended=True))
     assert found.look(101.0) == {0: "failed with ValueError: no"}
-    assert found.ended() and found.behind() == [0, 2]
-    assert not hearing(beat(), beat(), beat()).ended()
+    assert found.ended_ranks() and found.behind() == [0, 2]
+    assert not hearing(beat(), beat(), beat()).ended_ranks()
 
 
 def together(*beats: Beat, processes: int = 3) -> Hearing:
@@ -252,7 +252,7 @@ def test_who_ends_before_its_devices_are_there_is_missed() -> None:
     assert found.look(101.0) == {2: "ended before the devices of all were there"}
     found = together(beat(), beat(), beat(ended=True))
     assert not found.look(101.0)
-    assert found.left() == [0]
+    assert found.running_ranks() == [0]
 
 
 def test_one_hears_of_a_silent_process_what_the_one_before_it_has_found() -> None:

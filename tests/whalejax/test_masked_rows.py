@@ -179,7 +179,7 @@ def test_blocks_are_left_out_where_what_they_give_is_known(
     (call,) = filter(is_attention, program.jaxpr.eqns)
     one = attention_of(call.params["jaxpr"])
     where = 8, 8, one.rows[0][1], one.column[2]
-    assert 1.0 - float(one.scores.hidden(*where).mean()) == share
+    assert 1.0 - float(one.scores.masked_blocks(*where).mean()) == share
     assert one.scores.filled(*where) == (
         filled if filled is None else pytest.approx(filled, rel=1e-6)
     )
@@ -200,7 +200,7 @@ def test_where_each_row_sees_itself_nothing_is_added() -> None:
     (call,) = filter(is_attention, program.jaxpr.eqns)
     one = attention_of(call.params["jaxpr"])
     where = 8, 8, one.rows[0][1], one.column[2]
-    assert one.scores.hidden(*where).any() and one.scores.filled(*where) is None
+    assert one.scores.masked_blocks(*where).any() and one.scores.filled(*where) is None
 
 
 @pytest.mark.full

@@ -62,7 +62,7 @@ def test_a_margin_on_stages_with_programs_of_their_own() -> None:
     plan = planned(cluster, mesh={"stage": 2}, margin=0.1, num_micro_batches=4)
     assert plan.cluster == cluster
     memory = {kind.name: kind.memory_bytes for kind in cluster.kinds}
-    for stage in plan.apart:
+    for stage in plan.stage_plans:
         for kind in stage.cluster.kinds:
             assert kind.memory_bytes == memory[kind.name]
     assert wh.Plan.from_document(plan.document()) == plan

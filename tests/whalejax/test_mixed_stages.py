@@ -91,9 +91,11 @@ def test_the_plan_says_who_holds_what_and_what_that_gains() -> None:
     text = str(plan)
     assert plan.stages is not None and " → ".join(plan.stages.kinds) in text
     assert note in text
-    kinds = [one.cluster.kinds[0].display_name() for one in plan.apart]
+    kinds = [one.cluster.kinds[0].display_name() for one in plan.stage_plans]
     assert kinds == [*plan.stages.kinds]
-    shares = [one.memory.total_bytes / one.cluster.memory_bytes for one in plan.apart]
+    shares = [
+        one.memory.total_bytes / one.cluster.memory_bytes for one in plan.stage_plans
+    ]
     assert plan.memory.total_bytes / plan.room_bytes == max(shares)
 
 
@@ -144,7 +146,7 @@ def test_traffic_is_that_of_every_stage() -> None:
     options: Any = {"cluster": "h100:4+a100-80:4", "job": wide}
     plan = planned(mesh={"data": 1, "stage": 2, "tensor": 2}, **options)
     found = {(row.sort, home): row for row in traffic(plan) for home in row.where}
-    for number, own in enumerate(plan.apart):
+    for number, own in enumerate(plan.stage_plans):
         for sort, nbytes in sums(own, plan.num_micro_batches).items():
             assert found.pop((sort, (None, number))).nbytes == nbytes
     assert plan.stages is not None
@@ -188,7 +190,7 @@ def test_traffic_of_pipelines_side_by_side_is_that_of_each() -> None:
     for number, (one, share) in enumerate(
         zip(plan.pipelines, plan.shares, strict=True)
     ):
-        for stage, own in enumerate(one.apart):
+        for stage, own in enumerate(one.stage_plans):
             for sort, nbytes in sums(own, share).items():
                 assert found.pop((sort, (number, stage))).nbytes == nbytes
     assert {sort[0] for sort, _ in found} == {"hand-over"}
@@ -345,11 +347,13 @@ def test_a_fast_kind_with_little_memory_gets_what_fits() -> None:
     roomy = planned(machine, job, **options)
     need = next(
         one.memory.total_bytes
-        for one in roomy.apart
+        for one in roomy.stage_plans
         if one.cluster.kinds[0].name == "v100-32"
     )
     tight = planned(limited(need * 3 // 5), job, **options)
-    held = next(one for one in tight.apart if one.cluster.kinds[0].name == "v100-32")
+    held = next(
+        one for one in tight.stage_plans if one.cluster.kinds[0].name == "v100-32"
+    )
     assert held.memory.total_bytes <= need * 3 // 5
     assert counts(tight)["V100-32"] < counts(roomy)["V100-32"]
     assert tight.time.step_seconds > roomy.time.step_seconds
@@ -430,7 +434,7 @@ def test_stages_hold_what_replicas_cannot() -> None:
     roomy, tight = chosen(20_000_000), chosen(8_000_000)
     assert roomy.shares and roomy.stages is None
     assert tight.stages is not None and len(set(tight.stages.kinds)) == 2
-    small = next(p for p in tight.apart if p.cluster.kinds[0].name == "p100-16")
+    small = next(p for p in tight.stage_plans if p.cluster.kinds[0].name == "p100-16")
     assert small.memory.total_bytes <= 8_000_000
     weighed = [c for c in tight.candidates if "data 2" in c.layout]
     assert not any(c.fits and c.verdict == "chosen" for c in weighed)

@@ -141,7 +141,7 @@ def test_a_rehearsal_tells_what_a_step_holds_and_moves(
     monkeypatch.setattr(Way, "send", sent)
     step(state, batch())
     for stage, memory in enumerate(found.memory):
-        own = plan.apart[stage]
+        own = plan.stage_plans[stage]
         params, optimizer = resting[stage]
         # The last one reads the table of the first, and has a copy of it.
         assert (memory.params_bytes > params) == (stage == 2)
@@ -188,7 +188,7 @@ def test_stages_are_verified_one_by_one() -> None:
     assert not found.failure and not found.refused
     memory = {q.name: q for q in found.memory}
     terms = ("parameters", "optimizer state", "gradients", "batch and kept")
-    for stage, own in enumerate(plan.apart):
+    for stage, own in enumerate(plan.stage_plans):
         for term in (*terms, "temporaries", "peak"):
             assert f"stage {stage}: {term}" in memory
         assert memory[f"stage {stage}: parameters"].difference == 0

@@ -16,7 +16,7 @@ from whalejax import jobs, models
 from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture, programs
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.model.rebatch import resized
+from whalejax.planner.model.rebatch import rebatch_graph
 
 
 VARIANTS: dict[str, Callable[[Captured], Captured]] = {
@@ -60,8 +60,8 @@ def test_it_is_the_graph_of_a_trace(
         VARIANTS[variant](captured(name, n, **options)).graph for n in (10, 30)
     )
     assert few != many
-    assert like(resized(few, 30), many) == many
-    assert like(resized(many, 10), few) == few
+    assert like(rebatch_graph(few, 30), many) == many
+    assert like(rebatch_graph(many, 10), few) == few
 
 
 def shares_of(net: Any, x: Any) -> Any:
@@ -126,12 +126,12 @@ def samples(count: int) -> jax.ShapeDtypeStruct:
 )
 def test_what_cannot_be_told_is_not_guessed(loss: Callable[..., Any]) -> None:
     graph = capture(adapt(NET, loss), samples(8)).graph
-    assert resized(graph, 32) is None
+    assert rebatch_graph(graph, 32) is None
 
 
 def test_one_sample_is_no_batch() -> None:
     graph = capture(adapt(NET, as_long), samples(8)).graph
-    assert resized(graph, 1) is None
+    assert rebatch_graph(graph, 1) is None
 
 
 def planned(loss: Callable[..., Any], count: int, **options: Any) -> wh.Plan:

@@ -35,7 +35,7 @@ from whalejax.cli.options import TrainCommand
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime import folder_lock, loop, resume
 from whalejax.runtime.folder_lock import LOCK, FolderLock
-from whalejax.runtime.resume import batches_from, checkpoints, resumed
+from whalejax.runtime.resume import batches_from, checkpoints, restore_newest
 from whalejax.runtime.train_step import TrainState, TrainStep
 
 
@@ -163,7 +163,7 @@ def test_the_newest_whole_checkpoint_is_taken(run: Path) -> None:
     flip_a_bit(run / "step_000003")
     (run / "step_000002" / "whalejax.json").unlink()
     (run / "step_000002.damaged").mkdir()
-    found = resumed(shared_step(), checkpoints(run))
+    found = restore_newest(shared_step(), checkpoints(run))
     assert found is not None
     assert (int(found.state.step), found.checkpoint) == (1, run / "step_000001")
     assert sorted(path.name for path in run.iterdir()) == [
@@ -187,7 +187,7 @@ def test_the_newest_whole_checkpoint_is_taken(run: Path) -> None:
 def test_what_is_no_folder_is_passed_over(run: Path) -> None:
     (run / "step_000012").write_text("")
     (run / "step_000013").symlink_to(run / "nothing")
-    found = resumed(shared_step(), checkpoints(run))
+    found = restore_newest(shared_step(), checkpoints(run))
     assert found is not None and found.checkpoint == run / "step_000003"
     first, second = found.notes
     where = "there is no checkpoint at this path: it is"
@@ -200,7 +200,7 @@ def test_a_pipe_in_place_of_a_record_is_not_waited_for(run: Path) -> None:
     record = run / "step_000003" / "whalejax.json"
     record.unlink()
     os.mkfifo(record)
-    found = resumed(shared_step(), checkpoints(run))
+    found = restore_newest(shared_step(), checkpoints(run))
     assert found is not None and found.checkpoint == run / "step_000002"
     assert "no regular file, but a pipe or a device" in found.notes[0]
 
@@ -210,13 +210,13 @@ def test_without_a_whole_checkpoint_nothing_is_begun(run: Path) -> None:
         flip_a_bit(path)
     before = sorted(run.iterdir())
     with pytest.raises(wh.WhaleError) as caught:
-        resumed(shared_step(), checkpoints(run))
+        restore_newest(shared_step(), checkpoints(run))
     text = str(caught.value)
     assert text.startswith("no whole checkpoint to resume from: 3 problems\n")
     assert text.index("step_000003") < text.index("step_000001")
     assert text.endswith("from a copy, or start anew with another directory")
     assert sorted(run.iterdir()) == before
-    assert resumed(shared_step(), []) is None
+    assert restore_newest(shared_step(), []) is None
 
 
 def test_another_model_is_no_damage(run: Path) -> None:
@@ -224,7 +224,7 @@ def test_another_model_is_no_damage(run: Path) -> None:
     (run / "step_000003" / "whalejax.json").write_text(
         record.replace('"whalejax_checkpoint": 1', '"whalejax_checkpoint": 9')
     )
-    found = resumed(shared_step(), checkpoints(run))
+    found = restore_newest(shared_step(), checkpoints(run))
     assert found and "has checkpoint format 9" in found.notes[0]
     other = make_job(make_model=lambda: {"w": jnp.zeros(3)}).make_model()
     step = wh.compile(
@@ -236,7 +236,7 @@ def test_another_model_is_no_damage(run: Path) -> None:
         devices=jax.devices()[:1],
     )
     with pytest.raises(wh.WhaleError, match="of another model or optimizer"):
-        resumed(step, checkpoints(run))
+        restore_newest(step, checkpoints(run))
 
 
 @pytest.mark.sampled(1)

@@ -24,7 +24,7 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.separability.proof import Separability
 from whalejax.capture.split_checks import DependentSamplesError
 from whalejax.elastic.programs import ReplicaPrograms, local_cluster, planned_replica
-from whalejax.runtime.resume import resumed
+from whalejax.runtime.resume import restore_newest
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -563,7 +563,7 @@ def test_a_resumed_run_says_that_other_parts_draw_other_numbers(tmp_path: Path) 
         two = step(name, 2)
         two.save(tmp_path / name, two.init_from(zoo.parameters()))
         for count in (2, 4):
-            found = resumed(step(name, count), [tmp_path / name])
+            found = restore_newest(step(name, count), [tmp_path / name])
             assert found is not None
             told = [n for n in found.notes if "2 micro-batches per step" in n]
             assert len(told) == (matters and count == 4)

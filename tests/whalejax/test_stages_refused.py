@@ -120,7 +120,7 @@ def test_a_derivative_inside_a_stage_is_none_through_stages() -> None:
                 slope = jax.grad(lambda h: jnp.tanh(h @ p["b"]).sum())(h)
                 return (slope**2).mean()
 
-    assert len(planned(loss).apart) == 2
+    assert len(planned(loss).stage_plans) == 2
 
 
 def test_tangents_go_through_stages_with_their_values() -> None:
@@ -130,7 +130,7 @@ def test_tangents_go_through_stages_with_their_values() -> None:
             value, tangent = jax.jvp(lambda x: energy(p, x), (b["x"],), (ones,))
             return value / 24 + tangent**2
 
-    assert len(planned(loss, per_micro_batch=True).apart) == 2
+    assert len(planned(loss, per_micro_batch=True).stage_plans) == 2
 
 
 def staged(p: Any, b: Any) -> Any:

@@ -40,7 +40,7 @@ from whalejax.adapters.pytrees import (
     Selection,
 )
 from whalejax.adapters.refused_states import refuse_training_states
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import short_repr
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.user_code.argument_checks import is_function
@@ -309,14 +309,15 @@ def _checked_axis_names(axis_names: Any, problems: Problems) -> Mapping[str, str
         return {}
     if not isinstance(axis_names, Mapping):
         problems.add(
-            f"axis_names is {shown(axis_names)}; expected your names of mesh axes "
+            f"axis_names is {short_repr(axis_names)}; expected your names of mesh axes "
             'mapped to ours, such as {"model": "tensor"}'
         )
         return {}
     for theirs, ours in axis_names.items():
         if not isinstance(ours, str) or ours not in MESH_AXES:
             problems.add(
-                f"axis_names maps {shown(theirs)} to {shown(ours)}; expected one of "
+                f"axis_names maps {short_repr(theirs)} to {short_repr(ours)}; "
+                "expected one of "
                 f"{', '.join(MESH_AXES)}"
             )
     return axis_names
@@ -478,7 +479,8 @@ def check_needed(
 def _takes_rng(loss_fn: Callable[..., Any], problems: Problems) -> bool:
     if not is_function(loss_fn):
         problems.add(
-            f"loss_fn is {shown(loss_fn)}; expected a function loss_fn(model, batch) "
+            f"loss_fn is {short_repr(loss_fn)}; expected a function loss_fn(model, "
+            "batch) "
             "or loss_fn(model, batch, rng)"
         )
         return False

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax import _compat
-from whalejax.meshes.checks import is_array, is_whole, shown
+from whalejax.meshes.checks import is_array, is_whole, short_repr
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import visible
 
@@ -226,4 +226,4 @@ def _form_text(leaf: Any) -> str:
 
 def _kind_text(leaf: Any) -> str:
     """Describes a leaf that is no array."""
-    return shown(leaf) if isinstance(leaf, int) else f"a {type(leaf).__name__}"
+    return short_repr(leaf) if isinstance(leaf, int) else f"a {type(leaf).__name__}"

@@ -21,7 +21,7 @@ from whalejax.adapters.leaves import (
     paths_of,
     refuse_other,
 )
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import short_repr
 from whalejax.meshes.errors import Problems, WhaleError
 
 
@@ -84,7 +84,8 @@ class Selection:
             inspect.isclass(trainable) or not _is_predicate(trainable)
         ):
             raise WhaleError(
-                f"trainable={shown(trainable)}: expected glob patterns of dotted paths "
+                f"trainable={short_repr(trainable)}: expected glob patterns of "
+                "dotted paths "
                 "such as 'head.*', or a predicate that takes one dotted path."
             )
 

@@ -226,7 +226,7 @@ def with_group(plan: Plan, group: int) -> Plan:
         return plan
     stages = plan.stages
     if stages is not None and stages.plans:
-        inner: Any = tuple(with_group(p, group) for p in plan.apart)
+        inner: Any = tuple(with_group(p, group) for p in plan.stage_plans)
         stages = dataclasses.replace(stages, plans=inner)
     pipelines = tuple(with_group(p, group) for p in plan.pipelines)
     return dataclasses.replace(

@@ -40,10 +40,10 @@ from whalejax.planner.plan.pipeline_spmd import LOCKSTEP, decide_stages
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.spmd import decide
 from whalejax.planner.plan.stage_notes import (
-    beside,
     evened,
     lopsided,
     merged,
+    speed_difference_text,
     uncut,
 )
 from whalejax.planner.plan.uneven_pipelines import decide_pipelines
@@ -95,7 +95,7 @@ def decider(
         _check_widths(programs.graph)
     if not allow_idle:  # Else fewer devices are tried, which the marks may divide.
         check_marks(programs.graph, request.num_devices)
-    asked, found = _asked(programs.graph, request)
+    asked, found = _requested_pipeline(programs.graph, request)
     mesh = dict(asked.mesh)
     stages = mesh.pop(STAGE, 1)
     if request.num_devices == 1 and STAGE not in (request.mesh or {}):
@@ -119,7 +119,7 @@ def decider(
     staging = _Staging(programs, asked, uneven)
     if found or stages > 1:
         search = staging.of_any_number if found else staging
-        return functools.partial(_said, search), request
+        return functools.partial(_search_with_warning, search), request
     search = _without_stages(staging, request, known)
     named = STAGE in pinned_axes(programs.graph) and STAGE not in asked.mesh
     if named and not isinstance(uneven, tuple):
@@ -173,12 +173,12 @@ def _any(
 
     if fixed_space(request.mesh):
         return runs()
-    plans, problem = _made(runs)
+    plans, problem = _feasible_plans(runs)
     best = plans[0] if plans else None
     found: list[Plan] = []
     other: PlanError | None = None
     for make in _estimates(programs, graph, cluster, request, best, **options):
-        several, why = _made(make)
+        several, why = _feasible_plans(make)
         found, other = [*found, *several], other or why
     reasons = {id(plan): why_not(graph, request, plan) for plan in found}
     found = [
@@ -210,7 +210,7 @@ def _estimates(
         programs, graph, cluster, request, options: Arguments of every search.
         best: the best plan that runs, or None.
     """
-    asked, found = _asked(graph, request)
+    asked, found = _requested_pipeline(graph, request)
     mesh = dict(asked.mesh)
     stages = mesh.pop(STAGE, None)
     wanted = dataclasses.replace(
@@ -343,13 +343,17 @@ class _Staging:
             cluster,
             request,
             stages=self.asked.mesh[STAGE],
-            decide=lambda part, one: self.apart(graph, part, one, **options),
+            decide=lambda part, one: self.plan_parallel_pipelines(
+                graph, part, one, **options
+            ),
         )
         if isinstance(self.uneven, tuple):
             return several(asked=self.uneven)
-        found, problem = _made(alone)
+        found, problem = _feasible_plans(alone)
         least = min(self.known_seconds, *map(_seconds, found), math.inf)
-        more, other = _made(functools.partial(several, asked=None, known_seconds=least))
+        more, other = _feasible_plans(
+            functools.partial(several, asked=None, known_seconds=least)
+        )
         more = [plan for plan in more if plan.num_devices == request.num_devices]
         return _fastest([*found, *more], problem or other)
 
@@ -360,7 +364,7 @@ class _Staging:
             one_program: makes the plan without stages.
         """
 
-        def found(
+        def plan_with_fewer_idle(
             graph: Graph, cluster: Cluster, request: Request, **options: Any
         ) -> Plan:
             plan = one_program(graph, cluster, request, **options)
@@ -377,7 +381,7 @@ class _Staging:
             # Of cuts between layers the bound leaves out waiting and uneven stages.
             more = 1.0 if stacked_loop(graph) else 1 + SURE
             near = [n for n, bound in bounds.items() if bound * more < known]
-            staged, _ = _made(
+            staged, _ = _feasible_plans(
                 *(
                     functools.partial(self.of(n, known).alone, *given, **options)
                     for n in near
@@ -391,7 +395,7 @@ class _Staging:
                 plan, near if several else (), *given, **options
             )
 
-        return found
+        return plan_with_fewer_idle
 
     def _with_paper_note(
         self,
@@ -412,7 +416,7 @@ class _Staging:
         known = _seconds(plan) / (1 + SURE)
         wanted = dataclasses.replace(request, estimate=True)
         given = graph, cluster
-        made, _ = _made(
+        made, _ = _feasible_plans(
             *(
                 functools.partial(
                     _with_host_memory,
@@ -439,11 +443,13 @@ class _Staging:
             shares: makes the plan of replicas.
         """
 
-        def found(
+        def search_again(
             graph: Graph, cluster: Cluster, request: Request, **options: Any
         ) -> Plan:
             given = graph, cluster, request
-            plans, problem = _made(functools.partial(shares, *given, **options))
+            plans, problem = _feasible_plans(
+                functools.partial(shares, *given, **options)
+            )
             if plans and not _may_gain(plans[0]):
                 return plans[0]
             if problem and request.num_devices < cluster.num_devices:
@@ -454,7 +460,7 @@ class _Staging:
                 for n in _whole_stages(cluster, request.num_devices)
                 if not plans or self._may_be_faster(n, plans[0])
             ]
-            staged, _ = _made(*each)
+            staged, _ = _feasible_plans(*each)
             clearly = [
                 plan
                 for plan in staged
@@ -464,7 +470,7 @@ class _Staging:
             best = min(clearly or plans, key=_seconds, default=None)
             return _fastest([*plans, *staged], problem, best)
 
-        return found
+        return search_again
 
     def _may_be_faster(self, stages: int, replicas: Plan) -> bool:
         """Whether as many stages may be clearly faster than replicas.
@@ -498,7 +504,7 @@ class _Staging:
         options["known_seconds"] = self.known_seconds
         return self._with_programs(why, graph, cluster, request, asked, **options)
 
-    def apart(
+    def plan_parallel_pipelines(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
         """The plan of one of several pipelines side by side."""
@@ -588,7 +594,7 @@ class _Staging:
         problem = None
         if not found or len(named) > 1:
             plain = functools.partial(search, graph, cluster, request, **options)
-            others, problem = _made(plain)
+            others, problem = _feasible_plans(plain)
             found += others
 
         def obeyed(plan: Plan) -> int:
@@ -606,14 +612,14 @@ class _Staging:
             functools.partial(self.of(n), graph, cluster, request, **options)
             for n in counts
         ]
-        return _made(*each)
+        return _feasible_plans(*each)
 
     def _traced(self, remat: Remat) -> Whole:
         program = self.captured.with_remat(remat) if remat else self.captured
         return Whole(graph=program.graph, units=units_of(program))
 
 
-def _made(*each: Callable[[], Plan]) -> tuple[list[Plan], PlanError | None]:
+def _feasible_plans(*each: Callable[[], Plan]) -> tuple[list[Plan], PlanError | None]:
     """The plans that can be made, and the first reason why one cannot."""
     found: list[Plan] = []
     problem: PlanError | None = None
@@ -679,7 +685,9 @@ def _fastest(
     taken = best or min(found, key=_seconds)
     others = sorted(
         (
-            dataclasses.replace(c, verdict=beside(c.step_seconds, _seconds(taken)))
+            dataclasses.replace(
+                c, verdict=speed_difference_text(c.step_seconds, _seconds(taken))
+            )
             if c.fits
             else c
             for plan in found
@@ -713,7 +721,7 @@ def _marked(graph: Graph) -> set[int]:
     }
 
 
-def _asked(graph: Graph, request: Request) -> tuple[Asked, bool]:
+def _requested_pipeline(graph: Graph, request: Request) -> tuple[Asked, bool]:
     """The pipeline that is asked for, and whether its stages are to be found."""
     marked = _marked(graph)
     asked = Asked.of(graph, request, SCHEDULES)
@@ -795,7 +803,7 @@ def _neither(apart: str, reason: str, remedy: str) -> str:
     return f"{apart.rstrip('.')}. One program for all stages: {reason}"
 
 
-def _said(
+def _search_with_warning(
     search: Callable[..., Plan], graph: Graph, *given: Any, **options: Any
 ) -> Plan:
     """The plan of stages that are asked for, with a warning where one does most."""

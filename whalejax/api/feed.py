@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 import jax
 import numpy as np
 
-from whalejax.meshes.checks import Arguments, is_whole, plain, shown
+from whalejax.meshes.checks import Arguments, is_whole, plain, short_repr
 from whalejax.meshes.errors import WhaleError
 
 
@@ -130,7 +130,7 @@ class Feed:
         if step is not None and not _is_step(step):
             problems.refuse("step", step, "what wh.compile gives, or None")
         elif step is not None and sized:
-            for problem in _unlike(step, batch_size):
+            for problem in _batch_mismatches(step, batch_size):
                 problems.add(problem)
         problems.raise_if_any(WhaleError)
         begins: int | None
@@ -186,7 +186,8 @@ class Feed:
         """
         if not isinstance(state, Mapping) or "step" not in state:
             raise WhaleError(
-                f"state is {shown(state)}; expected what get_state gave, with 'step'"
+                f"state is {short_repr(state)}; expected what get_state gave, with "
+                "'step'"
             )
         inner = state.get("source") is not None
         needed = {"epoch"} if inner or "place" in state else set[str]()
@@ -257,7 +258,7 @@ class Feed:
             rows = self._rows()
             self.step += 1
             samples = [_sample(source, int(numbers[row])) for row in rows]
-            yield _stacked(samples, samples[0] if samples else _sample(source, 0))
+            yield _stack_samples(samples, samples[0] if samples else _sample(source, 0))
 
     def _rows(self) -> Sequence[int]:
         """The samples of a global batch that this process gives, in order."""
@@ -276,13 +277,13 @@ class Feed:
                 self._read += 1
                 if self._read > self.step:
                     if self._shift:  # The batch begins within what was read.
-                        wanted = self._moved(wanted)
+                        wanted = self._shift_samples(wanted)
                         if wanted is None:
                             break
                     self.step += 1
                     rows = self._rows()
                     samples = [wanted[row] for row in rows]
-                    yield _stacked(samples, wanted[0])
+                    yield _stack_samples(samples, wanted[0])
             if fresh and self._read == began:
                 raise WhaleError(
                     f"batch_size is {self._size}, and a {type(self._source).__name__} "
@@ -294,7 +295,7 @@ class Feed:
             if once:  # A generator, say: there is no more to be had of it.
                 return
 
-    def _moved(self, found: list[Any]) -> list[Any] | None:
+    def _shift_samples(self, found: list[Any]) -> list[Any] | None:
         """A batch without the samples that were given, and as many more behind it."""
         assert self._iterator is not None
         shift, self._shift = self._shift, 0
@@ -334,7 +335,8 @@ def _check_beginning(problems: Arguments, first: Any, first_sample: Any) -> None
     )
     if is_whole(first, 1) and first_sample is not None:
         problems.add(
-            f"first is {shown(first)} and first_sample {shown(first_sample)}, and "
+            f"first is {short_repr(first)} and first_sample "
+            f"{short_repr(first_sample)}, and "
             "both say where to begin. Give one of them; "
             "first_sample=state.samples is right with another batch size too"
         )
@@ -385,7 +387,8 @@ def _from_text(state: Any) -> Any:
         return base64.b64decode(state[_BYTES], validate=True)
     except (TypeError, ValueError) as error:
         raise WhaleError(
-            f"state['source'] is damaged: its bytes are {shown(state[_BYTES])}, which "
+            f"state['source'] is damaged: its bytes are {short_repr(state[_BYTES])}, "
+            "which "
             f"is no base64 ({error}). Give the state that get_state gave"
         ) from error
 
@@ -411,7 +414,7 @@ def _has_length(source: Any) -> bool:
     return True
 
 
-def _unlike(step: TrainStep, batch_size: int) -> Iterator[str]:
+def _batch_mismatches(step: TrainStep, batch_size: int) -> Iterator[str]:
     """Yields the reasons why a step cannot take such batches."""
     if {*step.batch_axes} - {0}:
         yield (
@@ -429,7 +432,7 @@ def _unlike(step: TrainStep, batch_size: int) -> Iterator[str]:
         yield f"batch_size is {batch_size}; the plan is for {sizes}"
 
 
-def _stacked(samples: Sequence[Any], like: Any) -> Any:
+def _stack_samples(samples: Sequence[Any], like: Any) -> Any:
     """Samples, one behind the other; of none, the shapes are those of any."""
     if not samples:
         return jax.tree.map(lambda x: np.asarray(x)[None][:0], like)

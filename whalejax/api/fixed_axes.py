@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from whalejax.meshes.checks import is_whole, shown
+from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.near_names import AXIS_SYNONYMS, near_hint
@@ -36,17 +36,20 @@ def check_axes(mesh: Mapping[str, int] | None) -> None:
         return
     if not isinstance(mesh, Mapping):
         raise PlanError(
-            f"mesh is {shown(mesh)}; expected sizes by axis, such as {{'tensor': 2}}"
+            f"mesh is {short_repr(mesh)}; expected sizes by axis, such as "
+            f"{{'tensor': 2}}"
         )
     problems = Problems("wh.plan(mesh=…)")
     for axis, size in mesh.items():
         if axis not in MESH_AXES:
             problems.add(
-                f"there is no mesh axis {shown(axis)} to fix; expected one of "
+                f"there is no mesh axis {short_repr(axis)} to fix; expected one of "
                 f"{', '.join(MESH_AXES)}{near_hint(axis, MESH_AXES, AXIS_SYNONYMS)}"
             )
         elif not isinstance(size, int) or not is_whole(size, 1):
-            problems.add(f"{axis} is {shown(size)}; expected a whole number, 1 or more")
+            problems.add(
+                f"{axis} is {short_repr(size)}; expected a whole number, 1 or more"
+            )
     problems.raise_if_any(PlanError)
 
 
@@ -106,7 +109,10 @@ def split_notes(plan: Plan) -> list[str]:
     Args:
         plan: for devices of one or of several kinds.
     """
-    every = [plan, *(own for one in plan.pipelines or (plan,) for own in one.apart)]
+    every = [
+        plan,
+        *(own for one in plan.pipelines or (plan,) for own in one.stage_plans),
+    ]
     if plan.cluster.is_uniform or all(
         one.axis_sizes.get("tensor", 1) == 1 for one in every
     ):

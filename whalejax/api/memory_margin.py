@@ -51,10 +51,12 @@ def without_margin(cluster: Cluster, margin: float) -> Cluster:
     """
     if not margin:
         return cluster
-    return cluster.with_memory_of({k.name: _left(k, margin) for k in cluster.kinds})
+    return cluster.with_memory_of(
+        {k.name: _usable_bytes(k, margin) for k in cluster.kinds}
+    )
 
 
-def _left(kind: DeviceKind, margin: float) -> int:
+def _usable_bytes(kind: DeviceKind, margin: float) -> int:
     """Bytes that plans may fill by prediction."""
     return max(1, int(kind.memory_bytes / (1 + margin)))
 
@@ -71,7 +73,7 @@ def with_margin_said(
     """
     if not margin or error.what != "device memory":
         return error
-    whole = {_left(kind, margin): kind.memory_bytes for kind in cluster.kinds}
+    whole = {_usable_bytes(kind, margin): kind.memory_bytes for kind in cluster.kinds}
     room = whole.get(error.of_bytes, error.of_bytes)
     needed = int((error.of_bytes + error.lacks_bytes) * (1 + margin))
     return error.with_sentence(
@@ -150,7 +152,7 @@ def with_devices(plan: Plan, cluster: Cluster) -> Plan:
 def _with_memory(plan: Plan, memory: Mapping[str, int]) -> Plan:
     stages: Any = plan.stages
     if stages is not None:
-        parts = tuple(_with_memory(one, memory) for one in plan.apart)
+        parts = tuple(_with_memory(one, memory) for one in plan.stage_plans)
         stages = dataclasses.replace(stages, plans=parts)
     pipelines: Any = tuple(_with_memory(one, memory) for one in _pipelines(plan))
     return dataclasses.replace(

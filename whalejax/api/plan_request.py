@@ -47,7 +47,7 @@ from whalejax.api.memory_margin import (
 )
 from whalejax.api.plan_settings import PlanSettings, changeable, parsed_cluster
 from whalejax.capture import Captured, capture
-from whalejax.capture.batch import aval_of, check_batch, resized
+from whalejax.capture.batch import aval_of, check_batch, resize_batch
 from whalejax.capture.batch import batch_leaves as micro_leaves
 from whalejax.capture.options import fixed_options
 from whalejax.capture.precision import (
@@ -61,7 +61,7 @@ from whalejax.capture.split_checks import check_split, split_note
 from whalejax.lowering.batch_record import batch_leaves, batch_tree, tree_bytes
 from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.lowering.pipeline_mpmd.update_split import check_update
-from whalejax.lowering.spmd.executor import hosted
+from whalejax.lowering.spmd.executor import offloadable_state
 from whalejax.lowering.uneven.zero1_update import elementwise
 from whalejax.meshes import Cluster
 from whalejax.meshes.checks import Arguments, is_whole
@@ -248,7 +248,7 @@ class PlanQuestion:
         batch, cluster = self.batch, self.cluster
         if "batch" in changes:
             axes = self.request.batch_axes
-            batch = resized(batch, axes, int(changes.pop("batch")))
+            batch = resize_batch(batch, axes, int(changes.pop("batch")))
         if "cluster" in changes:
             if changes["cluster"] is None:
                 raise PlanError(
@@ -359,7 +359,7 @@ class PlanQuestion:
         self._check_mesh()
         request, adapter = self.request, programs.adapter
         graph, traced = programs.graph, programs.traced
-        hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
+        hosts = functools.cache(lambda: offloadable_state(adapter, self.optimizer))
         state = optimizer_bytes(adapter, self.optimizer, self.cluster.platform)
         options = fixed_options(
             request,

@@ -16,7 +16,7 @@ import optax
 from whalejax.api.fixed_axes import check_axes
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
-from whalejax.meshes.checks import Arguments, is_number, is_whole, plain, shown
+from whalejax.meshes.checks import Arguments, is_number, is_whole, plain, short_repr
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
@@ -150,7 +150,7 @@ def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
     found = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(found, Cluster):
         raise WhaleError(
-            f"cluster is {shown(cluster)}; expected a Cluster or text such as "
+            f"cluster is {short_repr(cluster)}; expected a Cluster or text such as "
             "'h100:8', 'v5p:4x4x4', a .toml file or 'local'"
         )
     return found
@@ -273,6 +273,6 @@ def _check_default(default: Any, problems: Arguments) -> None:
         return
     if mark is not None and mark.attributes:
         problems.add(
-            f"default is {shown(default)}; a default takes no arguments. Give "
+            f"default is {short_repr(default)}; a default takes no arguments. Give "
             f"wh.{mark.kind}(), and mark the regions that need more"
         )

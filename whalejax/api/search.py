@@ -18,7 +18,7 @@ from whalejax.api.plan_request import PlanQuestion, PlanRequest, question_about
 from whalejax.api.plan_settings import parsed_cluster
 from whalejax.api.search_result import Found, Refused, Weighed
 from whalejax.meshes import Cluster
-from whalejax.meshes.checks import Arguments, is_number, shown
+from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.progress_events import tell
 from whalejax.meshes.texts import visible
@@ -119,7 +119,7 @@ def search_on(
         plans=tuple(one for _, one in plans),
         names=tuple(name for name, _ in plans),
         refused=tuple(refused),
-        weighed=tuple(_weighed(first, plans)),
+        weighed=tuple(_evaluated_candidates(first, plans)),
         notes=_notes(question, first),
     )
 
@@ -136,7 +136,7 @@ def _notes(
     return unlike_note(asked, {name: samples_at_a_time(one) for name, one in first})
 
 
-def _weighed(
+def _evaluated_candidates(
     first: Sequence[tuple[str, Plan]], plans: Sequence[tuple[str, Plan]]
 ) -> Iterable[Weighed]:
     """Every candidate of every cluster, with its plan where there is one."""
@@ -230,11 +230,15 @@ def named_clusters(
             problems.add("cluster= is wh.plan's; give clusters=, a list")
         elif name not in known:
             hint = near_hint(name, known, ARGUMENT_SYNONYMS)
-            problems.add(f"there is no option {shown(name)}{hint}")
+            problems.add(f"there is no option {short_repr(name)}{hint}")
     if isinstance(clusters, str | bytes | Cluster | type) or not isinstance(
         clusters, Sequence
     ):
-        said = clusters.describe() if isinstance(clusters, Cluster) else shown(clusters)
+        said = (
+            clusters.describe()
+            if isinstance(clusters, Cluster)
+            else short_repr(clusters)
+        )
         problems.add(f"clusters is {said}; expected a list such as ['h100:8']")
         clusters = []
     elif not clusters:
@@ -260,7 +264,8 @@ def _check_prices(
 ) -> None:
     if not isinstance(prices, Mapping):
         problems.add(
-            f"prices is {shown(prices)}; expected prices of one device for an hour by "
+            f"prices is {short_repr(prices)}; expected prices of one device for an "
+            "hour by "
             'the name of its kind, such as {"h100": 2.5}'
         )
         return
@@ -268,12 +273,14 @@ def _check_prices(
     for name, price in prices.items():
         if not is_number(price) or not price > 0:
             problems.add(
-                f"prices[{shown(name)}] is {shown(price)}; expected the price of one "
+                f"prices[{short_repr(name)}] is {short_repr(price)}; expected the "
+                "price of one "
                 "device for an hour, above 0"
             )
         if clusters and name not in kinds:
             problems.add(
-                f"prices has {shown(name)}, and the clusters have {', '.join(kinds)}"
+                f"prices has {short_repr(name)}, and the clusters have "
+                f"{', '.join(kinds)}"
             )
 
 

@@ -12,7 +12,7 @@ import optax
 from whalejax.adapters.base import adapt
 from whalejax.api.tables_request import RUNNABLE_SPLITS, TablesRequest, check_tables
 from whalejax.capture.batch import check_batch
-from whalejax.meshes.checks import is_array, shown
+from whalejax.meshes.checks import is_array, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.tables.sections import SectionTimes
@@ -134,14 +134,14 @@ def count_lookups(
         batches = None  # type: ignore[assignment]
     if not isinstance(batches, Iterable):
         raise WhaleError(
-            f"batches is {shown(batches)}; expected some batches, as in a list"
+            f"batches is {short_repr(batches)}; expected some batches, as in a list"
         )
     program: TableProgram | None = None
     counted: dict[str, np.ndarray] = {}
     for batch in batches:
         if program is None:
             if isinstance(batch, str):
-                raise WhaleError(f"batches holds {shown(batch)}; expected batches")
+                raise WhaleError(f"batches holds {short_repr(batch)}; expected batches")
             check_batch(batch, 0)
             program = cut_program(adapter, batch)
             check_tables(adapter, program, None)

@@ -21,7 +21,7 @@ from whalejax.adapters.base import Adapter, adapt
 from whalejax.api.plan_request import PlanRequest
 from whalejax.api.plan_settings import parsed_cluster
 from whalejax.capture.batch import aval_of, check_batch
-from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.errors import PlanError
@@ -309,7 +309,7 @@ def check_tables(adapter: Adapter, program: TableProgram, counts: Any) -> None:
     for name in counts if isinstance(counts, Mapping) else ():
         if name not in names:
             problems.add(
-                f"counts names {shown(name)}, which is no table; the tables are "
+                f"counts names {short_repr(name)}, which is no table; the tables are "
                 f"{', '.join(names[:8])}"
             )
     leaves = jax.tree.leaves(adapter.params)

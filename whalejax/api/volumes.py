@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whalejax.meshes.checks import is_whole, shown
+from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.errors import Problems, WhaleError
 
 
@@ -69,31 +69,36 @@ class Volumes:
         problems = Problems("Volumes", WhaleError)
         if not isinstance(leaves, Mapping) or not leaves:
             raise WhaleError(
-                f"leaves is {shown(leaves)}; expected a file for each sample, by the "
+                f"leaves is {short_repr(leaves)}; expected a file for each sample, "
+                "by the "
                 "name of a batch leaf: {'volumes': ['0.npy', '1.npy']}"
             )
         for name, each in leaves.items():
             if isinstance(each, str | bytes | os.PathLike):
                 problems.add(
-                    f"leaves[{shown(name)}] is the one path {shown(each)}; expected a "
+                    f"leaves[{short_repr(name)}] is the one path {short_repr(each)}; "
+                    "expected a "
                     "list with a file for each sample: give "
-                    f"[{shown(each)}] where there is one sample"
+                    f"[{short_repr(each)}] where there is one sample"
                 )
                 continue
             several = isinstance(each, list | tuple) or _is_array(each)
             if not several:
                 problems.add(
-                    f"leaves[{shown(name)}] is {shown(each)}; expected a list of files "
+                    f"leaves[{short_repr(name)}] is {short_repr(each)}; expected a "
+                    "list of files "
                     "or an array, with one for each sample"
                 )
             elif len(each) == 0:
                 problems.add(
-                    f"leaves[{shown(name)}] has no samples; expected at least one: a "
+                    f"leaves[{short_repr(name)}] has no samples; expected at least "
+                    "one: a "
                     "file or a value"
                 )
         if step is not None and not hasattr(step, "batch_regions"):
             problems.add(
-                f"step is {shown(step)}; expected what wh.compile returned, or None"
+                f"step is {short_repr(step)}; expected what wh.compile returned, or "
+                "None"
             )
         problems.raise_if_any()
         counts = {name: len(each) for name, each in leaves.items()}
@@ -142,7 +147,8 @@ class Volumes:
         """
         if not is_whole(number) or not 0 <= number < self._count:
             raise WhaleError(
-                f"there is no sample {shown(number)}; expected a whole number from 0 "
+                f"there is no sample {short_repr(number)}; expected a whole number "
+                "from 0 "
                 f"to {self._count - 1}, of {self._count} samples"
             )
         return {name: self._read(name, number) for name in self._leaves}
@@ -152,14 +158,14 @@ class Volumes:
         where = f"{name}[{number}]"
         file = _path(found)
         if file is not None:
-            array = _opened(file, where)
+            array = _open_array(file, where)
             where += f" ({file})"
         else:
             array = np.asarray(found)
         self._check(array, name, where, file=file is not None)
         region = self._regions.get(name) or tuple((slice(0, n),) for n in array.shape)
         try:
-            part = _joined(array, region)
+            part = _read_region(array, region)
         except (ValueError, OSError) as error:
             raise WhaleError(
                 f"{where}: a part of it cannot be read ({error}). Write the file again"
@@ -201,7 +207,7 @@ def _path(value: Any) -> Path | None:
     )
 
 
-def _opened(path: Path, where: str) -> Any:
+def _open_array(path: Path, where: str) -> Any:
     """An array in a file, of which nothing is read yet."""
     if not path.exists():
         raise WhaleError(f"{where}: there is no file {path}")
@@ -239,7 +245,7 @@ def _opened_zarr(path: Path, where: str) -> Any:
         raise WhaleError(f"{where}: {path} cannot be read ({error})") from error
 
 
-def _joined(array: Any, region: Region) -> Any:
+def _read_region(array: Any, region: Region) -> Any:
     """The wanted part of an array."""
     pieces = list(itertools.product(*region))
     read = [_piece(array, piece) for piece in pieces]

@@ -221,7 +221,7 @@ def with_stacked(graph: Graph, walk: Walk) -> Graph:
         walk: the program that it is of.
     """
     flows = [tensor.differentiable for tensor in graph.tensors]
-    return replace(graph, stacked=walk.stacked(flows)) if walk.kept else graph
+    return replace(graph, stacked=walk.scan_residuals(flows)) if walk.kept else graph
 
 
 def _tensors(walk: Walk, flows: Sequence[bool]) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from whalejax import _compat
 from whalejax.adapters.leaves import dotted
-from whalejax.meshes.checks import MOST_SAMPLES, is_array, is_whole, plain, shown
+from whalejax.meshes.checks import MOST_SAMPLES, is_array, is_whole, plain, short_repr
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.units import count_text
 
@@ -40,7 +40,7 @@ class TracedLeaf:
         """Abstract value that is traced in place of the leaf."""
         return _compat.abstract(self.micro_shape, self.dtype)
 
-    def resized(self, times: int) -> TracedLeaf:
+    def with_more_samples(self, times: int) -> TracedLeaf:
         """The same with so many times the samples in a micro-batch."""
         shape = list(self.micro_shape)
         if self.axis is not None:
@@ -62,7 +62,7 @@ def batch_leaves(
     """The batch's leaves at micro-batch shape, checked; all problems at once."""
     if not is_whole(num_micro_batches, 1):
         raise WhaleError(
-            f"num_micro_batches={shown(num_micro_batches)}: expected a positive "
+            f"num_micro_batches={short_repr(num_micro_batches)}: expected a positive "
             "integer."
         )
     problems = Problems("batch")
@@ -74,7 +74,8 @@ def batch_leaves(
         name = f"batch.{dotted(path)}" if path else "batch"
         if not _is_array(value):
             problems.add(
-                f"{name} is {shown(value)}; expected an array with the samples along a "
+                f"{name} is {short_repr(value)}; expected an array with the samples "
+                "along a "
                 "dimension, or its jax.ShapeDtypeStruct"
             )
             continue
@@ -123,7 +124,7 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, float | complex | np.generic) or is_array(leaf)
 
 
-def resized(batch: Any, batch_axes: Any, size: int) -> Any:
+def resize_batch(batch: Any, batch_axes: Any, size: int) -> Any:
     """The shapes of a batch with another number of samples.
 
     Args:
@@ -146,7 +147,8 @@ def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:
     for axis in jax.tree.leaves(batch_axes):
         if not is_whole(axis):
             raise WhaleError(
-                f"batch_axes has {shown(axis)}; expected the number of a dimension for "
+                f"batch_axes has {short_repr(axis)}; expected the number of a "
+                "dimension for "
                 "all leaves of the batch or for each, None where one has no samples."
             )
     batch_axes = plain(batch_axes)

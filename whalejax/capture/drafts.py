@@ -86,7 +86,7 @@ class Context:
     sorted_rows: Any = None
     depth: int = 0
 
-    def inside(self, position: Position, index: int) -> Context:
+    def enter_call(self, position: Position, index: int) -> Context:
         """The surroundings inside a call's inner jaxpr."""
         return replace(self, prefix=(*position, index))
 

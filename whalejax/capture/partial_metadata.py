@@ -61,9 +61,9 @@ def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
             continue
         tensors[t.id] = replace(
             t,
-            names=_beside(found, t.names),
-            pinned=_beside(found, t.pinned),
-            called=_beside(found, t.called),
+            names=_align_to_unstacked_dims(found, t.names),
+            pinned=_align_to_unstacked_dims(found, t.pinned),
+            called=_align_to_unstacked_dims(found, t.called),
         )
         notes.append(
             f"{said}: they are taken for those beside dimension "
@@ -75,7 +75,7 @@ def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
     return replace(graph, tensors=tuple(tensors)), notes
 
 
-def _beside(stacks: Collection[int], texts: Texts) -> Texts:
+def _align_to_unstacked_dims(stacks: Collection[int], texts: Texts) -> Texts:
     """Texts that stand at the first dimensions, at those that are no stacks."""
     own = iter(texts)
     return tuple(None if d in stacks else next(own) for d in range(len(texts)))

@@ -18,7 +18,7 @@ from whalejax.capture.precision import at_precision
 from whalejax.capture.reported.values import check_clear
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.model.rebatch import resized
+from whalejax.planner.model.rebatch import rebatch_graph
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.spmd import Known
 from whalejax.planner.sharding.precision_regions import checked_precisions
@@ -110,23 +110,23 @@ class Resized(Programs):
     @functools.cached_property
     def traced(self) -> Programs:
         """The one that it is like, if its graph can be told from that."""
-        return self if self._resized(self._like.graph) is None else self._like
+        return self if self._resize_graph(self._like.graph) is None else self._like
 
     @functools.cached_property
     def graph(self) -> Graph:
         """The loss as it was written, as plain data."""
-        return self._resized(self._like.graph) or self.captured.graph
+        return self._resize_graph(self._like.graph) or self.captured.graph
 
     def _again(self, remat: Remat, attention: Chosen, chunks: int) -> Graph:
         found = None
         if self.traced is self._like:
-            found = self._resized(self._like.again(remat, attention, chunks))
+            found = self._resize_graph(self._like.again(remat, attention, chunks))
         return found or super()._again(remat, attention, chunks)
 
-    def _resized(self, graph: Graph) -> Graph | None:
+    def _resize_graph(self, graph: Graph) -> Graph | None:
         """One of the other's graphs with this batch; None where it cannot be told."""
         if id(graph) not in self._known:
-            found = resized(graph, self._size)
+            found = rebatch_graph(graph, self._size)
             if found is not None:
                 found = dataclasses.replace(
                     found, num_micro_batches=self._count, model_hash=self._hash

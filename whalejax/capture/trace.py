@@ -457,7 +457,7 @@ def capture(
     reader = _Reader(adapter, leaves, marks, weighted, num_micro_batches)
     read = reader.read(jaxpr)
     again = functools.partial(_with_samples, flat, reader, arguments, axes)
-    out_tree, apart = _told(_traced_as(jaxpr, read), flat, again, changing)
+    out_tree, apart = _reported_values(_traced_as(jaxpr, read), flat, again, changing)
     programs = _loss_programs(flat, reader, arguments, axes, changing)
     traced = functools.partial(_program_of, flat, leaves, arguments, axes)
     jaxpr, rows = _sorting_rows(jaxpr, traced, reader, steady, programs.inputs)
@@ -588,7 +588,7 @@ def _lengthened(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
     return jaxpr, read
 
 
-def _told(
+def _reported_values(
     trace: Trace,
     flat: _FlatLoss,
     again: Callable[[int], Trace],
@@ -762,7 +762,7 @@ def _traced_twice_as_large(
     axes: Sequence[str],
 ) -> Any:
     """The same loss with twice as many samples in a micro-batch."""
-    larger = [leaf.resized(2) for leaf in leaves]
+    larger = [leaf.with_more_samples(2) for leaf in leaves]
     size = next(x.micro_shape[x.axis] for x in larger if x.axis is not None)
     first = len(adapter.param_paths) + len(adapter.rest_paths)
     given = [*arguments[:first], *(x.aval for x in larger)]

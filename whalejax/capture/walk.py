@@ -87,7 +87,7 @@ class KnownRules:
         self._attention: dict[int, tuple[Any, Behaviour]] = {}
         self._without: dict[Hashable, tuple[Behaviour, Behaviour]] = {}
 
-    def seen(
+    def view_equation(
         self, equation: Any, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]
     ) -> _Seen:
         """An equation as rules see it; the same for one that was seen before.
@@ -299,7 +299,7 @@ class Walk:
     ) -> tuple[Value, ...]:
         inputs = tuple([_shape(atom) for atom in equation.invars])
         outputs = tuple([_shape(var) for var in equation.outvars])
-        seen = self.rules.seen(equation, inputs, outputs)
+        seen = self.rules.view_equation(equation, inputs, outputs)
         view = seen.view
         if here.sorted_rows is not None:
             return self._on_rows(view, equation, position, operands, here)
@@ -409,7 +409,7 @@ class Walk:
             if t is not None and dim is not None
         )
         context = replace(
-            here.inside(position, 0), sorted_rows=found, depth=len(position) + 1
+            here.enter_call(position, 0), sorted_rows=found, depth=len(position) + 1
         )
         results = []
         pairs = zip(
@@ -493,7 +493,7 @@ class Walk:
         here: Context,
     ) -> tuple[Value, ...]:
         (inner,) = inner_jaxprs(equation)
-        results = self._body(inner, operands, here.inside(position, 0))
+        results = self._body(inner, operands, here.enter_call(position, 0))
         if recursion(equation) == "opaque":
             self.given_rules[position] = operands
             given, found = (
@@ -513,7 +513,7 @@ class Walk:
         (inner,) = inner_jaxprs(equation)
         policy = equation.params["policy"]
         self.given[position] = operands
-        context = replace(here.inside(position, 0), remat=number, policy=policy)
+        context = replace(here.enter_call(position, 0), remat=number, policy=policy)
         return self._body(inner, operands, context)
 
     def _scan(
@@ -536,7 +536,7 @@ class Walk:
         for stacked, one in zip(operands[first_slice:], slices, strict=True):
             if stacked is not None:
                 self._tie("scan", position, [stacked], one, here, shift=1)
-        context = replace(here.inside(position, 0), trip=here.trip * parts.length)
+        context = replace(here.enter_call(position, 0), trip=here.trip * parts.length)
         produced = self._body(inner, (*consts, *entering), context)
         outermost = here.trip == 1 and here.remat is None
         if outermost and parts.length > 1:
@@ -564,14 +564,14 @@ class Walk:
             self._emit("scan", position, layers, [], rule, here)
         return tuple(results)
 
-    def stacked(self, flows: Sequence[bool]) -> tuple[Stacked, ...]:
+    def scan_residuals(self, flows: Sequence[bool]) -> tuple[Stacked, ...]:
         """Returns the residuals of scans, each like a tensor of the scan's body.
 
         Args:
             flows: for every tensor, whether a gradient flows through it.
         """
         data = self._data()
-        kept = (self._stacked(scan, flows, data) for scan in self.kept)
+        kept = (self._scan_residuals(scan, flows, data) for scan in self.kept)
         return tuple(one for several in kept for one in several)
 
     def _data(self) -> set[int]:
@@ -582,7 +582,7 @@ class Walk:
                 found.update(op.results)
         return found
 
-    def _stacked(
+    def _scan_residuals(
         self, scan: KeptScan, flows: Sequence[bool], data: set[int]
     ) -> Iterator[Stacked]:
         alike: dict[tuple[int, ...], int] = {}
@@ -623,8 +623,8 @@ class Walk:
         of_condition, of_body = operands[:num_condition], operands[num_condition:first]
         carried = [self._tensor(v.aval) for v in equation.outvars]
         self._tie_all("while", position, operands[first:], carried, here)
-        self._body(condition, (*of_condition, *carried), here.inside(position, 0))
-        produced = self._body(body, (*of_body, *carried), here.inside(position, 1))
+        self._body(condition, (*of_condition, *carried), here.enter_call(position, 0))
+        produced = self._body(body, (*of_body, *carried), here.enter_call(position, 1))
         results = [self._tensor(v.aval) for v in equation.outvars]
         self._close("while", position, produced, carried, results, here)
         place = f" at {here.scope}" if here.scope else ""
@@ -643,7 +643,7 @@ class Walk:
     ) -> tuple[Value, ...]:
         before = len(self.ops)
         branches = [
-            self._body(branch, operands[1:], here.inside(position, index))
+            self._body(branch, operands[1:], here.enter_call(position, index))
             for index, branch in enumerate(inner_jaxprs(equation))
         ]
         if here.trip > 1 and any(op.behaviour.flops for op in self.ops[before:]):

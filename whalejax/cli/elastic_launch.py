@@ -10,7 +10,7 @@ from typing import Final
 
 from whalejax.cli import elastic_outcome
 from whalejax.cli.options import LaunchCommand, TrainCommand, given_plan_options
-from whalejax.cli.process_places import check_places, placed
+from whalejax.cli.process_places import check_places, start_agents
 from whalejax.elastic.launching import supervise
 from whalejax.elastic.worker import mesh_asked
 from whalejax.membership.settings import SupervisorSettings, least_and_most
@@ -44,7 +44,7 @@ def launch_elastic(command: LaunchCommand) -> int:
     settings = SupervisorSettings(least=least, most=most, spares=command.spares)
     words = (sys.executable, str(command.script), *command.arguments)
     began = time.monotonic()
-    with placed(command, command.logs, most + command.spares) as places:
+    with start_agents(command, command.logs, most + command.spares) as places:
         status = supervise(
             words,
             command.logs,
@@ -93,15 +93,15 @@ def train_elastically(command: TrainCommand) -> int:
         except WhaleError as error:
             problems.add(str(error))
     assert command.save is not None
-    words = (sys.executable, "-m", "whalejax.elastic.worker", told(command))
+    words = (sys.executable, "-m", "whalejax.elastic.worker", encode_command(command))
     settings = SupervisorSettings(least=least, most=most, spares=command.spares)
     began = time.monotonic()
-    with placed(command, command.save, most + command.spares) as places:
+    with start_agents(command, command.save, most + command.spares) as places:
         status = supervise(words, command.save, settings, places, quiet=command.quiet)
     elastic_outcome.print_trained(command, status, time.monotonic() - began)
     return status
 
 
-def told(command: TrainCommand) -> str:
+def encode_command(command: TrainCommand) -> str:
     """The options of a command as one word, for the process that it starts."""
     return json.dumps(dataclasses.asdict(command), default=str)

@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     closed = sys.stdout is None
     with standard_output():
         try:
-            status = _answered(argv, started, closed=closed)
+            status = _run_command(argv, started, closed=closed)
             sys.stdout.flush()
             return status
         except WhaleError as error:
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
 
 
-def _answered(argv: Sequence[str], started: float, *, closed: bool) -> int:
+def _run_command(argv: Sequence[str], started: float, *, closed: bool) -> int:
     """Run a command, or print what was asked of the program itself."""
     if list(argv) == ["--version"]:
         print(f"whalejax {__version__}")
@@ -618,7 +618,7 @@ def _calibrate(command: CalibrateCommand) -> None:
     from whalejax.cli.progress import Working
     from whalejax.meshes import Cluster
     from whalejax.meshes.calibration.calibrate import local_network, measured
-    from whalejax.meshes.merge import joined
+    from whalejax.meshes.merge import merge_clusters
 
     _check_output(command.output)
     if command.output.suffix.lower() != ".toml":
@@ -652,7 +652,7 @@ def _calibrate(command: CalibrateCommand) -> None:
             words.append(timing_words(timed))
     words.append(f"{cluster.describe()}, measured and written to {command.output}")
     if beside is not None:
-        cluster = Cluster.of(joined(beside, cluster, local_network()))
+        cluster = Cluster.of(merge_clusters(beside, cluster, local_network()))
     cluster.save(command.output)
     if beside is not None:
         outer = cluster.levels[-1]

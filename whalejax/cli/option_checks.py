@@ -21,7 +21,13 @@ from whalejax.cli.options import (
     VerifyCommand,
     given_plan_options,
 )
-from whalejax.meshes.checks import LARGEST, MOST_SAMPLES, is_number, is_whole, shown
+from whalejax.meshes.checks import (
+    LARGEST,
+    MOST_SAMPLES,
+    is_number,
+    is_whole,
+    short_repr,
+)
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import is_shown_as_written
@@ -99,7 +105,8 @@ def check_words(argv: Sequence[str]) -> None:
     for word in argv[: argv.index("--") + 2 if "--" in argv else len(argv)]:
         if len(word) > LONGEST_WORD or not is_shown_as_written(word):
             raise WhaleError(
-                f"{before} is {shown(word)}; expected no control characters, and at "
+                f"{before} is {short_repr(word)}; expected no control characters, "
+                "and at "
                 f"most {LONGEST_WORD} characters"
             )
         before = word if word.startswith("--") else before
@@ -119,9 +126,11 @@ def _check_numbers(argv: Sequence[str]) -> None:
         if name == "processes":
             continue
         if name in _WHOLE and not re.fullmatch(r"[+-]?\d+", behind):
-            raise WhaleError(f"--{option} is {shown(behind)}; expected a whole number")
+            raise WhaleError(
+                f"--{option} is {short_repr(behind)}; expected a whole number"
+            )
         if name in (*_SECONDS, *_SECONDS_OR_NONE) and not _is_float(behind):
-            raise WhaleError(f"--{option} is {shown(behind)}; expected a number")
+            raise WhaleError(f"--{option} is {short_repr(behind)}; expected a number")
 
 
 def _is_float(text: str) -> bool:
@@ -147,7 +156,7 @@ def check_command(command: Any, problems: Problems) -> None:
         if name == "precision" and isinstance(command, CalibrateCommand):
             wrong = [w for w in value if w.rpartition("=")[2] not in PRECISIONS]
             if wrong:  # seen before anything is measured
-                problem = f"{shown(wrong[0])}; expected {', '.join(PRECISIONS)}"
+                problem = f"{short_repr(wrong[0])}; expected {', '.join(PRECISIONS)}"
         if problem:
             problems.add(f"{word_of(type(command), name)} is {problem}")
 
@@ -202,7 +211,8 @@ def _wrong_range(text: str) -> str:
             return ""
         return f"{text}, whose MIN is over its MAX; expected {numbers[-1]}:{numbers[0]}"
     return (
-        f"{shown(text)}; expected a number, 1 or more, or MIN:MAX with MIN at most "
+        f"{short_repr(text)}; expected a number, 1 or more, or MIN:MAX with MIN at "
+        "most "
         "MAX, such as 2:4"
     )
 
@@ -217,11 +227,11 @@ def _problem(name: str, value: Any) -> str:
             return ""
         limit = f"at most {most}" if value > most else f"{least} or more"
         limit = "64 bits" if least < 0 else limit
-        return f"{shown(value)}; expected {limit}"
+        return f"{short_repr(value)}; expected {limit}"
     if name in _SECONDS:
         if is_number(value) and 0 < value <= LONGEST_SECONDS:
             return ""
-        said = f"{value:g}" if isinstance(value, float) else shown(value)
+        said = f"{value:g}" if isinstance(value, float) else short_repr(value)
         return f"{said}; expected more than 0 s, at most {LONGEST_SECONDS}"
     if name in _SECONDS_OR_NONE:
         if is_number(value) and (value > 0 or name != "mtbf" and value == 0):
@@ -232,16 +242,15 @@ def _problem(name: str, value: Any) -> str:
     if name == "hosts" and any(
         host.strip().startswith("-") for host in value.split(",")
     ):
-        return (
-            f"{shown(value)}; expected names of hosts, which do not begin with a dash"
-        )
+        text = short_repr(value)
+        return f"{text}; expected names of hosts, which do not begin with a dash"
     if name in _NO_FOLDER and Path(value).is_dir():
-        return f"{shown(str(value))}, which is a folder; expected a file"
+        return f"{short_repr(str(value))}, which is a folder; expected a file"
     words = [value] if isinstance(value, str) else value
     if isinstance(words, tuple) and name not in _MAY_BE_EMPTY and not all(words):
         return "''; expected a word"
     if isinstance(value, str) and name not in _MAY_BE_EMPTY and not value.strip():
-        return f"{shown(value)}; expected a word"
+        return f"{short_repr(value)}; expected a word"
     return ""
 
 

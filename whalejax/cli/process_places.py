@@ -54,7 +54,7 @@ def check_places(
 
 
 @contextlib.contextmanager
-def placed(
+def start_agents(
     command: LaunchCommand | TrainCommand, folder: Path, most: int
 ) -> Iterator[ProcessPlaces]:
     """Start the agents that a command asks for; they end with the block.

@@ -87,12 +87,12 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         from whalejax.cli.swarm_processes import serve_with_peers
 
         return serve_with_peers(command)
-    from whalejax.swarm_runtime.serving import opened
+    from whalejax.swarm_runtime.serving import open_listener
     from whalejax.wire.keys import make_key
 
     # First of all: those that join see that the registry comes, however long it traces.
     make_key(command.key)
-    with opened(command.host, command.port) as listening:
+    with open_listener(command.host, command.port) as listening:
         return _serve(command, find_job, listening)
 
 
@@ -289,7 +289,7 @@ def _terms(
         if waited >= most or command.key.exists():
             key = load_key(command.key)
             try:
-                return address, key, _asked(address, key, AskTerms())
+                return address, key, _query_registry(address, key, AskTerms())
             except _Absent as error:
                 if waited >= (command.patience if error.starts else most):
                     raise
@@ -373,7 +373,7 @@ def show(command: SwarmShowCommand) -> int:
         WhaleError: the registry cannot be reached.
     """
     address, key = parsed_address(command.registry), load_key(command.key)
-    found = _asked(address, key, Show()).fields
+    found = _query_registry(address, key, Show()).fields
     if command.json:
         print(json.dumps(found))
         return 0
@@ -454,7 +454,7 @@ class _Absent(WhaleError):
         self.starts = starts
 
 
-def _asked(address: Address, key: Key, question: Question[A]) -> A:
+def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
     from whalejax.wire.service import Caller, Gone, Refused
 
     caller = Caller(key)

@@ -42,7 +42,12 @@ from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime import loop
-from whalejax.runtime.resume import agreed_checkpoints, batches_from, held, resumed
+from whalejax.runtime.resume import (
+    agreed_checkpoints,
+    batches_from,
+    hold_folder,
+    restore_newest,
+)
 from whalejax.runtime.train_step import TrainStep
 from whalejax.runtime.train_step import compile as compile_step
 from whalejax.runtime.validate import devices_of
@@ -62,7 +67,7 @@ def run(job: Job, options: TrainCommand, *, started: float) -> TrainReport:
             another machine, or the loss is not finite.
     """
     check_options(options)
-    with held(options.save):
+    with hold_folder(options.save):
         return _run(job, options, started)
 
 
@@ -279,7 +284,7 @@ class _Session:
         step = compile_step(
             self.plan, job.loss_fn, self.model, optimizer=job.optimizer, batch=batch
         )
-        state, checkpoint = self._resumed(step)
+        state, checkpoint = self._restore_or_init(step)
         first = int(state.step)
         with Meter(
             self.console,
@@ -332,11 +337,13 @@ class _Session:
                 markup=False,
             )
 
-    def _resumed(self, step: TrainStep) -> tuple[TrainState, Path | None]:
+    def _restore_or_init(self, step: TrainStep) -> tuple[TrainState, Path | None]:
         """The state to begin with, and the checkpoint it is from; says which."""
         options = self.options
         folder = options.save if options.resume else None
-        found = resumed(step, [] if folder is None else agreed_checkpoints(folder))
+        found = restore_newest(
+            step, [] if folder is None else agreed_checkpoints(folder)
+        )
         for note in found.notes if found else ():
             self._warn(note)
         if found:
@@ -387,7 +394,7 @@ class _Session:
         step = replay.one_device_step(self.job, self.model, batch, self.plan)
         title = "replaying on one device"
         with Meter(self.console, title, first=0, steps=count) as meter:
-            found = resumed(step, [] if checkpoint is None else [checkpoint])
+            found = restore_newest(step, [] if checkpoint is None else [checkpoint])
             state = found.state if found else self.start(step)
             batches = self.batches_from(state)
             return replay.replay(step, state, batches, steps=count, on_step=meter.show)

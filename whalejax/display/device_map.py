@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from whalejax.display.page import Picture, cell, table
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.entries import LeafPlan
 from whalejax.planner.plan.report.why import shape_text, spec_text
@@ -97,13 +97,15 @@ class DeviceMap(Picture):
 def device_map(plan: PlanData, path: str, of: str = "params") -> DeviceMap:
     """The map of a plan's parameter; see ``Plan.device_map``."""
     if not isinstance(of, str) or of not in LAYOUTS:
-        raise WhaleError(f"of is {shown(of)}; expected one of {', '.join(LAYOUTS)}")
+        raise WhaleError(
+            f"of is {short_repr(of)}; expected one of {', '.join(LAYOUTS)}"
+        )
     path = plan.leaf(path).path
     homes = [one.home(path) for one in plan.pipelines or (plan,)]
     firsts, before = [], 0
     for one, home in zip(plan.pipelines or (plan,), homes, strict=True):
-        stage = next((i for i, own in enumerate(one.apart) if own is home), 0)
-        firsts.append(before + sum(own.num_devices for own in one.apart[:stage]))
+        stage = next((i for i, own in enumerate(one.stage_plans) if own is home), 0)
+        firsts.append(before + sum(own.num_devices for own in one.stage_plans[:stage]))
         before += one.num_devices
     leaf = homes[0].leaf(path)
     return DeviceMap(leaf, of, homes[0].axis_sizes, firsts, plan.num_devices)

@@ -52,10 +52,10 @@ def memory_chart(plan: PlanData) -> MemoryChart:
 
 
 def _bars(plan: PlanData) -> Bars:
-    each = [one.apart for one in plan.pipelines or (plan,)]
+    each = [one.stage_plans for one in plan.pipelines or (plan,)]
     terms = [one.memory for apart in each for one in apart]
     if plan.pipelines:
-        terms = [one.crossing for one in terms]
+        terms = [one.with_exchange_buffer for one in terms]
     if terms:
         rooms = [one.cluster.memory_bytes for apart in each for one in apart]
         names = stage_names([len(apart) for apart in each])

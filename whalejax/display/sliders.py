@@ -13,7 +13,7 @@ from typing import Any
 
 from whalejax.display.bundles import plan_html
 from whalejax.display.page import folded, fragment
-from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan_data import PlanData
@@ -130,7 +130,7 @@ def _check(batches: Any, clusters: Any) -> None:
     if not isinstance(batches, list | tuple | range | None):
         problems.refuse("batches", batches, "a list of numbers of samples, or None")
     elif wrong := [size for size in batches or () if not is_whole(size, 1)]:
-        given = ", ".join(map(shown, wrong[:4]))
+        given = ", ".join(map(short_repr, wrong[:4]))
         problems.add(
             f"batches has {given}; expected numbers of samples, 1 or more each"
         )

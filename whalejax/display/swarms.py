@@ -154,7 +154,7 @@ def least(
         width: Width of the model, relative to its own.
         overlap: devices compute while their links work.
     """
-    found = [stage.over(rate).at(width) for stage in stages]
+    found = [stage.with_link_speed(rate).at(width) for stage in stages]
     return min(one.overlapped if overlap else one.utilization for one in found)
 
 

@@ -126,7 +126,7 @@ def _version(package: str) -> Check:
             verdict="problem",
             remedy=f"pip install {package}",
         )
-    wanted = _wanted(package)
+    wanted = _required_versions(package)
     if wanted and not _within(found, wanted):
         return Check(
             name=package,
@@ -137,7 +137,7 @@ def _version(package: str) -> Check:
     return Check(name=package, found=found)
 
 
-def _wanted(package: str) -> str:
+def _required_versions(package: str) -> str:
     """The versions that this package asks for, such as ``">=0.10.2,<0.13"``."""
     try:
         needed = metadata.requires("whalejax") or []

@@ -99,7 +99,7 @@ def meet(
     end = time.monotonic() + timeout_seconds
     found = _listener(coordinator)
     if found is None:
-        return _come(mine, coordinator, end, timeout_seconds, key)
+        return _report_to_coordinator(mine, coordinator, end, timeout_seconds, key)
     return _Reception(mine, coordinator, count).receive(found, key, end)
 
 
@@ -150,7 +150,7 @@ class _Reception:
         reports = (self._mine, *(one.report for one in came.values()))
         between = (
             _attendance(self._coordinator, self._count, reports),
-            *compared(reports),
+            *compare_hosts(reports),
             *_clocks([(v.report.host, v.ahead, v.sure) for v in came.values()]),
         )
         for channel in came:
@@ -213,7 +213,7 @@ def _attendance(coordinator: str, count: int, reports: Sequence[HostReport]) -> 
     )
 
 
-def compared(reports: Sequence[HostReport]) -> list[Check]:
+def compare_hosts(reports: Sequence[HostReport]) -> list[Check]:
     """Returns the differences between hosts and the first of them."""
     checks = []
     for name, first in reports[0].facts.items():
@@ -256,7 +256,7 @@ def _clocks(clocks: Sequence[tuple[str, float, float]]) -> list[Check]:
 # The other hosts.
 
 
-def _come(
+def _report_to_coordinator(
     mine: HostReport,
     coordinator: str,
     end: float,

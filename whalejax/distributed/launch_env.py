@@ -189,7 +189,7 @@ def blame(rank: int, why: str) -> None:
     tell_launcher(Blamed(rank=rank, why=why[:MOST_WORDS]))
 
 
-def heard(line: bytes) -> _Line | None:
+def parse_report(line: bytes) -> _Line | None:
     """Parses a line that begins with the mark; None if no process wrote it.
 
     A script may print anything, so that every part is checked.

@@ -221,7 +221,7 @@ class Host:
         blame(rank, why)
         raise Lost(rank, text)
 
-    def joined(self) -> None:
+    def mark_joined(self) -> None:
         """JAX has joined this process: from now on its beats tell of it."""
         with self._changed:
             self._joined.add(0)
@@ -386,7 +386,7 @@ class Guest:
                     raise WhaleError(f"init_distributed: {printable(why)}")
         threading.Thread(target=self._look_on, daemon=True).start()
 
-    def joined(self) -> None:
+    def mark_joined(self) -> None:
         """JAX has joined this process: from now on its beats tell of it."""
         self._is_over = True
         if self._channel is not None:

@@ -32,7 +32,7 @@ from whalejax.distributed.launch_env import (
 from whalejax.distributed.meeting import shared_key
 from whalejax.distributed.rendezvous import ProcessPlace, end_process, rendezvous
 from whalejax.elastic.environment import SUPERVISOR, local_host
-from whalejax.elastic.placing import placed
+from whalejax.elastic.placing import await_placement
 from whalejax.membership import heartbeat as beats
 from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.errors import WhaleError
@@ -86,7 +86,7 @@ def init_distributed(
     if coordinator is None and num_processes is None and process_id is None:
         known = launched()
         if known is None and not jax.distributed.is_initialized():
-            known = placed()
+            known = await_placement()
         coordinator, num_processes, process_id = known or (None, None, None)
     given = {
         "coordinator": coordinator,
@@ -101,11 +101,11 @@ def init_distributed(
         _join(place, heartbeat_seconds, preemption)
         if place.count > 1:
             # JAX waits for the devices of all: whoever fails there is told of.
-            beats.begun(heartbeat_seconds, processes=place.count)
+            beats.start_heartbeat(heartbeat_seconds, processes=place.count)
         kind, devices = jax.local_devices()[0].device_kind, jax.local_device_count()
         tell_launcher(Introduced(kind=kind, devices=devices))
         if place.count > 1:
-            beats.begun().ready()
+            beats.start_heartbeat().ready()
     return int(jax.process_count())
 
 
@@ -179,7 +179,7 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
     except BaseException:  # an interrupt, or an end by sys.exit
         came.close()
         raise
-    came.joined()
+    came.mark_joined()
 
 
 @contextlib.contextmanager

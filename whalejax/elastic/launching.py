@@ -181,11 +181,11 @@ def main(words: Sequence[str]) -> int:
     """The supervisor's own process."""
     from whalejax.elastic.supervisor.supervisor import Supervisor
 
-    def made(kind: type, text: str) -> Path:
+    def decode_path(kind: type, text: str) -> Path:
         del kind
         return Path(text)
 
-    run = msgspec.json.decode(words[0], type=Supervised, dec_hook=made)
+    run = msgspec.json.decode(words[0], type=Supervised, dec_hook=decode_path)
     try:
         return Supervisor(run).run()
     except WhaleError as error:

@@ -217,7 +217,7 @@ class Peers:
             channel.close()
             who = self._who.pop(channel, None)
             if who is not None:
-                self._gone(*who, channel, str(error))
+                self._on_disconnect(*who, channel, str(error))
 
     def _put(self, generation: int, other: str, said: Part | Total | State) -> None:
         if getattr(said, "generation", generation) != generation:
@@ -227,7 +227,9 @@ class Peers:
             self._inbox.setdefault(key, []).append(said)
             self._changed.notify_all()
 
-    def _gone(self, generation: int, other: str, channel: Channel, why: str) -> None:
+    def _on_disconnect(
+        self, generation: int, other: str, channel: Channel, why: str
+    ) -> None:
         """A connection has ended; one that took its place goes on."""
         with self._changed:
             if self._channels.get((generation, other)) is not channel:

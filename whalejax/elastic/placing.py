@@ -52,7 +52,7 @@ def connection() -> Control:
     return _held[-1]
 
 
-def placed(
+def await_placement(
     environment: Mapping[str, str] = os.environ,
     *,
     told: Mapping[str, Any] | None = None,

@@ -35,7 +35,12 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import to_save
 from whalejax.runtime.checkpoint import save
-from whalejax.runtime.resume import Resumed, batches_by_samples, checkpoints, resumed
+from whalejax.runtime.resume import (
+    Resumed,
+    batches_by_samples,
+    checkpoints,
+    restore_newest,
+)
 from whalejax.runtime.train_step import compile as compile_step
 from whalejax.user_code.losses import Job
 from whalejax.wire.run_messages import Note, Recovered, State
@@ -206,7 +211,7 @@ class ReplicaPrograms:
 
     # The state.
 
-    def born(self) -> TrainState:
+    def init_state(self) -> TrainState:
         """A fresh state, the same in every member."""
         key = jax.random.key(self._seed)
         return self.step.init(self.job.make_model, rng=key)
@@ -218,8 +223,8 @@ class ReplicaPrograms:
             save: the folder; None has none.
             tell: Function that receives notes for the user, and ``Recovered``.
         """
-        found = resumed(self.step, checkpoints(save) if save else [])
-        state = self.born() if found is None else found.state
+        found = restore_newest(self.step, checkpoints(save) if save else [])
+        state = self.init_state() if found is None else found.state
         tell_source(state, found, tell)
         return state
 
@@ -298,7 +303,7 @@ class ReplicaPrograms:
             before_it_appears=before_it_appears,
         )
 
-    def copied(self, state: TrainState) -> TrainState:
+    def copy_state(self, state: TrainState) -> TrainState:
         """A state of its own, which no later step takes."""
         found: TrainState = jax.tree.map(
             lambda x: _typed(np.array(_raw(x), copy=True), x), state
@@ -371,7 +376,7 @@ class ReplicaPrograms:
         The state that it takes for that is thrown away.
         """
         # A member may come to save, or to fetch a state, in the middle of the run.
-        state = self.copied(self.born())
+        state = self.copy_state(self.init_state())
         batch = self.batch(0)
         sums = self._contributing.part(state, batch, 0)
         state, metrics = self.finish(state, sums)

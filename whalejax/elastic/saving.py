@@ -29,7 +29,7 @@ Tell = Callable[[Report], None]
 class Saves(Protocol):
     """Copies and writes states."""
 
-    def copied(self, state: TrainState) -> TrainState:
+    def copy_state(self, state: TrainState) -> TrainState:
         """A state of its own, which no later step takes."""
         ...
 
@@ -95,7 +95,7 @@ class Saver:
             )
             self._tell(NotSaved(step=step, why=why))
             return
-        copy = self._programs.copied(state)
+        copy = self._programs.copy_state(state)
         self._writes = step
         self._thread = threading.Thread(
             target=self._write, args=(self._folder, copy, step), daemon=True

@@ -25,7 +25,7 @@ from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.control import Control, on_notice
 from whalejax.elastic.init_distributed import init_distributed
 from whalejax.elastic.member import Training, check_shared
-from whalejax.elastic.placing import connection, placed
+from whalejax.elastic.placing import await_placement, connection
 from whalejax.elastic.shard_copies.copying import Copying
 from whalejax.elastic.spread_programs import SpreadPrograms
 from whalejax.lowering.state import TrainState
@@ -111,7 +111,7 @@ class SpreadMember:
             self._phase(COMPILING)
             self._plan()
             self._phase(RESTORING)
-            state = self._begun()
+            state = self._restore_or_init()
             done = int(state.step)
             self._times.append(time.monotonic())
             try:
@@ -168,7 +168,7 @@ class SpreadMember:
             "save": str(training.save.absolute()) if training.save else "",
             "facts": {**self._facts, MODE: AT_STEPS},
         }
-        place = placed(told=told, hears=self._hears)
+        place = await_placement(told=told, hears=self._hears)
         assert place is not None
         check_shared(training.save)
         self._control = connection()
@@ -186,11 +186,11 @@ class SpreadMember:
             while True:  # The supervisor ends it, and starts as many as there fit.
                 self._wait()
 
-    def _begun(self) -> TrainState:
+    def _restore_or_init(self) -> TrainState:
         """The newest state that there is; where it was found is told."""
         save, control = self._training.save, self._control
         if control is None or self._training.copy_every == 0:
-            return self._programs.begun(save, self._post_first)
+            return self._programs.restore_or_init(save, self._post_first)
         self._copying = Copying(
             self._programs.step,
             Path(os.environ[KEY_FILE]),
@@ -207,7 +207,7 @@ class SpreadMember:
             source = f"copies in memory, of step {step}"
             self._post_first(Recovered(step=step, source=source))
             return state
-        return self._programs.begun(save, self._post_first)
+        return self._programs.restore_or_init(save, self._post_first)
 
     def _not_copied(self, done: int, why: str) -> None:
         self._post_first(NotCopied(step=done, why=why[:_MOST_WORDS]))

@@ -25,7 +25,7 @@ from whalejax.runtime.checkpoint import save
 from whalejax.runtime.resume import (
     agreed_checkpoints,
     batches_by_samples,
-    resumed,
+    restore_newest,
 )
 from whalejax.runtime.train_step import compile as compile_step
 from whalejax.user_code.losses import Job
@@ -108,7 +108,7 @@ class SpreadPrograms:
             are not compiled either.
         """
         several = plan.cluster.num_devices > jax.local_device_count()
-        if plan.apart or several or plan.cluster.platform != "cpu":
+        if plan.stage_plans or several or plan.cluster.platform != "cpu":
             return False
         step = compile_step(
             plan,
@@ -121,7 +121,7 @@ class SpreadPrograms:
         step.lower().compile()
         return True
 
-    def begun(
+    def restore_or_init(
         self, folder: Path | None, tell: Tell = lambda report: None
     ) -> TrainState:
         """The newest whole checkpoint, or a new state.
@@ -130,7 +130,9 @@ class SpreadPrograms:
             folder: Folder of checkpoints; None has none. All processes call this.
             tell: Argument of ``ReplicaPrograms.newest``, unchanged.
         """
-        found = resumed(self.step, agreed_checkpoints(folder)) if folder else None
+        found = (
+            restore_newest(self.step, agreed_checkpoints(folder)) if folder else None
+        )
         if found is None:
             key = jax.random.key(self._seed)
             state = self.step.init(self._job.make_model, rng=key)

@@ -233,13 +233,13 @@ def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str,
     """The same steps in one process."""
     from whalejax.elastic.saving import Saver
     from whalejax.meshes.errors import warn
-    from whalejax.runtime.resume import held
+    from whalejax.runtime.resume import hold_folder
 
     def tell(report: Report) -> None:
         if isinstance(report, NotSaved):
             warn(f"no checkpoint was written after step {report.step}: {report.why}")
 
-    with held(training.save):
+    with hold_folder(training.save):
         saver = Saver(programs, training.save, training.save_every, training.keep, tell)
         state = programs.newest(training.save)
         try:

@@ -19,7 +19,7 @@ from whalejax.equality.check_run import CheckResult as CheckResult
 from whalejax.equality.check_run import CheckRun
 from whalejax.equality.mesh_reduction import reduced_mesh
 from whalejax.equality.random_data import sample
-from whalejax.meshes.checks import Arguments, is_number, shown
+from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.errors import PlanError
@@ -124,7 +124,8 @@ def _check_arguments(
 ) -> None:
     if not isinstance(plan, Plan):
         raise PlanError(
-            f"plan is {shown(plan)}; expected what wh.plan gives, or wh.Plan.load of a "
+            f"plan is {short_repr(plan)}; expected what wh.plan gives, or "
+            "wh.Plan.load of a "
             "file"
         )
     if not plan.runnable:
@@ -189,7 +190,7 @@ def check_adapted(
     )
     devices = request.target.num_devices
     tell(f"checking on {devices} virtual devices, in a process of its own")
-    runs, failures = _asked(request, timeout_seconds)
+    runs, failures = _run_checker(request, timeout_seconds)
     if any(not run.is_right and run.precision == "f32" for run in runs):
         left = max(1.0, timeout_seconds - (time.monotonic() - started))
         runs = _confirmed(request, runs, left)
@@ -258,7 +259,7 @@ def _without_predictions(plan: Plan) -> Plan:
     )
 
 
-def _asked(
+def _run_checker(
     request: CheckRequest, timeout_seconds: float
 ) -> tuple[list[CheckRun], list[str]]:
     """Runs the process that checks, and returns its runs and notes.
@@ -290,7 +291,7 @@ def _confirmed(
     tell("computing again in float64 what differs")
     wide = dataclasses.replace(request, wide=True)
     try:
-        again, _ = _asked(wide, timeout_seconds)
+        again, _ = _run_checker(wide, timeout_seconds)
     except WhaleError:
         return runs
     wide_runs = {(run.extents, run.precision): run for run in again}

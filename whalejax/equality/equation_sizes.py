@@ -56,7 +56,7 @@ def changed_parameters(
     return rule(equation, whole, shapes, result)
 
 
-def _made(name: str) -> Callable[..., dict[str, Any]]:
+def _result_shape_rule(name: str) -> Callable[..., dict[str, Any]]:
     """A parameter that is the shape of the result."""
 
     def rule(equation: Any, whole: Any, shapes: Any, result: Shape) -> dict[str, Any]:
@@ -207,11 +207,11 @@ def _convolution(
 
 
 _RULES: Final[Mapping[str, Callable[..., dict[str, Any]]]] = {
-    "iota": _made("shape"),
-    "random_bits": _made("shape"),
+    "iota": _result_shape_rule("shape"),
+    "random_bits": _result_shape_rule("shape"),
     "random_split": _split_keys,
-    "rng_bit_generator": _made("shape"),
-    "rng_uniform": _made("shape"),
+    "rng_bit_generator": _result_shape_rule("shape"),
+    "rng_uniform": _result_shape_rule("shape"),
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "slice": _slice,

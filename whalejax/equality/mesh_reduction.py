@@ -83,8 +83,8 @@ def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
 
 def _halved(plan: Plan) -> dict[str, int]:
     """Two devices along every axis but the stages, whose number is kept."""
-    parts = [plan, *plan.apart, *plan.pipelines]
-    parts += [stage for pipeline in plan.pipelines for stage in pipeline.apart]
+    parts = [plan, *plan.stage_plans, *plan.pipelines]
+    parts += [stage for pipeline in plan.pipelines for stage in pipeline.stage_plans]
     axes = {axis for part in parts for axis, size in part.axes if size > 1}
     return dict.fromkeys(axes - {"stage"}, 2)
 
@@ -104,8 +104,8 @@ def _kept_ranks(plan: Plan, sizes: Mapping[str, int]) -> tuple[int, ...]:
 def _devices(plan: Plan, sizes: Mapping[str, int], ranks: Sequence[int]) -> int:
     if plan.pipelines:
         return sum(_devices(plan.pipelines[rank], sizes, ()) for rank in ranks)
-    if plan.apart:
-        return sum(_devices(stage, sizes, ()) for stage in plan.apart)
+    if plan.stage_plans:
+        return sum(_devices(stage, sizes, ()) for stage in plan.stage_plans)
     return math.prod(sizes.get(axis, size) for axis, size in plan.axes)
 
 
@@ -122,12 +122,12 @@ def _micro_batches(plan: Plan, multiple: int) -> int:
     if plan.stages is None:
         return min(count, multiple if count > MOST_MICRO_BATCHES else count)
     # A schedule repeats itself after as many micro-batches as there are stages.
-    stages = len(plan.apart) or plan.axis_sizes.get("stage", 1)
+    stages = len(plan.stage_plans) or plan.axis_sizes.get("stage", 1)
     return min(count, max(2 * stages, MOST_MICRO_BATCHES))
 
 
 def _stage_layers(plan: Plan) -> tuple[int, ...]:
-    if plan.stages is None or not plan.stages.layers or plan.apart:
+    if plan.stages is None or not plan.stages.layers or plan.stage_plans:
         return ()
     least = min(plan.stages.layers)
     # A part may have no layer at all, which stays so.

@@ -187,7 +187,7 @@ def _by_program(
     tied = [*tied_roles(model.analysed.graph, model.analysed.dims)]
     for _ in range(_MOST_TRIES):
         try:
-            adapter = _resized(model, sizes, skipped)
+            adapter = _resize_model(model, sizes, skipped)
             planned = _at_sizes(model, sizes, num_micro_batches, adapter)
         except UnresizableError as error:
             blamed = error.roles & sizes.keys()
@@ -211,7 +211,7 @@ def _by_program(
         return
 
 
-def _resized(
+def _resize_model(
     model: PlannedModel, sizes: Mapping[int, int], skipped: SkippedLayers | None
 ) -> ResizedAdapter:
     own = model.adapter

@@ -113,7 +113,7 @@ class ResizedProgram:
         if not atoms[0]:
             return self.captured.graph.tensors[tensor].shape[dim]
         return math.prod(
-            scaled(size, dims.roles[role].size, sizes.get(role))
+            scale_size(size, dims.roles[role].size, sizes.get(role))
             for role, size in [*zip(*atoms, strict=True)][first:]
         )
 
@@ -152,7 +152,7 @@ class ResizedProgram:
         return value[tuple(slice(0, size) for size in self.shape(tensor))]
 
 
-def scaled(size: int, whole: int, reduced: int | None) -> int:
+def scale_size(size: int, whole: int, reduced: int | None) -> int:
     """A size that is or is not the whole of its role, reduced in proportion.
 
     >>> scaled(8, 16, 4), scaled(16, 16, None)
@@ -203,7 +203,9 @@ class _Run:
         kind = _compat.recursion(equation)
         try:
             if kind is None:
-                wanted = [self._wanted(tensor) for tensor in self._results(position)]
+                wanted = [
+                    self._reduced_shape(tensor) for tensor in self._results(position)
+                ]
                 changed = changed_parameters(equation, values, wanted)
                 return _compat.bind(equation, values, **changed)
             return self._call(kind, equation, values, position)
@@ -234,7 +236,7 @@ class _Run:
     def _results(self, position: Position) -> tuple[int | None, ...]:
         return self.program.outputs(position)
 
-    def _wanted(self, tensor: int | None) -> Shape | None:
+    def _reduced_shape(self, tensor: int | None) -> Shape | None:
         return None if tensor is None else self.program.shape(tensor, self.sizes)
 
     def _call(
@@ -269,7 +271,7 @@ class _Run:
         if stacks:
             return int(stacks[0].shape[0])
         made = self._results(position)[parts.num_carries :]
-        shapes = [self._wanted(tensor) for tensor in made]
+        shapes = [self._reduced_shape(tensor) for tensor in made]
         return next((s[0] for s in shapes if s), parts.length)
 
 

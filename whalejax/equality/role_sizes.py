@@ -111,7 +111,7 @@ def _divisors(
 def _parts(plan: Plan) -> Iterator[Plan]:
     """A plan, and the plans of its stages and pipelines."""
     yield plan
-    for part in (*plan.apart, *plan.pipelines):
+    for part in (*plan.stage_plans, *plan.pipelines):
         yield from _parts(part)
 
 

@@ -135,7 +135,7 @@ def _run(
         try:
             _check_memory(request, reduced, mesh)
             small = reduced_plan(plan, model, reduced, mesh)
-            found = _compared(request, small, reduced)
+            found = _compare_step(request, small, reduced)
         # Whatever fails before there are numbers to compare, another way may run.
         except Exception as error:
             text = str(error) or type(error).__name__
@@ -223,7 +223,7 @@ class _Numbers:
     key: Any
 
 
-def _drawn(request: CheckRequest, reduced: ReducedModel) -> _Numbers:
+def _draw_numbers(request: CheckRequest, reduced: ReducedModel) -> _Numbers:
     chance = np.random.default_rng(request.seed)
     planned = reduced.planned
     adapter = planned.adapter
@@ -260,9 +260,9 @@ def _drawn(request: CheckRequest, reduced: ReducedModel) -> _Numbers:
     )
 
 
-def _compared(request: CheckRequest, plan: Plan, reduced: ReducedModel) -> CheckRun:
+def _compare_step(request: CheckRequest, plan: Plan, reduced: ReducedModel) -> CheckRun:
     """One step of a plan and of one device."""
-    planned, numbers = reduced.planned, _drawn(request, reduced)
+    planned, numbers = reduced.planned, _draw_numbers(request, reduced)
     devices = jax.devices()[: plan.num_devices]
     step = step_of(
         plan,
@@ -347,11 +347,11 @@ def _limits(
     tolerance, unit = _tolerance(plan, planned)
     chance = np.random.default_rng(1)
 
-    def moved(x: Any) -> Any:
+    def perturb(x: Any) -> Any:
         sign = np.sign(chance.standard_normal(np.shape(x)))
         return (np.asarray(x, np.float64) * (1 + unit * sign)).astype(x.dtype)
 
-    other = dataclasses.replace(numbers, params=jax.tree.map(moved, numbers.params))
+    other = dataclasses.replace(numbers, params=jax.tree.map(perturb, numbers.params))
     again = true(other, recorded)
     noise = _largest(again.gradients, expected.gradients)
     of_params = 0.0

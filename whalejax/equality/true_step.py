@@ -75,19 +75,19 @@ def true_step(
         flat = structure.flatten_up_to(numbers.params)
         given = [np.asarray(g, p.dtype) for g, p in zip(recorded, flat, strict=True)]
 
-        def moved(gradients: Sequence[Any]) -> list[Any]:
+        def apply_update(gradients: Sequence[Any]) -> list[Any]:
             tree = structure.unflatten(
                 [np.asarray(g, p.dtype) for g, p in zip(gradients, flat, strict=True)]
             )
             return list(jax.tree.leaves(change(tree, numbers.params, found.loss)))
 
         if plan.combine == "adasum_updates":
-            of_ranks = [moved(gradients) for gradients in found.gradients]
-            added = _combined(plan, planned, of_ranks, [1.0] * ranks)
+            of_ranks = [apply_update(gradients) for gradients in found.gradients]
+            added = _combine_ranks(plan, planned, of_ranks, [1.0] * ranks)
             gradients = _means(found.gradients, found.weights)
         else:
             gradients = _gradients(plan, planned, found)
-            added = moved(given)
+            added = apply_update(given)
         tree = structure.unflatten(
             [np.asarray(u, p.dtype) for u, p in zip(added, flat, strict=True)]
         )
@@ -118,7 +118,7 @@ def _at_plan_precision(plan: Plan, planned: PlannedModel) -> Adapter:
 def _gradients(plan: Plan, planned: PlannedModel, found: Reference) -> list[np.ndarray]:
     if plan.combine == "mean":
         return found.gradients[0]
-    return _combined(plan, planned, found.gradients, found.weights)
+    return _combine_ranks(plan, planned, found.gradients, found.weights)
 
 
 def _means(
@@ -134,7 +134,7 @@ def _means(
     ]
 
 
-def _combined(
+def _combine_ranks(
     plan: Plan,
     planned: PlannedModel,
     of_ranks: Sequence[Sequence[Any]],

@@ -345,12 +345,12 @@ def framework(source: str, place: str = "") -> Framework:
         ]
         if found:
             last = FRAMEWORKS[max(found)[2]]
-            beside = _beside(text) if MEGATRON in last.words else None
+            beside = _megatron_variant(text) if MEGATRON in last.words else None
             return beside or last
     return UNKNOWN
 
 
-def _beside(text: str) -> Framework | None:
+def _megatron_variant(text: str) -> Framework | None:
     """The Megatron whose other words stand in a text that names one."""
     if MEGATRON not in text:
         return None

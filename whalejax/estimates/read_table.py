@@ -514,7 +514,7 @@ def _chunks(
 def _sequence_parallel(cells: Cells, source: Framework, tensor: int) -> bool:
     text = cells.text("sp")
     if text:
-        if tensor > 1 and not vocabulary.known(text):
+        if tensor > 1 and not vocabulary.is_bool_or_number(text):
             cells.notes.append(f"sp on (for {text!r})")
         return tensor > 1 and vocabulary.yes(text)
     if tensor > 1:

@@ -86,7 +86,7 @@ def yes(text: str) -> bool:
     return lowered not in NO and lowered not in ("1", "1.0")
 
 
-def known(text: str) -> bool:
+def is_bool_or_number(text: str) -> bool:
     """Whether a cell is a word for yes or no, or a number.
 
     >>> [known(text) for text in ("on", "8", "None", "maybe")]

@@ -138,7 +138,7 @@ class _Analysed:
 
 
 @functools.lru_cache(maxsize=256)
-def _analysed(
+def _analyse_decoder(
     sizes: DecoderSizes, samples: int, compiled: bool, itemsize: int
 ) -> _Analysed:
     dtype = "float32" if itemsize == 4 else "bfloat16"
@@ -189,7 +189,7 @@ def _work(
     itemsize: int,
     stream_itemsize: int,
 ) -> Work:
-    found = _analysed(sizes, micro_batch * expert, compiled, itemsize)
+    found = _analyse_decoder(sizes, micro_batch * expert, compiled, itemsize)
     mesh = {"expert": expert, "context": context, "tensor": tensor}
     batch = frozenset(r.index for r in found.dims.batch)
     s = Setting(mesh, 1, _profile(), found.dims, batch)

@@ -292,10 +292,10 @@ class _Values:
         if name not in self.known:
             line = self.computation.lines.get(name)
             followed = line is not None and _FOLLOWED.match(line.result)
-            self.known[name] = self._found(line) if line and followed else None
+            self.known[name] = self._find_value(line) if line and followed else None
         return self.known[name]
 
-    def _found(self, line: Line) -> Any:
+    def _find_value(self, line: Line) -> Any:
         match line.opcode:
             case "constant":
                 return int(line.inside) if _WHOLE.match(line.inside) else None

@@ -92,7 +92,7 @@ def _flops(execution: Execution) -> int:
     line = execution.line
     match line.opcode:
         case "dot":
-            inside = _sizes(execution, 0, _listed(line.rest, "lhs_contracting_dims"))
+            inside = _sizes(execution, 0, _int_list(line.rest, "lhs_contracting_dims"))
             return 2 * _elements(line.shapes[0]) * inside
         case "convolution":
             return _convolution(execution)
@@ -121,7 +121,7 @@ def _elements(shape: Shape) -> int:
     return math.prod(shape[1])
 
 
-def _listed(text: str, key: str) -> tuple[int, ...]:
+def _int_list(text: str, key: str) -> tuple[int, ...]:
     found = re.search(rf"{key}=\{{([\d,]*)\}}", text)
     return tuple(int(d) for d in found[1].split(",") if d) if found else ()
 

@@ -263,7 +263,7 @@ def _line(raw: str) -> Line:
     root, name, result, opcode, tail = match.groups()
     if opcode not in _KNOWN:
         raise HloError(f"the opcode {opcode!r} of {name} is not known")
-    inside, rest = _parted(tail)
+    inside, rest = _split_operands(tail)
     return Line(
         name=name,
         opcode=opcode,
@@ -275,7 +275,7 @@ def _line(raw: str) -> Line:
     )
 
 
-def _parted(tail: str) -> tuple[str, str]:
+def _split_operands(tail: str) -> tuple[str, str]:
     """Splits a text at the parenthesis that closes the operands."""
     if "(" not in tail:
         inside, _, rest = tail.partition(")")

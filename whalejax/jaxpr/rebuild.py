@@ -233,17 +233,17 @@ def cond(values: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
     """
     index, *operands = values
 
-    def inside(branch: Body) -> Callable[..., list[Any]]:
+    def wrap_branch(branch: Body) -> Callable[..., list[Any]]:
         def run(*arguments: Any) -> list[Any]:
-            return list(_held(*branch(_held(*arguments))))
+            return list(_with_barrier(*branch(_with_barrier(*arguments))))
 
         return run
 
-    return list(jax.lax.switch(index, [inside(b) for b in branches], *operands))
+    return list(jax.lax.switch(index, [wrap_branch(b) for b in branches], *operands))
 
 
 @jax.custom_jvp
-def _held(*values: Any) -> tuple[Any, ...]:
+def _with_barrier(*values: Any) -> tuple[Any, ...]:
     """Values behind a barrier, forwards and backwards.
 
     Unlike JAX's own barrier it makes no tangent of what has none: a function that is
@@ -256,11 +256,11 @@ def _held(*values: Any) -> tuple[Any, ...]:
 def _held_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
     zero = jax.custom_derivatives.SymbolicZero
     places = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, zero)]
-    held = _held(*(tangents[i] for i in places)) if places else ()
+    held = _with_barrier(*(tangents[i] for i in places)) if places else ()
     found = list(tangents)
     for place, tangent in zip(places, held, strict=True):
         found[place] = tangent
-    return _held(*primals), tuple(found)
+    return _with_barrier(*primals), tuple(found)
 
 
-_held.defjvp(_held_tangents, symbolic_zeros=True)
+_with_barrier.defjvp(_held_tangents, symbolic_zeros=True)

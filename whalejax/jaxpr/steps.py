@@ -159,7 +159,7 @@ class Steps:
                 known.setdefault(number, result)
         return [_read(x, known) for x in wanted]
 
-    def kept(
+    def residual_numbers(
         self,
         wanted: Sequence[Operand],
         later: Collection[int],
@@ -180,7 +180,7 @@ class Steps:
         direct = [n for n in read if n not in later and n not in inputs]
         behind = {n: self._behind(n, inputs, given) for n in direct}
         found: set[int] = set()
-        for together in _joined(behind):
+        for together in _group_by_shared_sources(behind):
             sources = set[int]().union(*(behind[n] for n in together))
             less = sum(map(self.nbytes, sources)) < sum(map(self.nbytes, together))
             found |= sources if less else set(together)
@@ -231,7 +231,7 @@ AGAIN = CHEAP | {
 """Operations that are done again rather than that their result is kept."""
 
 
-def _joined(behind: Mapping[int, frozenset[int]]) -> list[list[int]]:
+def _group_by_shared_sources(behind: Mapping[int, frozenset[int]]) -> list[list[int]]:
     """Values in groups that share some of what is behind them."""
     groups: list[tuple[set[int], list[int]]] = []
     for number, sources in behind.items():

@@ -293,7 +293,7 @@ def _members(events: Events) -> dict[str, MemberStatus]:
             _change(found, name, state=state, **known)
     if ending is not None:
         for name in _still_there(found):
-            _change(found, name, state=_over(ending))
+            _change(found, name, state=_member_state_at_end(ending))
     return found
 
 
@@ -318,13 +318,13 @@ def _state_at_end(
     if said["event"] == "ended" and "how" in said:
         return str(said["how"])
     if after and ending is not None:
-        return "drained" if was == "leaving" else _over(ending)
+        return "drained" if was == "leaving" else _member_state_at_end(ending)
     if said["event"] == "lost":
         return "failed" if was == "failed" else str(said.get("how", "lost"))
     return {"leaving": "drained", "finished": "complete"}.get(was, "ended")
 
 
-def _over(ending: Mapping[str, Any]) -> str:
+def _member_state_at_end(ending: Mapping[str, Any]) -> str:
     """Returns the state of a member whose run has ended."""
     found = _end_of(ending)
     return found if found in ("complete", "drained", "interrupted") else "ended"

@@ -15,7 +15,7 @@ from whalejax import _compat
 from whalejax.adapters.leaves import is_key, is_leaf
 from whalejax.lowering.batch_record import dtype_of
 from whalejax.lowering.global_arrays import absent, is_here
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import short_repr
 from whalejax.meshes.errors import Problems
 from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.errors import PlanError
@@ -100,7 +100,7 @@ class BatchLayout:
         for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
             if not is_leaf(leaf):
                 name = f"batch{jax.tree_util.keystr(path)}"
-                problems.add(f"{name} is {shown(leaf)}; expected an array")
+                problems.add(f"{name} is {short_repr(leaf)}; expected an array")
         problems.raise_if_any()
 
     def problem(

@@ -33,7 +33,7 @@ def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
             for r, own in enumerate(plan.pipelines)
         ]
         return Mesh(np.concatenate(several), ("stage", "device"))
-    rows = np.array(devices).reshape(len(plan.apart), -1)
+    rows = np.array(devices).reshape(len(plan.stage_plans), -1)
     return Mesh(rows[list(plan.stages.blocks or range(len(rows)))], ("stage", "device"))
 
 
@@ -42,7 +42,7 @@ def is_here(sharding: NamedSharding) -> bool:
     return bool(sharding.addressable_devices)
 
 
-def placed(value: Any, sharding: NamedSharding) -> Any:
+def put_global(value: Any, sharding: NamedSharding) -> Any:
     """A value of this process on devices, some of which may be other processes'.
 
     Args:
@@ -57,7 +57,7 @@ def placed(value: Any, sharding: NamedSharding) -> Any:
     )
 
 
-def laid(aval: Any, sharding: NamedSharding) -> Any:
+def aval_with_sharding(aval: Any, sharding: NamedSharding) -> Any:
     """Shape and dtype of an array, with a layout."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
@@ -69,7 +69,7 @@ def results_of(lowered: Any, compiled: Any) -> Any:
         lowered: the program.
         compiled: the same, compiled, which has chosen the layouts.
     """
-    return jax.tree.map(laid, lowered.out_info, compiled.output_shardings)
+    return jax.tree.map(aval_with_sharding, lowered.out_info, compiled.output_shardings)
 
 
 def absent(aval: Any, sharding: NamedSharding) -> Any:
@@ -253,7 +253,7 @@ def seen_on(
     )
 
 
-def joined(
+def assemble_global(
     copies: Sequence[Any], whole: NamedSharding, shape: tuple[int, ...] | None = None
 ) -> Any:
     """One array that all devices hold, of what those of each stage hold.
@@ -265,7 +265,7 @@ def joined(
     """
     first = copies[0]
     if is_key(first):
-        words = joined([jax.random.key_data(x) for x in copies], whole)
+        words = assemble_global([jax.random.key_data(x) for x in copies], whole)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(first))
     shards = [shard.data for x in copies for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(

@@ -35,7 +35,7 @@ class LossScale:
     skipped_steps: Any
 
     @classmethod
-    def fresh(cls) -> LossScale:
+    def initial(cls) -> LossScale:
         """Before the first step."""
         return cls(
             scale=jnp.asarray(FIRST_SCALE, jnp.float32),

@@ -39,27 +39,27 @@ def summands(metrics: Any, weight: Any, number: Any, cut: MicroBatchRows) -> Any
         if not isinstance(metric, Merged):
             metric = jnp.asarray(metric)
             if count == 1 and metric.dtype == jnp.bool_:
-                return _counted(Merged(metric, "same"), _summable(metric))
+                return _with_bool_flags(Merged(metric, "same"), _summable(metric))
             metric = _summable(metric)
-            return metric if weight is None else _weighed(metric, weight)
+            return metric if weight is None else _weighted(metric, weight)
         if metric.how == "sum":
             return replace(metric, value=jax.tree.map(_summable, metric.value))
         if metric.how == "same":
             once = jax.tree.map(lambda x: _once(x, number, count), metric.value)
-            return _counted(metric, once)
+            return _with_bool_flags(metric, once)
         if metric.how == "average":
             share = jax.tree.map(lambda x: wide(x) / count, metric.value)
             return replace(metric, value=share)
         if metric.how == "mean":
             means = jax.tree.map(wide, jax.tree.map(jnp.asarray, metric.value))
             if weight is not None:
-                means = jax.tree.map(lambda x: _weighed(x, weight), means)
+                means = jax.tree.map(lambda x: _weighted(x, weight), means)
             return replace(metric, value=means)
         if metric.how in ("max", "min"):
             each = jax.tree.map(lambda x: jnp.asarray(x)[None], metric.value)
             metric = replace(metric, value=each)
         rows = jax.tree.map(lambda x: _spread(metric, x, number, cut), metric.value)
-        return _counted(metric, rows)
+        return _with_bool_flags(metric, rows)
 
     return jax.tree.map(summand, metrics, is_leaf=is_merged)
 
@@ -88,7 +88,7 @@ def reported(metrics: Any, count: Any) -> Any:
     return jax.tree.map(one, metrics, is_leaf=is_merged)
 
 
-def _counted(metric: Merged, value: Any) -> Merged:
+def _with_bool_flags(metric: Merged, value: Any) -> Merged:
     """With another value, and a note of which leaves have truth values."""
     leaves = jax.tree.leaves(metric.value)
     truths = tuple(jnp.asarray(x).dtype == jnp.bool_ for x in leaves)
@@ -122,7 +122,7 @@ def _once(metric: Any, number: Any, count: int) -> Any:
     return jnp.where(number == 0, metric, jnp.zeros_like(metric))
 
 
-def _weighed(metric: Any, weight: Any) -> Any:
+def _weighted(metric: Any, weight: Any) -> Any:
     if not jnp.issubdtype(metric.dtype, jnp.inexact):
         return metric
     # A micro-batch without weight has perhaps divided by it.

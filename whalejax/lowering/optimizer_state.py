@@ -103,7 +103,7 @@ def optimizer_bytes(
     by_path: Counter[str] = Counter()
     other = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        owner = followed(path, leaf.shape, shapes)
+        owner = state_leaf_param(path, leaf.shape, shapes)
         nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
         if owner is None:
             other += nbytes
@@ -213,7 +213,7 @@ def _abstract_state(
         ) from error
 
 
-def followed(
+def state_leaf_param(
     path: Any, shape: tuple[int, ...], params: Mapping[str, tuple[int, ...]]
 ) -> str | None:
     """The parameter that a leaf of an optimizer's state belongs to, or None.
@@ -261,7 +261,7 @@ def owners_of(
     numbers = {path: i for i, (path, _) in enumerate(params)}
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        owner = followed(path, leaf.shape, shapes)
+        owner = state_leaf_param(path, leaf.shape, shapes)
         found.append(None if owner is None else numbers[owner])
     return found
 

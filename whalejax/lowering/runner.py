@@ -24,7 +24,7 @@ from whalejax.lowering.multihost.watchdog import Watch
 from whalejax.lowering.optimizer_state import kin_of, owners_of
 from whalejax.lowering.spmd import per_rank
 from whalejax.lowering.spmd.constraints import constraints_of
-from whalejax.lowering.spmd.evaluate import named
+from whalejax.lowering.spmd.evaluate import named_sharding
 from whalejax.lowering.spmd.executor import Program, Sums, update
 from whalejax.lowering.spmd.parameter_offload import out_of_host
 from whalejax.lowering.state import Origin, TrainState, bare, strongly_typed
@@ -57,7 +57,7 @@ class Runner(Protocol):
         """Sharding of each flat leaf of a global batch."""
         ...
 
-    def born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
+    def init_state(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
         """A fresh state.
 
         Args:
@@ -111,7 +111,9 @@ class OneProgram(StepRunner):
             batch_axes=batch_axes,
         )
         self._origin = origin
-        self.batch_shardings = tuple(named(x.spec, self.mesh) for x in plan.batch)
+        self.batch_shardings = tuple(
+            named_sharding(x.spec, self.mesh) for x in plan.batch
+        )
         self.shardings = self._shardings()
         whole = NamedSharding(self.mesh, PartitionSpec())
         batch = list(self.batch_shardings)
@@ -131,7 +133,7 @@ class OneProgram(StepRunner):
             compiler_options=options,
         )
 
-    def born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
+    def init_state(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
         whole = fresh_state(self.program, self._origin, build)
         born: TrainState = jax.jit(whole, out_shardings=self.shardings)(*arguments)
         return born
@@ -163,9 +165,9 @@ class OneProgram(StepRunner):
         return laid_out(
             program,
             self._origin,
-            params=[named(x.param_spec, mesh, host=x.hosted) for x in leaves],
+            params=[named_sharding(x.param_spec, mesh, host=x.hosted) for x in leaves],
             followers=[
-                named(leaf.optimizer_spec, mesh, host=place in moved)
+                named_sharding(leaf.optimizer_spec, mesh, host=place in moved)
                 for place, leaf in enumerate(leaves)
             ],
             rest=rest_layouts(program, mesh),
@@ -209,7 +211,7 @@ def rest_layouts(program: Program, mesh: Mesh) -> Callable[[int], NamedSharding]
     """
     planned = {leaf.path: leaf.param_spec for leaf in program.plan.leaves}
     paths = program.adapter.rest_paths
-    return lambda number: named(planned.get(paths[number], ()), mesh)
+    return lambda number: named_sharding(planned.get(paths[number], ()), mesh)
 
 
 def fresh_state(
@@ -240,7 +242,7 @@ def fresh_state(
 
 
 def _fresh_scale(program: Program) -> LossScale | None:
-    return LossScale.fresh() if program.plan.scales_loss else None
+    return LossScale.initial() if program.plan.scales_loss else None
 
 
 def abstract_state(program: Program, origin: Origin) -> TrainState:

@@ -18,7 +18,7 @@ import numpy as np
 from whalejax.adapters.leaves import is_key
 from whalejax.lowering.batch_layout import BatchLayout
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
-from whalejax.meshes.checks import is_whole, shown
+from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.errors import Problems
 from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.errors import PlanError
@@ -44,7 +44,7 @@ def checked_shares(
     whole = all(is_whole(k, 0) for k in found)
     if not whole or len(found) != len(plan.shares) or sum(found) != sum(plan.shares):
         raise PlanError(
-            f"shares is {shown(list(found))}; expected {len(plan.shares)} whole "
+            f"shares is {short_repr(list(found))}; expected {len(plan.shares)} whole "
             f"numbers that add up to {sum(plan.shares)} micro-batches, such as "
             f"{list(plan.shares)}"
         )

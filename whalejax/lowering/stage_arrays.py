@@ -32,7 +32,7 @@ def spread(array: Any, mesh: Mesh) -> Any:
         mesh: all devices, by stage. Where they are several processes', all of these
             call this in one order.
     """
-    target = dealt(array.shape, mesh)
+    target = spread_sharding(array.shape, mesh)
     if is_key(array):
         words = _spread(jax.random.key_data(array), target)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
@@ -63,7 +63,7 @@ def _is_copied(source: Any, mesh: Mesh) -> bool:
     )
 
 
-def dealt(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+def spread_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     """A layout on all devices: by device, or else by stage, or else whole.
 
     Args:
@@ -91,7 +91,7 @@ def collected(array: Any, target: NamedSharding, mesh: Mesh) -> Any:
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     if target.device_set == array.sharding.device_set:
         return jax.device_put(array, target)
-    together = NamedSharding(_stacked(mesh, target.mesh), target.spec)
+    together = NamedSharding(_stage_mesh(mesh, target.mesh), target.spec)
     every = run_alone(jax.jit(lambda x: x, out_shardings=together), array, mesh)
     if not is_here(target):
         return absent(array, target)
@@ -100,7 +100,7 @@ def collected(array: Any, target: NamedSharding, mesh: Mesh) -> Any:
     )
 
 
-def _stacked(mesh: Mesh, inner: Any) -> Mesh:
+def _stage_mesh(mesh: Mesh, inner: Any) -> Mesh:
     """All devices by stage, those of each as one stage has them."""
     devices = mesh.devices.reshape(-1, *inner.devices.shape)
     return Mesh(devices, (STAGE, *inner.axis_names))
@@ -116,7 +116,7 @@ def _spreading(
 ) -> Callable[[Any], Any]:
     """A program that gathers each device's shard from its stage, and deals it out."""
     mesh: Any = target.mesh
-    together = _stacked(mesh, source.mesh)
+    together = _stage_mesh(mesh, source.mesh)
     names = source.mesh.axis_names
     spec = rows_of(source.spec)
     stacked = NamedSharding(together, behind(spec))

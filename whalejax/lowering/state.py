@@ -21,7 +21,7 @@ from whalejax.capture.batch import aval_of
 from whalejax.lowering.loss_scale import LossScale
 from whalejax.lowering.spmd.parameter_offload import out_of_host
 from whalejax.lowering.stage_arrays import spread
-from whalejax.meshes.checks import is_array, shown
+from whalejax.meshes.checks import is_array, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import count_digits
 from whalejax.planner.errors import PlanError
@@ -120,7 +120,8 @@ class TrainState:
         check_alive(self)
         if not isinstance(self.origin, Origin):
             raise PlanError(
-                f"the origin of this state is {shown(self.origin)}, and its model is "
+                f"the origin of this state is {short_repr(self.origin)}, and its "
+                "model is "
                 "built as the step that made it says. Keep origin as the step gave it, "
                 "or move the state to a step: step.adopt(state).model"
             )
@@ -212,7 +213,8 @@ def typed_key(rng: Any, *, for_loss: bool) -> Any:
     """
     if not is_array(rng) or isinstance(rng, jax.ShapeDtypeStruct):
         raise WhaleError(
-            f"rng is {shown(rng)}; expected a random key. Give jax.random.key(seed)"
+            f"rng is {short_repr(rng)}; expected a random key. Give "
+            "jax.random.key(seed)"
         )
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) and not rng.shape:
         traced = jax.eval_shape(lambda: jax.random.key(0)).dtype

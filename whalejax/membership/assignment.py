@@ -58,16 +58,16 @@ def cover(numbers: Collection[int], count: int) -> list[Node]:
     """
     wanted = frozenset(numbers)
 
-    def inside(node: Node) -> list[Node]:
+    def covered_nodes(node: Node) -> list[Node]:
         several = range(*node)
         if wanted.issuperset(several):
             return [node]
         if wanted.isdisjoint(several):
             return []
         left, right = halves(node)
-        return inside(left) + inside(right)
+        return covered_nodes(left) + covered_nodes(right)
 
-    return inside((0, count)) if count else []
+    return covered_nodes((0, count)) if count else []
 
 
 def check_tiles(nodes: Collection[Node], count: int) -> None:
@@ -140,7 +140,7 @@ def shares(seconds: Sequence[float], count: int) -> list[int]:
     return found
 
 
-def dealt(
+def assign_micro_batches(
     names: Sequence[str], seconds: Mapping[str, float], count: int
 ) -> dict[str, list[Node]]:
     """The micro-batches of each member in a step that begins.

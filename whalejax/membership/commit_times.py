@@ -33,7 +33,7 @@ class CommitTimes:
         self._first: tuple[int, float] | None = None
         self._redone = 0
 
-    def begun(self, step: int, now: float) -> None:
+    def start_generation(self, step: int, now: float) -> None:
         """A generation began with the state of a step."""
         if 0 <= step < self.step:
             self._redone += self.step - step

@@ -71,7 +71,7 @@ class Failures:
         self._first_of: dict[tuple[str, int], Failure] = {}
         self._repeated = ""
 
-    def said(self, name: str, error: str) -> None:
+    def record_error(self, name: str, error: str) -> None:
         """A member told its error before it ends."""
         self._errors.setdefault(name, error)
 

@@ -96,7 +96,7 @@ class FixedRun:
             state: the letter that Linux gives the state of a process.
             heard_at: when each wrote something last.
         """
-        for rank in self.left():
+        for rank in self.running_ranks():
             looks = self._stopped_looks.get(rank, 0) + 1
             self._stopped_looks[rank] = looks if state(rank) == _STOPPED else 0
             if self._stopped_looks[rank] >= STOPPED_LOOKS:
@@ -104,7 +104,7 @@ class FixedRun:
         for rank in sorted(self.over - self.reports.keys() - self.failed.keys()):
             if self._joining - self.reports.keys() - self.over:
                 self._give_up(now, rank, _ENDED_EARLY)
-        left = self.left()
+        left = self.running_ranks()
         silent = now - max([self.now, *(heard_at[rank] for rank in left)])
         if left and self.over and self.stops and silent > self.exit_seconds:
             why = (
@@ -119,13 +119,13 @@ class FixedRun:
         self.over.discard(rank)
         self.end(now, rank, _GIVEN_UP)
 
-    def left(self) -> list[int]:
+    def running_ranks(self) -> list[int]:
         """Returns the ranks that run."""
         return [rank for rank in range(self.processes) if rank not in self.over]
 
     def seconds_left(self, now: float) -> float:
         """Until the run is over, as far as it is known; 0 where it is."""
-        return max(0.0, self._ends_at - now) if self.left() else 0.0
+        return max(0.0, self._ends_at - now) if self.running_ranks() else 0.0
 
     def who_failed(self, state: Callable[[int], str]) -> tuple[int, str]:
         """The process that failed first, and how, as words that follow its name.
@@ -135,7 +135,7 @@ class FixedRun:
         """
         if not self._blamed and {*self.failed.values()} <= {*_FOR_ANOTHER}:
             # All ended for another one, and none could say for whom.
-            for rank in self.left():
+            for rank in self.running_ranks():
                 if state(rank) == _STOPPED:
                     self._blamed[rank] = _IS_STOPPED
         first = next(iter(self.failed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from whalejax.membership.assignment import dealt, ranks, repaired
+from whalejax.membership.assignment import assign_micro_batches, ranks, repaired
 from whalejax.membership.endings import Ending
 from whalejax.membership.history import record
 from whalejax.membership.losses import check_budget, count, lose, restart_world
@@ -119,7 +119,7 @@ def _watch_world(run: Run, now: float) -> None:
         return
     if not run.pace.moves:
         return  # It has done nothing yet.
-    ready = [m for m in run.there() if m.status == "ready" and not m.leaving]
+    ready = [m for m in run.present_members() if m.status == "ready" and not m.leaving]
     members = run.fitting()
     enough = len(members) > len(there)
     if enough and len(members) < run.size:
@@ -307,9 +307,12 @@ def _begin(run: Run, now: float, members: list[Member], step: int) -> None:
     held = {m.name: m.held for m in members if m.step == step}
     size, names = run.micro_batches, [m.name for m in members]
     run.short_since, run.expected = None, 0
-    run.pace.begun(step, now)
+    run.pace.start_generation(step, now)
     kept = sum(last - first for nodes in held.values() for first, last in nodes)
-    first, later = repaired(names, seconds, held, size), dealt(names, seconds, size)
+    first, later = (
+        repaired(names, seconds, held, size),
+        assign_micro_batches(names, seconds, size),
+    )
     record(
         run,
         now,

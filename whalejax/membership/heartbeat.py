@@ -134,13 +134,13 @@ class Hearing:
         """
         if _SERVICE not in self._lease.heard_at:
             for number in self._watched:
-                self._lease.heard(number, now)
-        self._lease.heard(_SERVICE, now)
+                self._lease.renew(number, now)
+        self._lease.renew(_SERVICE, now)
         for number, beat in beats.items():
             known = self._beats.get(number)
             if known is None or known.count != beat.count or beat.silent:
                 self._beats[number] = beat
-                self._lease.heard(number, now)
+                self._lease.renew(number, now)
 
     def look(self, now: float, *, seconds: float | None = None) -> dict[int, str]:
         """Returns the missing processes by number, with the words that follow their
@@ -201,14 +201,14 @@ class Hearing:
             if number != self._mine and (beat.steps < steps or beat.ended)
         ]
 
-    def ended(self) -> set[int]:
+    def ended_ranks(self) -> set[int]:
         """Returns the other processes that have ended without an error."""
         beats = self._beats.items()
         return {n for n, beat in beats if beat.ended and n != self._mine}
 
-    def left(self) -> list[int]:
+    def running_ranks(self) -> list[int]:
         """Returns the processes that have not ended yet."""
-        return sorted({*self._all} - {self._mine} - self.ended())
+        return sorted({*self._all} - {self._mine} - self.ended_ranks())
 
     def beat_of(self, number: int) -> Beat:
         """The last beat of one; of one that never was heard, nothing is known."""
@@ -305,7 +305,7 @@ class Beats:
                     time.monotonic(), seconds=MISSED * self._pause
                 )
                 if gone:
-                    return self._named(gone)
+                    return self._ranks_text(gone)
             time.sleep(self._pause / 4)
         return ""
 
@@ -317,7 +317,7 @@ class Beats:
         with self._lock:
             gone = self._hearing.look(time.monotonic(), seconds=MISSED * self._pause)
             if gone:
-                return self._named(gone)
+                return self._ranks_text(gone)
             behind = self._hearing.behind()
             words = []
             for number in behind:
@@ -353,12 +353,12 @@ class Beats:
             os.kill(os.getpid(), -status)  # whose handler is the system's own again
         os._exit(128 - status if status < 0 else status)
 
-    def ended(self) -> set[int]:
+    def ended_ranks(self) -> set[int]:
         """Other processes that have ended, and well."""
         with self._lock:
-            return self._hearing.ended()
+            return self._hearing.ended_ranks()
 
-    def _named(self, gone: Mapping[int, str]) -> str:
+    def _ranks_text(self, gone: Mapping[int, str]) -> str:
         number, why = next(iter(gone.items()))
         self._blames = True
         blame(number, why)
@@ -449,7 +449,7 @@ class Beats:
             # What made another one fail may be about to be said here too.
             seen = seen + 1 if gone else 0
             if seen > GRACE_LOOKS:
-                self._end(self._named(gone))
+                self._end(self._ranks_text(gone))
 
     def _end(self, said: str) -> None:
         say(f"whalejax: {said}. Process {self._mine} ends for it. {_REMEDY}")
@@ -506,7 +506,7 @@ class Beats:
         end = time.monotonic() + seconds
         while not self._over.wait(self._pause / 100):
             with self._lock:
-                left = self._hearing.left()
+                left = self._hearing.running_ranks()
                 if not left:
                     return
                 late = time.monotonic() > end
@@ -531,7 +531,7 @@ class Beats:
 _begun: list[Beats] = []
 
 
-def begun(
+def start_heartbeat(
     silent_seconds: float = SILENT_SECONDS, *, processes: int | None = None
 ) -> Beats:
     """The beats of this process; they begin with the first call.

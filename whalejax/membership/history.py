@@ -21,7 +21,9 @@ def record(run: Run, now: float, event: str, **fields: Any) -> None:
     apply(run, now, event, fields)
 
 
-def replayed(settings: SupervisorSettings, events: Iterable[Mapping[str, Any]]) -> Run:
+def replay_events(
+    settings: SupervisorSettings, events: Iterable[Mapping[str, Any]]
+) -> Run:
     """The run that the events of a journal tell of.
 
     Args:
@@ -55,9 +57,12 @@ def apply(run: Run, now: float, event: str, fields: Mapping[str, Any]) -> None:
         case "preparing":
             run.generation, run.after = fields["generation"], fields["after"]
             run.phase = fields.get("phase", "gathering")
-            run.target, run.well = _known(run, fields["members"]), set()
+            run.target, run.well = _known_members(run, fields["members"]), set()
         case "begun":
-            run.active, run.step = _known(run, fields["members"]), fields["step"]
+            run.active, run.step = (
+                _known_members(run, fields["members"]),
+                fields["step"],
+            )
             run.phase, run.formed = "running", True
             run.target, run.after, run.well = [], -1, set()
             first, later = (_parts(fields.get(name)) for name in ("first", "later"))
@@ -121,6 +126,6 @@ def _parts(told: Mapping[str, Iterable[Sequence[int]]] | None) -> Parts:
     return {n: [(a, b) for a, b in nodes] for n, nodes in (told or {}).items()}
 
 
-def _known(run: Run, names: Iterable[str]) -> list[str]:
+def _known_members(run: Run, names: Iterable[str]) -> list[str]:
     """Returns the members that the journal names: a line may be missing."""
     return [name for name in names if name in run.members]

@@ -41,7 +41,7 @@ class Lease(Generic[K]):
         self._turn_at: float | None = None
         self._forgave = False
 
-    def heard(self, who: K, now: float) -> None:
+    def renew(self, who: K, now: float) -> None:
         """Take a sign of life."""
         self.heard_at[who] = now
 

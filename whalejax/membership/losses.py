@@ -134,7 +134,7 @@ def agent_lost(run: Run, now: float, agent: str, why: str) -> None:
     record(run, now, "agent_lost", agent=agent, why=why)
     run.agents.pop(agent, None)
     text, alone = f"its agent {agent} is lost: {why}", True
-    for member in [m for m in run.there() if m.agent == agent]:
+    for member in [m for m in run.present_members() if m.agent == agent]:
         lose(run, now, member, text, counts=alone)
         alone = False
 
@@ -163,7 +163,7 @@ def _may_follow(run: Run, error: str) -> bool:
 def check_budget(run: Run, now: float, reached: Status = "active") -> None:
     """End the run where it fails for good; who failed last had ``reached`` this."""
     far = _FURTHER.index(reached)
-    well = [m for m in run.there() if m.status != "failed"]
+    well = [m for m in run.present_members() if m.status != "failed"]
     passed = any(_FURTHER.index(m.reached) > far for m in well)
     why = run.failures.exceeded(now, run.checkpoint_text(), passed=passed)
     if why:

@@ -24,7 +24,7 @@ def started(run: Run, now: float, event: Started) -> None:
     name, slot, pid, began = event.name, event.slot, event.pid, event.began
     where = {"agent": event.agent, "machine": event.machine} if event.agent else {}
     run.starting.discard(slot)
-    run.lease.heard(name, now)
+    run.lease.renew(name, now)
     record(run, now, "started", name=name, slot=slot, pid=pid, began=began, **where)
     run.outbox.append(Release(name=name))
 
@@ -89,7 +89,7 @@ def register(run: Run, now: float, event: Register) -> None:
         known.pid = known.pid or message.pid
     known.host, known.port = message.host, message.port
     known.step, known.connected = message.step, True
-    run.lease.heard(name, now)
+    run.lease.renew(name, now)
     _catch_up(run, now, known, ahead=ahead)
 
 
@@ -129,7 +129,7 @@ def hear(run: Run, now: float, name: str, message: wire.OfMember) -> None:
     if member is None or not member.is_there:
         run.send(name, wire.Over(why="this member was given up", well=False))
         return
-    run.lease.heard(name, now)
+    run.lease.renew(name, now)
     match message:
         case wire.Beat(phase=phase, step=step, done=done):
             _beat(run, now, member, phase, step, done)
@@ -184,7 +184,7 @@ def _report(run: Run, now: float, member: Member, message: wire.Report) -> None:
             _record_report(run, now, name, message)
         case wire.Recovered(step=step):  # From copies in memory, or a checkpoint.
             _record_report(run, now, name, message)
-            run.pace.begun(step, now)
+            run.pace.start_generation(step, now)
         case wire.NotCopied() | wire.CompiledAhead() | wire.Note():
             _record_report(run, now, name, message)
 
@@ -269,5 +269,5 @@ def _suspect(
 def _failed(run: Run, now: float, member: Member, why: str) -> None:
     """It ends by an error, and takes no part any more: the others do not wait."""
     record(run, now, "failed", name=member.name, why=why)
-    run.failures.said(member.name, why)
+    run.failures.record_error(member.name, why)
     member.released_at = now

@@ -138,7 +138,7 @@ def _tick(run: Run, now: float) -> None:
 
 def _forgive(run: Run, now: float, seconds: float) -> None:
     """The supervisor was frozen, and could not have heard of anybody meanwhile."""
-    for member in run.there():
+    for member in run.present_members():
         member.moved_at = shifted(member.moved_at, seconds, now)
         member.since = shifted(member.since, seconds, now)
     run.pace.at = min(run.pace.at + seconds, now)
@@ -226,14 +226,14 @@ def _resume(run: Run, now: float, event: ev.Resume) -> None:
         apply(run, now, said["event"], said)
     since = [step for step, (made_in, _) in newest.items() if made_in >= run.generation]
     run.generation, run.asked_at = max(before, run.generation), now
-    for member in run.there():
+    for member in run.present_members():
         member.moved_at = now
         run.lease.expect(member.name, now + run.settings.rejoin_seconds)
     run.losses = dict(newest)
-    run.pace.begun(max([run.step, *since]), now)
+    run.pace.start_generation(max([run.step, *since]), now)
     _count_again(run, now - event.wall, event)
     if run.phase not in ("draining", "ending"):
-        taken = {m.slot for m in run.there()}
+        taken = {m.slot for m in run.present_members()}
         for slot in run.slots:
             if slot not in taken:
                 run.failures.due[slot] = now
@@ -248,7 +248,7 @@ def _count_again(run: Run, shift: float, event: ev.Resume) -> None:
     for said in event.events:
         match said:
             case {"event": "failed", "name": name, "why": why}:
-                run.failures.said(name, why)
+                run.failures.record_error(name, why)
     for said in event.events:
         match said:
             case {"event": "lost" | "ended", "counts": True, "name": name, "why": why}:

@@ -46,7 +46,7 @@ def resize(run: Run, now: float, event: Resize) -> None:
     told = {} if event.devices is None else {"devices": list(event.devices)}
     record(run, now, "resized", size=event.size, **told)
     run.unplaced.intersection_update(run.slots)
-    filled = {m.slot for m in run.there()} | run.starting | run.unplaced
+    filled = {m.slot for m in run.present_members()} | run.starting | run.unplaced
     for slot in run.slots:
         if slot not in filled:
             run.refill(now, slot)
@@ -56,7 +56,7 @@ def resize(run: Run, now: float, event: Resize) -> None:
 def leave_slots(run: Run, now: float) -> None:
     """Let members leave whose slots the run does not have any more."""
     why = f"the run has {run.size} members now"
-    for member in run.there():
+    for member in run.present_members():
         if member.slot is None or member.slot in run.slots or member.leaving:
             continue
         if member.status in ("starting", "registered"):

@@ -240,7 +240,7 @@ class Run:
 
     # Who is there.
 
-    def there(self) -> list[Member]:
+    def present_members(self) -> list[Member]:
         """Members that were not given up."""
         return [m for m in self.members.values() if m.status != "gone"]
 
@@ -276,7 +276,9 @@ class Run:
         ready ones.
         """
         # Who has done all steps has nothing to leave any more.
-        there = [m for m in self.there() if not m.leaving or m.status == "finished"]
+        there = [
+            m for m in self.present_members() if not m.leaving or m.status == "finished"
+        ]
         took = [m.name for m in there if m.status in ("active", "finished")]
         if self.is_finishing:
             return took
@@ -327,7 +329,9 @@ class Run:
 
     def boundary(self) -> int:
         """A step that is far enough ahead for all to hear of it before."""
-        return self.pace.boundary(max((m.step for m in self.there()), default=0))
+        return self.pace.boundary(
+            max((m.step for m in self.present_members()), default=0)
+        )
 
     def checkpoint_text(self) -> str:
         """Describes the place of the newest checkpoint, to follow a sentence."""
@@ -341,7 +345,9 @@ class Run:
         """
         if not self.placed:
             return ""
-        there = [f"{name} ({counted(room)})" for name, room in self.agents.items()]
+        there = [
+            f"{name} ({process_count_text(room)})" for name, room in self.agents.items()
+        ]
         missing = sorted(self.awaited)
         text = f"; agents that are there: {', '.join(there) or 'none'}"
         return text + (f"; missing: {', '.join(missing)}" if missing else "")
@@ -353,7 +359,7 @@ class Run:
         self.outbox.append(Send(name, message))
 
 
-def counted(processes: int) -> str:
+def process_count_text(processes: int) -> str:
     """A number of processes.
 
     >>> counted(1), counted(2)

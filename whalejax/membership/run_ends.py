@@ -22,7 +22,7 @@ def end(run: Run, now: float, how: Ending, text: str, *, saves: bool = True) -> 
         return
     saver = _saver(run) if saves and how is not Ending.COMPLETE else ""
     record(run, now, "ending", how=how, status=STATUS[how], why=text, saver=saver)
-    for member in run.there():
+    for member in run.present_members():
         dismiss(run, now, member)
     end_again(run)
 
@@ -35,7 +35,7 @@ def end_again(run: Run) -> None:
 
 def end_at_once(run: Run, now: float) -> None:
     """End the run without waiting for anything."""
-    for member in run.there():
+    for member in run.present_members():
         member.ends_by_kill = True
     text = f"the run was ended at once, as it was asked to{run.checkpoint_text()}"
     end(run, now, Ending.INTERRUPTED, text, saves=False)
@@ -43,7 +43,7 @@ def end_at_once(run: Run, now: float) -> None:
 
 def _saver(run: Run) -> str:
     """Returns the member that has the newest state and can write it."""
-    there = [m for m in run.there() if m.status in ("active", "finished")]
+    there = [m for m in run.present_members() if m.status in ("active", "finished")]
     newest = max((m.step for m in there), default=-1)
     holders = [m for m in there if m.step == newest and newest >= 0]
     return min(holders, key=lambda m: not m.connected).name if holders else ""

@@ -123,10 +123,10 @@ class Keeper:
     def _take_ends(self) -> None:
         for key, _ in self._selector.select(_TICK_SECONDS):
             name = key.data
-            status = self._processes.ended(name)
+            status = self._processes.take_exit_status(name)
             assert status is not None  # Each is a child of this process.
             if self._status is None:
-                self._ended(name, status)
+                self._on_process_end(name, status)
 
     def _start(self, name: str) -> None:
         program, leads = self._programs[name], name == self._leader
@@ -146,7 +146,7 @@ class Keeper:
         self._started_at[name] = time.monotonic()
         del self._due[name]
 
-    def _ended(self, name: str, status: int) -> None:
+    def _on_process_end(self, name: str, status: int) -> None:
         """A process has ended: for good, or it is started again."""
         if name == self._leader and (status >= 0 or self._told):
             self._status = status if status >= 0 else 128 - status
@@ -154,7 +154,7 @@ class Keeper:
         if not status:
             return  # It was asked to leave, or has heard that the run is over.
         now, since = time.monotonic(), self._started_at[name]
-        log = "" if name == self._leader else self._processes.said(name)
+        log = "" if name == self._leader else self._processes.log_tail(name)
         is_own = 0 < status != _SHELL_FAILED
         error = self._failures.error_of(name, log) if is_own else ""
         why = f"ended {exit_text(status)}"

@@ -166,14 +166,14 @@ class _Launched:
             self._processes.release(str(rank))
             shows = rank == 0 and not launch.json
             outputs = (self._logs[rank], *((self._terminal,) if shows else ()))
-            told = functools.partial(self._told, rank)
+            told = functools.partial(self._on_report, rank)
             self._pumps.append(Pump(read, outputs, told))
         for pump in self._pumps:
             thread = threading.Thread(target=pump.run, daemon=True)
             thread.start()
             self._threads.append(thread)
 
-    def _told(self, rank: int, said: Introduced | Blamed | Joining) -> bool:
+    def _on_report(self, rank: int, said: Introduced | Blamed | Joining) -> bool:
         """Note what a rank says; False if it cannot be true."""
         with self._lock:
             is_true = self._run.hear(rank, said)
@@ -255,7 +255,7 @@ class _Launched:
     def _turn(self, seconds: float) -> None:
         """Take the ends of processes, for which it waits at most so long."""
         for key, _ in self._selector.select(seconds):
-            status = self._processes.ended(key.data)
+            status = self._processes.take_exit_status(key.data)
             assert status is not None  # Each is a child of this process.
             with self._lock:
                 self._run.end(time.monotonic(), int(key.data), status)

@@ -172,7 +172,7 @@ class SlotGpus:
         self._since: dict[int, float] = {}
         self._told: set[int] = set()
 
-    def opened(self) -> dict[str, Any]:
+    def journal_fields(self) -> dict[str, Any]:
         """Returns the journal's fields on GPUs at the beginning of a run."""
         return {"gpus": list(self.gpus), "places": self.places}
 

@@ -159,7 +159,7 @@ class Processes:
         self._there[name] = _Process(pid=pid, began=began, watched=watched, child=child)
         self._selector.register(watched, selectors.EVENT_READ, name)
 
-    def ended(self, name: str) -> int | None:
+    def take_exit_status(self, name: str) -> int | None:
         """Take the status of a process that has ended; None where it is not known."""
         found = self._there.pop(name)
         self._selector.unregister(found.watched)
@@ -203,7 +203,7 @@ class Processes:
     def end_all(self) -> None:
         """End all at once, where nobody will watch over them any more."""
         for name in self.names:
-            self.ended(name)
+            self.take_exit_status(name)
 
     def _end_group(self, found: _Process) -> None:
         # By a descriptor, which is of no other process, also when the number is used
@@ -225,7 +225,7 @@ class Processes:
         """Returns the path of a process's log."""
         return self._logs / f"{name}.log"
 
-    def said(self, name: str) -> str:
+    def log_tail(self, name: str) -> str:
         """The end of what a process wrote."""
         try:
             with self.log(name).open("rb") as log:

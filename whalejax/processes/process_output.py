@@ -20,7 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from whalejax.distributed.launch_env import MARK, Blamed, Introduced, Joining, heard
+from whalejax.distributed.launch_env import (
+    MARK,
+    Blamed,
+    Introduced,
+    Joining,
+    parse_report,
+)
 from whalejax.distributed.standard_streams import drop_stdout
 from whalejax.meshes.errors import WhaleError
 
@@ -229,7 +235,7 @@ class Pump:
         self._write(b"".join(passed))
 
     def _for_launcher(self, line: bytes) -> bool:
-        found = heard(line) if line.startswith(_MARK) else None
+        found = parse_report(line) if line.startswith(_MARK) else None
         return found is not None and self._told(found)
 
     def _write(self, data: bytes) -> None:

@@ -20,7 +20,7 @@ from whalejax import _compat
 from whalejax.adapters.leaves import is_key, is_leaf
 from whalejax.lowering.loss_scale import LossScale
 from whalejax.lowering.state import Origin, TrainState, bare, check_alive, following
-from whalejax.meshes.checks import is_whole, plain, shown
+from whalejax.meshes.checks import is_whole, plain, short_repr
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 
@@ -65,7 +65,7 @@ class OwnStates:
             abstract = own() if trains else bare(own())
             check_leaves(state, abstract, trains=trains)
             _raise_for([*_other_places(state, abstract)], _ELSEWHERE)
-            state = _placed(replace(state, origin=self._origin), abstract)
+            state = _place_loose_leaves(replace(state, origin=self._origin), abstract)
             self._seen[trains] = _layout(state)
             state = following(state, whole)
         if trains:
@@ -101,7 +101,7 @@ def _is_loose(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic)
 
 
-def _placed(state: TrainState, own: TrainState) -> TrainState:
+def _place_loose_leaves(state: TrainState, own: TrainState) -> TrainState:
     """The same, what lies nowhere of its own where the step has it."""
 
     def put(leaf: Any, aval: Any) -> Any:
@@ -148,7 +148,8 @@ def checked(state: Any) -> TrainState:
         return state
     if not is_whole(seen, 0):
         raise PlanError(
-            f"state.samples is {shown(seen)}; expected the number of samples that its "
+            f"state.samples is {short_repr(seen)}; expected the number of samples "
+            "that its "
             "steps took, 0 or more, or None where that is not known"
         )
     return following(replace(state, samples=plain(seen)), state)
@@ -299,14 +300,14 @@ def adopted(given: Any, abstract: TrainState) -> TrainState:
     if not jax.tree.leaves(abstract.opt_state):
         state = following(replace(state, opt_state=abstract.opt_state), state)
     if (state.loss_scale is None) != (abstract.loss_scale is None):
-        scale = None if abstract.loss_scale is None else LossScale.fresh()
+        scale = None if abstract.loss_scale is None else LossScale.initial()
         state = following(replace(state, loss_scale=scale), state)
     check_leaves(state, abstract, trains=True)
     check_values(state)
     _check_reach(state, abstract)
     moved = {
         name: jax.tree.map(
-            lambda leaf, aval: _moved(leaf, aval.sharding),
+            lambda leaf, aval: _relayout(leaf, aval.sharding),
             getattr(state, name),
             getattr(abstract, name),
         )
@@ -344,7 +345,7 @@ def _check_reach(state: TrainState, abstract: TrainState) -> None:
             )
 
 
-def _moved(leaf: Any, target: Any) -> Any:
+def _relayout(leaf: Any, target: Any) -> Any:
     """A copy of an array in another layout."""
     # What is put elsewhere may share the memory of shards that stay where they are.
     leaf = jnp.copy(leaf)

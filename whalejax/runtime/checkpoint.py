@@ -31,14 +31,14 @@ from whalejax import _compat
 from whalejax.adapters.base import dotted
 from whalejax.lowering.global_arrays import settle
 from whalejax.lowering.loss_scale import LossScale
-from whalejax.lowering.stage_arrays import collected, dealt, spread
+from whalejax.lowering.stage_arrays import collected, spread, spread_sharding
 from whalejax.lowering.state import check_alive
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.runtime.checkpoint_files import (
     being_built,
     check_hashes,
     hashed,
-    unwritten,
+    write_failure_message,
 )
 from whalejax.runtime.checkpoint_record import (
     LONGEST_REASON,
@@ -124,7 +124,7 @@ def save(
         try:
             write_arrays(building / ARRAYS, arrays)
         except Exception as error:  # Orbax tells of a full disk by many classes
-            raise WhaleError(unwritten(target, error)) from error
+            raise WhaleError(write_failure_message(target, error)) from error
         hashes = hashed(building)
         if jax.process_index() == 0:
             described = [leaf for leaf, _ in leaves]
@@ -144,7 +144,7 @@ def new_path(path: Any) -> Path:
     try:
         is_there = target.exists()
     except OSError as error:
-        raise WhaleError(unwritten(target, error)) from error
+        raise WhaleError(write_failure_message(target, error)) from error
     if is_there:
         raise WhaleError(
             f"{target}: there is something at this path already, and a checkpoint "
@@ -196,14 +196,17 @@ def restore(
     had_scale = any(leaf.section == _SCALE for leaf in record.leaves)
     if had_scale != (abstract_state.loss_scale is not None):
         like = jax.tree.leaves(abstract_state.loss_scale)
-        pairs = zip(jax.tree.leaves(LossScale.fresh()), like, strict=False)
+        pairs = zip(jax.tree.leaves(LossScale.initial()), like, strict=False)
         fresh = [jax.device_put(x, aval.sharding) for x, aval in pairs]
         wanted = [pair for pair in wanted if pair[0].section != _SCALE]
         saved = {place: x for place, x in saved.items() if x.section != _SCALE}
     check_same(target, saved, {leaf.place: leaf for leaf, _ in wanted})
     mesh = _between(abstract_state)
     entries = [
-        (saved[leaf.place], array.sharding if mesh is None else dealt(leaf.shape, mesh))
+        (
+            saved[leaf.place],
+            array.sharding if mesh is None else spread_sharding(leaf.shape, mesh),
+        )
         for leaf, array in wanted
     ]
     values = read_leaves(target, record, entries)

@@ -235,16 +235,16 @@ def being_built(target: Path) -> Iterator[Path]:
     try:
         if first:
             try:
-                held = _begun(building)
+                held = _create_build_folder(building)
             except (OSError, WhaleError) as found:
-                error = _told(target, found)
+                error = _error_text(target, found)
         fail_together(error, f"{target.name} begun")
         try:
             yield building
             if first:
                 building.rename(target)
         except OSError as found:
-            error = _told(target, found)
+            error = _error_text(target, found)
         fail_together(error, f"{target.name} written")
     except BaseException:
         if held >= 0:
@@ -264,7 +264,7 @@ def _removed(building: Path) -> None:
         time.sleep(_REMOVAL_SECONDS)
 
 
-def _begun(building: Path) -> int:
+def _create_build_folder(building: Path) -> int:
     """An empty folder, and a lock on it that ends with this process.
 
     Raises:
@@ -293,11 +293,15 @@ def _locked(folder: Path) -> int:
     return opened
 
 
-def _told(target: Path, error: Exception) -> str:
-    return str(error) if isinstance(error, WhaleError) else unwritten(target, error)
+def _error_text(target: Path, error: Exception) -> str:
+    return (
+        str(error)
+        if isinstance(error, WhaleError)
+        else write_failure_message(target, error)
+    )
 
 
-def unwritten(target: Path, error: Exception) -> str:
+def write_failure_message(target: Path, error: Exception) -> str:
     """Why a checkpoint could not be written, and what to do about it.
 
     Args:

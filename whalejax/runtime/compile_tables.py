@@ -9,7 +9,7 @@ import jax
 import optax
 
 from whalejax.adapters.base import Adapter, adapt
-from whalejax.meshes.checks import Arguments, shown
+from whalejax.meshes.checks import Arguments, short_repr
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.sections_step import SectionsStep, check_job
@@ -75,7 +75,8 @@ def compile_tables(
         )
     if isinstance(job, str) and isinstance(plan, TablesPlan) and not plan.sections:
         problems.add(
-            f"job is {shown(job)}, and this plan has no sparse section that could make "
+            f"job is {short_repr(job)}, and this plan has no sparse section that "
+            "could make "
             "its batches. Plan with staleness= on such as cpu:2+h100:1"
         )
     problems.raise_if_any()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.meshes.checks import is_number, is_printable, shown
+from whalejax.meshes.checks import is_number, is_printable, short_repr
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.compiler_options import check_options
@@ -33,7 +33,8 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
         options = dict(options)  # as a plan keeps them
     if not isinstance(options, Mapping | None):
         raise PlanError(
-            f"compiler_options is {shown(options)}; expected a dict of XLA's options, "
+            f"compiler_options is {short_repr(options)}; expected a dict of XLA's "
+            "options, "
             'such as {"xla_tpu_enable_async_collective_fusion": True}'
         )
     found: dict[str, bool | int | float | str] = {}
@@ -41,12 +42,13 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
         plain = value.item() if isinstance(value, np.generic) else value
         if not isinstance(name, str) or not name.isidentifier():
             problems.add(
-                f"{shown(name)} names no option; expected one of XLA's without "
+                f"{short_repr(name)} names no option; expected one of XLA's without "
                 "dashes, such as xla_tpu_enable_async_collective_fusion"
             )
         elif not (isinstance(plain, bool) or is_number(plain) or is_printable(plain)):
             problems.add(
-                f"{name} is {shown(value)}; expected a number, a text, True or False"
+                f"{name} is {short_repr(value)}; expected a number, a text, True or "
+                "False"
             )
         else:
             text = str(plain).lower()

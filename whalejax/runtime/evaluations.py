@@ -101,7 +101,7 @@ class Evaluations:
         Raises:
             WhaleError: There are no batches, or no metric of the name that is wanted.
         """
-        metrics = mean_metrics(self._step, state, self._given())
+        metrics = mean_metrics(self._step, state, self._evaluation_batches())
         self.done.append((done, metrics))
         self._records.tell_evaluation(done, metrics)
         if self._metric is None:
@@ -137,7 +137,7 @@ class Evaluations:
         )
         self.best = found
 
-    def _given(self) -> Iterable[Any]:
+    def _evaluation_batches(self) -> Iterable[Any]:
         batches = self._batches
         assert batches is not None
         return batches() if callable(batches) else batches

@@ -67,7 +67,7 @@ class FolderLock:
         try:
             self._is_new = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._opened = self._taken()
+            self._opened = self._acquire()
             self._say_who()
         except OSError as error:
             self._give_up()
@@ -115,7 +115,7 @@ class FolderLock:
         os.close(self._opened)
         self._opened = -1
 
-    def _taken(self) -> int:
+    def _acquire(self) -> int:
         """The lock's file, held by this process; that of a dead process is used on."""
         path, left = self.folder / LOCK, _TRIES
         while True:
@@ -130,7 +130,7 @@ class FolderLock:
                     if left and not _lives_here(holder):
                         time.sleep(_AGAIN_SECONDS)  # Somebody asks whether it is free.
                         continue
-                    raise self._held(holder) from error
+                    raise self._locked_error(holder) from error
                 if error.errno not in _UNSUPPORTED:
                     raise
                 return self._without_locks(path, holder)
@@ -143,11 +143,11 @@ class FolderLock:
     def _without_locks(self, path: Path, holder: dict[str, Any]) -> int:
         """Takes the lock by the file's contents, on a file system without locks."""
         if holder and not _has_ended(holder):
-            raise self._held(holder)
+            raise self._locked_error(holder)
         path.unlink(missing_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
-    def _held(self, holder: dict[str, Any]) -> WhaleError:
+    def _locked_error(self, holder: dict[str, Any]) -> WhaleError:
         who = (
             f"process {holder['pid']} on {holder['host']} since {holder['since']}"
             if {"pid", "host", "since"} <= holder.keys()

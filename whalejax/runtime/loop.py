@@ -24,11 +24,11 @@ import jax.numpy as jnp
 
 from whalejax.lowering.global_arrays import is_here, settle
 from whalejax.lowering.state import TrainState
-from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.runtime.evaluations import Evaluations
-from whalejax.runtime.resume import checkpoints, held, steps_of
+from whalejax.runtime.resume import checkpoints, hold_folder, steps_of
 from whalejax.runtime.run_records import BestCheckpoint, Records
 from whalejax.runtime.run_records import best as best
 from whalejax.runtime.steps_in_flight import (
@@ -177,7 +177,7 @@ def _run_of(
         save_every=None if folder is None else every,
         eval_every=None if batches is None else given["eval_every"] or every,
     )
-    opened.enter_context(held(None if is_held else folder))
+    opened.enter_context(hold_folder(None if is_held else folder))
     if folder is not None:
         _check_new(folder, rhythm)
     names = ("steps", "csv", "progress", "hooks", "on_step")
@@ -340,7 +340,8 @@ def _batch_function(
         )
     if isinstance(batches, Mapping) or not hasattr(batches, "__iter__"):
         raise WhaleError(
-            f"batches is {shown(batches)}; expected a function from the number of a "
+            f"batches is {short_repr(batches)}; expected a function from the number "
+            "of a "
             "step, counted from 0, to its global batch, or an iterable of batches"
         )
     following = iter(batches)
@@ -384,11 +385,12 @@ def _check_arguments(*, step: Any, **given: Any) -> None:
         for name in ("eval_every", "best", "patience"):
             if given[name] is not None:
                 problems.add(
-                    f"{name} is {shown(given[name])}, and there is no evaluation: give "
+                    f"{name} is {short_repr(given[name])}, and there is no "
+                    "evaluation: give "
                     "eval_batches, a list of batches or a function that gives them"
                 )
     elif given["best"] is not None and given["save_dir"] is None:
-        problems.add(f"best is {shown(given['best'])}; it needs save_dir")
+        problems.add(f"best is {short_repr(given['best'])}; it needs save_dir")
     if given["patience"] is not None and given["best"] is None:
         problems.add("patience needs best, the metric that is to become better")
     problems.raise_if_any()

@@ -112,7 +112,7 @@ def check_mean(captured: Captured, samples: int, whole: int) -> None:
             problems.add(reason_text(found.reason))
         elif found.runs > 1:
             problems.add(f"the loss parts the batch into {found.runs} runs")
-    for text in captured.apart().told():
+    for text in captured.apart().mismatch_messages():
         problems.add(text)
     problems.raise_if_any(
         title=f"the batch has {samples} samples, the plan is for {whole}, and the "
@@ -168,11 +168,13 @@ class _Combined:
         """One reported value, which is put together as its kind says."""
         if not isinstance(kind, Merged):
             return self.mean(*values)
-        if kind.how in ("mean", "average", "sum", "same", "max", "min"):
+        if kind.how == "same":
+            return jax.tree.map(self.take_first, *values)
+        if kind.how in ("mean", "average", "sum", "max", "min"):
             return jax.tree.map(getattr(self, kind.how), *values)
         return jax.tree.map(lambda *rows: self.rows(kind, rows), *values)
 
-    def same(self, *values: Any) -> Any:
+    def take_first(self, *values: Any) -> Any:
         """Returns a value that is equal in all passes."""
         return values[0]
 

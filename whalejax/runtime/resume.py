@@ -38,7 +38,7 @@ DAMAGED_SUFFIX: Final = ".damaged"
 
 
 @contextmanager
-def held(folder: Path | None) -> Iterator[None]:
+def hold_folder(folder: Path | None) -> Iterator[None]:
     """Hold a folder for this run; all its processes call this.
 
     Args:
@@ -105,7 +105,7 @@ class Restoring(Protocol):
         ...
 
 
-def resumed(step: Restoring, checkpoints: list[Path]) -> Resumed | None:
+def restore_newest(step: Restoring, checkpoints: list[Path]) -> Resumed | None:
     """The newest whole checkpoint, restored; None where there are no checkpoints.
 
     Damaged ones that are newer get another name, so that the run can save again where
@@ -257,7 +257,7 @@ def batches_by_samples(job: Job, size: int) -> Callable[[int], Any]:
         if not rest:
             return job.batch_at(number, size)
         return jax.tree.map(
-            lambda here, after: _joined(here, after, rest, size),
+            lambda here, after: _concat_batches(here, after, rest, size),
             numbered(number),
             numbered(number + 1),
         )
@@ -265,7 +265,7 @@ def batches_by_samples(job: Job, size: int) -> Callable[[int], Any]:
     return batch
 
 
-def _joined(here: Any, after: Any, rest: int, size: int) -> Any:
+def _concat_batches(here: Any, after: Any, rest: int, size: int) -> Any:
     if np.shape(here)[:1] != (size,):
         return after  # Not of samples, such as a scalar.
     numbers: Any = jnp if isinstance(here, jax.Array) else np

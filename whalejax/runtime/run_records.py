@@ -58,7 +58,7 @@ class StepTable:
                 )
             self._write(kept)
         except (OSError, ValueError, csv.Error) as error:
-            raise _unwritten(path, error) from error
+            raise _write_error(path, error) from error
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add the row of a step.
@@ -81,7 +81,7 @@ class StepTable:
             with self.path.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self._columns).writerow(dict(row))
         except OSError as error:
-            raise _unwritten(self.path, error) from error
+            raise _write_error(self.path, error) from error
 
     def _rows(self) -> list[dict[str, str]]:
         with self.path.open(newline="", encoding="utf-8") as file:
@@ -103,7 +103,7 @@ def _is_before(row: Mapping[str, str | None], first: int) -> bool:
     return text.isdecimal() and int(text) <= first
 
 
-def _unwritten(path: Path, error: Exception) -> WhaleError:
+def _write_error(path: Path, error: Exception) -> WhaleError:
     reason = getattr(error, "strerror", None) or error
     return WhaleError(
         f"{path}: the table of steps cannot be read or written ({reason}). Give csv= "

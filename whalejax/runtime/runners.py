@@ -21,7 +21,7 @@ def runner_of(plan: Plan) -> Callable[..., Runner]:
         from whalejax.lowering.uneven.pipeline_executor import Pipes
 
         return Pipes
-    if plan.apart:
+    if plan.stage_plans:
         from whalejax.lowering.pipeline_mpmd.executor import Apart
 
         return Apart
@@ -40,7 +40,7 @@ def evaluator_of(plan: Plan, trains: Any, *given: Any) -> Runner:
         trains: its runner as it trains.
         given: Arguments of the runner after the plan.
     """
-    if plan.apart and not plan.pipelines:
+    if plan.stage_plans and not plan.pipelines:
         from whalejax.lowering.pipeline_mpmd.evaluation import Evaluating
 
         return Evaluating(trains, plan, *given)
@@ -56,9 +56,9 @@ def rehearsal_of(runner: Any, state: TrainState, batch: Any) -> Rehearsal:
         state: abstract.
         batch: the same.
     """
-    from whalejax.lowering.pipeline_mpmd.compile_only import rehearsed
+    from whalejax.lowering.pipeline_mpmd.compile_only import compile_stages
 
-    return rehearsed(runner, state, batch)
+    return compile_stages(runner, state, batch)
 
 
 def layout_of(runner: Any, plan: Plan, structure: Any) -> BatchLayout:
@@ -69,7 +69,7 @@ def layout_of(runner: Any, plan: Plan, structure: Any) -> BatchLayout:
         plan: its plan.
         structure: tree of a batch.
     """
-    if plan.pipelines or (plan.shares and not plan.apart):
+    if plan.pipelines or (plan.shares and not plan.stage_plans):
         layout: BatchLayout = runner.layout(structure)
         return layout
     return BatchLayout(

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import jax
 
-from whalejax.lowering.multihost.watchdog import lost
+from whalejax.lowering.multihost.watchdog import lost_process_error
 from whalejax.membership.heartbeat import tells_of_loss
 from whalejax.runtime.run_records import host_values
 
@@ -110,7 +110,7 @@ def _arrived(step: int, loss: Any) -> float:
         return float(loss)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if jax.process_count() > 1 and tells_of_loss(error):
-            raise lost(error, f"the loss of step {step}") from error
+            raise lost_process_error(error, f"the loss of step {step}") from error
         raise
 
 

@@ -26,7 +26,7 @@ from whalejax.runtime.checkpoint import (
     read_leaves,
     write_arrays,
 )
-from whalejax.runtime.checkpoint_files import being_built, hashed, unwritten
+from whalejax.runtime.checkpoint_files import being_built, hashed, write_failure_message
 from whalejax.runtime.checkpoint_record import Leaf, check_same, write_record
 
 
@@ -59,7 +59,7 @@ def save_sections(
             arrays = nested([(leaf, raw_array(array)) for leaf, array in leaves])
             write_arrays(building / ARRAYS, arrays)
         except Exception as error:  # Orbax tells of a full disk by many classes
-            raise WhaleError(unwritten(target, error)) from error
+            raise WhaleError(write_failure_message(target, error)) from error
         described = [leaf for leaf, _ in leaves]
         write_record(building, described, plan, hashed(building), None, batch_size)
 

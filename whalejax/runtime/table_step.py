@@ -27,7 +27,7 @@ from whalejax.adapters.base import Adapter, made_model
 from whalejax.capture.batch import aval_of
 from whalejax.distributed.standard_streams import say
 from whalejax.lowering.state import host_copy, typed_key
-from whalejax.meshes.checks import Arguments, shown
+from whalejax.meshes.checks import Arguments, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
@@ -208,7 +208,8 @@ class TableStep:
         """
         if not callable(make_model):
             raise WhaleError(
-                f"make_model is {shown(make_model)}; expected a function of a random "
+                f"make_model is {short_repr(make_model)}; expected a function of a "
+                "random "
                 "key, or of nothing, that builds the model"
             )
         key = typed_key(rng, for_loss=self.adapter.takes_rng)
@@ -421,7 +422,9 @@ class TableStep:
             PlanError: it is another model's or optimizer's.
         """
         if not isinstance(step, TableStep):
-            raise PlanError(f"step is {shown(step)}; expected the step of the state")
+            raise PlanError(
+                f"step is {short_repr(step)}; expected the step of the state"
+            )
         held = step._checked(state)
         own, given = self._abstract_sections(), step._abstract_sections()
         if step.plan.rows.kind != self.plan.rows.kind or _shapes(own) != _shapes(given):
@@ -457,7 +460,8 @@ class TableStep:
     def _checked(self, state: Any) -> TablesState:
         if not isinstance(state, TablesState):
             raise WhaleError(
-                f"state is {shown(state)}; expected what this step's init, init_from "
+                f"state is {short_repr(state)}; expected what this step's init, "
+                "init_from "
                 "or restore gave"
             )
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
@@ -479,7 +483,7 @@ class TableStep:
         shapes = [(leaf.shape, leaf.dtype) for leaf in expected]
         if not same or [(leaf.shape, leaf.dtype) for leaf in given] != shapes:
             raise PlanError(
-                f"batch is {shown(batch)}; this step is for leaves of the shapes "
+                f"batch is {short_repr(batch)}; this step is for leaves of the shapes "
                 f"{', '.join(str(shape) for shape, _ in shapes)}, in the same "
                 "containers and types. Plan again for another batch"
             )

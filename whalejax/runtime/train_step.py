@@ -34,7 +34,7 @@ from whalejax.lowering.runner import OneProgram, Runner, abstract_state
 from whalejax.lowering.state import Origin, following, host_copy, typed_key
 from whalejax.lowering.state import TrainState as TrainState
 from whalejax.lowering.uneven.adaptive_shares import Following
-from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
 from whalejax.planner.near_names import names_arguments
@@ -47,7 +47,7 @@ from whalejax.runtime.ragged_batch import (
     repeated,
     together,
 )
-from whalejax.runtime.resume import agreed_checkpoints, depends_on_parts, resumed
+from whalejax.runtime.resume import agreed_checkpoints, depends_on_parts, restore_newest
 from whalejax.runtime.runners import evaluator_of, layout_of, rehearsal_of, runner_of
 from whalejax.runtime.schedule_counts import with_schedule
 from whalejax.runtime.validate import (
@@ -107,11 +107,11 @@ class TrainStep:
         if not (isinstance(plan, Plan) and isinstance(adapter, Adapter)):
             raise WhaleError(
                 "a TrainStep is made by wh.compile(plan, loss_fn, model, optimizer=…), "
-                f"not by its class, which was given {shown(plan)} as plan"
+                f"not by its class, which was given {short_repr(plan)} as plan"
             )
         self.plan = plan
         self.adapter = adapter
-        mesh = stages_mesh(plan, devices) if plan.apart else None
+        mesh = stages_mesh(plan, devices) if plan.stage_plans else None
         self._origin = Origin(adapter, mesh)
         self._own = OwnStates(self._origin)
         self.batch_axes = batch_axes
@@ -162,7 +162,8 @@ class TrainStep:
         """
         if not callable(make_model) or is_module(make_model):
             raise WhaleError(
-                f"make_model is {shown(make_model)}; expected a function of a random "
+                f"make_model is {short_repr(make_model)}; expected a function of a "
+                "random "
                 "key, or of nothing, that builds the model. Of a model that is there: "
                 "init_from(model)"
             )
@@ -173,7 +174,7 @@ class TrainStep:
             params, rest = self.adapter.take_apart(model)
             return params, rest, jax.random.fold_in(key, 0x5EED)
 
-        return self._begun(self._runner.born(build, self._key(rng)), 0)
+        return self._with_samples(self._runner.init_state(build, self._key(rng)), 0)
 
     @without_mesh
     @names_arguments("step.init_from")
@@ -200,13 +201,13 @@ class TrainStep:
         # Arrays may live on any device, or be shared with the user: go by the host so
         # that a donated buffer is never one of theirs.
         values = jax.tree.map(host_copy, (params, rest))
-        return self._begun(self._born_from(values, key), 0)
+        return self._with_samples(self._born_from(values, key), 0)
 
     def _born_from(self, values: tuple[Any, Any], key: Any) -> TrainState:
         """A state of (params, rest), with fresh optimizer state."""
-        return self._runner.born(lambda tree, key: (*tree, key), values, key)
+        return self._runner.init_state(lambda tree, key: (*tree, key), values, key)
 
-    def _begun(self, state: TrainState, samples: int | None) -> TrainState:
+    def _with_samples(self, state: TrainState, samples: int | None) -> TrainState:
         return dataclasses.replace(state, samples=samples)
 
     @property
@@ -256,7 +257,7 @@ class TrainStep:
         new, metrics = self._runner.advance(own, self._layout.place(batch))
         seen = own.samples
         taken = None if seen is None else seen + self._batch_size
-        return following(self._begun(new, taken), state), metrics
+        return following(self._with_samples(new, taken), state), metrics
 
     @without_mesh
     def eval(
@@ -414,7 +415,9 @@ class TrainStep:
     @rebalances.setter
     def rebalances(self, wanted: bool) -> None:
         if not isinstance(wanted, bool):
-            raise WhaleError(f"rebalances is {shown(wanted)}; expected True or False")
+            raise WhaleError(
+                f"rebalances is {short_repr(wanted)}; expected True or False"
+            )
         self._uneven.rebalances = wanted
 
     @property
@@ -464,7 +467,9 @@ class TrainStep:
         problems = Arguments("step.profile")
         problems.whole("steps", steps, least=1, most=1000)
         problems.raise_if_any()
-        one_program = not (self.plan.apart or self.plan.pipelines or self.plan.shares)
+        one_program = not (
+            self.plan.stage_plans or self.plan.pipelines or self.plan.shares
+        )
 
         def program() -> str:
             return str(self.lower().compile().as_text()) if one_program else ""
@@ -490,7 +495,7 @@ class TrainStep:
                 "this plan runs pipelines side by side, and rehearse() compiles one. "
                 "Plan one of them alone: mesh= with data 1, on its devices"
             )
-        if not self.plan.apart:
+        if not self.plan.stage_plans:
             raise PlanError(
                 "this plan is one program, and rehearse() compiles stages that have "
                 "their own. Take lower().compile()"
@@ -571,7 +576,7 @@ class TrainStep:
         problems = Arguments("TrainStep.restore_or_init")
         problems.path("folder", folder, "the path of a folder of checkpoints")
         problems.raise_if_any()
-        found = resumed(self, agreed_checkpoints(Path(folder)))
+        found = restore_newest(self, agreed_checkpoints(Path(folder)))
         if found is None:
             return self.init(make_model, rng=rng)
         for note in found.notes:
@@ -625,7 +630,7 @@ class TrainStep:
         born = self._born_from((found.params, found.rest), found.rng)
         born = with_schedule(born, found.updates, keep_schedule)
         number = jax.device_put(np.int32(found.step), born.step.sharding)
-        return self._begun(dataclasses.replace(born, step=number), found.samples)
+        return self._with_samples(dataclasses.replace(born, step=number), found.samples)
 
 
 @without_mesh
@@ -716,7 +721,8 @@ def _check_plan(plan: Any, loss_fn: Any, model: Any) -> None:
         )
     if not isinstance(plan, Plan):
         raise PlanError(
-            f"plan is {shown(plan)}; expected what wh.plan gives, or wh.Plan.load of a "
+            f"plan is {short_repr(plan)}; expected what wh.plan gives, or "
+            "wh.Plan.load of a "
             "file"
         )
     if not plan.runnable:
@@ -732,7 +738,8 @@ def _check_table_arguments(axis_names: Any, batch_axes: Any) -> None:
         problems.add("axis_names was given with a plan with tables. Leave it out")
     if not is_whole(batch_axes, 0, 0):
         problems.add(
-            f"batch_axes is {shown(batch_axes)} with a plan with tables, whose batches "
+            f"batch_axes is {short_repr(batch_axes)} with a plan with tables, whose "
+            "batches "
             "have samples along dimension 0. Leave it out"
         )
     problems.raise_if_any()

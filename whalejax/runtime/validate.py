@@ -19,7 +19,7 @@ from whalejax.capture import Captured
 from whalejax.capture.batch import check_batch
 from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.lowering.spmd.evaluate import HOST_MEMORY
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems, warn
 from whalejax.meshes.jax_mesh import are_devices
@@ -50,7 +50,8 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
     chosen = devices is not None
     if chosen and not are_devices(devices):
         raise PlanError(
-            f"devices is {shown(devices)}; expected devices in node order, such as "
+            f"devices is {short_repr(devices)}; expected devices in node order, such "
+            "as "
             'jax.devices("cpu")[:8], or None for all'
         )
     found = list(devices) if chosen else jax.devices()

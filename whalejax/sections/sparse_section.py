@@ -218,7 +218,7 @@ class SparseSection:
             del self._due[rank]
             self._start(processes, rank, now)
         for key, _ in selector.select(_TURN_SECONDS):
-            status = processes.ended(key.data)
+            status = processes.take_exit_status(key.data)
             self._ended(int(key.data.rpartition("-")[2]), status, processes)
 
     def _start(self, processes: Processes, rank: int, now: float) -> None:
@@ -226,7 +226,7 @@ class SparseSection:
             slot = self._slots[rank]
             slot.incarnation += 1
             slot.started_at, slot.has_worked = now, False
-            self._lease.heard(rank, now)
+            self._lease.renew(rank, now)
         settings = {
             "rank": rank,
             "incarnation": slot.incarnation,
@@ -243,7 +243,7 @@ class SparseSection:
             self._pids[rank] = pid
 
     def _ended(self, rank: int, status: int | None, processes: Processes) -> None:
-        now, log = time.monotonic(), processes.said(_name(rank))
+        now, log = time.monotonic(), processes.log_tail(_name(rank))
         with self._lock:
             slot = self._slots[rank]
             slot.address = None

@@ -199,7 +199,7 @@ class Ledger:
             self._held[attempt.stage] += 1
         return Verdict.COUNTED
 
-    def done(self, attempt: Attempt) -> Verdict:
+    def record_answer(self, attempt: Attempt) -> Verdict:
         """An answer has come; whether it counts.
 
         Args:
@@ -257,13 +257,13 @@ class Ledger:
             WhaleError: gradients are missing.
         """
         held: dict[str, list[int]] = {}
-        for attempt in self.held(stage):
+        for attempt in self.gradient_attempts(stage):
             held.setdefault(attempt.peer, []).append(attempt.number)
         found = {peer: tuple(numbers) for peer, numbers in sorted(held.items())}
         check_partition(found, self.micro_batches, f"step {self.step}, stage {stage}")
         return found
 
-    def held(self, stage: int) -> list[Attempt]:
+    def gradient_attempts(self, stage: int) -> list[Attempt]:
         """The attempts whose gradients are those of a stage, one for each micro-batch.
 
         Args:
@@ -283,7 +283,8 @@ class Ledger:
             raise WhaleError(
                 f"ledger, step {self.step}: stage {stage} has the gradients of "
                 f"{self.micro_batches - len(missing)} of {self.micro_batches} "
-                f"micro-batches and cannot be committed; missing {_named(missing)}"
+                "micro-batches and cannot be committed; missing "
+                f"{_number_list_text(missing)}"
             )
         return found
 
@@ -365,7 +366,7 @@ class Ledger:
         return dict(self._commit.digests)
 
     @property
-    def left(self) -> int:
+    def missing_gradients(self) -> int:
         """Gradients that nobody holds yet; 0 once the step is committed."""
         if self._commit.digests:
             return 0
@@ -425,7 +426,7 @@ class Ledger:
                 attempt=record["attempt"],
             )
             if event == "done":
-                self.done(attempt)
+                self.record_answer(attempt)
             elif event == "taken in":
                 self.take_in(attempt, record["trainer"])
             elif event == "given up":
@@ -510,9 +511,9 @@ def check_partition(
         if len(peers) > 1
     ]
     if missing := sorted(set(range(micro_batches)) - set(named)):
-        problems.append(f"{_named(missing)} named by nobody")
+        problems.append(f"{_number_list_text(missing)} named by nobody")
     if foreign := sorted(set(named) - set(range(micro_batches))):
-        problems.append(f"{_named(foreign)} not of this step")
+        problems.append(f"{_number_list_text(foreign)} not of this step")
     if problems:
         raise WhaleError(
             f"{where}: an assignment must name each of the micro-batches 0 to "
@@ -529,7 +530,7 @@ def committed(records: Iterable[Mapping[str, Any]]) -> dict[int, dict[int, str]]
     }
 
 
-def counted(records: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+def count_lost_and_doubled(records: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     """Micro-batches of committed steps in no sum, and those in a sum more than once.
 
     By what peers said that they added to the sums that were applied, each micro-batch
@@ -566,7 +567,7 @@ def _fields(attempt: Attempt) -> dict[str, object]:
     }
 
 
-def _named(numbers: list[int]) -> str:
+def _number_list_text(numbers: list[int]) -> str:
     shown = ", ".join(str(number) for number in numbers[:MOST_NAMED])
     more = len(numbers) - MOST_NAMED
     return f"{shown} and {more} more" if more > 0 else shown

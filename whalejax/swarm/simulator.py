@@ -121,7 +121,9 @@ class Simulator(SimulatedCalls):
         }
         return Simulated(
             seconds=seconds,
-            micro_batches=self._done + self.setting.micro_batches - len(under_way),
+            micro_batches=self._committed_micro_batches
+            + self.setting.micro_batches
+            - len(under_way),
             step_seconds=tuple(self._steps),
             busy_seconds=self._busy,
             present_seconds=self._present,
@@ -137,7 +139,7 @@ class Simulator(SimulatedCalls):
         )
 
     @property
-    def _done(self) -> int:
+    def _committed_micro_batches(self) -> int:
         """Micro-batches of committed steps."""
         return self.setting.micro_batches * self._committed
 
@@ -224,11 +226,11 @@ class Simulator(SimulatedCalls):
         if is_silent:
             for number, call in peer.calls.items():
                 self._at(self._deadline(call), self._timed_out, peer, number)
-            self._at(forgotten, self._gone, peer)
+            self._at(forgotten, self._on_death, peer)
         else:
-            self._at(self.now + self.setting.notice_seconds, self._gone, peer)
+            self._at(self.now + self.setting.notice_seconds, self._on_death, peer)
 
-    def _gone(self, peer: SimulatedPeer) -> None:
+    def _on_death(self, peer: SimulatedPeer) -> None:
         """Trainers know that it is dead: what it had is computed again."""
         self._rebalancer.arrived(peer.name, is_gone=True)
         peer.coming = None
@@ -384,7 +386,7 @@ class Simulator(SimulatedCalls):
         self._went_back += 1
         self._committed, self._updated_at = self._snapshot, self.now
         self._snapshot_ends = 0.0
-        self._timeline.append((self.now, self._done))
+        self._timeline.append((self.now, self._committed_micro_batches))
         self._ledger = self._fresh_ledger(self._committed)
         for parked in self._parked:
             parked.clear()
@@ -509,7 +511,7 @@ class Simulator(SimulatedCalls):
         self._committed += 1
         self._steps.append(self.now - self._step_began)
         self._step_began = self.now
-        self._timeline.append((self.now, self._done))
+        self._timeline.append((self.now, self._committed_micro_batches))
         # It has nothing to do yet.
         self._ledger = self._fresh_ledger(self._committed)
         self._changed()

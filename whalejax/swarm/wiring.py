@@ -210,7 +210,7 @@ class StageWiring:
             incarnation: Incarnation that was called; calls to an earlier one are
                 ignored.
         """
-        known = self._same(peer, incarnation)
+        known = self._current_peer(peer, incarnation)
         if known is None:
             return
         known.in_flight = max(0, known.in_flight - 1)
@@ -241,7 +241,7 @@ class StageWiring:
             incarnation: Incarnation that was called; a restarted peer is not to blame
                 for what its predecessor did not answer.
         """
-        known = self._same(peer, incarnation)
+        known = self._current_peer(peer, incarnation)
         if known is None:
             return
         known.in_flight = max(0, known.in_flight - 1)
@@ -283,7 +283,7 @@ class StageWiring:
         known = self._peers.get(peer)
         return 0 if known is None else known.in_flight
 
-    def _same(self, peer: str, incarnation: int | None) -> _Peer | None:
+    def _current_peer(self, peer: str, incarnation: int | None) -> _Peer | None:
         known = self._peers.get(peer)
         if known is None or incarnation in (None, known.incarnation):
             return known

@@ -19,7 +19,7 @@ from whalejax.lowering.state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.checkpoint import restore, save
-from whalejax.runtime.resume import checkpoints, depends_on_parts, resumed
+from whalejax.runtime.resume import checkpoints, depends_on_parts, restore_newest
 from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.leading.state import Snapshot
 
@@ -48,7 +48,9 @@ class Checkpoints:
         ]
         # Where updates are delayed, the next step is computed as the first one is.
         arrays = {
-            stage: [raw[n] for n in (*self._cut.held(stage), *self._cut.late(stage))]
+            stage: [
+                raw[n] for n in (*self._cut.leaf_numbers(stage), *self._cut.late(stage))
+            ]
             for stage in range(self._cut.stages)
         }
         return Snapshot(step=int(np.asarray(state.step)), arrays=arrays)
@@ -65,7 +67,7 @@ class Checkpoints:
 
     def newest(self, folder: Path) -> tuple[Snapshot, tuple[str, ...]] | None:
         """The newest whole checkpoint of a folder and notes, if there is one."""
-        found = resumed(self, checkpoints(folder))
+        found = restore_newest(self, checkpoints(folder))
         if found is None:
             return None
         self._check_samples(found.state, found.checkpoint)
@@ -99,7 +101,7 @@ class Checkpoints:
         """Whether another number of micro-batches computes something else."""
         return depends_on_parts(self._cut.plan, self._cut.adapter)
 
-    def copied(self, state: TrainState) -> TrainState:
+    def copy_state(self, state: TrainState) -> TrainState:
         """The state itself: a snapshot's arrays are its own."""
         return state
 

@@ -112,9 +112,9 @@ class Commit:
                     context.ledger.seal()
                     return
             self._each(self._sum, lacking)
-        raise self._ended(lacking[0], "sum")
+        raise self._run_end_error(lacking[0], "sum")
 
-    def _ended(self, stage: int, what: str) -> WhaleError:
+    def _run_end_error(self, stage: int, what: str) -> WhaleError:
         return WhaleError(
             f"step {self._context.step}: the peers of stage {stage} did not {what} "
             f"their gradients in {MOST_ATTEMPTS} rounds. The last failure: "
@@ -145,7 +145,7 @@ class Commit:
                 self._holders[stage], self._members[stage] = holders, members
                 self._note(stage, answers)
                 return
-        raise self._ended(stage, "sum")
+        raise self._run_end_error(stage, "sum")
 
     def _sum_seconds(self, stage: int, peers: int) -> float:
         """For the bytes of a sum, over the slowest link that is counted on."""
@@ -174,7 +174,7 @@ class Commit:
         with context.lock:
             if not context.ledger.is_complete(stage):
                 return None
-            held = context.ledger.held(stage)
+            held = context.ledger.gradient_attempts(stage)
         by_peer: dict[tuple[str, int], tuple[list[int], list[int]]] = {
             (m.name, m.incarnation): ([], []) for m in members
         }
@@ -270,13 +270,13 @@ class Commit:
                 if not answers:
                     break
             if answers:
-                return self._taken(stage, level, answers)
+                return self._majority_values(stage, level, answers)
             # Nobody has it all: what the lost held is summed anew.
             for member in self._members[stage]:
                 if not self._context.fleet.has(member):
                     self._context.lose(member, "it was lost before the update")
             self._sum(stage)
-        raise self._ended(stage, "apply")
+        raise self._run_end_error(stage, "apply")
 
     def _updated(
         self, stage: int, level: int, sums: Sequence[np.ndarray]
@@ -314,12 +314,12 @@ class Commit:
     def _is_whole(self, stage: int, level: int, answer: Told) -> bool:
         """Whether an answer has the numbers that a stage tells all others."""
         cut = self._context.cut
-        wanted = [cut.update.steps.avals[n] for n in cut.told(level, stage)]
+        wanted = [cut.update.steps.avals[n] for n in cut.broadcast_values(level, stage)]
         sent = [(x.shape, x.dtype) for x in answer.arrays]
-        named = answer.numbers == [*cut.told(level, stage)]
+        named = answer.numbers == [*cut.broadcast_values(level, stage)]
         return named and sent == [(tuple(a.shape), a.dtype) for a in wanted]
 
-    def _taken(
+    def _majority_values(
         self, stage: int, level: int, answers: Mapping[str, Told]
     ) -> dict[int, np.ndarray]:
         """Returns the answers of the majority; peers that differ from it are out of

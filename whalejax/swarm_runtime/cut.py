@@ -62,7 +62,7 @@ from whalejax.planner.pipeline.program_cut import (
     Division,
     Units,
     Value,
-    divided,
+    divide_program,
     divided_by_marks,
 )
 from whalejax.planner.plan.plan import Plan
@@ -286,7 +286,7 @@ class Cut:
         found: list[int] = jax.tree.leaves(whole)
         return found
 
-    def held(self, stage: int) -> list[int]:
+    def leaf_numbers(self, stage: int) -> list[int]:
         """Numbers of the flat leaves of the state that a stage's peers hold."""
         weights = {self.params + n for n in self.division.units.frozen_others}
         return [
@@ -299,18 +299,18 @@ class Cut:
             )
         ]
 
-    def born(self, stage: int) -> Callable[[Any], list[Any]]:
+    def init_function(self, stage: int) -> Callable[[Any], list[Any]]:
         """Returns a function from the run's key to the initial state of a stage's
         peers.
         """
         whole = fresh_state(self.program, self.origin, self._build)
-        numbers = self.held(stage)
+        numbers = self.leaf_numbers(stage)
 
-        def born(key: Any) -> list[Any]:
+        def init_leaves(key: Any) -> list[Any]:
             leaves = jax.tree.leaves(whole(key))
             return [leaves[n] for n in numbers]
 
-        return born
+        return init_leaves
 
     def _build(self, key: Any) -> tuple[Any, Any, Any]:
         make = self.job.make_model
@@ -324,7 +324,7 @@ class Cut:
         Where updates are delayed, its parameters follow, of the step before.
         """
         leaves = jax.tree.leaves(self.abstract)
-        numbers = [*self.held(stage), *self.late(stage)]
+        numbers = [*self.leaf_numbers(stage), *self.late(stage)]
         raw = [
             jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
             for x in (leaves[n] for n in numbers)
@@ -370,7 +370,7 @@ class Cut:
                 not read.
         """
         leaves = jax.tree.leaves(self.abstract)
-        found, numbers = [], self.held(stage)
+        found, numbers = [], self.leaf_numbers(stage)
         for array, number in zip(arrays[: len(numbers)], numbers, strict=True):
             leaf: Any = jnp.array(array, copy=True)
             if is_key(leaves[number]):
@@ -386,7 +386,7 @@ class Cut:
         """
         leaves: dict[int, Any] = {}
         for stage, part in parts.items():
-            for number, leaf in zip(self.held(stage), part, strict=True):
+            for number, leaf in zip(self.leaf_numbers(stage), part, strict=True):
                 leaves.setdefault(number, leaf)
         tree: Any = jax.tree.structure(self.abstract)
         state: TrainState = tree.unflatten([leaves[n] for n in range(len(leaves))])
@@ -466,7 +466,7 @@ class Cut:
         """The stages from which cotangents come back to a stage."""
         return [s for s in range(stage + 1, self.stages) if self.returned(s, stage)]
 
-    def handed(self, stage: int, target: int) -> list[Value]:
+    def exported_values(self, stage: int, target: int) -> list[Value]:
         """Returns the values that a stage makes and another reads, in order."""
         exports = self.division.parts[stage].exports
         imports = self.division.parts[target].imports
@@ -483,7 +483,7 @@ class Cut:
             if v in self.flows and made_at[v] == target
         ]
 
-    def told(self, level: int, stage: int) -> tuple[int, ...]:
+    def broadcast_values(self, level: int, stage: int) -> tuple[int, ...]:
         """Numbers of the values that a stage tells all others after a round."""
         return tuple(sorted(self.update.parting.tells.get((level, stage), ())))
 
@@ -588,7 +588,9 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
     units = units_of(captured)
     if plan.stages.starts:
         chunks = plan.stages.chunks
-        return divided(units, _apart(units, plan.stages.starts[chunks - 1 :: chunks]))
+        return divide_program(
+            units, _untied_borders(units, plan.stages.starts[chunks - 1 :: chunks])
+        )
     found = divided_by_marks(units, units.labels(captured.graph))
     if len(found.parts) != stages:
         raise PlanError(
@@ -598,7 +600,7 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
     return found
 
 
-def _apart(units: Units, starts: Sequence[str]) -> Sequence[str]:
+def _untied_borders(units: Units, starts: Sequence[str]) -> Sequence[str]:
     """Borders close to those of a plan at which no two parts read one parameter.
 
     Layers that share weights then stay in one stage. Those of the plan where there are

@@ -338,7 +338,7 @@ class Passage:
     # What another trainer has had made.
 
     @property
-    def made(self) -> MadeBy:
+    def results(self) -> MadeBy:
         """Phase, stage and holder of all that was made, as ``take_in`` takes it."""
         with self._lock:
             held = {Phase.FORWARD: self._forward, Phase.BACKWARD: self.backward}
@@ -474,10 +474,10 @@ class Passage:
             "number": self._number,
             "attempt": number,
             "batch": context.batch,
-            "sources": [_told(s, made) for s, made in sources],
+            "sources": [_source_fields(s, made) for s, made in sources],
         }
         question = (
-            Backward(**call, cotangents=[_told(s, made) for s, made in sinks])
+            Backward(**call, cotangents=[_source_fields(s, made) for s, made in sinks])
             if phase is Phase.BACKWARD
             else Forward(**call)
         )
@@ -491,7 +491,7 @@ class Passage:
             return None
         context.fleet.completed(member, task, context.fleet.now() - begun)
         made = Made(member=member, attempt=number, lost=answer.lost)
-        return self._answered(stage, phase, made, attempt, answer.arrays)
+        return self._record_answer(stage, phase, made, attempt, answer.arrays)
 
     def _begin(self, stage: int, phase: Phase, member: Member) -> Attempt | None:
         """Note an attempt. What forward makes is no gradient and may be made twice."""
@@ -505,7 +505,7 @@ class Passage:
                 stage, self._number, phase, member.name, member.incarnation
             )
 
-    def _answered(
+    def _record_answer(
         self,
         stage: int,
         phase: Phase,
@@ -531,7 +531,7 @@ class Passage:
                 return None
         if attempt is not None:
             with context.lock:
-                verdict = context.ledger.done(attempt)
+                verdict = context.ledger.record_answer(attempt)
                 if verdict is not Verdict.COUNTED:
                     context.counts.late_answers += 1
                     return None
@@ -629,6 +629,6 @@ class Passage:
         return None
 
 
-def _told(stage: int, made: Made) -> tuple[int, str, Address, int]:
+def _source_fields(stage: int, made: Made) -> tuple[int, str, Address, int]:
     member = made.member
     return stage, member.name, member.address, made.attempt

@@ -150,7 +150,7 @@ class Registry:
             self._expire(now)
             if stage == ANY:
                 stage = newcomer_stage(self._loads(), self.stages)
-            self.lease.heard(name, now)
+            self.lease.renew(name, now)
             self._joins[name] = self._joins.get(name, 0) + 1
             member = Member(
                 name=name,
@@ -194,7 +194,7 @@ class Registry:
             if known is None or known.incarnation != told.pop("incarnation"):
                 return None
             self.lease.turn(now)
-            self.lease.heard(name, now)
+            self.lease.renew(name, now)
             found = replace(known, expires=now + self.lease.seconds, **told)
             self._members[name] = found
             return found

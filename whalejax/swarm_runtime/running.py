@@ -17,7 +17,7 @@ from typing import Any, Final
 from whalejax.elastic.saving import Saver
 from whalejax.journals.journal import JournalLines, read
 from whalejax.meshes.errors import WhaleError
-from whalejax.runtime.resume import held
+from whalejax.runtime.resume import hold_folder
 from whalejax.swarm_runtime.checkpoints import Checkpoints
 from whalejax.swarm_runtime.cut import Cut
 from whalejax.swarm_runtime.leading.state import Settings, Snapshot, Tell
@@ -104,7 +104,7 @@ class Run:
         self._lock = threading.Lock()
         snapshot, generation = None, 0
         if place.save is not None:
-            self._stack.enter_context(held(place.save))
+            self._stack.enter_context(hold_folder(place.save))
             found = self._checkpoints.newest(place.save)
             if found is not None:
                 snapshot, notes = found
@@ -112,7 +112,7 @@ class Run:
                     tell("note", why=note)
                 tell("restored", step=snapshot.step)
             folder = place.save / _FOLDER
-            with _said(folder):
+            with _explain_write_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
             generation = _generations(folder / LEDGER)
             self._journal = JournalLines(folder / LEDGER, durable=False)
@@ -134,7 +134,7 @@ class Run:
             port=place.port,
             listening=listening,
             lease_seconds=place.lease_seconds,
-            tell=self._told,
+            tell=self._on_event,
             write=None if self._journal is None else self._write,
             snapshot=snapshot,
             generation=generation,
@@ -199,7 +199,7 @@ class Run:
         """The newest snapshot."""
         return self.serving.trainer.newest
 
-    def _told(self, kind: str, **more: Any) -> None:
+    def _on_event(self, kind: str, **more: Any) -> None:
         if kind == "went back":
             self._write("opened", {"generation": self.serving.trainer.generation})
         self._tell(kind, **more)
@@ -221,7 +221,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def _said(path: Path) -> Iterator[None]:
+def _explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

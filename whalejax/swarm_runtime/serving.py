@@ -125,7 +125,7 @@ class Serving:
         )
         self._settings, self._tell = settings, tell
         self._wires = wire, sum_wire
-        listening = listening or opened(host, port)
+        listening = listening or open_listener(host, port)
         self._service = Service(listening, key, self._handlers)
         host, port = self._service.address
         self.address = self.trainer.address = reached_host(host), port
@@ -329,7 +329,7 @@ class Serving:
     def _show(self, asked: Show) -> Shown:
         del asked
         trainer, now = self.trainer, time.monotonic()
-        show = functools.partial(_shown, trainer=trainer)
+        show = functools.partial(_peer_status, trainer=trainer)
         ledger = trainer.ledger
         return Shown(
             wire=self._wires[0],
@@ -342,14 +342,14 @@ class Serving:
             loss=self._loss,
             sum_error=self._errors.get("sum_error"),
             wire_error=self._errors.get("wire_error"),
-            left=0 if ledger is None else ledger.left,
+            left=0 if ledger is None else ledger.missing_gradients,
             counts=as_told(trainer.counts),
-            trainers=trainer.sharing.shown(),
+            trainers=trainer.sharing.status_rows(),
             peers=[show(m) for m in self.registry.members(now)],
         )
 
 
-def opened(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """A socket at which a registry listens, or will.
 
     Raises:
@@ -365,7 +365,7 @@ def opened(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _shown(member: Member, *, trainer: Trainer) -> dict[str, Any]:
+def _peer_status(member: Member, *, trainer: Trainer) -> dict[str, Any]:
     synced = trainer.fleet.has(member)
     return {
         "name": member.name,

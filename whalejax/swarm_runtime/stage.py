@@ -70,15 +70,15 @@ class Stage:
         self.cut, self.number = cut, number
         self.last = number == cut.stages - 1
         self.place = cut.place(number)
-        self.numbers = cut.held(number)
+        self.numbers = cut.leaf_numbers(number)
         self._at = {n: i for i, n in enumerate(self.numbers)}
         self.params = [n for n in range(cut.params) if cut.owner(n) == number]
 
     # State.
 
-    def born(self) -> StageState:
+    def init_state(self) -> StageState:
         """Returns the initial state of a run."""
-        leaves = tuple(self._born(self._key))
+        leaves = tuple(self._init_leaves(self._key))
         return StageState(step=0, leaves=leaves, late=self.late_of(leaves))
 
     def late_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -102,8 +102,8 @@ class Stage:
         return StageState(step=step, leaves=tuple(leaves))
 
     @functools.cached_property
-    def _born(self) -> Any:
-        return jax.jit(self.cut.born(self.number))
+    def _init_leaves(self) -> Any:
+        return jax.jit(self.cut.init_function(self.number))
 
     @property
     def _key(self) -> Any:
@@ -297,7 +297,7 @@ class Stage:
 
     def tells(self, level: int) -> tuple[int, ...]:
         """Numbers of the values that the stage tells all others after a round."""
-        return self.cut.told(level, self.number)
+        return self.cut.broadcast_values(level, self.number)
 
 
 class StageUpdate:
@@ -343,7 +343,7 @@ class StageUpdate:
         for number, before in zip(stage.numbers, self._state.leaves, strict=True):
             operand = made.get(number)
             if operand is None:
-                leaves.append(self._counted(number, before))
+                leaves.append(self._advance_counter(number, before))
             elif isinstance(operand, FixedValue):
                 leaves.append(jnp.asarray(operand.value))
             else:
@@ -354,7 +354,7 @@ class StageUpdate:
             late=stage.late_of(self._state.leaves),
         )
 
-    def _counted(self, number: int, leaf: Any) -> Any:
+    def _advance_counter(self, number: int, leaf: Any) -> Any:
         """Advances counters in the non-trainable state after a step."""
         cut = self._stage.cut
         each = cut.division.units.counters.get(number)
@@ -400,7 +400,9 @@ def warm_up(stage: Stage) -> None:
     heard: dict[int, np.ndarray] = {}
     for level in range(cut.update.rounds):
         update.run(level, heard)
-        told = [n for other in range(cut.stages) for n in cut.told(level, other)]
+        told = [
+            n for other in range(cut.stages) for n in cut.broadcast_values(level, other)
+        ]
         avals = [steps.avals[n] for n in told]
         ones = [np.ones(a.shape, a.dtype) for a in avals]
         heard = dict(zip(told, ones, strict=True))

@@ -197,7 +197,7 @@ class Trainer(TrainerState):
         """
         begun, computed = self.fleet.now(), self._pending
         if computed is None:
-            computed = self._computed(self._context(self.step))
+            computed = self._compute_step(self._context(self.step))
             if self.cut.delayed_updates:
                 self._pending = computed
                 return None
@@ -247,7 +247,7 @@ class Trainer(TrainerState):
         is_last = self.step + 1 == self.settings.steps
         return is_last or any(m.leaving for m in self.fleet.members())
 
-    def _computed(self, context: StepContext) -> _Computed:
+    def _compute_step(self, context: StepContext) -> _Computed:
         """Take the micro-batches of a step through all stages and back."""
         count = self.cut.count
         passages = [Passage(context, number) for number in range(count)]
@@ -285,7 +285,7 @@ class Trainer(TrainerState):
         with threads(1, computed.context.stop) as pool:
             committing = pool.submit(commit)
             try:
-                following = self._computed(context)
+                following = self._compute_step(context)
             except Stopped:
                 committing.result()  # It says why.
                 raise

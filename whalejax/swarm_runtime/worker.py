@@ -94,9 +94,11 @@ class Worker(SumHolder):
         stage, state = self._computes_with(asked)
         step, number = state.step, asked.number
         self._hook("forward", step)
-        batch, imports = self._given(stage, asked)
+        batch, imports = self._call_inputs(stage, asked)
         begun = time.monotonic()
-        results = self._computed(lambda: stage.forward(state, number, batch, imports))
+        results = self._run_on_device(
+            lambda: stage.forward(state, number, batch, imports)
+        )
         coding.check_finite(results, self.name)
         key = step, "forward", number, asked.attempt
         coded, lost = self._coded(results, number)
@@ -107,10 +109,10 @@ class Worker(SumHolder):
         stage, state = self._computes_with(asked)
         step, number = state.step, asked.number
         self._hook("backward", step)
-        batch, imports = self._given(stage, asked)
+        batch, imports = self._call_inputs(stage, asked)
         cotangents = self._cotangents(stage, asked)
         begun = time.monotonic()
-        found = self._computed(
+        found = self._run_on_device(
             lambda: stage.backward(state, number, batch, imports, cotangents)
         )
         coding.check_finite([*found.sums, *found.returns, *found.gradients], self.name)
@@ -139,7 +141,7 @@ class Worker(SumHolder):
         lost = coding.squared([a - b for a, b in pairs])
         return sent, lost / whole if whole else 0.0
 
-    def _given(self, stage: Stage, asked: Call) -> tuple[Part, Part]:
+    def _call_inputs(self, stage: Stage, asked: Call) -> tuple[Part, Part]:
         """Leaves of the micro-batch, and what earlier stages made of it."""
         step, number = asked.step, asked.number
         sources = asked.sources
@@ -221,7 +223,7 @@ class Worker(SumHolder):
             target=stage.number,
         )
         wanted = (
-            self.cut.handed(stage_of, stage.number)
+            self.cut.exported_values(stage_of, stage.number)
             if phase == "forward"
             else self.cut.returned(stage_of, stage.number)
         )
@@ -265,7 +267,7 @@ class Worker(SumHolder):
             )
         every = stage.place.part.exports if phase == "forward" else stage.place.received
         wanted = (
-            self.cut.handed(stage.number, target)
+            self.cut.exported_values(stage.number, target)
             if phase == "forward"
             else self.cut.returned(stage.number, target)
         )
@@ -300,7 +302,7 @@ class Worker(SumHolder):
                 raise Refused("missing", f"{self.name} began no update of step {step}")
             update = found
             heard = dict(zip(asked.heard, asked.arrays, strict=True))
-        said = self._computed(lambda: update.run(level, heard))
+        said = self._run_on_device(lambda: update.run(level, heard))
         answer = Told(numbers=[*said], digest="", arrays=tuple(said.values()))
         after = None
         if level == self.cut.update.rounds - 1:
@@ -353,7 +355,7 @@ class Worker(SumHolder):
                 return _applied(self._digests[step])
         self._hook("download", step)
         if not asked.sources:
-            state = self._computed(stage.born)
+            state = self._run_on_device(stage.init_state)
         else:
             state = self._downloaded(stage, asked)
         digest = digest_of(stage.raw(state))

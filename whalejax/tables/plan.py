@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.adapters.base import Adapter
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import short_repr
 from whalejax.planner.entries import LeafPlan
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
@@ -76,7 +76,9 @@ class TablesPlan:
             PlanError: no parameter has that path.
         """
         if not isinstance(path, str):
-            raise PlanError(f"path is {shown(path)}; expected the path of a parameter")
+            raise PlanError(
+                f"path is {short_repr(path)}; expected the path of a parameter"
+            )
         for name in self.tables:
             if name == path or name.startswith(f"{path}."):
                 return self.placement.why(name)
@@ -88,7 +90,7 @@ class TablesPlan:
                     f"\n{beside}" if beside else ""
                 )
         raise PlanError(
-            f"no parameter has the path {shown(path)}; there are "
+            f"no parameter has the path {short_repr(path)}; there are "
             f"{', '.join(self.model_paths[:8])}"
         )
 

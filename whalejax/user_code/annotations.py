@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
 
-from whalejax.meshes.checks import is_whole, shown
+from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import Mark, MarkKind
 from whalejax.planner.near_names import names_arguments
@@ -114,7 +114,8 @@ class Annotation:
             )
         if not callable(function):
             raise WhaleError(
-                f"{self.mark} decorates {shown(function)}; an annotation decorates a "
+                f"{self.mark} decorates {short_repr(function)}; an annotation "
+                "decorates a "
                 "function or method, or is entered: with wh.split():"
             )
 
@@ -177,7 +178,8 @@ def split(devices: int | None = None, axis: str | None = None) -> Annotation:
     """
     if axis is not None and not (isinstance(axis, str) and _AXIS_NAME.fullmatch(axis)):
         raise WhaleError(
-            f"split(axis={shown(axis)}): expected the name of one logical dimension, "
+            f"split(axis={short_repr(axis)}): expected the name of one logical "
+            "dimension, "
             "of letters, digits, '_', '-' and '.', starting with a letter, such as "
             "'mlp'."
         )
@@ -237,7 +239,8 @@ def pipeline(
     if not isinstance(schedule, str) or schedule not in SCHEDULES:
         known = ", ".join(repr(name) for name in SCHEDULES)
         raise WhaleError(
-            f"pipeline(schedule={shown(schedule)}): no such schedule; expected one of "
+            f"pipeline(schedule={short_repr(schedule)}): no such schedule; expected "
+            "one of "
             f"{known}."
         )
     return _annotation(
@@ -343,12 +346,14 @@ def _positive(kind: str, name: str, value: int | None) -> int | None:
         return None
     if callable(value):
         raise WhaleError(
-            f"@wh.{kind} stands over {getattr(value, '__name__', shown(value))!r} as "
+            f"@wh.{kind} stands over "
+            f"{getattr(value, '__name__', short_repr(value))!r} as "
             f"its {name}; a mark is called before it decorates: @wh.{kind}()."
         )
     if not isinstance(value, int) or not is_whole(value, 1):
         raise WhaleError(
-            f"{kind}({name}={shown(value)}): expected a positive integer, or nothing "
+            f"{kind}({name}={short_repr(value)}): expected a positive integer, or "
+            "nothing "
             "to let the planner choose."
         )
     return value

@@ -11,11 +11,11 @@ from whalejax.adapters.base import Adapter
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.catalogue import kind_names
-from whalejax.meshes.checks import is_number, is_printable, shown
+from whalejax.meshes.checks import is_number, is_printable, short_repr
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.verification.comparison import Verification, compared
+from whalejax.verification.comparison import Verification, compare_with_compiled
 from whalejax.verification.processes import VerifyError, run
 from whalejax.verification.targets import NoCompiler, Target, target_of
 from whalejax.verification.worker import CompileRequest
@@ -68,12 +68,13 @@ def check(
         )
     if not is_number(timeout_seconds) or not 0 < timeout_seconds <= LONGEST_SECONDS:
         raise VerifyError(
-            f"timeout_seconds is {shown(timeout_seconds)}; expected a number of "
+            f"timeout_seconds is {short_repr(timeout_seconds)}; expected a number of "
             f"seconds above 0, at most {LONGEST_SECONDS}"
         )
     if topology is not None and not is_printable(topology):
         raise VerifyError(
-            f"topology is {shown(topology)}; expected such as 'v5p:4x4x4', 'h100:2x8' "
+            f"topology is {short_repr(topology)}; expected such as 'v5p:4x4x4', "
+            "'h100:2x8' "
             "or 'local', or None for the plan's own cluster"
         )
     target = target_of(plan, topology)
@@ -95,7 +96,7 @@ def check(
     if failure and "needed_bytes" not in answer.data:
         raise VerifyError(f"{phase} for {target.words} failed: {failure}")
     tell("comparing with what was predicted")
-    found = compared(plan, target, answer)
+    found = compare_with_compiled(plan, target, answer)
     if found.fits or again is None:
         return found
     cluster = plan.cluster if topology is None else parse_cluster(topology)

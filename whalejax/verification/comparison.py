@@ -34,7 +34,7 @@ class Verification(VerificationData):
         return report.text(self)
 
 
-def compared(plan: Plan, target: Target, answer: Answer) -> Verification:
+def compare_with_compiled(plan: Plan, target: Target, answer: Answer) -> Verification:
     """Set a plan beside what was compiled of it."""
     data = answer.data
     capacity = data.get("capacity_bytes") or target.memory_bytes
@@ -59,7 +59,7 @@ def compared(plan: Plan, target: Target, answer: Answer) -> Verification:
             compile_seconds=data["seconds"],
             failure=data["failure"],
         )
-    if plan.apart:
+    if plan.stage_plans:
         return _compared_stages(plan, common, answer)
     memory = _memory(plan, data["memory"])
     traffic = data["collectives"]
@@ -92,7 +92,7 @@ def _compared_stages(
     memory: list[Quantity] = []
     collectives: list[Quantity] = []
     unplanned: list[Finding] = []
-    for number, (one, found) in enumerate(zip(plan.apart, stages, strict=True)):
+    for number, (one, found) in enumerate(zip(plan.stage_plans, stages, strict=True)):
         of = _stage_memory(one, found["memory"])
         traffic = () if data["refused"] else compared_traffic(one, found["collectives"])
         unplanned += (
@@ -115,10 +115,10 @@ def _compared_stages(
         **common,
         fits=not capacity or (memory[-1].compiled or 0) <= capacity,
         memory=tuple(memory),
-        collectives=(*collectives, *_moved(plan, data)),
+        collectives=(*collectives, *_transfer_quantities(plan, data)),
         product_flops=Quantity(
             name="products",
-            predicted=max(one.product_flops for one in plan.apart),
+            predicted=max(one.product_flops for one in plan.stage_plans),
             compiled=max(found["product_flops"] for found in stages),
             unit="flops",
         ),
@@ -154,7 +154,7 @@ def _stage_memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ..
     return (*quantities, peak)
 
 
-def _moved(plan: Plan, data: Mapping[str, Any]) -> Iterator[Quantity]:
+def _transfer_quantities(plan: Plan, data: Mapping[str, Any]) -> Iterator[Quantity]:
     """Yields the transfers from stage to stage in a step, to each device."""
     assert plan.stages is not None
     paces, count = plan.stages.paces, plan.num_micro_batches

@@ -70,7 +70,7 @@ class NoCompiler(VerifyError):
     """No compiler for these devices is at hand; the text names what installs one."""
 
 
-def known() -> str:
+def target_text() -> str:
     """The topologies that can be compiled for, in words."""
     tpus = ", ".join(
         f"{name}:{'x'.join('4' * _dims(name))}" for name in sorted(TPU_NAMES)
@@ -99,7 +99,7 @@ def target_of(plan: Plan, topology: str | None = None) -> Target:
             cluster = parse_cluster(topology)
         except WhaleError as error:
             raise WhaleError(
-                f"topology {topology}: {error}\nThere are compilers for {known()}"
+                f"topology {topology}: {error}\nThere are compilers for {target_text()}"
             ) from error
         found = _target(cluster, topology)
     if found.platform != "local" and found.num_devices != plan.cluster.num_devices:
@@ -148,7 +148,7 @@ def _target(cluster: Cluster, words: str) -> Target:
         )
     raise NoCompiler(
         f"there is no compiler to be had for {words} (kind {names[0]}). There are "
-        f"compilers for {known()}"
+        f"compilers for {target_text()}"
     )
 
 

@@ -157,7 +157,7 @@ def _answer(request: CompileRequest, phase: list[str]) -> dict[str, Any]:
         batch_axes=request.batch_axes,
         devices=devices,
     )
-    if plan.apart:
+    if plan.stage_plans:
         phase.append("compiling the stages")
         return {
             "kind": devices[0].device_kind,

@@ -177,7 +177,7 @@ class Acceptor:
         listening.setblocking(False)
         loop().call(self._watch)
 
-    def refused(self, now: float) -> RefusedConnections | None:
+    def take_refused(self, now: float) -> RefusedConnections | None:
         """Returns the connections that were refused since the last report; at most once
         a second.
         """

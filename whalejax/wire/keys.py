@@ -120,7 +120,7 @@ class Key:
 
     def revoked(self) -> frozenset[str]:
         """Names of certificates that are not taken any more, as the list is now."""
-        path = _beside(self.path, REVOKED)
+        path = _sibling_path(self.path, REVOKED)
         try:
             changed_at = path.stat().st_mtime
         except OSError:
@@ -144,11 +144,11 @@ def make_key(path: Path) -> None:
     """
     if path.exists():
         return
-    with _written(path) as folder:
+    with _draft_folder(path) as folder:
         run = f"whalejax run {secrets.token_hex(8)}"
         _certify(folder, run, "authority", 10 * DAYS)
         own = [(folder / f"authority.{kind}").read_bytes() for kind in ("key", "pem")]
-        _publish(_beside(path, AUTHORITY), b"".join(own))
+        _publish(_sibling_path(path, AUTHORITY), b"".join(own))
         _publish(path, _issued(folder, EVERYONE, DAYS))
 
 
@@ -171,8 +171,8 @@ def issue_key(path: Path, name: str, to: Path, *, days: float = DAYS) -> None:
         )
     if to.exists():
         raise WhaleError(f"{to} is there already. Name another file")
-    data = _read(_beside(path, AUTHORITY), "the authority of the run")
-    with _written(to) as folder:
+    data = _read(_sibling_path(path, AUTHORITY), "the authority of the run")
+    with _draft_folder(to) as folder:
         for kind in ("key", "pem"):
             (folder / f"authority.{kind}").write_bytes(data)
         _publish(to, _issued(folder, name, days))
@@ -188,8 +188,8 @@ def revoke_key(path: Path, name: str) -> None:
     Raises:
         WhaleError: the list cannot be written.
     """
-    revoked = _beside(path, REVOKED)
-    with _written(revoked):
+    revoked = _sibling_path(path, REVOKED)
+    with _draft_folder(revoked):
         before = revoked.read_text() if revoked.exists() else ""
         draft = revoked.with_name(f".{revoked.name}.{os.getpid()}")
         draft.write_text(f"{before}{name}\n")
@@ -311,7 +311,7 @@ def _context(path: Path, authority: str, *, server: bool) -> ssl.SSLContext:
 # Files.
 
 
-def _beside(path: Path, end: str) -> Path:
+def _sibling_path(path: Path, end: str) -> Path:
     return path.with_name(path.name + end)
 
 
@@ -346,7 +346,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 @contextlib.contextmanager
-def _written(path: Path) -> Iterator[Path]:
+def _draft_folder(path: Path) -> Iterator[Path]:
     """A folder for drafts, and words where something cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

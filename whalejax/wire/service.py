@@ -244,7 +244,9 @@ class Caller:
                 with self._lock:
                     self._busy.discard(channel)
                 if fresh or isinstance(error, TooLate):
-                    raise self._gone(address, question.kind, seconds, error) from None
+                    raise self._unreachable_error(
+                        address, question.kind, seconds, error
+                    ) from None
                 continue  # It had been ended while idle; each question may come twice.
             self._put_back(address, channel)
             if isinstance(answer, Declined):
@@ -271,12 +273,14 @@ class Caller:
         try:
             found = dial(address, self._key, seconds=left, most_bytes=DATA_BYTES)
         except WireError as error:
-            raise self._gone(address, "a connection", left, error) from None
+            raise self._unreachable_error(
+                address, "a connection", left, error
+            ) from None
         with self._lock:
             self._busy.add(found)
         return found, True
 
-    def _gone(
+    def _unreachable_error(
         self, address: Address, what: str, seconds: float, error: WireError
     ) -> Gone:
         late = isinstance(error, TooLate)

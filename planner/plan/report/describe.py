@@ -63,7 +63,7 @@ def _parallel(plan: PlanData) -> Iterator[str]:
         yield "nothing: one device computes everything"
         return
     meshes = {**plan.axis_sizes}
-    for own in plan.apart:
+    for own in plan.stage_plans:
         meshes |= own.axis_sizes
     for axis, size in meshes.items():
         yield f"{axis} {size}: {_of_axis(plan, axis)}"
@@ -133,7 +133,7 @@ def _exchanged(plan: PlanData) -> Iterator[str]:
     if not found:
         yield "nothing"
         return
-    most = " at most" if plan.apart else ""
+    most = " at most" if plan.stage_plans else ""
     for row in found:
         handed = row.kind == HANDED
         how = "point to point" if handed else f"{row.kind} over {'+'.join(row.axes)}"
@@ -173,6 +173,6 @@ def _replicated(plan: PlanData) -> Iterator[str]:
     if plan.num_devices == 1:
         yield f"nothing: {gigabytes(total)} of parameters on one device"
         return
-    where = "every device of their stage" if plan.apart else "every device"
+    where = "every device of their stage" if plan.stage_plans else "every device"
     words = f"{gigabytes(whole)} of {gigabytes(total)} of parameters on {where}"
     yield words + "; the others lie in shards" * (whole < total)

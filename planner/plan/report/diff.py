@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import short_repr
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.entries import Collective, LeafPlan, starred
@@ -249,7 +249,9 @@ def diff(before: PlanData, after: PlanData) -> PlanDiff:
         before, after: Plans of the same model or of two models, on any clusters.
     """
     if not isinstance(after, PlanData):
-        raise PlanError(f"other is {shown(after)}; expected a plan to compare with")
+        raise PlanError(
+            f"other is {short_repr(after)}; expected a plan to compare with"
+        )
     return PlanDiff(
         changes=_changes(before, after),
         step=Shift(
@@ -299,7 +301,7 @@ def _settings(plan: PlanData) -> list[tuple[str, str]]:
     """Everything that a plan sets, as short words."""
     stages, options = plan.stages, plan.compiler_options
     batch = plan.batch[0].shape if plan.batch else ()
-    sub = dict.fromkeys(mesh_words(own.axis_sizes) for own in plan.apart)
+    sub = dict.fromkeys(mesh_words(own.axis_sizes) for own in plan.stage_plans)
     count = plan.num_micro_batches
     inside = f" ({' | '.join(sub)})" if sub else ""
     return [

@@ -171,7 +171,7 @@ def maxtext_flags(plan: PlanData) -> dict[str, int]:
 
 def _check_one_layout(plan: PlanData, form: str) -> None:
     """Refuse stages that are models of their own, and devices with unlike shares."""
-    if plan.apart:
+    if plan.stage_plans:
         raise PlanError(
             "the stages of this plan have layouts of their own, which no one table or "
             "mesh says. Export each of plan.stages.plans"

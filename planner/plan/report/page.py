@@ -173,7 +173,7 @@ def crossings(plan: PlanData) -> list[str]:
         _crossing(axis, mesh, plan.cluster, plan) for axis in mesh if axis != INSIDE
     ]
     for one in plan.pipelines or (plan,):
-        for own in one.apart:
+        for own in one.stage_plans:
             for axis, _ in own.axes:
                 found.append(_crossing(axis, own.axis_sizes, own.cluster, own))
     return list(dict.fromkeys(found)) or ["one device, nothing to cross"]
@@ -217,8 +217,8 @@ def stage_rows(plan: PlanData) -> tuple[list[str], list[list[str]]]:
         return head, [
             [str(pipeline), str(number), own.cluster.kinds[0].display_name(), *rest]
             for pipeline, one in enumerate(plan.pipelines)
-            for number, own in enumerate(one.apart)
-            for held in [gigabytes(own.memory.crossing.total_bytes)]
+            for number, own in enumerate(one.stage_plans)
+            for held in [gigabytes(own.memory.with_exchange_buffer.total_bytes)]
             for rest in [["as cut", mesh_words(own.axis_sizes), held]]
         ]
     count = dict(plan.axes).get("stage", 1)
@@ -227,13 +227,13 @@ def stage_rows(plan: PlanData) -> tuple[list[str], list[list[str]]]:
         parts = stages.layers[number::count]
         kind = stages.kinds[number : number + 1]
         row = [str(number), *kind, "+".join(map(str, parts)) or "as cut"]
-        if plan.apart:
-            own = plan.apart[number]
+        if plan.stage_plans:
+            own = plan.stage_plans[number]
             held = gigabytes(own.memory.total_bytes)
             row += [mesh_words(own.axis_sizes), held]
         rows.append(row)
     head = ["stage", *["kind"] * bool(stages.kinds), "layers"]
-    head += ["mesh", "memory per device"] * bool(plan.apart)
+    head += ["mesh", "memory per device"] * bool(plan.stage_plans)
     return head, rows
 
 

@@ -74,7 +74,7 @@ def parameter_rows(plan: PlanData) -> list[ParameterRow]:
 
 def homes(plan: PlanData) -> dict[str, PlanData]:
     """The plan that stores each parameter, where stages have programs of their own."""
-    return {leaf.path: p for p in reversed(plan.apart) for leaf in p.leaves}
+    return {leaf.path: p for p in reversed(plan.stage_plans) for leaf in p.leaves}
 
 
 def added_axes(before: Spec, after: Spec) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes, milliseconds
@@ -154,7 +154,8 @@ class FoundData(Sequence[Plan]):
         """
         if not is_whole(index, -len(self), len(self) - 1):
             raise WhaleError(
-                f"index is {shown(index)}; expected the number of one of {len(self)} "
+                f"index is {short_repr(index)}; expected the number of one of "
+                f"{len(self)} "
                 "plans, from 0"
             )
         plan = self[index]

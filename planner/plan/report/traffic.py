@@ -108,10 +108,10 @@ def traffic(plan: PlanData) -> list[TrafficRow]:
         plan: any plan.
     """
     # Of pipelines side by side, what they exchange with each other is the plan's own.
-    rows = [] if plan.apart and not plan.pipelines else [*_collectives(plan, ())]
+    rows = [] if plan.stage_plans and not plan.pipelines else [*_collectives(plan, ())]
     for number, one in enumerate(plan.pipelines or (plan,)):
         count = plan.shares[number] if plan.pipelines else plan.num_micro_batches
-        for stage, own in enumerate(one.apart):
+        for stage, own in enumerate(one.stage_plans):
             counted = dataclasses.replace(own, num_micro_batches=count)
             home = number if plan.pipelines else None, stage
             rows += _collectives(counted, (home,))
@@ -129,10 +129,10 @@ def traffic(plan: PlanData) -> list[TrafficRow]:
 def mesh_of(plan: PlanData) -> dict[str, int]:
     """Sizes of a plan's mesh; where stages have their own, ``INSIDE`` stands for it."""
     sizes = plan.axis_sizes
-    if not plan.apart:
+    if not plan.stage_plans:
         return sizes
     outer = {axis: sizes[axis] for axis in ("data", STAGE)[not plan.pipelines :]}
-    return outer | {INSIDE: plan.apart[0].num_devices}
+    return outer | {INSIDE: plan.stage_plans[0].num_devices}
 
 
 def by_sort(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], TrafficRow]:
@@ -181,7 +181,7 @@ def _handed(plan: PlanData, home: Home, count: int) -> Iterator[TrafficRow]:
     """
     assert plan.stages is not None
     parts = axis_parts((STAGE,), mesh_of(plan), plan.cluster)
-    paces = plan.stages.paces[home[1] :: len(plan.apart)]
+    paces = plan.stages.paces[home[1] :: len(plan.stage_plans)]
     for what, sizes, times in (
         ("activation", [pace.handed_bytes for pace in paces], count),
         ("gradient", [pace.returned_bytes for pace in paces], count),

@@ -45,7 +45,7 @@ def named_axes(plan: PlanData) -> dict[str, str]:
     """
     return {
         axis: f"{axis} {size}"
-        if axis != "tensor" or plan.apart or sharded_bytes(plan, axis)
+        if axis != "tensor" or plan.stage_plans or sharded_bytes(plan, axis)
         else f"data {size} (named tensor)"
         if only_shards_batch(plan, axis)
         else f"tensor {size} (shards no parameter)"
@@ -78,10 +78,10 @@ def sharded_bytes(plan: PlanData, axis: str) -> int:
 def layout_text(plan: PlanData) -> str:
     """Mesh, ZeRO level and micro-batches in one line."""
     words = " × ".join(named_axes(plan).values()) or "one device"
-    inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in plan.apart)
+    inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in plan.stage_plans)
     if len(inner) > 1:
         words += f" ({' | '.join(inner)})"
-    if plan.zero and any("data" in p.axis_sizes for p in (plan, *plan.apart)):
+    if plan.zero and any("data" in p.axis_sizes for p in (plan, *plan.stage_plans)):
         words += f" · ZeRO-{plan.zero} over data"
     parts = plan.num_micro_batches
     words += f" · {parts} micro-batch{'es' if parts > 1 else ''}"
@@ -142,7 +142,7 @@ def whole_dimensions(plan: PlanData) -> list[str]:
         for names, axes in zip(leaf.roles, leaf.compute_spec, strict=True)
         if names and STAGE in axes
     }
-    for part in plan.apart or (plan,):
+    for part in plan.stage_plans or (plan,):
         for region in part.compute:
             shared_out.update(name for _, roles in region.axes for name in roles)
     return [
@@ -209,7 +209,7 @@ def _readers(plan: PlanData, path: str) -> list[str]:
     found = dict.fromkeys(
         f"  stage {stage} reads it too: once in a step it is given a copy{back}"
         for one in plan.pipelines or (plan,)
-        for stage, own in enumerate(one.apart)
+        for stage, own in enumerate(one.stage_plans)
         if own is not one.home(path) and any(leaf.path == path for leaf in own.leaves)
     )
     return [*found]
@@ -217,7 +217,7 @@ def _readers(plan: PlanData, path: str) -> list[str]:
 
 def _stage_words(plan: PlanData, path: str) -> str:
     """The stage that stores a parameter, of each pipeline where there are several."""
-    each = [one.apart.index(one.home(path)) for one in plan.pipelines or (plan,)]
+    each = [one.stage_plans.index(one.home(path)) for one in plan.pipelines or (plan,)]
     if len(set(each)) == 1:
         return f"stage {each[0]}"
     words = [f"stage {stage} of pipeline {r}" for r, stage in enumerate(each)]
@@ -314,7 +314,7 @@ def explain(plan: PlanData) -> str:
             "no other layout that was weighed fits"
             if several
             else "no other layout is listed beside it"
-            if plan.apart or plan.pipelines
+            if plan.stage_plans or plan.pipelines
             else "no other layout was weighed: all that was asked for leaves this one"
         )
     else:

@@ -23,7 +23,7 @@ from whalejax.membership.events import (
     StepCommit,
     WriteEvent,
 )
-from whalejax.membership.history import replayed
+from whalejax.membership.history import replay_events
 from whalejax.membership.phases import (
     BETWEEN,
     COMPILING,
@@ -347,7 +347,7 @@ class World:
         if not self.down and len(self.events) > self.compared:
             # Killed now, a supervisor that is started again knows what this one does.
             self.compared = len(self.events)
-            told = replayed(self.settings, self.told())
+            told = replay_events(self.settings, self.told())
             assert written(told) == self.membership.written()
 
     def do_one(self, effect: Any) -> None:

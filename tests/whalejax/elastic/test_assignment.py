@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from whalejax.membership.assignment import (
     Node,
+    assign_micro_batches,
     check_tiles,
     cover,
-    dealt,
     halves,
     is_node,
     ranks,
@@ -63,7 +63,7 @@ def test_sums_are_of_one_order_whoever_takes_part(
     count: int, seconds: list[float]
 ) -> None:
     names = NAMES[: len(seconds)]
-    found = dealt(names, dict(zip(names, seconds, strict=True)), count)
+    found = assign_micro_batches(names, dict(zip(names, seconds, strict=True)), count)
     parts = {node: order(node) for nodes in found.values() for node in nodes}
     check_tiles([n for nodes in found.values() for n in nodes], count)
     assert total(parts, count, lambda x, y: f"({x} {y})") == order((0, count))

@@ -17,7 +17,7 @@ from tests.whalejax.elastic.test_status import Journal, written
 from whalejax.cli import launch
 from whalejax.cli.main import main
 from whalejax.cli.options import LaunchCommand
-from whalejax.elastic.supervisor.telling import shown
+from whalejax.elastic.supervisor.telling import event_message
 from whalejax.meshes.errors import WhaleError
 
 
@@ -258,9 +258,9 @@ def test_a_supervisor_that_could_not_run_is_said_in_json_too(
 def test_quiet_runs_say_what_goes_wrong_and_no_more() -> None:
     begun = {"generation": 1, "members": ["m1"], "step": 0}
     lost = {"name": "m1", "why": "it was silent", "step": 1}
-    assert shown("begun", begun) and shown("lost", lost)
-    assert not shown("begun", begun, quiet=True)
-    assert "m1 is lost" in shown("lost", lost, quiet=True)
+    assert event_message("begun", begun) and event_message("lost", lost)
+    assert not event_message("begun", begun, quiet=True)
+    assert "m1 is lost" in event_message("lost", lost, quiet=True)
 
 
 def test_a_run_without_steps_is_told(

@@ -77,7 +77,7 @@ def copied(folder: Path, made: SpreadPrograms, state: Any, step: int) -> Copied:
 def test_other_layouts_read_copies_to_the_bit(
     tmp_path: Path, made: SpreadPrograms
 ) -> None:
-    state = made.begun(None)
+    state = made.restore_or_init(None)
     state, _ = made.step(state, made.batch(0))
     known = [np.asarray(x) for x in jax.tree.leaves((state.params, state.opt_state))]
     one = copied(tmp_path / "c", made, state, 1)
@@ -97,7 +97,7 @@ def test_other_layouts_read_copies_to_the_bit(
 def test_copies_that_were_changed_or_are_not_whole_are_not_used(
     tmp_path: Path, made: SpreadPrograms
 ) -> None:
-    state = made.begun(None)
+    state = made.restore_or_init(None)
     folder = tmp_path / "c"
     one = copied(folder, made, state, 0)
     given = made.step.abstract_state(), made.plan
@@ -134,7 +134,7 @@ def test_the_newest_set_is_taken_and_older_ones_go(
         )
 
     makes = makes_of(1)
-    state = made.begun(None)
+    state = made.restore_or_init(None)
     assert makes.newest(0) is None and not makes.is_due(0) and makes.is_due(1)
     for done in (1, 2, 3):
         state, _ = made.step(state, made.batch(done - 1))
@@ -206,7 +206,7 @@ def test_a_machine_that_is_lost_leaves_its_copies_on_another(
 ) -> None:
     monkeypatch.setattr(copy_machines, "_PART_BYTES", 1000)  # Files in several parts.
     first, second = machines
-    state = made.begun(None)
+    state = made.restore_or_init(None)
     state, _ = made.step(state, made.batch(0))
     one = Copied(step=1, generation=3, count=1)
     there = Copies(tmp_path / "a")

@@ -12,7 +12,7 @@ from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.simulated import Simulated, World
 from tests.whalejax.messages import received
 from whalejax.elastic.agents.fleet import AgentFleet
-from whalejax.elastic.supervisor.telling import shown
+from whalejax.elastic.supervisor.telling import event_message
 from whalejax.membership.endings import exit_text
 from whalejax.membership.events import WriteEvent
 from whalejax.membership.failures import Failure, error_line
@@ -253,7 +253,7 @@ def failed(at: float, error: str = "", since: float | None = None) -> Failure:
 def test_the_first_error_is_told_and_not_what_was_killed_before_it() -> None:
     failures = World(21, fruitless=3).membership.failures
     failures.count(failed(1.0), "a.py:3: DeprecationWarning: old")
-    failures.said("m1", "no data")
+    failures.record_error("m1", "no data")
     failures.count(failed(2.0, "no data"))
     failures.count(failed(3.0, "another"))
     text = failures.exceeded(3.0)
@@ -440,7 +440,7 @@ def test_an_error_of_its_own_is_told_from_a_loss(
     word = "failed" if how == "failed" else "is lost"
     end = f"; its log ends: {said}" if said else ""
     why = f"its process ended {exit_text(status)}{end}"
-    assert shown("lost", lost) == f"m1 {word}: {why}"
+    assert event_message("lost", lost) == f"m1 {word}: {why}"
 
 
 def exchange_breaks(world: World, between: set[str]) -> None:

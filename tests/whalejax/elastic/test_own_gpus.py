@@ -15,7 +15,7 @@ import pytest
 
 from whalejax.elastic.agents.agent import Agent, AgentOptions
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
-from whalejax.elastic.supervisor.telling import shown
+from whalejax.elastic.supervisor.telling import event_message
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership.events import Started, WriteEvent
@@ -111,7 +111,7 @@ def test_gpus_are_another_s_until_its_process_has_ended(tmp_path: Path) -> None:
     (event,) = told
     assert isinstance(event, WriteEvent) and event.event == "slot_held"
     assert (event.fields["name"], event.fields["pid"]) == ("m1", 7)
-    assert "process 7 (m1) keeps its GPUs" in shown(event.event, event.fields)
+    assert "process 7 (m1) keeps its GPUs" in event_message(event.event, event.fields)
     Held.names = ()
     assert not supervisor._is_taken(301.0, 1)
     supervisor._held.close()
@@ -120,7 +120,7 @@ def test_gpus_are_another_s_until_its_process_has_ended(tmp_path: Path) -> None:
 def test_a_supervisor_goes_on_with_the_gpus_of_its_run() -> None:
     """Whatever it is asked for now: its members have theirs."""
     environment = {VISIBLE: "4,5,6,7", "JAX_PLATFORMS": "cuda"}
-    opened = SlotGpus(environment, 2).opened()
+    opened = SlotGpus(environment, 2).journal_fields()
     for asked in (1, 4):
         again = SlotGpus({**environment, VISIBLE: "0"}, asked)
         again.go_on(opened)

@@ -99,7 +99,7 @@ def test_the_port_that_a_process_announces_is_its_own(
     monkeypatch.setattr(placing, "_obey", prepares)
     with live(tmp_path, most=1, lease_seconds=2.0) as there:
         key = str(tmp_path / FOLDER / KEY)
-        found = placing.placed({SUPERVISOR: there.where, KEY_FILE: key})
+        found = placing.await_placement({SUPERVISOR: there.where, KEY_FILE: key})
         assert found is not None and found[1:] == (1, 0)
         assert taken(split_address(found[0])[1])
         control: Any = placing._held.pop()

@@ -53,8 +53,8 @@ def test_a_process_runs_when_it_was_written_down(tmp_path: Path) -> None:
         assert began_at(pid) == began
         found.release("m1")
         found._selector.select()  # Until it has ended.
-        assert found.ended("m1") == 0
-        assert found.said("m1") == f"{pid}\n", "the same process, without input"
+        assert found.take_exit_status("m1") == 0
+        assert found.log_tail("m1") == f"{pid}\n", "the same process, without input"
 
 
 def test_a_process_that_was_not_written_down_ends_by_itself(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_process_that_was_not_written_down_ends_by_itself(tmp_path: Path) -> N
         os.close(found._held.pop("m1"))  # As by the end of its supervisor.
         assert found._there["m1"].child is not None
         assert found._there["m1"].child.wait() == 1
-        assert found.said("m1") == ""
+        assert found.log_tail("m1") == ""
 
 
 def test_a_program_that_is_not_there_is_said(tmp_path: Path) -> None:

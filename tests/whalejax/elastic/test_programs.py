@@ -17,7 +17,7 @@ from whalejax.adapters.leaves import is_key
 from whalejax.elastic.exchange import _added
 from whalejax.elastic.programs import Buffers, ReplicaPrograms
 from whalejax.elastic.saving import Saver
-from whalejax.membership.assignment import Node, cover, dealt, total
+from whalejax.membership.assignment import Node, assign_micro_batches, cover, total
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.run_messages import Report
 
@@ -39,7 +39,7 @@ def nothing() -> None:
 def sums_by(programs: ReplicaPrograms, state: Any, step: int, members: int) -> Buffers:
     names = [f"m{n}" for n in range(members)]
     parts: dict[Node, Buffers] = {}
-    for nodes in dealt(names, {}, programs.count).values():
+    for nodes in assign_micro_batches(names, {}, programs.count).values():
         held: dict[Node, Buffers] = {}
         programs.add_up(state, programs.batch(step), nodes, held, nothing)
         assert sorted(held) == sorted(nodes)
@@ -50,7 +50,7 @@ def sums_by(programs: ReplicaPrograms, state: Any, step: int, members: int) -> B
 def test_sums_are_the_same_to_the_bit_with_any_members(
     programs: ReplicaPrograms,
 ) -> None:
-    state = programs.born()
+    state = programs.init_state()
     one, *others = (sums_by(programs, state, 0, n) for n in (1, 2, 3, 5))
     for other in others:
         for x, y in zip(one, other, strict=True):
@@ -58,7 +58,7 @@ def test_sums_are_the_same_to_the_bit_with_any_members(
 
 
 def test_steps_are_those_of_one_device(programs: ReplicaPrograms) -> None:
-    state, other = programs.born(), programs.born()
+    state, other = programs.init_state(), programs.init_state()
     for step in range(3):
         sums = sums_by(programs, state, step, 3)
         state, metrics = programs.finish(state, sums)
@@ -76,7 +76,7 @@ def test_steps_are_those_of_one_device(programs: ReplicaPrograms) -> None:
 def test_what_was_done_before_an_interruption_is_kept(
     programs: ReplicaPrograms,
 ) -> None:
-    state, batch = programs.born(), programs.batch(0)
+    state, batch = programs.init_state(), programs.batch(0)
     held: dict[Node, Buffers] = {}
     looks = iter(range(3))
 
@@ -93,7 +93,7 @@ def test_what_was_done_before_an_interruption_is_kept(
 
 
 def test_a_state_goes_to_another_member_to_the_bit(programs: ReplicaPrograms) -> None:
-    state = programs.born()
+    state = programs.init_state()
     state, _ = programs.finish(state, sums_by(programs, state, 0, 1))
     pieces = iter([*programs.pieces(state)])
     found = programs.assembled(lambda: next(pieces), "m1")
@@ -114,16 +114,16 @@ def test_a_copy_and_a_state_of_another_compile_nothing_after_the_warm_up() -> No
     with count_compilations() as compiles:
         found.warm_up()
     assert compiles.names
-    state = found.born()
+    state = found.init_state()
     with count_compilations() as compiles:
-        pieces = iter([*found.pieces(found.copied(state))])
+        pieces = iter([*found.pieces(found.copy_state(state))])
         state = found.assembled(lambda: next(pieces), "m1")
         found.finish(state, sums_by(found, state, 0, 2))
     assert not compiles.names
 
 
 def test_another_state_is_refused(programs: ReplicaPrograms) -> None:
-    (piece,) = programs.pieces(programs.born())
+    (piece,) = programs.pieces(programs.init_state())
     piece.arrays[0][3] ^= 1
     with pytest.raises(WhaleError, match="is not as it was sent"):
         programs.assembled(lambda: piece, "m1")
@@ -144,7 +144,7 @@ def test_a_failed_save_is_told_and_ends_nothing(
 
     saver = Saver(programs, tmp_path, every=2, keep=2, tell=tell)
     assert [step for step in range(8) if saver.is_due(step, 7)] == [2, 4, 6, 7]
-    state = programs.born()
+    state = programs.init_state()
     for step in (2, 4):
         saver.save(state, step)
     saver.wait()
@@ -185,7 +185,7 @@ def test_a_checkpoint_that_may_not_appear_leaves_nothing(
         return step > 2
 
     saver = Saver(programs, tmp_path, every=2, keep=2, tell=tell, may_keep=may_keep)
-    state = programs.born()
+    state = programs.init_state()
     saver.save(state, 2)
     saver.wait()
     assert "this member was given up" in told[0] and not [*tmp_path.iterdir()]
@@ -211,7 +211,7 @@ def test_a_slow_checkpoint_is_not_forgotten(
     monkeypatch.setattr("whalejax.elastic.saving.SAVE_SECONDS", 0.2)
     (tmp_path / "step_000001.deleted").mkdir()  # Of one that was killed meanwhile.
     saver = Saver(programs, tmp_path, every=2, keep=2, tell=tell)
-    state = programs.born()
+    state = programs.init_state()
     saver.save(state, 2)
     assert not saver.is_due(2, 9), "it is being written"
     saver.save(state, 4, lambda: looks.append(1))

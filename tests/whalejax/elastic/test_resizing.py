@@ -46,7 +46,7 @@ def test_members_of_the_last_slots_leave_behind_a_step() -> None:
     done = steps(world)[-1]
     resize(world, 2)
     world.run(15)
-    there = world.membership.there()
+    there = world.membership.present_members()
     assert {m.slot for m in there} == {0, 1}, there
     assert sorted(world.membership.active) == sorted(m.name for m in there)
     assert steps(world)[-1] > done and not world.names("lost")
@@ -62,7 +62,7 @@ def test_who_still_compiles_is_ended_at_once() -> None:
     world.begin()
     world.run(0.5)
     resize(world, 1)
-    assert [m.slot for m in world.membership.there()] == [0]
+    assert [m.slot for m in world.membership.present_members()] == [0]
     world.run(300)
     assert world.end is not None and world.end.status == 0 and not world.names("lost")
 
@@ -71,7 +71,7 @@ def test_the_only_holder_of_the_state_stays_until_another_has_it() -> None:
     world = World(3, steps=200, most=2)
     world.begin()
     world.run(9)
-    first = next(m for m in world.membership.there() if m.slot == 0)
+    first = next(m for m in world.membership.present_members() if m.slot == 0)
     world.exit(world.members[first.name], -9)
     resize(world, 1)  # The other one leaves, and holds the state.
     world.run(300)

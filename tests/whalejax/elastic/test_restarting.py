@@ -19,7 +19,7 @@ from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.runs import ROOT, Run
 from tests.whalejax.messages import received
-from whalejax.elastic.placing import placed
+from whalejax.elastic.placing import await_placement
 from whalejax.membership.events import End, Kill, Send, Start
 from whalejax.membership.run import IN_GENERATIONS, MODE
 from whalejax.membership.settings import SupervisorSettings
@@ -132,9 +132,9 @@ def test_a_loss_starts_the_world_again() -> None:
 
 
 def test_without_a_supervisor_nobody_is_placed() -> None:
-    assert placed({}) is None
+    assert await_placement({}) is None
     with pytest.raises(WhaleError, match="WHALEJAX_KEY_FILE is not set"):
-        placed({"WHALEJAX_SUPERVISOR": "127.0.0.1:1"})
+        await_placement({"WHALEJAX_SUPERVISOR": "127.0.0.1:1"})
 
 
 def test_a_step_restores_or_begins(tmp_path: Path) -> None:

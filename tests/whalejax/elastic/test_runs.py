@@ -32,7 +32,7 @@ def expected_losses(steps: int) -> list[float]:
     programs = ReplicaPrograms(
         example.make(), batch=None, micro_batches=MICRO_BATCHES, precision="f32", seed=0
     )
-    state, losses = programs.born(), []
+    state, losses = programs.init_state(), []
     for step in range(steps):
         batch = programs.job.batch_at(step, programs.size)
         state, metrics = programs.step(state, batch)

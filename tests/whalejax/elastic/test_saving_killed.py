@@ -14,7 +14,7 @@ import pytest
 from tests.whalejax.elastic import job as example
 from whalejax.elastic.programs import ReplicaPrograms
 from whalejax.elastic.saving import Saver
-from whalejax.runtime.resume import checkpoints, resumed
+from whalejax.runtime.resume import checkpoints, restore_newest
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -53,7 +53,7 @@ def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     told: list[str] = []
     saver = Saver(programs, folder, 1, 1, lambda report: told.append(report.kind))
     sys.addaudithook(_look)
-    state = programs.born()
+    state = programs.init_state()
     for step in (1, 2, 3):
         parts: dict[Any, Any] = {}
         batch, nodes = programs.batch(step - 1), [(0, programs.count)]
@@ -67,7 +67,7 @@ def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     assert told == ["saved"] * 3
     found = set()
     for moment in sorted(moments.iterdir()):
-        back = resumed(programs.step, checkpoints(moment))
+        back = restore_newest(programs.step, checkpoints(moment))
         assert back is not None
         step = int(back.state.step)
         found.add(step)

@@ -12,7 +12,7 @@ import pytest
 from tests.whalejax.elastic.driven import Driven
 from whalejax.cli.elastic_outcome import sentence
 from whalejax.cli.main import main
-from whalejax.elastic.supervisor.telling import shown
+from whalejax.elastic.supervisor.telling import event_message
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import MemberStatus, status_of
@@ -320,4 +320,4 @@ def test_lines_without_their_fields_end_nothing(tmp_path: Path) -> None:
 def test_from_what_a_run_goes_on_is_said(
     event: str, fields: dict[str, Any], said: str
 ) -> None:
-    assert shown(event, fields) == said
+    assert event_message(event, fields) == said

@@ -114,7 +114,7 @@ def test_a_listener_without_file_descriptors_goes_on_later() -> None:
         channel = dial(address, KEY, seconds=SECONDS)
         channel.send(A)
         assert channel.receive(TO_PEER, seconds=SECONDS) == A
-        refused = acceptor.refused(0.0)
+        refused = acceptor.take_refused(0.0)
         assert refused is not None and refused.count == 4
         assert "a connection was not accepted" in refused.why
         channel.close()
@@ -131,7 +131,7 @@ def test_who_says_nothing_keeps_nobody_out_and_leaves_nothing() -> None:
         # The oldest went; refusals are told at most once a second.
         until(lambda: acceptor._refused >= 92)
         for now in (0.0, 0.5, 0.9, 1.1):
-            found.append(acceptor.refused(now))
+            found.append(acceptor.take_refused(now))
         assert found[0] is not None and found[0].count >= 92
         assert found[1] is found[2] is None
         for link in idle:

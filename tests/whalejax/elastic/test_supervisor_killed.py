@@ -11,7 +11,7 @@ from tests.whalejax.elastic.simulated import World
 from tests.whalejax.messages import received
 from whalejax.membership.endings import Ending
 from whalejax.membership.events import Start
-from whalejax.membership.history import replayed
+from whalejax.membership.history import replay_events
 from whalejax.membership.run import Run
 
 
@@ -171,7 +171,7 @@ def test_the_journal_is_one_function_of_its_events() -> None:
     lines = [{"event": e.event, **e.fields} for e in world.events]
 
     def told(events: list[dict[str, Any]]) -> dict[str, Any]:
-        return written(replayed(world.settings, events))
+        return written(replay_events(world.settings, events))
 
     assert told([]) == written(Run(settings=world.settings))
     assert told(lines) == world.membership.written()

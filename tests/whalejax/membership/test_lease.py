@@ -11,8 +11,8 @@ from whalejax.swarm_runtime.registry import Registry
 def test_the_silent_are_overdue_and_who_is_heard_again_is_not() -> None:
     lease: Lease[str] = Lease(10.0)
     for name in ("a", "b", "c"):
-        lease.heard(name, 0.0)
-    lease.heard("b", 5.0)
+        lease.renew(name, 0.0)
+    lease.renew("b", 5.0)
     lease.forget("c")
     assert lease.overdue(10.0) == {}
     assert lease.overdue(12.0) == {"a": 12.0}
@@ -30,7 +30,7 @@ def test_who_is_expected_has_until_then() -> None:
 def test_a_standstill_is_forgiven_once_and_never_twice_in_a_row(gap: float) -> None:
     lease: Lease[str] = Lease(gap / 2, longest_turn=1.0)
     lease.turn(0.0)
-    lease.heard("a", 0.0)
+    lease.renew("a", 0.0)
     assert lease.turn(gap) == gap and lease.overdue(gap) == {}
     assert lease.turn(2 * gap) == 0.0 and lease.overdue(2 * gap) == {"a": gap}
 
@@ -38,7 +38,7 @@ def test_a_standstill_is_forgiven_once_and_never_twice_in_a_row(gap: float) -> N
 def test_what_was_heard_in_a_standstill_is_of_now_at_most() -> None:
     lease: Lease[str] = Lease(10.0, longest_turn=1.0)
     lease.turn(0.0)
-    lease.heard("a", 25.0)
+    lease.renew("a", 25.0)
     lease.expect("b", 50.0)
     lease.turn(30.0)
     assert lease.heard_at == {"a": 30.0, "b": 40.0}

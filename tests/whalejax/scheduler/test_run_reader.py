@@ -47,7 +47,7 @@ class Journal:
 
 def test_throughputs_and_costs_are_measured(tmp_path: Path) -> None:
     told, reader = Journal(tmp_path), RunReader(tmp_path)
-    reader.asked(100.0, 0, 2)
+    reader.record_decision(100.0, 0, 2)
     told.event(103.0, "opened")
     told.event(103.0, "resized", size=2)
     told.begin(108.0, 1, 2)
@@ -58,7 +58,7 @@ def test_throughputs_and_costs_are_measured(tmp_path: Path) -> None:
     assert reader.steps_per_second() == {2: pytest.approx(2.0)}
     assert reader.costs.means() == {"start_seconds": pytest.approx(9.0)}
     # It is given four devices at 114; they take part at 121.
-    reader.asked(114.0, 2, 4)
+    reader.record_decision(114.0, 2, 4)
     told.event(114.5, "resized", size=4)
     told.begin(121.0, 2, 4)
     told.steps(2, 12, [121.5 + n / 4 for n in range(9)])
@@ -69,8 +69,8 @@ def test_throughputs_and_costs_are_measured(tmp_path: Path) -> None:
     assert reader.costs.stills == [pytest.approx(7.5)]
     # Another reader, as of a scheduler that is started again, comes to the same.
     again = RunReader(tmp_path)
-    again.asked(100.0, 0, 2)
-    again.asked(114.0, 2, 4)
+    again.record_decision(100.0, 0, 2)
+    again.record_decision(114.0, 2, 4)
     again.poll()
     assert again.costs.joins == reader.costs.joins
     assert again.steps_per_second() == reader.steps_per_second()
@@ -78,7 +78,7 @@ def test_throughputs_and_costs_are_measured(tmp_path: Path) -> None:
 
 def test_a_change_that_another_has_overtaken_is_not_measured(tmp_path: Path) -> None:
     told, reader = Journal(tmp_path), RunReader(tmp_path)
-    reader.asked(100.0, 0, 2)
+    reader.record_decision(100.0, 0, 2)
     told.begin(108.0, 1, 1)  # A member was lost meanwhile.
     told.steps(1, 1, [109.0, 110.0])
     reader.poll()

@@ -127,7 +127,7 @@ def test_the_state_that_most_mates_have_is_kept() -> None:
         name: Told(numbers=[], digest=digest)
         for name, digest in zip(names, ("other", "same", "same"), strict=True)
     }
-    commit._taken(0, 0, answers)
+    commit._majority_values(0, 0, answers)
     assert commit.digests[0] == "same" and told == names[:1]
     assert [m.name for m in context.fleet.synced(0)] == names[1:]
 
@@ -336,7 +336,7 @@ def test_peers_that_are_lost_while_lost_parts_are_made_again_end_nothing() -> No
         sums.append(stage)
         # Whoever holds the gradient of the other stage, which was summed before.
         if name_of(address, 2) == mates[0][0] and sums.count(stage) in (1, 2):
-            other = context.ledger.held(1 - stage) if len(sums) > 2 else []
+            other = context.ledger.gradient_attempts(1 - stage) if len(sums) > 2 else []
             for attempt in other[:1]:
                 member = context.member(attempt.peer)
                 assert member is not None

@@ -23,7 +23,7 @@ from whalejax.cli import main, swarm
 from whalejax.cli.swarm_options import SwarmJoinCommand, SwarmServeCommand
 from whalejax.distributed.launch_env import reached_host
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm_runtime.serving import opened
+from whalejax.swarm_runtime.serving import open_listener
 from whalejax.swarm_runtime.wire.registering import told_address
 from whalejax.wire.connection import listen
 from whalejax.wire.keys import Key, make_key
@@ -163,7 +163,7 @@ def test_a_process_that_joins_waits_for_a_registry_that_still_traces(
     monkeypatch.setattr(swarm, "_ASK_SECONDS", 0.2)
     monkeypatch.setattr(swarm.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(swarm.time, "monotonic", lambda: now[0])
-    asked = swarm._asked
+    asked = swarm._query_registry
 
     def later(address: Address, given: bytes, what: str) -> dict[str, Any]:
         now[0] += 20.0
@@ -171,7 +171,7 @@ def test_a_process_that_joins_waits_for_a_registry_that_still_traces(
 
     monkeypatch.setattr(swarm, "_asked", later)
     make_key(key)
-    with opened("127.0.0.1", 0) as listening:
+    with open_listener("127.0.0.1", 0) as listening:
         where = f"127.0.0.1:{listening.getsockname()[1]}"
         command = SwarmJoinCommand(registry=where, model="m", key=key, patience=100.0)
         with pytest.raises(swarm._Absent):
@@ -187,7 +187,7 @@ def test_serve_listens_and_has_a_key_before_it_makes_the_job(
     tmp_path: Path,
 ) -> None:
     key, found = tmp_path / "k", list[bool]()
-    with opened("127.0.0.1", 0) as free:
+    with open_listener("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
 
     def find_job(model: str, given: Any) -> Any:
@@ -199,7 +199,7 @@ def test_serve_listens_and_has_a_key_before_it_makes_the_job(
     with pytest.raises(WhaleError, match="no such job"):
         swarm.serve(command, find_job)
     assert found == [True]
-    with opened("127.0.0.1", port):
+    with open_listener("127.0.0.1", port):
         pass  # It is let go.
 
 
@@ -252,7 +252,7 @@ def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
             found.join(stage)
         found.run()
         address: Address = found.serving.address
-        told = swarm._asked(address, KEY, Show()).fields
+        told = swarm._query_registry(address, KEY, Show()).fields
     text = swarm.as_text(told)
     assert "step 1 of 1, generation 0" in text and "wire f32" in text
     assert all(f"stage {stage}: 1 peers" in text for stage in range(jobs.STAGES))

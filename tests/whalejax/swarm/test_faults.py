@@ -9,7 +9,7 @@ import pytest
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Fault, Swarm, same, swarm
-from whalejax.swarm.ledger import committed, counted
+from whalejax.swarm.ledger import committed, count_lost_and_doubled
 from whalejax.swarm_runtime.working.summing import Total
 
 
@@ -34,7 +34,7 @@ class Journal:
 def counted_once(journal: Journal, steps: int) -> None:
     """Every step was committed with each micro-batch of each stage exactly once."""
     assert sorted(committed(journal.lines)) == [*range(steps)]
-    assert counted(journal.lines) == (0, 0)
+    assert count_lost_and_doubled(journal.lines) == (0, 0)
 
 
 def alike(found: Swarm) -> None:
@@ -61,12 +61,12 @@ def test_what_is_added_twice_is_counted(monkeypatch: pytest.MonkeyPatch) -> None
             found.join(stage)
         monkeypatch.setattr(Total, "add", twice)
         found.run()
-    assert counted(journal.lines) == (0, jobs.STAGES)
+    assert count_lost_and_doubled(journal.lines) == (0, jobs.STAGES)
     lines = [dict(x) for x in journal.lines]
     for line in lines:
         if line["event"] == "summed":
             line["added"] = {name: [[0, 1], [1, 1]] for name in line["added"]}
-    assert counted(lines) == (jobs.STAGES * (jobs.COUNT - 2), 0)
+    assert count_lost_and_doubled(lines) == (jobs.STAGES * (jobs.COUNT - 2), 0)
     assert {line["generation"] for line in lines} == {0}
 
 

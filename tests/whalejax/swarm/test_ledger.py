@@ -20,7 +20,7 @@ from whalejax.swarm.ledger import (
     Verdict,
     check_partition,
     committed,
-    counted,
+    count_lost_and_doubled,
 )
 
 
@@ -52,7 +52,7 @@ def filled(stages: int = 2, numbers: int = 4, journal: Journal | None = None) ->
         for number in range(numbers):
             for phase in Phase:
                 call = ledger.begin(stage, number, phase, "ab"[number % 2], 1)
-                assert ledger.done(call) is Verdict.COUNTED
+                assert ledger.record_answer(call) is Verdict.COUNTED
     return ledger
 
 
@@ -63,21 +63,24 @@ def test_an_assignment_is_a_partition() -> None:
 def test_who_is_lost_after_the_sum_is_in_it() -> None:
     journal = Journal()
     ledger = Ledger(step=3, stages=1, micro_batches=2, write=journal.write)
-    assert ledger.left == 2
+    assert ledger.missing_gradients == 2
     for number, peer in enumerate("ab"):
-        ledger.done(ledger.begin(0, number, BACKWARD, peer, 1))
-    assert [attempt.peer for attempt in ledger.held(0)] == ["a", "b"]
+        ledger.record_answer(ledger.begin(0, number, BACKWARD, peer, 1))
+    assert [attempt.peer for attempt in ledger.gradient_attempts(0)] == ["a", "b"]
     ledger.seal()
     ledger.summed(0, {"a": ([0, 1], [1, 1]), "b": ([0, 1, 1], [1, 1, 1])})
     ledger.lost_with("b", 1)
-    assert ledger.left == 1 and not ledger.is_sealed
+    assert ledger.missing_gradients == 1 and not ledger.is_sealed
     ledger.commit({0: "digest"})
-    assert ledger.left == 0 and counted(journal.read()) == (0, 1)
+    assert ledger.missing_gradients == 0 and count_lost_and_doubled(journal.read()) == (
+        0,
+        1,
+    )
 
 
 def test_what_is_missing_cannot_be_committed() -> None:
     ledger = Ledger(step=3, stages=1, micro_batches=12)
-    ledger.done(ledger.begin(0, 1, BACKWARD, "a", 1))
+    ledger.record_answer(ledger.begin(0, 1, BACKWARD, "a", 1))
     with pytest.raises(
         WhaleError,
         match="step 3: stage 0 has the gradients of 1 of 12 micro-batches and cannot "
@@ -91,10 +94,10 @@ def test_an_answer_after_its_repetition_is_late() -> None:
     slow = ledger.begin(0, 0, BACKWARD, "slow", 1)
     ledger.give_up(slow)
     again = ledger.begin(0, 0, BACKWARD, "fast", 1)
-    assert ledger.done(slow) is Verdict.LATE
-    assert ledger.done(again) is Verdict.COUNTED
-    assert ledger.done(again) is Verdict.DUPLICATE
-    assert ledger.done(slow) is Verdict.LATE
+    assert ledger.record_answer(slow) is Verdict.LATE
+    assert ledger.record_answer(again) is Verdict.COUNTED
+    assert ledger.record_answer(again) is Verdict.DUPLICATE
+    assert ledger.record_answer(slow) is Verdict.LATE
     assert ledger.assignment(0) == {"fast": (0,)}
 
 
@@ -102,7 +105,7 @@ def test_an_answer_that_was_given_up_does_not_count_without_a_repetition() -> No
     ledger = Ledger(step=0, stages=1, micro_batches=1)
     slow = ledger.begin(0, 0, BACKWARD, "slow", 1)
     ledger.give_up(slow)
-    assert ledger.done(slow) is Verdict.LATE and not ledger.is_complete(0)
+    assert ledger.record_answer(slow) is Verdict.LATE and not ledger.is_complete(0)
 
 
 def test_only_the_gradients_of_the_dead_are_computed_again() -> None:
@@ -115,7 +118,7 @@ def test_only_the_gradients_of_the_dead_are_computed_again() -> None:
     )
     assert ledger.lost_with("b", 1) == ()
     for task in lost:
-        ledger.done(ledger.begin(task.stage, task.number, task.phase, "a", 1))
+        ledger.record_answer(ledger.begin(task.stage, task.number, task.phase, "a", 1))
     assert ledger.assignment(0) == {"a": (0, 1, 2, 3)}
 
 
@@ -123,13 +126,13 @@ def test_what_was_under_way_at_the_dead_is_lost_too() -> None:
     ledger = Ledger(step=0, stages=1, micro_batches=2)
     call = ledger.begin(0, 1, FORWARD, "a", 1)
     assert ledger.lost_with("a", 1) == (Task(stage=0, number=1, phase=FORWARD),)
-    assert ledger.done(call) is Verdict.LATE
+    assert ledger.record_answer(call) is Verdict.LATE
 
 
 def test_a_restarted_peer_keeps_what_it_did_since() -> None:
     ledger = Ledger(step=0, stages=1, micro_batches=2)
-    ledger.done(ledger.begin(0, 0, BACKWARD, "a", 1))
-    ledger.done(ledger.begin(0, 1, BACKWARD, "a", 2))
+    ledger.record_answer(ledger.begin(0, 0, BACKWARD, "a", 1))
+    ledger.record_answer(ledger.begin(0, 1, BACKWARD, "a", 2))
     assert [task.number for task in ledger.lost_with("a", 1)] == [0]
     assert ledger.holders(0) == {"a": 2}
 
@@ -140,7 +143,7 @@ def test_a_death_during_the_sum_opens_the_step_again() -> None:
     with pytest.raises(WhaleError, match="is done and cannot be given to c; ask lost"):
         ledger.begin(0, 0, BACKWARD, "c", 1)
     for task in ledger.lost_with("a", 1):
-        ledger.done(ledger.begin(task.stage, task.number, task.phase, "b", 1))
+        ledger.record_answer(ledger.begin(task.stage, task.number, task.phase, "b", 1))
     assert ledger.seal() == 2
     ledger.commit({0: "d0", 1: "d1"})
     assert ledger.lost_with("b", 1) == ()
@@ -161,13 +164,13 @@ def test_a_trainer_that_died_goes_on_from_its_journal() -> None:
     ledger = filled(journal=journal)
     ledger.lost_with("b", 1)
     call = ledger.begin(0, 1, BACKWARD, "a", 1)
-    ledger.done(call)
+    ledger.record_answer(call)
     under_way = ledger.begin(1, 1, BACKWARD, "a", 1)
     again = Ledger.rebuilt(journal.read(), journal.write)
     assert again is not None
     # 0 and 2 are through both stages; 1 is through one only.
     assert {task.number for task in again.to_do()} == {1, 3}
-    assert again.done(under_way) is Verdict.LATE
+    assert again.record_answer(under_way) is Verdict.LATE
     assert again.begin(1, 1, BACKWARD, "a", 1).attempt > under_way.attempt
     twice = Ledger.rebuilt(journal.read())
     assert twice is not None and {task.number for task in twice.to_do()} == {1, 3}
@@ -195,7 +198,7 @@ def test_a_record_that_cannot_be_written_changes_nothing() -> None:
     ledger = Ledger(step=0, stages=1, micro_batches=1, write=full)
     call = ledger.begin(0, 0, BACKWARD, "a", 1)
     with pytest.raises(WhaleError, match="disk full"):
-        ledger.done(call)
+        ledger.record_answer(call)
     assert not ledger.is_complete(0)
 
 
@@ -253,7 +256,7 @@ def test_any_order_of_events_ends_in_a_partition(
             call = calls[number % len(calls)]
             if event == "give up":
                 ledger.give_up(call)
-            elif ledger.done(call) is Verdict.COUNTED:
+            elif ledger.record_answer(call) is Verdict.COUNTED:
                 assert (call.stage, call.number) not in held
                 held[call.stage, call.number] = call.peer
         elif event == "take in":
@@ -281,7 +284,9 @@ def test_any_order_of_events_ends_in_a_partition(
     for task in ledger.to_do():
         if task.phase is BACKWARD:
             assert (task.stage, task.number) not in held
-            ledger.done(ledger.begin(task.stage, task.number, BACKWARD, "d", 1))
+            ledger.record_answer(
+                ledger.begin(task.stage, task.number, BACKWARD, "d", 1)
+            )
     ledger.seal()
     for stage in range(2):
         found = {n: p for p, ns in ledger.assignment(stage).items() for n in ns}

@@ -238,7 +238,9 @@ def test_a_peer_says_that_it_cannot_listen() -> None:
 
 def test_the_state_is_the_whole_models() -> None:
     cut = jobs.cut()
-    parts = {s: jax.jit(cut.born(s))(jax.random.key(0)) for s in range(cut.stages)}
+    parts = {
+        s: jax.jit(cut.init_function(s))(jax.random.key(0)) for s in range(cut.stages)
+    }
     state = cut.whole(parts)
     own = jobs.step().init(jobs.make_model, rng=jax.random.key(0))
     for one, other in zip(

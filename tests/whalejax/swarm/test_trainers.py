@@ -40,12 +40,12 @@ def until(true: Any) -> None:
 
 def further(found: Swarm) -> list[dict[str, Any]]:
     """The further trainers, as they are shown."""
-    return found.serving.trainer.sharing.shown()[1:]
+    return found.serving.trainer.sharing.status_rows()[1:]
 
 
 def led(found: Swarm) -> list[int]:
     """Micro-batches that counted, of each trainer that is there."""
-    return [one["led"] for one in found.serving.trainer.sharing.shown()]
+    return [one["led"] for one in found.serving.trainer.sharing.status_rows()]
 
 
 def slow(point: str, step: int) -> None:

@@ -459,7 +459,7 @@ def test_of_a_stranger_nothing_is_read_as_a_message() -> None:
                     while stranger.recv(1 << 16):
                         pass
         assert not found.came and not found.channels
-        refused = found.acceptor.refused(1.0)
+        refused = found.acceptor.take_refused(1.0)
         assert refused is not None and refused.count == 3
         assert "does not speak 'whalejax 3'" in refused.why
 
@@ -476,7 +476,7 @@ def unchecked(path: Path) -> Key:
 
 def why_refused(found: Listener) -> str:
     until(lambda: found.acceptor._refused)
-    refused = found.acceptor.refused(time.monotonic() + 9.0)
+    refused = found.acceptor.take_refused(time.monotonic() + 9.0)
     assert refused is not None
     return refused.why
 

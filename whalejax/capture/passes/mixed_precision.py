@@ -262,13 +262,13 @@ class _Narrower:
         if kind == "scan":
             return self._scan(scope, equation, position, weights)
 
-        def inside(*arguments: Any) -> list[Any]:
+        def run_inner(*arguments: Any) -> list[Any]:
             return self.run(inner, arguments, (*position, 0), weights, numbers)
 
         if kind == "remat":
-            return rebuild.around(equation, values, lambda xs: inside(*xs))
-        inside.__name__ = str(equation.params.get("name", "call"))
-        return list(jax.jit(inside)(*values))
+            return rebuild.around(equation, values, lambda xs: run_inner(*xs))
+        run_inner.__name__ = str(equation.params.get("name", "call"))
+        return list(jax.jit(run_inner)(*values))
 
     def _scan(
         self, scope: _Scope, equation: Any, position: Position, weights: Sequence[bool]

@@ -100,7 +100,7 @@ def _where_above_one(shape: Sequence[int], tags: Tags) -> Tags:
     )
 
 
-def computed(
+def compute_block(
     node: ScoreNode,
     shape: tuple[int, ...],
     values: Sequence[Any],

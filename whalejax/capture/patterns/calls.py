@@ -149,7 +149,7 @@ def _flattened(jaxpr: Any) -> Any:
 
 def _instead_of_calls(equation: Any) -> Callable[..., list[Any]] | str | None:
     """Returns the replacement of an equation of a program without calls."""
-    kind = _opened(equation)
+    kind = _inner_program_kind(equation)
     if kind is None or kind == "inline":
         return kind
     (inner,) = _compat.inner_jaxprs(equation)
@@ -162,7 +162,7 @@ def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """Run a program without its calls; loops and checkpointed regions stay."""
 
     def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
-        kind = _opened(equation)
+        kind = _inner_program_kind(equation)
         if kind is None:
             return _compat.bind(equation, operands)
         inner = _compat.inner_jaxprs(equation)[0]
@@ -170,10 +170,10 @@ def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
             return _inlined(inner, operands)
         return rebuild.around(equation, operands, lambda xs: _inlined(inner, xs))
 
-    return rebuild.run(jaxpr, values, each, constant=_counted)
+    return rebuild.run(jaxpr, values, each, constant=_as_iota)
 
 
-def _opened(equation: Any) -> str | None:
+def _inner_program_kind(equation: Any) -> str | None:
     """Returns how an equation's inner program is run: ``"inline"``, ``"remat"``,
     ``"scan"``, or None.
     """
@@ -187,14 +187,14 @@ def _is_flat(jaxpr: Any) -> bool:
     body, constants = _compat.open_jaxpr(jaxpr)
     if any(_count(value) is not None for value in constants):
         return False
-    kinds = [(equation, _opened(equation)) for equation in body.eqns]
+    kinds = [(equation, _inner_program_kind(equation)) for equation in body.eqns]
     return all(
         kind is None or kind != "inline" and _is_flat(_compat.inner_jaxprs(equation)[0])
         for equation, kind in kinds
     )
 
 
-def _counted(value: Any) -> Any:
+def _as_iota(value: Any) -> Any:
     """Positions that a program holds as an array, counted instead."""
     count = _count(value)
     return value if count is None else count()

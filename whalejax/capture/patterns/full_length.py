@@ -185,10 +185,10 @@ class _Runner:
             if found is not None:
                 return [found]
             operands = [_cut(x) for x in operands]
-        begun = self._begun(equation, operands, position)
+        begun = self._postpone_cut(equation, operands, position)
         return _compat.bind(equation, operands) if begun is None else [begun]
 
-    def _begun(
+    def _postpone_cut(
         self, equation: Any, operands: Sequence[Any], position: Position
     ) -> Long | None:
         """Returns the result of a cut that is postponed."""

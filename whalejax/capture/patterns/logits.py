@@ -18,7 +18,7 @@ from whalejax.capture.patterns.attention import trained_in
 from whalejax.capture.patterns.blockwise import (
     ScoreNode,
     Tags,
-    computed,
+    compute_block,
     looked_up_dims,
     operand_tags,
     reduced_tags,
@@ -110,7 +110,7 @@ class Logits:
                 found.append(outside[node.outside])
             else:
                 shape = tuple(1 if t is None else sizes[t] for t in node.tags)
-                found.append(computed(node, shape, found, {}))
+                found.append(compute_block(node, shape, found, {}))
         return [found[end] for end in self.ends]
 
 
@@ -125,7 +125,7 @@ def logits_in(body: Any, trained: set[Any]) -> list[Logits]:
     for place, equation in enumerate(body.eqns):
         if equation.primitive.name == "dot_general":
             try:
-                one = _Search(body, trained, place).found()
+                one = _Search(body, trained, place).find_logits()
             except NotTokensError:
                 continue
             if one is not None:
@@ -161,7 +161,7 @@ class _Search:
     made: set[Any] = field(default_factory=set)
     _known: dict[tuple[Any, Tags], int] = field(default_factory=dict)
 
-    def found(self) -> Logits | None:
+    def find_logits(self) -> Logits | None:
         """The logits, or None where the product is none."""
         product = self.body.eqns[self.place]
         (left_in, right_in), (left_batch, _) = product.params["dimension_numbers"]
@@ -177,7 +177,7 @@ class _Search:
             if len(free[kernel]) != 1 or all(shape[d] == 1 for d in free[1 - kernel]):
                 continue
             vocab = 0 if turned else len(free[0])
-            inside = self._inside(product.outvars[0], vocab)
+            inside = self._vocabulary_region(product.outvars[0], vocab)
             if inside is None:
                 continue
             region, tags = inside
@@ -206,7 +206,7 @@ class _Search:
             )
         return None
 
-    def _inside(
+    def _vocabulary_region(
         self, result: Any, vocab: int
     ) -> tuple[set[int], dict[Any, Tags]] | None:
         """Equations between the product and the last that has the vocabulary.

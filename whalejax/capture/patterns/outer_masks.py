@@ -105,7 +105,7 @@ def _regions(jaxpr: Any, trained: Sequence[bool]) -> Iterator[_Region]:
         masks = _masks(inner, inside)
         if kind == "scan":
             masks &= set(range(_compat.scan_parts(equation).num_consts))
-        made = {n: _made(equation.invars[n], maker, flows) for n in sorted(masks)}
+        made = {n: _mask_maker(equation.invars[n], maker, flows) for n in sorted(masks)}
         makers = {n: one for n, one in made.items() if one is not None}
         yield _Region(equation, inner, inside, masks, makers)
 
@@ -132,7 +132,9 @@ def _masks(jaxpr: Any, trained: Sequence[bool]) -> set[int]:
     return {n for n, v in enumerate(body.invars) if v in read}
 
 
-def _made(variable: Any, maker: Mapping[Any, Any], flows: set[Any]) -> _Maker | None:
+def _mask_maker(
+    variable: Any, maker: Mapping[Any, Any], flows: set[Any]
+) -> _Maker | None:
     """Returns the equations that make a variable of smaller ones; None where there are
     none.
     """
@@ -203,16 +205,16 @@ def _call(region: _Region) -> rebuild.Call:
         # A scan closes over its constants; for those made inside stands None.
         whole = [operands.get(n) for n in range(len(equation.invars))]
         if _compat.recursion(equation) == "scan":
-            return rebuild.scan(equation, whole, lambda xs: inside(known, list(xs)))
+            return rebuild.scan(equation, whole, lambda xs: run_body(known, list(xs)))
         places = [n for n in range(len(whole)) if n not in makers]
 
         def body(xs: Sequence[Any]) -> list[Any]:
             found = dict(zip(places, xs, strict=True))
-            return inside(known, [found.get(n) for n in range(len(whole))])
+            return run_body(known, [found.get(n) for n in range(len(whole))])
 
         return rebuild.around(equation, [whole[n] for n in places], body)
 
-    def inside(known: Mapping[Any, Any], xs: list[Any]) -> list[Any]:
+    def run_body(known: Mapping[Any, Any], xs: list[Any]) -> list[Any]:
         for number, made in makers.items():
             mask = [equation.invars[number]]
             (xs[number],) = rebuild.compute(made.equations, known, mask)

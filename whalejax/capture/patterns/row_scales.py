@@ -188,10 +188,10 @@ class _Chains:
             turned = equation.params["permutation"]
             return replace(found, order=tuple(found.order[d] for d in turned))
         places = {"mul": (0, 1), "dot_general": (0, 1), "div": (0,)}.get(name, ())
-        either = (self._scaled(equation, place) for place in places)
+        either = (self._scale_through(equation, place) for place in places)
         return next((found for found in either if found is not None), None)
 
-    def _scaled(self, equation: Any, place: int) -> _Scaled | None:
+    def _scale_through(self, equation: Any, place: int) -> _Scaled | None:
         """Returns weights and factors of an operand, with the other operand."""
         lying = _factors(equation, place)
         found = None if lying is None else self.behind(equation.invars[place])

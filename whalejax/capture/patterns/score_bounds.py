@@ -129,7 +129,7 @@ def _chosen(which: Interval, *cases: Interval) -> Interval:
     return low, high
 
 
-def _compared(
+def _comparison_rule(
     certain: Callable[[Interval, Interval], Any],
     possible: Callable[[Interval, Interval], Any],
 ) -> Callable[[Interval, Interval], Interval]:
@@ -170,15 +170,15 @@ _INTERVALS: Final[Mapping[str, Callable[..., Interval]]] = {
     "mul": _products,
     "max": lambda a, b: (np.maximum(a[0], b[0]), np.maximum(a[1], b[1])),
     "min": lambda a, b: (np.minimum(a[0], b[0]), np.minimum(a[1], b[1])),
-    "ge": _compared(lambda a, b: a[0] >= b[1], lambda a, b: a[1] >= b[0]),
-    "gt": _compared(lambda a, b: a[0] > b[1], lambda a, b: a[1] > b[0]),
-    "le": _compared(lambda a, b: a[1] <= b[0], lambda a, b: a[0] <= b[1]),
-    "lt": _compared(lambda a, b: a[1] < b[0], lambda a, b: a[0] < b[1]),
-    "eq": _compared(
+    "ge": _comparison_rule(lambda a, b: a[0] >= b[1], lambda a, b: a[1] >= b[0]),
+    "gt": _comparison_rule(lambda a, b: a[0] > b[1], lambda a, b: a[1] > b[0]),
+    "le": _comparison_rule(lambda a, b: a[1] <= b[0], lambda a, b: a[0] <= b[1]),
+    "lt": _comparison_rule(lambda a, b: a[1] < b[0], lambda a, b: a[0] < b[1]),
+    "eq": _comparison_rule(
         lambda a, b: (a[0] == a[1]) & (b[0] == b[1]) & (a[0] == b[0]),
         lambda a, b: (a[0] <= b[1]) & (b[0] <= a[1]),
     ),
-    "ne": _compared(
+    "ne": _comparison_rule(
         lambda a, b: (a[1] < b[0]) | (b[1] < a[0]),
         lambda a, b: ~((a[0] == a[1]) & (b[0] == b[1]) & (a[0] == b[0])),
     ),

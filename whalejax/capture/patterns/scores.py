@@ -20,7 +20,7 @@ from whalejax import _compat
 from whalejax.capture.patterns.blockwise import (
     ScoreNode,
     Tags,
-    computed,
+    compute_block,
     operand_tags,
     stops_gradient,
 )
@@ -86,10 +86,10 @@ class Scores:
                 values.append(outside(node.outside, node.tags))
             else:
                 shape = tuple(1 if t is None else sizes[t] for t in node.tags)
-                values.append(computed(node, shape, values, offsets))
+                values.append(compute_block(node, shape, values, offsets))
         return values[-1]
 
-    def hidden(self, rows: int, columns: int, row: int, column: int) -> Any:
+    def masked_blocks(self, rows: int, columns: int, row: int, column: int) -> Any:
         """Returns which blocks are masked whatever the product holds.
 
         They hold masked scores alone, and each row sees some other score; or, where a
@@ -105,7 +105,7 @@ class Scores:
         if len(self.nodes) == 1:
             return np.zeros((rows, columns), bool)
         low, high = self._bounds(rows, columns, row, column)
-        masked: Any = high < self._hidden
+        masked: Any = high < self._mask_threshold
         ends = np.concatenate([low[masked], high[masked]])
         if np.unique(ends).size <= 1 or self._all_see(row, column):
             return masked
@@ -124,14 +124,14 @@ class Scores:
             None where each row is known to see a score beside which masked ones are
             nothing.
         """
-        hidden = self.hidden(rows, columns, row, column)
+        hidden = self.masked_blocks(rows, columns, row, column)
         if not hidden.any() or self._all_see(row, column):
             return None
         low, _ = self._bounds(rows, columns, row, column)
         return float(low[hidden][0])
 
     @property
-    def _hidden(self) -> float:
+    def _mask_threshold(self) -> float:
         """Scores below it are masked."""
         aval = self.nodes[-1].equation.outvars[0].aval
         narrow = _compat.dtype_name(aval.dtype) == "float16"
@@ -163,7 +163,7 @@ class Scores:
         tried = np.clip(tried, 0, columns - 1)
         extents = {row: (places, places), column: (tried, tried)}
         low, _ = self._run(extents, _USUAL)
-        seen = np.broadcast_to(low > self._hidden / 10, tried.shape)
+        seen = np.broadcast_to(low > self._mask_threshold / 10, tried.shape)
         return bool(seen.any(axis=0).all())
 
     def _run(self, extents: Mapping[int, Any], product: Interval) -> Interval:
@@ -195,7 +195,7 @@ class Scores:
 
     def _usual(self, operands: Sequence[Interval]) -> Interval:
         """Usual numbers where all operands are such, else any."""
-        limit = -self._hidden
+        limit = -self._mask_threshold
         every: Any = True
         for low, high in operands:
             every = every & (np.asarray(low) > -limit) & (np.asarray(high) < limit)

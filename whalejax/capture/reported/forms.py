@@ -97,7 +97,7 @@ def mixed(forms: Iterable[ValueForm], *sources: int) -> ValueForm:
     return ValueForm(kind=Kind.MIXED, sources=behind | frozenset(sources or (APART,)))
 
 
-def joined(forms: Sequence[ValueForm]) -> ValueForm:
+def join_forms(forms: Sequence[ValueForm]) -> ValueForm:
     """Returns the form of a value that is one of several, like a loop's carry."""
     if not forms:
         return SAME
@@ -141,13 +141,13 @@ def passed(kind: str, forms: Sequence[ValueForm]) -> ValueForm:
         power = -(under.power or 0)
         return _product((forms[0], replace(under, power=power)))
     if kind in LINEAR:
-        return joined(forms)
+        return join_forms(forms)
     if kinds & _TAKEN:
         return mixed(forms, *_behind(forms))
     if any(form.power not in (0, None) for form in forms):
         # The larger of two is as they are, if both are multiples of the same.
         same = kind in ("max", "min", "reduce_max", "reduce_min", "abs", "sign")
-        return joined(forms) if same else mixed(forms)
+        return join_forms(forms) if same else mixed(forms)
     return ValueForm(kind=max(kinds, default=Kind.SAME))
 
 

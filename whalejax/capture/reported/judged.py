@@ -65,7 +65,9 @@ def judged(
         inexact = _compat.is_inexact(aval.dtype)
         said: SampleRows | str = MADE_OTHERWISE
         if n not in pairing.lost:
-            said = _placed(parts.said(tensors[n], inexact=inexact), where.get(n))
+            said = _with_row_axis(
+                parts.combination_rule(tensors[n], inexact=inexact), where.get(n)
+            )
         if isinstance(said, str) and said not in HOWS:
             found[n] = Unclear(shape=aval.shape, why=said)
         else:
@@ -73,7 +75,7 @@ def judged(
     return found
 
 
-def _placed(said: str, stands: SampleRows | Unclear | None) -> SampleRows | str:
+def _with_row_axis(said: str, stands: SampleRows | Unclear | None) -> SampleRows | str:
     """Returns the combination of a value, with the position of its rows where it has
     some.
     """

@@ -85,7 +85,7 @@ class Pairing:
             if a in (None, UNKNOWN) or self.pairs.get(a) == b:
                 continue
             again = a in self.pairs and self.small.graph.tensors[a].kind != "const"
-            if b in (None, UNKNOWN) or again or not self._alike(a, b):
+            if b in (None, UNKNOWN) or again or not self._has_equal_source(a, b):
                 # What else uses it may be alike: a slice of all is no operation.
                 torn.add(user)
                 continue
@@ -137,7 +137,7 @@ class Pairing:
                 return self.large.graph.ops[self.makers[1][b][place]]
         return None
 
-    def _alike(self, a: int, b: int) -> bool:
+    def _has_equal_source(self, a: int, b: int) -> bool:
         one, other = self.small.graph.tensors[a], self.large.graph.tensors[b]
         if (one.kind, one.dtype) != (other.kind, other.dtype):
             return False
@@ -151,7 +151,7 @@ class Pairing:
                 grown.add(dim)
         self.grown[a] = frozenset(grown)
         if one.kind == "const":
-            return _same(_constant(self.small, a), _constant(self.large, b))
+            return _values_equal(_constant(self.small, a), _constant(self.large, b))
         makers = self.makers[0][a], self.makers[1][b]
         if not makers[0] and not makers[1]:
             return a == b  # Inputs, which come first.
@@ -268,7 +268,7 @@ def _scalars_of(
         found[position] = _Here(equation=equation, values=values)
         for place, inner in enumerate(_compat.inner_jaxprs(equation)):
             variables = _compat.open_jaxpr(inner)[0].invars
-            inside = _inside(equation, values, place, len(variables))
+            inside = _inner_inputs(equation, values, place, len(variables))
             known = {
                 v: x for v, x in zip(variables, inside, strict=True) if x is not None
             }
@@ -279,7 +279,7 @@ def _scalars_of(
     return [value(atom) for atom in body.outvars]
 
 
-def _inside(
+def _inner_inputs(
     equation: Any, values: tuple[Any, ...], place: int, count: int
 ) -> tuple[Any, ...]:
     """Returns the inputs of an inner jaxpr; None for those that are no scalars."""
@@ -318,7 +318,7 @@ def _constant(trace: Trace, tensor: int) -> Any:
     return trace.walk.constant(tensor)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _values_equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     try:

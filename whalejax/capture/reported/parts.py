@@ -19,7 +19,7 @@ from whalejax.capture.reported.forms import (
     Kind,
     ValueForm,
     added,
-    joined,
+    join_forms,
     mixed,
     passed,
 )
@@ -88,7 +88,7 @@ class ValueForms:
                 if any(t in self.pairing.pairs for t in op.results):
                     self._op(index, op)
 
-    def said(self, tensor: int, *, inexact: bool) -> str:
+    def combination_rule(self, tensor: int, *, inexact: bool) -> str:
         """Returns the combination of a reported value, or why there is none.
 
         Args:
@@ -139,7 +139,7 @@ class ValueForms:
             forms = [self._form(x) for x in given]
         except ValueError:
             forms = [MIXED]
-        found = self._found(index, op, given, forms)
+        found = self._operation_form(index, op, given, forms)
         for t in op.results:
             self._put(t, found)
 
@@ -148,7 +148,9 @@ class ValueForms:
             return self.forms.get(operand, MIXED)
         return ValueForm(power=power_of(*operand, self.pairing.times))
 
-    def _found(self, index: int, op: Op, given: Sequence[Any], forms: Any) -> ValueForm:
+    def _operation_form(
+        self, index: int, op: Op, given: Sequence[Any], forms: Any
+    ) -> ValueForm:
         kinds = {form.kind for form in forms}
         grown = any(self.pairing.grown.get(t) for t in op.results)
         if op.unknown or op.kind in _KEYS:
@@ -161,7 +163,7 @@ class ValueForms:
             own = along in self.pairing.grown[op.results[0]]
             return ValueForm(kind=Kind.PLACE if own else Kind.ROWS)
         if Kind.PLACE in kinds and Kind.MIXED not in kinds:
-            return self._placed(op, forms)
+            return self._row_form(op, forms)
         if op.kind in ("convert_element_type", "div") and self._cut_off(op):
             return passed("round", forms)
         if op.reshape and grown and not self.rows.isdisjoint(op.operands):
@@ -194,7 +196,7 @@ class ValueForms:
             own, under = self._base(weight), self._base(given[1])
             form = self.forms.get(under, MIXED)
             same = form.kind == Kind.ADDED and form.power == over.power
-            if same and self._named(own) == self._named(under):
+            if same and self._source_name(own) == self._source_name(under):
                 return ValueForm(kind=Kind.WEIGHED, sources=over.sources)
         return passed("div", forms)
 
@@ -207,7 +209,7 @@ class ValueForms:
         scalars = [x[0] for x in self.pairing.operands(op) if not isinstance(x, int)]
         return tensor if any(x > 1 for x in scalars) else self._base(op.operands[0])
 
-    def _placed(self, op: Op, forms: Sequence[ValueForm]) -> ValueForm:
+    def _row_form(self, op: Op, forms: Sequence[ValueForm]) -> ValueForm:
         kinds = {form.kind for form in forms}
         if op.kind in LOOKUPS:
             known = all(t in self.rows for t in op.results)
@@ -259,14 +261,16 @@ class ValueForms:
     def _loop(self, op: Op) -> None:
         pairing = self.pairing
         forms = [self.forms[t] for t in op.operands if t in self.forms]
-        found = joined(forms) if op.operands else self._start(op)
+        found = join_forms(forms) if op.operands else self._start(op)
         result = op.results[0] if op.results else None
         if result is None:
             return
         if (out := self._turns.get(result)) in self.forms:
-            found = joined([found, self.forms[out]])  # Of the turn before.
+            found = join_forms([found, self.forms[out]])  # Of the turn before.
         lost = {len(pairing.grown.get(t, ())) for t in op.operands}
-        if lost - {len(pairing.grown.get(result, ()))} or not self._steady(op):
+        if lost - {
+            len(pairing.grown.get(result, ()))
+        } or not self._is_batch_independent(op):
             found = mixed(forms)
         self._put(result, found)
 
@@ -282,7 +286,7 @@ class ValueForms:
             return MIXED
         return SAME if any(values[0]) else ValueForm(power=None)
 
-    def _steady(self, op: Op) -> bool:
+    def _is_batch_independent(self, op: Op) -> bool:
         """Whether a loop turns as often, or a branch is chosen, for all samples."""
         pairing = self.pairing
         pair = pairing.equation(op), pairing.other_equation(op)
@@ -299,7 +303,7 @@ class ValueForms:
         form = start if tensor is None else self.forms.get(tensor, start)
         return form.kind <= Kind.NOISE and form.power in (0, None)
 
-    def _named(self, operand: Any, depth: int = 0) -> Any:
+    def _source_name(self, operand: Any, depth: int = 0) -> Any:
         """A name by how a value is made, so that equal ones have equal names."""
         if not isinstance(operand, int):
             return "scalar", float(abs(operand[0]))
@@ -309,7 +313,7 @@ class ValueForms:
         op = self.pairing.small.graph.ops[makers[0]]
         if operand not in self._names:
             equation = self.pairing.equation(op)
-            given = [self._named(x, depth + 1) for x in self.pairing.operands(op)]
+            given = [self._source_name(x, depth + 1) for x in self.pairing.operands(op)]
             text = "" if equation is None else str(equation.params)
             place = op.results.index(operand)
             own = () if op.operands and op.kind not in LOOPS else (operand,)

@@ -77,14 +77,16 @@ def reported_rows(
     """
     follow = _Follow(graph)
     follow.run()
-    return [follow.said(value) for value in values]
+    return [follow.value_rows(value) for value in values]
 
 
 def rows_of(graph: Graph) -> set[int]:
     """All tensors of which it is known in which one dimension the samples stand."""
     follow = _Follow(graph)
     follow.run()
-    return {t.id for t in graph.tensors if isinstance(follow.said(t.id), SampleRows)}
+    return {
+        t.id for t in graph.tensors if isinstance(follow.value_rows(t.id), SampleRows)
+    }
 
 
 class _Follow:
@@ -105,18 +107,18 @@ class _Follow:
         """Go through the program until nothing changes, as carries of loops may."""
         loops = any(op.kind in LOOPS for op in self.graph.ops)
         before = -1, -1
-        while before != (now := self._known()):
+        while before != (now := self._resolved_counts()):
             before = now
             for op in self.graph.ops:
                 self._op(op)
             if not loops:
                 return
 
-    def _known(self) -> tuple[int, int]:
+    def _resolved_counts(self) -> tuple[int, int]:
         ranks = sum(_rank(where) for where in self.where.values())
         return ranks, len(self.single)
 
-    def said(self, value: int) -> SampleRows | Unclear | None:
+    def value_rows(self, value: int) -> SampleRows | Unclear | None:
         """Returns the position of the samples in a value, or why it is unknown."""
         shape = self.graph.tensors[value].shape
         dims = [self.where.get((value, dim)) for dim in range(len(shape))]
@@ -192,13 +194,15 @@ class _Follow:
                     continue
                 here = self.where.get((tensor, dim))
                 if (slot, dim) not in tied:
-                    self._set(tensor, dim, _Mark.MIXED if cut else self._made(op))
+                    self._set(
+                        tensor, dim, _Mark.MIXED if cut else self._produced_rows(op)
+                    )
                 elif op.kind == "gather" and cut and not isinstance(here, SampleRows):
                     self._set(tensor, dim, _Mark.MIXED)
         if op.kind in _CUTS and any(m not in whole for m in lost):
             self.single.update(op.results)
 
-    def _made(self, op: Op) -> _Where:
+    def _produced_rows(self, op: Op) -> _Where:
         """Returns the meaning of an untied dimension where no samples are lost."""
         known = any(
             isinstance(self.where.get((t, d)), (SampleRows, _Mark))

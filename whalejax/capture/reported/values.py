@@ -41,7 +41,7 @@ class Reports:
     unclear: Told = ()
     averaged: Told = ()
 
-    def told(self) -> list[str]:
+    def mismatch_messages(self) -> list[str]:
         """All that parts do not make the same as the whole batch does, in words."""
         return [_words(*one) for one in (*self.unclear, *self.averaged)]
 
@@ -75,13 +75,15 @@ def reports(
         return _with(trace, out_tree, _alone(trace, wanted))
     found = judged(small, large, wanted, changing, jax.tree.leaves(rest))
     for n, (before, after) in enumerate(zip(avals(trace), avals(wide), strict=True)):
-        if n in found and not _scaled(found[n], before.shape, after.shape, whole):
+        if n in found and not _is_batch_shape(
+            found[n], before.shape, after.shape, whole
+        ):
             why = f"has the shape {after.shape} of the whole batch"
             found[n] = Unclear(shape=before.shape, why=why)
     return _with(trace, out_tree, found)
 
 
-def _scaled(
+def _is_batch_shape(
     said: Said, before: tuple[int, ...], after: tuple[int, ...], whole: int
 ) -> bool:
     """Whether a shape is that of the whole batch as parts give it."""

@@ -57,7 +57,7 @@ def attention_behaviour(jaxpr: Any) -> Behaviour:
         link(member, kind="unshardable")
     rows, depth, columns, count = _sizes(one)
     width = math.prod(shapes[2][v] for v in one.width)
-    share, zigzag = _seen(one, rows, columns)
+    share, zigzag = _visible_fraction(one, rows, columns)
     return Behaviour(
         factors=tuple(factors),
         flops=2 * count * rows * columns * (depth + width),
@@ -73,12 +73,14 @@ _PARTS: Final = 64
 """Parts into which a sequence is cut, at most, to see what a mask hides."""
 
 
-def _seen(one: AttentionPattern, rows: int, columns: int) -> tuple[float, bool]:
+def _visible_fraction(
+    one: AttentionPattern, rows: int, columns: int
+) -> tuple[float, bool]:
     """The part of the scores that is not hidden, and whether all later ones are."""
     tag = next(t for q, t in one.rows if one.query.aval.shape[q] == rows)
     both = math.gcd(rows, columns)
     parts = max(n for n in range(1, _PARTS + 1) if both % n == 0)
-    hidden = one.scores.hidden(parts, parts, tag, one.column[2])
+    hidden = one.scores.masked_blocks(parts, parts, tag, one.column[2])
     later = np.triu(np.ones((parts, parts), bool), 1)
     causal = rows == columns and parts > 1 and bool(hidden[later].all())
     return 1.0 - float(hidden.mean()), causal

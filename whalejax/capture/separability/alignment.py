@@ -151,7 +151,7 @@ def _take(atoms: list[Atom], part: int, whole: int) -> Dim:
             taken.append(atom)
             continue
         if atom.along is Along.SAMPLES:
-            raise _parted(atom, part, whole)
+            raise _partial_dim_error(atom, part, whole)
         if atom.part % part or atom.whole % whole:
             return _take_mixed(atoms, atom, taken, part, whole)
         atoms.append(atom.sized(atom.part // part, atom.whole // whole))
@@ -161,7 +161,7 @@ def _take(atoms: list[Atom], part: int, whole: int) -> Dim:
     return merged_atoms(taken[::-1])
 
 
-def _parted(samples: Atom, part: int, whole: int) -> CoupledError:
+def _partial_dim_error(samples: Atom, part: int, whole: int) -> CoupledError:
     """The error where a dimension of so many elements ends among the samples."""
     if part == whole and samples.part % part == 0 and samples.whole % part == 0:
         why = f"parts the samples into groups of {part} neighbours"

@@ -96,7 +96,7 @@ def _check_params(equation: PairedEquation) -> None:
 
 
 def _linear(equation: PairedEquation) -> list[Value]:
-    folded = _folded(equation)
+    folded = _fold_constants(equation)
     if folded:
         return folded
     try:
@@ -117,7 +117,7 @@ def _check_no_sums(equation: PairedEquation) -> None:
 
 
 def _homogeneous(equation: PairedEquation) -> list[Value]:
-    folded = _folded(equation)
+    folded = _fold_constants(equation)
     if folded:
         return folded
     _check_params(equation)
@@ -136,10 +136,10 @@ def _power(ratio: float | None, degree: float) -> float | None:
 
 
 def _integer_pow(equation: PairedEquation) -> list[Value]:
-    (degree,) = equation.same("y")
+    (degree,) = equation.equal_params("y")
     if degree == 1:
         return _linear(equation)
-    folded = _folded(equation)
+    folded = _fold_constants(equation)
     if folded:
         return folded
     _check_no_sums(equation)
@@ -147,7 +147,7 @@ def _integer_pow(equation: PairedEquation) -> list[Value]:
 
 
 def _other(equation: PairedEquation) -> list[Value]:
-    folded = _folded(equation)
+    folded = _fold_constants(equation)
     if folded:
         return folded
     _check_params(equation)
@@ -158,7 +158,7 @@ def _other(equation: PairedEquation) -> list[Value]:
 
 
 def _mul(equation: PairedEquation) -> list[Value]:
-    folded = _folded(equation)
+    folded = _fold_constants(equation)
     if folded:
         return folded
     values = equation.values
@@ -168,7 +168,7 @@ def _mul(equation: PairedEquation) -> list[Value]:
 
 
 def _div(equation: PairedEquation) -> list[Value]:
-    folded = _folded(equation)
+    folded = _fold_constants(equation)
     if folded:
         return folded
     over, under = equation.values
@@ -186,7 +186,7 @@ FINEST: Final = 7
 
 
 def _convert(equation: PairedEquation) -> list[Value]:
-    folded = _folded(equation)
+    folded = _fold_constants(equation)
     if folded:
         return folded
     before, after = equation.dtype(0), equation.result_dtype
@@ -249,7 +249,7 @@ def check_unsigned_sum(equation: PairedEquation) -> None:
 
 
 def _reduce_precision(equation: PairedEquation) -> list[Value]:
-    (bits,) = equation.same("mantissa_bits")
+    (bits,) = equation.equal_params("mantissa_bits")
     return _other(equation) if bits < FINEST else _linear(equation)
 
 
@@ -280,16 +280,18 @@ _FOLDS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-def _folded(equation: PairedEquation) -> list[Value] | None:
+def _fold_constants(equation: PairedEquation) -> list[Value] | None:
     """The result where all operands are numbers that stand in the program."""
     numbers = [v.numbers for v in equation.values]
     if None in numbers or not numbers:
         return None
     with np.errstate(all="ignore"):
-        return _computed(equation, numbers)
+        return _evaluate_numbers(equation, numbers)
 
 
-def _computed(equation: PairedEquation, numbers: Sequence[Any]) -> list[Value] | None:
+def _evaluate_numbers(
+    equation: PairedEquation, numbers: Sequence[Any]
+) -> list[Value] | None:
     name, results = equation.name, []
     for trace, one in enumerate((equation.part, equation.whole)):
         given = [

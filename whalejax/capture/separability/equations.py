@@ -44,7 +44,7 @@ class PairedEquation:
         """Parameters in the trace of a part."""
         return self.part.params
 
-    def same(self, *names: str) -> tuple[Any, ...]:
+    def equal_params(self, *names: str) -> tuple[Any, ...]:
         """Parameters that have to be the same in both traces.
 
         Raises:

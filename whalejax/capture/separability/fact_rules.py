@@ -141,7 +141,7 @@ def _first_case(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return [first] if fact_of(which, AlwaysFalse) else None
 
 
-def _kept(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _pass_fact(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     """A fact that passes through what changes no number."""
     value = equation.values[0]
     if not isinstance(value.fact, Places | Order | Numbered | Steps | Filled):
@@ -249,7 +249,7 @@ def _one_hot(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     return None
 
 
-def _counted(equation: PairedEquation, reason: Reason) -> list[Value] | None:
+def _count_fact(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     """Returns the fact about counts of numbers: one-hot rows, added up."""
     del reason
     value = equation.values[0]
@@ -366,7 +366,7 @@ def _backwards(dim: Dim) -> Sorting:
 def _reversed(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     """Samples from the last to the first, which a sum over them does not tell."""
     value = equation.values[0]
-    (turned,) = equation.same("dimensions")
+    (turned,) = equation.equal_params("dimensions")
     if 0 not in turned or any(is_samples(value.dims[i]) for i in turned if i):
         return None
     ordered = fact_of(value, Sorted)
@@ -505,7 +505,7 @@ def _ragged(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     ordered, counts = fact_of(left, Sorted), fact_of(sizes, IdCounts)
     if ordered is None or counts is None or ordered.sorting.ids is not counts.ids:
         return None
-    (numbers,) = equation.same("ragged_dot_dimension_numbers")
+    (numbers,) = equation.equal_params("ragged_dot_dimension_numbers")
     dot = numbers.dot_dimension_numbers
     plain = tuple(map(tuple, dot[0])) == ((1,), (1,)) and dot[1] == ((), ())
     plain &= tuple(numbers.lhs_ragged_dimensions) == (0,)
@@ -562,10 +562,10 @@ _MOVING: Final = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 """Operations whose rules themselves know where a fact's dimension goes."""
 
 _RULES: Final[dict[str, tuple[FactRule, ...]]] = {
-    **{name: (_kept,) for name in _KEEPING},
-    "convert_element_type": (_counted, _cast_counts, _kept),
+    **{name: (_pass_fact,) for name in _KEEPING},
+    "convert_element_type": (_count_fact, _cast_counts, _pass_fact),
     "optimization_barrier": (_as_they_are,),
-    "reduce_sum": (_counted,),
+    "reduce_sum": (_count_fact,),
     "lt": (_below_zero,),
     "select_n": (_first_case,),
     "concatenate": (_columns,),

@@ -73,7 +73,7 @@ def _check_indices(values: Sequence[Value]) -> None:
 
 
 def _gather(equation: PairedEquation) -> list[Value]:
-    (numbers,) = equation.same("dimension_numbers")
+    (numbers,) = equation.equal_params("dimension_numbers")
     operand, indices = equation.values
     pieces = equation.part.params["slice_sizes"], equation.whole.params["slice_sizes"]
     mapped = [int(i) for i in numbers.start_index_map]
@@ -135,7 +135,7 @@ def _filler(equation: PairedEquation) -> Value:
 
 
 def _scatter(equation: PairedEquation) -> list[Value]:
-    (numbers,) = equation.same("dimension_numbers")
+    (numbers,) = equation.equal_params("dimension_numbers")
     operand, indices, updates = equation.values
     _check_applied(equation)
     mapped = [int(i) for i in numbers.scatter_dims_to_operand_dims]
@@ -181,7 +181,7 @@ def _scatter(equation: PairedEquation) -> list[Value]:
             found[d] = plain_dim(*size_of(found[d]))
     gone = [dim for i, dim in enumerate(own) if i not in met]
     check_one_batch((*found, *gone))
-    return [_written(equation, (operand, indices, updates), columns, gone, found)]
+    return [_scatter_value(equation, (operand, indices, updates), columns, gone, found)]
 
 
 def _check_applied(equation: PairedEquation) -> None:
@@ -198,7 +198,7 @@ def _check_applied(equation: PairedEquation) -> None:
         raise CoupledError("applies a function to a sum over the samples")
 
 
-def _written(
+def _scatter_value(
     equation: PairedEquation,
     values: tuple[Value, Value, Value],
     columns: Sequence[Value] | None,

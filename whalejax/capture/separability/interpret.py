@@ -256,7 +256,7 @@ class Interpreter:
             carried = after
         count = len(carried)
         dim = plain_dim(*lengths)
-        stacked = [_stacked(v, dim) for v in found[count:]]
+        stacked = [_stack_value(v, dim) for v in found[count:]]
         return [*(v.plain for v in carried), *stacked]
 
     def _cond(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
@@ -322,7 +322,7 @@ def _sliced(value: Value) -> Value:
     return value if value.coupled else value.shaped(value.dims[1:])
 
 
-def _stacked(value: Value, dim: Dim) -> Value:
+def _stack_value(value: Value, dim: Dim) -> Value:
     return value.plain if value.coupled else value.shaped((dim, *value.dims))
 
 

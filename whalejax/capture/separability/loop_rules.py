@@ -110,7 +110,7 @@ def _own_element(equation: PairedEquation, reason: Reason) -> list[Value] | None
     place = fact_of(index, LoopPlace)
     if place is None or operand.coupled:
         return None
-    numbers = equation.same("dimension_numbers")[0]
+    numbers = equation.equal_params("dimension_numbers")[0]
     pieces = [e.params["slice_sizes"] for e in (equation.part, equation.whole)]
     axes = tuple(map(int, numbers.start_index_map))
     plain = len(axes) == 1 and tuple(map(int, numbers.collapsed_slice_dims)) == axes

@@ -30,7 +30,7 @@ def _check_factors(values: Any) -> None:
 
 
 def _dot_general(equation: PairedEquation) -> list[Value]:
-    (numbers,) = equation.same("dimension_numbers")
+    (numbers,) = equation.equal_params("dimension_numbers")
     (contracted, batch), (left, right) = numbers, equation.values[:2]
     _check_factors((left, right))
     dims: list[Dim] = [
@@ -71,9 +71,9 @@ def _plain_result(equation: PairedEquation, values: Any) -> Value:
 
 
 def _conv(equation: PairedEquation) -> list[Value]:
-    (numbers,) = equation.same("dimension_numbers")
-    equation.same("window_strides", "padding", "lhs_dilation", "rhs_dilation")
-    equation.same("batch_group_count")
+    (numbers,) = equation.equal_params("dimension_numbers")
+    equation.equal_params("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    equation.equal_params("batch_group_count")
     left, right = equation.values
     _check_factors((left, right))
     kind, within = combined_kind((left, right))
@@ -93,7 +93,7 @@ def _conv(equation: PairedEquation) -> list[Value]:
     if _grows(features) or _grows(filters):
         dims[specs[2][1]] = _grouped_features(equation, features, filters, shapes)
     else:
-        equation.same("feature_group_count")
+        equation.equal_params("feature_group_count")
     dims[specs[2][0]] = samples
     check_one_batch(tuple(dims))
     ratio = product_ratio((left, right))

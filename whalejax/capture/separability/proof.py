@@ -132,7 +132,7 @@ def _prove(
     unit = group * runs
     if part % unit or whole % unit:
         why = f"{part} samples are no whole groups of {unit}"
-        return _refused(Reason(operation="", line="", why=why))
+        return _refuse(Reason(operation="", line="", why=why))
     small, large = part, whole
     if part == unit:  # One group takes no dimension: what is proven is of more.
         small, large = 2 * unit, whole if whole > 2 * unit else 4 * unit
@@ -142,11 +142,11 @@ def _prove(
             sizes = part, small, large
             unlike = single_sample_reason(programs.at(part), pair, sizes)
             if unlike is not None:
-                return _refused(unlike)
+                return _refuse(unlike)
     except Exception as error:  # Of the user's own loss.
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         why = f"cannot be traced with another number of samples ({text:.120})"
-        return _refused(Reason(operation="", line="", why=why))
+        return _refuse(Reason(operation="", line="", why=why))
     share = small / large
     inputs = known_inputs(programs.inputs, pair, share, group=group, runs=runs)
     scale = UNKNOWN_FACTOR if programs.weighted else 1.0
@@ -182,7 +182,7 @@ def known_inputs(
     ]
 
 
-def _refused(reason: Reason, *, sums: bool = False) -> Separability:
+def _refuse(reason: Reason, *, sums: bool = False) -> Separability:
     return Separability(reason=reason, sums=sums)
 
 
@@ -218,10 +218,10 @@ def _verdict(
         if value.coupled:
             assert value.reason is not None
             of_weight = value is weight and weighted
-            return replace(_refused(value.reason), in_weight=of_weight)
+            return replace(_refuse(value.reason), in_weight=of_weight)
         if value.kind is Dependence.SAMPLE:
             why = "is of one sample, whatever the others are"
-            return _refused(Reason(operation="", line="", why=why))
+            return _refuse(Reason(operation="", line="", why=why))
     over = weight.ratio if weighted else 1.0
     ratio = total.ratio
     if ratio is None:
@@ -232,14 +232,14 @@ def _verdict(
         why = "is divided by a number that does not grow as the samples do"
         if not weighted:
             why = "has a coefficient that is zero or changes its sign"
-        return _refused(Reason(operation="", line="", why=why))
+        return _refuse(Reason(operation="", line="", why=why))
     if math.isclose(ratio, share, rel_tol=1e-5):
-        return _refused(Reason(operation="", line="", why=SUM), sums=True)
+        return _refuse(Reason(operation="", line="", why=SUM), sums=True)
     why = (
         "has a coefficient that does not fall as the number of samples grows: on a "
         f"part, the mean is {ratio:.4g} times that of the whole"
     )
-    return _refused(Reason(operation="", line="", why=why), sums=True)
+    return _refuse(Reason(operation="", line="", why=why), sums=True)
 
 
 SUM: Final = "adds its samples up and divides by no number of them"
@@ -252,8 +252,8 @@ def _of_state(name: str, value: Value) -> Separability:
     if value.coupled:
         assert value.reason is not None
         why = f"makes {name} of several samples: it {value.reason.why}"
-        return _refused(replace(value.reason, why=why))
+        return _refuse(replace(value.reason, why=why))
     if value.kind is not Dependence.FIXED or not is_one(value.ratio):
         why = f"makes {name} of several samples"
-        return _refused(Reason(operation="", line="", why=why))
+        return _refuse(Reason(operation="", line="", why=why))
     return Separability()

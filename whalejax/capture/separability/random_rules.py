@@ -35,7 +35,7 @@ FIXED_KEY: Final = "fixed"
 FOREIGN: Final = "draws from a key that is not the loss's rng"
 
 
-def _drawn(part: int, whole: int) -> Dim:
+def _drawn_dim(part: int, whole: int) -> Dim:
     return () if part == whole == 1 else (Atom(Along.DRAWN, part, whole),)
 
 
@@ -58,7 +58,7 @@ def _fresh_dims(equation: PairedEquation) -> list[Dim]:
     behind = [*zip(part, whole, strict=True)][len(key.dims) :]
     if key.key != "rng" and any(a != b for a, b in behind):
         raise CoupledError(FOREIGN)
-    dim = _drawn if _is_own(key) else plain_dim
+    dim = _drawn_dim if _is_own(key) else plain_dim
     return [*key.dims, *(dim(a, b) for a, b in behind)]
 
 
@@ -117,7 +117,7 @@ def _wrap(equation: PairedEquation) -> list[Value]:
     return [_of_key(words, words.dims[:-1])]
 
 
-def _same(equation: PairedEquation) -> list[Value]:
+def _check_equal_draws(equation: PairedEquation) -> list[Value]:
     return [equation.values[0]]
 
 
@@ -139,6 +139,6 @@ RULES: Final[dict[str, Any | Rule]] = {
     "random_seed": _seed,
     "random_unwrap": _unwrap,
     "random_wrap": _wrap,
-    "random_clone": _same,
+    "random_clone": _check_equal_draws,
     "random_gamma": _gamma,
 }

@@ -67,14 +67,14 @@ def with_sum(value: Value, gone: Sequence[Dim], dims: Sequence[Dim]) -> Value:
     return Value(kind=kind, dims=tuple(dims), ratio=ratio, within=value.within)
 
 
-def _kept(dims: Dims, axes: Sequence[int]) -> list[Dim]:
+def _remaining_dims(dims: Dims, axes: Sequence[int]) -> list[Dim]:
     return [d for i, d in enumerate(dims) if i not in axes]
 
 
 def _reduce_sum(equation: PairedEquation) -> list[Value]:
-    (axes,) = equation.same("axes")
+    (axes,) = equation.equal_params("axes")
     value = equation.values[0]
-    return [summed(value, axes, _kept(value.dims, axes))]
+    return [summed(value, axes, _remaining_dims(value.dims, axes))]
 
 
 def _check_apart(equation: PairedEquation, value: Value, axes: Sequence[int]) -> None:
@@ -94,11 +94,11 @@ def _check_apart(equation: PairedEquation, value: Value, axes: Sequence[int]) ->
 
 def _reduce_end(equation: PairedEquation) -> list[Value]:
     """A maximum or a minimum, which a factor passes through."""
-    (axes,) = equation.same("axes")
+    (axes,) = equation.equal_params("axes")
     value = equation.values[0]
     _check_apart(equation, value, axes)
     _check_positive(value)
-    return [value.shaped(_kept(value.dims, axes))]
+    return [value.shaped(_remaining_dims(value.dims, axes))]
 
 
 def _check_positive(value: Value) -> None:
@@ -108,23 +108,23 @@ def _check_positive(value: Value) -> None:
 
 
 def _reduce_other(equation: PairedEquation) -> list[Value]:
-    (axes,) = equation.same("axes")
+    (axes,) = equation.equal_params("axes")
     value = equation.values[0]
     _check_apart(equation, value, axes)
     if any(a.grows for i in axes for a in value.dims[i]):
         raise CoupledError(f"applies {equation.name} along what {SIZE}")
     if not is_one(value.ratio):
         raise CoupledError(f"applies {equation.name} to a value that {SIZE}")
-    return [value.shaped(_kept(value.dims, axes)).scaled(1.0)]
+    return [value.shaped(_remaining_dims(value.dims, axes)).scale_by(1.0)]
 
 
 def _reduce_truth(equation: PairedEquation) -> list[Value]:
-    (axes,) = equation.same("axes")
+    (axes,) = equation.equal_params("axes")
     value = equation.values[0]
     _check_apart(equation, value, axes)
     if not is_one(value.ratio):
         raise CoupledError(f"applies {equation.name} to a value that {SIZE}")
-    return [value.shaped(_kept(value.dims, axes))]
+    return [value.shaped(_remaining_dims(value.dims, axes))]
 
 
 def _hardened(dim: Dim) -> Dim:
@@ -139,7 +139,7 @@ def _along_axis(name: str, *, linear: bool = False) -> Rule:
     """A running operation along one dimension."""
 
     def rule(equation: PairedEquation) -> list[Value]:
-        (axis,) = equation.same(name)
+        (axis,) = equation.equal_params(name)
         value = equation.values[0]
         if value.kind is Dependence.SUM and linear:
             pass
@@ -159,7 +159,7 @@ def _along_axis(name: str, *, linear: bool = False) -> Rule:
 
 
 def _sort(equation: PairedEquation) -> list[Value]:
-    (axis,) = equation.same("dimension")
+    (axis,) = equation.equal_params("dimension")
     values = equation.values
     for value in values:
         _check_apart(equation, value, [axis])
@@ -188,12 +188,12 @@ def _top_k(equation: PairedEquation) -> list[Value]:
 
 def _windows(equation: PairedEquation) -> list[Value]:
     """Operations on windows, which must not reach from one sample to another."""
-    window, strides = equation.same("window_dimensions", "window_strides")
+    window, strides = equation.equal_params("window_dimensions", "window_strides")
     dilated = [
-        equation.same(name)[0] or [1] * len(window)
+        equation.equal_params(name)[0] or [1] * len(window)
         for name in ("base_dilation", "window_dilation")
     ]
-    padding = equation.same("padding")[0]
+    padding = equation.equal_params("padding")[0]
     linear = "sum" in equation.name
     shapes, dims = equation.shapes(), []
     values = equation.values
@@ -227,8 +227,8 @@ def _select_and_scatter_add(equation: PairedEquation) -> list[Value]:
     _check_positive(operand)
     if _is_sum(operand):
         raise CoupledError(f"applies {equation.name} to a sum over the samples")
-    window, strides = equation.same("window_dimensions", "window_strides")
-    (padding,) = equation.same("padding")
+    window, strides = equation.equal_params("window_dimensions", "window_strides")
+    (padding,) = equation.equal_params("padding")
     dims = []
     for i, (dim, other) in enumerate(zip(operand.dims, source.dims, strict=True)):
         if (window[i], strides[i]) == (1, 1) and tuple(padding[i]) == (0, 0):
@@ -266,7 +266,7 @@ def _matrices(equation: PairedEquation) -> list[Value]:
 
 def _triangular_solve(equation: PairedEquation) -> list[Value]:
     """Solutions for several right-hand sides, which may be samples."""
-    (left,) = equation.same("left_side")
+    (left,) = equation.equal_params("left_side")
     matrix, sides = equation.values
     row = len(sides.dims) - (2 if left else 1)
     if matrix.kind is Dependence.SUM or not is_one(matrix.ratio):
@@ -281,7 +281,7 @@ def _triangular_solve(equation: PairedEquation) -> list[Value]:
 
 
 def _fft(equation: PairedEquation) -> list[Value]:
-    kind, _ = equation.same("fft_type", "fft_lengths")
+    kind, _ = equation.equal_params("fft_type", "fft_lengths")
     del kind
     value, shapes = equation.values[0], equation.shapes()
     count = len(equation.params["fft_lengths"])
@@ -294,12 +294,12 @@ def _fft(equation: PairedEquation) -> list[Value]:
 
 def _over_places(equation: PairedEquation) -> list[Value]:
     """Collectives over an axis that the loss binds, which is a dimension here."""
-    (axes,) = equation.same("axes")
+    (axes,) = equation.equal_params("axes")
     if not all(isinstance(axis, int) for axis in axes):
         raise CoupledError(f"calls {equation.name} over {axes}")
     found = []
     for value in equation.values:
-        kept = _kept(value.dims, axes)
+        kept = _remaining_dims(value.dims, axes)
         if equation.name != "psum":
             _check_apart(equation, value, axes)
         sums = equation.name == "psum"

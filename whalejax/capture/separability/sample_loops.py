@@ -99,7 +99,7 @@ class SampleLoop:
                 start, states, found, dtypes, strict=False
             )
         ]
-        return [*ends, *(self._stacked(v) for v in found[len(start) :])]
+        return [*ends, *(self._stack_iterations(v) for v in found[len(start) :])]
 
     def _without_samples(self, inside: Sequence[Value]) -> list[Value]:
         """Results of a map over nothing that is known to be of samples."""
@@ -179,7 +179,7 @@ class SampleLoop:
             raise CoupledError(CARRIES)
         if running.added is None or start.coupled:
             return start.plain
-        added = self._stacked(running.added)
+        added = self._stack_iterations(running.added)
         total = with_sum(added, added.dims[:1], added.dims[1:])
         kind, _ = combined_kind([start, total])
         if kind is Dependence.SUM:
@@ -189,7 +189,7 @@ class SampleLoop:
         dims = align_dims([start.dims, total.dims])
         return Value(kind=kind, dims=dims, ratio=same_ratio([start, total]))
 
-    def _stacked(self, value: Value) -> Value:
+    def _stack_iterations(self, value: Value) -> Value:
         """Returns facts about the stacked results of all iterations, along
         the samples.
         """

@@ -46,7 +46,7 @@ TAKES: Final = "takes some of the samples by their place in the batch"
 
 
 def _iota(equation: PairedEquation) -> list[Value]:
-    (along,) = equation.same("dimension")
+    (along,) = equation.equal_params("dimension")
     pairs = [*zip(*equation.shapes(), strict=True)]
     dims = [
         plain_dim(*sizes) if i == along else equal_dim(*sizes)
@@ -61,7 +61,7 @@ def _iota(equation: PairedEquation) -> list[Value]:
 
 
 def _broadcast(equation: PairedEquation) -> list[Value]:
-    (where,) = equation.same("broadcast_dimensions")
+    (where,) = equation.equal_params("broadcast_dimensions")
     value = equation.values[0]
     dims = [equal_dim(*sizes) for sizes in zip(*equation.shapes(), strict=True)]
     for dim, place in enumerate(where):
@@ -87,7 +87,7 @@ def _moved_places(value: Value, dim: int) -> Value:
 
 def _reshape(equation: PairedEquation) -> list[Value]:
     value = equation.values[0]
-    (order,) = equation.same("dimensions")
+    (order,) = equation.equal_params("dimensions")
     if order is not None:
         value = value.shaped([value.dims[i] for i in order])
     part, whole = equation.shapes()
@@ -100,7 +100,7 @@ def _reshape(equation: PairedEquation) -> list[Value]:
 
 
 def _expand(equation: PairedEquation) -> list[Value]:
-    where = equation.same("dimensions")[0]
+    where = equation.equal_params("dimensions")[0]
     dims = iter(equation.values[0].dims)
     rank = len(equation.shapes()[0])
     kept = [i for i in range(rank) if i not in where]
@@ -112,7 +112,7 @@ def _expand(equation: PairedEquation) -> list[Value]:
 
 
 def _squeeze(equation: PairedEquation) -> list[Value]:
-    (gone,) = equation.same("dimensions")
+    (gone,) = equation.equal_params("dimensions")
     value = equation.values[0]
     found = value.shaped([d for i, d in enumerate(value.dims) if i not in gone])
     places = fact_of(value, Places)
@@ -122,13 +122,13 @@ def _squeeze(equation: PairedEquation) -> list[Value]:
 
 
 def _transpose(equation: PairedEquation) -> list[Value]:
-    (order,) = equation.same("permutation")
+    (order,) = equation.equal_params("permutation")
     value = equation.values[0]
     return [value.shaped([value.dims[i] for i in order])]
 
 
 def _rev(equation: PairedEquation) -> list[Value]:
-    (turned,) = equation.same("dimensions")
+    (turned,) = equation.equal_params("dimensions")
     dims = equation.values[0].dims
     if any(has_own_places(dims[i]) for i in turned):
         raise CoupledError("reverses the samples")
@@ -220,7 +220,7 @@ def _runs(
 
 
 def _split(equation: PairedEquation) -> list[Value]:
-    value, (axis,) = equation.values[0], equation.same("axis")
+    value, (axis,) = equation.values[0], equation.equal_params("axis")
     sizes = tuple(s[axis] for s in equation.operand_shapes(0))
     starts, found = [0, 0], []
     for pair in zip(
@@ -289,7 +289,7 @@ def _dynamic_update_slice(equation: PairedEquation) -> list[Value]:
 
 def _pad(equation: PairedEquation) -> list[Value]:
     value, filler = equation.values
-    (config,) = equation.same("padding_config")
+    (config,) = equation.equal_params("padding_config")
     dims, shapes = [], equation.shapes()
     for i, (dim, edges) in enumerate(zip(value.dims, config, strict=True)):
         if tuple(edges) == (0, 0, 0):
@@ -304,18 +304,20 @@ def _pad(equation: PairedEquation) -> list[Value]:
 
 
 def _concatenate(equation: PairedEquation) -> list[Value]:
-    (axis,) = equation.same("dimension")
+    (axis,) = equation.equal_params("dimension")
     values = equation.values
     others = [v.dims[:axis] + v.dims[axis + 1 :] for v in values]
     found = list(align_dims(others))
-    found.insert(axis, _joined([v.dims[axis] for v in values], equation.shapes(), axis))
+    found.insert(
+        axis, _concatenated_dim([v.dims[axis] for v in values], equation.shapes(), axis)
+    )
     check_one_batch(tuple(found))
     kind, within = combined_kind(values)
     ratio = same_ratio(values)
     return [Value(kind=kind, dims=tuple(found), ratio=ratio, within=within)]
 
 
-def _joined(
+def _concatenated_dim(
     dims: Sequence[Dim], shapes: tuple[tuple[int, ...], tuple[int, ...]], axis: int
 ) -> Dim:
     """A dimension of several, one behind the other."""
@@ -343,7 +345,7 @@ def _tile(equation: PairedEquation) -> list[Value]:
 
 
 def _stack(equation: PairedEquation) -> list[Value]:
-    (axis,) = equation.same("axis")
+    (axis,) = equation.equal_params("axis")
     found = list(align_dims([v.dims for v in equation.values]))
     found.insert(axis, plain_dim(len(equation.values), len(equation.values)))
     kind, within = combined_kind(equation.values)
@@ -352,7 +354,7 @@ def _stack(equation: PairedEquation) -> list[Value]:
 
 
 def _unstack(equation: PairedEquation) -> list[Value]:
-    (axis,) = equation.same("axis")
+    (axis,) = equation.equal_params("axis")
     value = equation.values[0]
     if has_own_places(value.dims[axis]):
         raise CoupledError(TAKES)

@@ -167,7 +167,7 @@ class _Comparison:
             return False
         before = self._shape([e.invars[0] for e in equations])
         after = self._shape([e.outvars[0] for e in equations])
-        moved = _moved(first, before, after)
+        moved = _dim_positions(first, before, after)
         if _wide(before) != _wide(after) or moved != [*range(len(moved))]:
             return False
         source = first.invars[0]
@@ -286,7 +286,7 @@ def _way(equation: Any, shapes: Sequence[Shape]) -> Any:
     """
     name, params = equation.primitive.name, equation.params
     if name in _MOVING:
-        return _moved(equation, shapes[0], shapes[-1])
+        return _dim_positions(equation, shapes[0], shapes[-1])
     if name in _REDUCING:
         number = _numbers(shapes[0])
         return sorted(number[d] for d in params["axes"] if d in number)
@@ -310,7 +310,7 @@ def _way(equation: Any, shapes: Sequence[Shape]) -> Any:
     return None
 
 
-def _moved(equation: Any, before: Shape, after: Shape) -> list[int]:
+def _dim_positions(equation: Any, before: Shape, after: Shape) -> list[int]:
     """Returns the positions of an operand's dimensions in the result."""
     number = _numbers(after)
     name, params = equation.primitive.name, equation.params

@@ -135,7 +135,7 @@ class Value:
         """The same elements along other dimensions."""
         return replace(self, dims=tuple(dims), fact=None, numbers=None)
 
-    def scaled(self, by: float | None) -> Value:
+    def scale_by(self, by: float | None) -> Value:
         """Its multiple, by a number whose ratio is known; 1 leaves it as it is."""
         ratio = None if self.ratio is None or by is None else self.ratio * by
         return replace(self, ratio=ratio, fact=None, numbers=None)

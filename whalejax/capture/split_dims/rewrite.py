@@ -162,7 +162,7 @@ class _Runner:
                 patterns.append(None)
                 arrays.append(flat_of(value))
             else:
-                patterns.append(value.inside() if stacked else value)
+                patterns.append(value.slice_view() if stacked else value)
                 arrays.append(value.value)
         carried = patterns[first:last]
         outside: list[Any] = []

@@ -47,7 +47,7 @@ class View:
             first += count
         return found
 
-    def inside(self) -> View:
+    def slice_view(self) -> View:
         """Returns this stack as a loop's body sees one slice of it; its value is not
         used.
         """

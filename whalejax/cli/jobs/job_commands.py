@@ -73,10 +73,10 @@ def serve(command: JobsServeCommand) -> int:
         horizon=command.horizon,
     )
 
-    def opened(text: str) -> None:
+    def print_address(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    return JobService(settings).run(opened)
+    return JobService(settings).run(print_address)
 
 
 def add(command: JobsAddCommand) -> int:

@@ -70,7 +70,7 @@ class Arbiter:
         Raises:
             WhaleError: no supervisor answers.
         """
-        return self._told(FIRST_SECONDS, by="", why="")
+        return self._read_decision(FIRST_SECONDS, by="", why="")
 
     def decide(self, offer: AddingUp) -> AddingUp:
         """Returns the run's decision: the earlier one, or else this offer.
@@ -78,10 +78,10 @@ class Arbiter:
         Raises:
             WhaleError: no supervisor answers.
         """
-        told = self._told(SUPERVISOR_SECONDS, by=offer.by, why=offer.why)
+        told = self._read_decision(SUPERVISOR_SECONDS, by=offer.by, why=offer.why)
         return AddingUp(by=cast(Way, told.by), why=told.why)
 
-    def _told(
+    def _read_decision(
         self, seconds: float, *, by: Way | Literal[""], why: str
     ) -> ReductionDecision:
         end = time.monotonic() + seconds

@@ -50,7 +50,7 @@ def own_devices() -> Cluster:
         WhaleError: they cannot be looked at.
     """
     if _compat_processes.backends_are_there():
-        return _looked()
+        return _detect_local_cluster()
     named = getattr(jax.config, "jax_platforms", None) or ""
     if named == "cpu" or not (named or any(map(glob.glob, _DEVICE_FILES))):
         return parse_cluster("cpu:1")
@@ -85,7 +85,7 @@ def _unseen(why: str) -> WhaleError:
     )
 
 
-def _looked() -> Cluster:
+def _detect_local_cluster() -> Cluster:
     """The local devices. Starts JAX."""
     if jax.local_devices()[0].platform == "cpu":
         return parse_cluster("cpu:1")
@@ -125,7 +125,7 @@ def has_fabric(folder: Path = _FABRIC) -> bool:
 
 def main() -> int:
     """Print the devices as one line of JSON."""
-    print(json.dumps(_looked().to_json()))
+    print(json.dumps(_detect_local_cluster().to_json()))
     return 0
 
 

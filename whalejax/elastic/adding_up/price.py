@@ -15,7 +15,7 @@ from typing import Final
 
 from whalejax.elastic.exchange import rounds_of, sent_bytes
 from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp
-from whalejax.membership.assignment import dealt, shares
+from whalejax.membership.assignment import assign_micro_batches, shares
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.cluster_data import Level, Node
@@ -90,12 +90,14 @@ class AddingProcesses:
         try:
             if self.platform == "gpu" and self.hosts > 1:
                 here = math.ceil(self.count / self.hosts) * size
-                return self._crossing(parse_cluster(f"{name}:{self.hosts}x{here}"))
+                return self._with_network_card(
+                    parse_cluster(f"{name}:{self.hosts}x{here}")
+                )
             return parse_cluster(f"{name}:{self.count * size}")
         except WhaleError:  # The catalogue lacks the kind, or so many of them joined.
             return self._joined_by_hosts()
 
-    def _crossing(self, cluster: Cluster) -> Cluster:
+    def _with_network_card(self, cluster: Cluster) -> Cluster:
         """With the network card in place of a network that the hosts do not have."""
         if self.has_fabric:
             return cluster
@@ -207,8 +209,8 @@ def price(replica: Plan, processes: AddingProcesses, mtbf: float) -> Priced:
         messages=messages,
         collectives=collectives,
         with_failures=(
-            _over(messages, goodput(messages)[0]),
-            _over(collectives, goodput(collectives)[1]),
+            _seconds_with_failures(messages, goodput(messages)[0]),
+            _seconds_with_failures(collectives, goodput(collectives)[1]),
         ),
     )
 
@@ -224,7 +226,7 @@ def _copy_seconds(replica: Plan, processes: AddingProcesses) -> float:
     return seconds
 
 
-def _over(seconds: float, goodput: float) -> float:
+def _seconds_with_failures(seconds: float, goodput: float) -> float:
     return seconds / goodput if goodput > 0 else math.inf
 
 
@@ -240,7 +242,7 @@ def message_seconds(replica: Plan, processes: AddingProcesses) -> float:
     """
     count, size = processes.count, gradient_bytes(replica)
     names = [str(n) for n in range(count)]
-    given = dealt(names, {}, replica.num_micro_batches).values()
+    given = assign_micro_batches(names, {}, replica.num_micro_batches).values()
     ran = max(sum(end - first for first, end in nodes) for nodes in given)
     parts = max(map(len, given))
     # On CPUs gradients lie in the memory of the host already.

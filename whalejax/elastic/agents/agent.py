@@ -31,7 +31,7 @@ from whalejax.elastic.environment import (
 from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
 from whalejax.elastic.supervisor.telling import tell_user
-from whalejax.membership.run import counted
+from whalejax.membership.run import process_count_text
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.processes.local_gpus import own_gpus, refusal, visible_gpus
 from whalejax.processes.local_processes import (
@@ -211,7 +211,7 @@ class Agent:
             self._connect()
         for key, _ in self._selector.select(_TICK_SECONDS):
             if isinstance(key.data, str):
-                self._ended(key.data)
+                self._on_process_end(key.data)
             else:
                 self._waker.clear()
                 self._listen()
@@ -304,7 +304,7 @@ class Agent:
         while time.monotonic() < end and not self._told:
             for key, _ in self._selector.select(_TICK_SECONDS):
                 if isinstance(key.data, str):
-                    self._ended(key.data)
+                    self._on_process_end(key.data)
                 else:
                     self._waker.clear()
 
@@ -376,7 +376,8 @@ class Agent:
             self._joined = True
             tell_user(
                 f"agent {self.name} joined the run at {self._options.supervisor}; it "
-                f"holds at most {counted(self._options.processes)}, with logs in "
+                f"holds at most {process_count_text(self._options.processes)}, with "
+                "logs in "
                 f"{self._logs}"
             )
 
@@ -413,11 +414,11 @@ class Agent:
         elif name not in self._unnoted:
             self._say(Exited(name=name, status=None, said=""))
 
-    def _ended(self, name: str) -> None:
-        status = self._processes.ended(name)
+    def _on_process_end(self, name: str) -> None:
+        status = self._processes.take_exit_status(name)
         self._started.pop(name, None)
         self._places.pop(name, None)
-        said = self._processes.said(name)[-_MOST_SAID:]
+        said = self._processes.log_tail(name)[-_MOST_SAID:]
         exited = Exited(name=name, status=status, said=said)
         self._unnoted[name] = exited
         self._say(exited)

@@ -151,7 +151,7 @@ class AgentFleet(Generic[Link]):
         record.room, record.token = message.room, message.token
         record.link, record.leaving = link, False
         self._linked[link] = record
-        self._lease.heard(name, now)
+        self._lease.renew(name, now)
         self._away.forget(name)
         asked, record.asked = record.asked, {}
         before, record.there = record.there, set(told)
@@ -178,12 +178,12 @@ class AgentFleet(Generic[Link]):
         if old is not None:
             self._close(old)
 
-    def heard(self, now: float, link: Link, message: Message) -> None:
+    def on_message(self, now: float, link: Link, message: Message) -> None:
         """An agent said something else."""
         record = self._of(link)
         if record is None:
             return
-        self._lease.heard(record.name, now)
+        self._lease.renew(record.name, now)
         match message:
             case AgentBeat(leaving=leaving):
                 record.leaving = leaving
@@ -202,13 +202,13 @@ class AgentFleet(Generic[Link]):
                 self._take(now, ev.Exited(name, status, log))
                 self._take(now, ev.RoomFreed(1))
 
-    def closed(self, now: float, link: Link) -> None:
+    def on_disconnect(self, now: float, link: Link) -> None:
         """A connection of an agent ended; it may come back."""
         record = self._of(link)
         if record is None:
             return
         self._unlink(record)
-        self._away.heard(record.name, now)
+        self._away.renew(record.name, now)
         if self._ended_for is not None:
             self._drop(record.name)
         elif record.leaving and not record.there:

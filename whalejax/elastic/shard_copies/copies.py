@@ -259,7 +259,7 @@ def read_copies(
             for piece, _ in found
         ):
             raise BadCopies(f"{leaf.name} of step {copied.step} is another array")
-        values.append(_placed(aval, _filler(found, leaf.name)))
+        values.append(_make_sharded_array(aval, _filler(found, leaf.name)))
     state: TrainState = jax.tree.unflatten(jax.tree.structure(abstract), values)
     if int(state.step) != copied.step:
         raise BadCopies(f"copies of step {copied.step} hold step {int(state.step)}")
@@ -280,7 +280,7 @@ def _read_header(file: CopyFile, name: str) -> tuple[dict[str, Any], int, CopyFi
     return json.loads(file[_HEADER_BYTES:end].tobytes()), end, file
 
 
-def _inside(
+def _relative_slices(
     pairs: Sequence[tuple[int, int]], box: Sequence[tuple[int, int]]
 ) -> tuple[slice, ...]:
     """A part of a leaf, counted from where a box that holds it begins."""
@@ -317,7 +317,7 @@ def _filler(found: Sequence[tuple[Mapping[str, Any], CopyFile]], name: str) -> F
                 values = raw.view(dtype).reshape(shape)
             except ValueError as error:
                 raise BadCopies(f"a copy of {name} is of another type") from error
-            part[_inside(pairs, box)] = values[_inside(pairs, theirs)]
+            part[_relative_slices(pairs, box)] = values[_relative_slices(pairs, theirs)]
             filled += int(np.prod([y - x for x, y in pairs]))
         if filled != part.size:
             raise BadCopies(f"of {name}, {part.size - filled} numbers were not copied")
@@ -326,7 +326,7 @@ def _filler(found: Sequence[tuple[Mapping[str, Any], CopyFile]], name: str) -> F
     return fill
 
 
-def _placed(aval: Any, fill: Filler) -> Any:
+def _make_sharded_array(aval: Any, fill: Filler) -> Any:
     """An array of which each device gets its part."""
     key = is_key(aval)
     raw = jax.eval_shape(jax.random.key_data, aval) if key else aval

@@ -160,7 +160,7 @@ class Copying:
             state, error = None, ""
             try:
                 state = read_copies(
-                    lambda name: self._opened(name, there[name]),
+                    lambda name: self._open_copy(name, there[name]),
                     copied,
                     self._step.abstract_state(),
                     self._step.plan,
@@ -181,7 +181,7 @@ class Copying:
             remove_others(folder, names)
         return state
 
-    def _opened(self, name: str, ranks: Sequence[int]) -> CopyFile:
+    def _open_copy(self, name: str, ranks: Sequence[int]) -> CopyFile:
         """A file, of this folder where that has it, else of who answers first.
 
         Raises:

@@ -39,11 +39,11 @@ from whalejax.elastic.supervisor.run_folder import (
     remove_unfinished,
     write_pointer,
 )
-from whalejax.elastic.supervisor.telling import shown, tell_user
+from whalejax.elastic.supervisor.telling import event_message, tell_user
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership import events as ev
-from whalejax.membership.history import replayed
+from whalejax.membership.history import replay_events
 from whalejax.membership.members import refusal
 from whalejax.membership.react import react
 from whalejax.membership.resizing import resize_refusal
@@ -216,7 +216,7 @@ class Supervisor:
             host, port = self._address
             told: dict[str, Any] = {"host": host, "port": port, "machine": machine()}
             remove_copies(self._folder / KEY)  # Of a run that was killed.
-            told = {**told, "run": self._name, **self._gpus.opened()}
+            told = {**told, "run": self._name, **self._gpus.journal_fields()}
             self._journal.write("opened", told)
             if self._run.command:
                 if self._run.settings.first is not None:
@@ -236,7 +236,7 @@ class Supervisor:
             return True
         if journal.is_over(run):
             return False
-        there = replayed(self._run.settings, run).there()
+        there = replay_events(self._run.settings, run).present_members()
         here = run[0].get("machine", machine()) == machine()
         if any(m.slot is None for m in there):
             return here and not self._run.command
@@ -289,7 +289,7 @@ class Supervisor:
         for name, member in [*self._state.members.items()]:
             if member.is_there and member.slot is not None and not member.agent:
                 if not self._processes.adopt(name, member.pid, member.began):
-                    log = self._processes.said(name)
+                    log = self._processes.log_tail(name)
                     self._take(now, ev.Exited(name, None, log))
 
     def _handle(self, number: int, _: object) -> None:
@@ -306,7 +306,7 @@ class Supervisor:
                 if isinstance(key.fileobj, Waker):
                     key.fileobj.clear()
                 else:
-                    self._ended(key.data)
+                    self._on_process_end(key.data)
             now = self._take_all()
             if now - self._ticked_at >= _TICK_SECONDS:
                 self._ticked_at = now
@@ -378,11 +378,11 @@ class Supervisor:
         self._processes.kill(name)
         self._fleet.kill(name)
 
-    def _ended(self, name: str) -> None:
-        status = self._processes.ended(name)
+    def _on_process_end(self, name: str) -> None:
+        status = self._processes.take_exit_status(name)
         now = time.monotonic()
         self._take_events()  # What it said before it ended.
-        log = self._processes.said(name)
+        log = self._processes.log_tail(name)
         self._take(now, ev.Exited(name, status, log))
 
     def _close_channels(self) -> None:
@@ -420,7 +420,7 @@ class Supervisor:
 
     def _say_refused(self, now: float) -> None:
         """Strangers are counted, so that many of them fill no disk."""
-        refused = self._acceptor.refused(now)
+        refused = self._acceptor.take_refused(now)
         if refused is not None:
             told = {"count": refused.count, "why": refused.why}
             self._journal.write("stranger", told)
@@ -430,7 +430,7 @@ class Supervisor:
         for _ in range(self._events.qsize()):  # Not those that come meanwhile.
             channel, message = self._events.get_nowait()
             if message is None:
-                self._fleet.closed(now, channel)
+                self._fleet.on_disconnect(now, channel)
                 self._acknowledged.pop(channel, None)
                 name = self._names.pop(channel, None)
                 if name is not None and self._channels.get(name) is channel:
@@ -441,7 +441,7 @@ class Supervisor:
             elif isinstance(message, ReductionOffer):
                 self._say_adding_up(now, channel, message)
             elif isinstance(message, Refusal):
-                self._refused(now, channel, message)
+                self._on_refusal(now, channel, message)
             elif isinstance(message, Enlist):
                 self._enlist(now, channel, message)
             elif isinstance(message, Resize):
@@ -479,7 +479,7 @@ class Supervisor:
                 self._send(channel, answer)
 
     def _register(self, now: float, channel: Channel, message: Register) -> None:
-        name, slot = self._named(message)
+        name, slot = self._assign_name(message)
         # Only the folder of a member that is one is held.
         why = self._other_run(message.run)
         why = why or refusal(self._state, name, message)
@@ -503,7 +503,7 @@ class Supervisor:
             return ""
         return "this member is of an earlier run in the same folder, which is over"
 
-    def _refused(self, now: float, channel: Channel, message: Refusal) -> None:
+    def _on_refusal(self, now: float, channel: Channel, message: Refusal) -> None:
         """A process says that it cannot be run, before it joins."""
         member = self._starting_member(message.machine, message.pid)
         if member is not None:
@@ -518,7 +518,7 @@ class Supervisor:
                 return member
         return None
 
-    def _named(self, message: Register) -> tuple[str, int | None]:
+    def _assign_name(self, message: Register) -> tuple[str, int | None]:
         """The name under which a member goes, and its slot if it was started here."""
         members = self._state.members
         if message.name:
@@ -611,7 +611,7 @@ class Supervisor:
         self._fleet.enlist(now, channel, message)
 
     def _heard_agent(self, now: float, channel: Channel, message: OfAgent) -> None:
-        self._fleet.heard(now, channel, message)
+        self._fleet.on_message(now, channel, message)
         if isinstance(message, Exited):
             self._answers.append((channel, Noted(name=message.name)))
 
@@ -648,7 +648,7 @@ class Supervisor:
         match effect:
             case ev.WriteEvent(event=event, fields=fields):
                 self._journal.add(event, fields)
-                tell_user(shown(event, fields, quiet=self._run.quiet))
+                tell_user(event_message(event, fields, quiet=self._run.quiet))
             case ev.StepCommit():
                 self._commits.add(journal.COMMITTED, effect._asdict())
 

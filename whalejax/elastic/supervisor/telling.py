@@ -8,7 +8,7 @@ from typing import Any, Final
 from whalejax.distributed.standard_streams import say_in_background
 from whalejax.journals.status import loss_words
 from whalejax.membership.endings import Ending
-from whalejax.membership.run import counted
+from whalejax.membership.run import process_count_text
 
 
 _PROGRESS: Final = frozenset({"adding_up", "begun", "leaving", "recovered", "saved"})
@@ -24,7 +24,7 @@ def adding_up_words(by: str, why: str) -> str:
     return f"gradients are added up by {by}: {why}"
 
 
-def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
+def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
     """Returns the text of an event for the user; empty for others."""
     if quiet and event in _PROGRESS:
         return ""
@@ -47,7 +47,7 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
         case "left":
             return f"{fields['name']}: its loop was left at step {fields['step']}"
         case "agent_joined":
-            most = f"it holds at most {counted(fields['room'])}"
+            most = f"it holds at most {process_count_text(fields['room'])}"
             return f"agent {fields['agent']} at {fields['host']} joined; {most}"
         case "agent_lost":
             return f"agent {fields['agent']} is lost: {fields['why']}"
@@ -69,7 +69,10 @@ def shown(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
         case "not_copied":
             return f"no copies in memory, and the run goes on: {fields['why']}"
         case "unfit":
-            return f"there is no plan for {counted(fields['count'])}: {fields['why']}"
+            return (
+                f"there is no plan for {process_count_text(fields['count'])}: "
+                f"{fields['why']}"
+            )
         case "short":
             return (
                 f"{len(fields['members'])} members are left, of at least "

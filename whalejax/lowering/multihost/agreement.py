@@ -23,7 +23,7 @@ from whalejax._version import __version__
 from whalejax.lowering.multihost.fingerprints import fingerprint
 from whalejax.membership import heartbeat
 from whalejax.planner.errors import PlanError
-from whalejax.planner.fingerprint import told, told_apart
+from whalejax.planner.fingerprint import part_digests, told_apart
 
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Agreement:
         processes = {device.process_index for device in devices.flat}
         # All processes take part in the comparison, so none may be left out.
         self._open = 1 < len(processes) == jax.process_count()
-        self._kinds = sorted({d.device_kind for d in devices.flat if _here(d)})
+        self._kinds = sorted({d.device_kind for d in devices.flat if _is_local(d)})
         self._one_kind = one_kind
         self.wait_seconds = WAIT_SECONDS
 
@@ -88,7 +88,7 @@ class Agreement:
         self._open = False
         plan, more = plan or program.plan, also()
         mine = self._facts((plan.hash, more), fingerprint(program))
-        mine[_PARTS] = json.dumps(told(plan, more))
+        mine[_PARTS] = json.dumps(part_digests(plan, more))
         problems = differences(_exchanged(mine, self.wait_seconds))
         if problems:
             raise PlanError(
@@ -156,7 +156,9 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
     found: dict[int, dict[str, str]] = {}
     left = [*range(jax.process_count())]
     while left:
-        ended = heartbeat.begun().ended()  # What one had said would still be there.
+        ended = (
+            heartbeat.start_heartbeat().ended_ranks()
+        )  # What one had said would still be there.
         wait = max(0.1, min(end - time.monotonic(), LOOK_SECONDS / len(left)))
         for number in left:
             said = _compat_processes.told_by(f"{folder}/{number}", wait)
@@ -179,5 +181,5 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
     return [found[number] for number in sorted(found)]
 
 
-def _here(device: Any) -> bool:
+def _is_local(device: Any) -> bool:
     return bool(device.process_index == jax.process_index())

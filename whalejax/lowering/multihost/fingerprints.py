@@ -75,13 +75,15 @@ def _results(closed: Any, constant: Constant) -> list[str]:
     for eqn in jaxpr.eqns:
         inner = jax.tree.leaves([*eqn.params.values()], is_leaf=_is_jaxpr)
         bodies = [_results(body, constant) for body in inner if _is_jaxpr(body)]
-        made = _digits(eqn.primitive.name, _said(eqn.params), read(eqn.invars), bodies)
+        made = _digits(
+            eqn.primitive.name, _simple_params(eqn.params), read(eqn.invars), bodies
+        )
         for number, x in enumerate(eqn.outvars):
             known[x] = _digits(made, number, str(x.aval))
     return read(jaxpr.outvars)
 
 
-def _said(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _simple_params(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Parameters of an operation but for its name, which nothing depends on."""
     return sorted((k, v) for k, v in params.items() if k != "name" and _is_simple(v))
 

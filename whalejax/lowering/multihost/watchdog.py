@@ -35,7 +35,7 @@ TIMES_LONGEST: Final = 10
 """Or so many times as long as the longest before it."""
 
 
-def lost(error: BaseException, where: str) -> WhaleError:
+def lost_process_error(error: BaseException, where: str) -> WhaleError:
     """Returns the error for a step that failed because another process is gone; waits
     to see which.
 
@@ -44,7 +44,7 @@ def lost(error: BaseException, where: str) -> WhaleError:
         where: Activity that failed, for the message.
     """
     said = str(error).splitlines()[0][:200]
-    who = heartbeat.begun().missing() or "which one cannot be seen from here"
+    who = heartbeat.start_heartbeat().missing() or "which one cannot be seen from here"
     return WhaleError(
         f"another process of this step is gone ({said}), at {where}: {who}. Look for "
         "its first error, start all processes anew, and restore the latest checkpoint"
@@ -93,7 +93,7 @@ class Watch:
                 "that error, start all processes anew, and restore the latest "
                 "checkpoint"
             )
-        heartbeat.begun().step()
+        heartbeat.start_heartbeat().step()
         with self._lock:
             self._settle()
             self._open.append((kind, time.monotonic(), None))
@@ -127,12 +127,12 @@ class Watch:
             with self._lock:
                 self._open.clear()
             if not self._alone and heartbeat.tells_of_loss(error):
-                raise lost(error, self._where()) from error
+                raise lost_process_error(error, self._where()) from error
             raise
 
     def _settle(self) -> None:
         """Note the end of those that have ended."""
-        while self._open and _there(self._open[0][2]):
+        while self._open and _results_ready(self._open[0][2]):
             kind, began, _ = self._open.popleft()
             took, longest = time.monotonic() - began, self._longest.get(kind)
             # The first compiles, and says nothing of those that follow.
@@ -153,8 +153,10 @@ class Watch:
                 if longest is None
                 else max(self.least_seconds, TIMES_LONGEST * longest)
             )
-            if heartbeat.begun().ended():  # for one that has gone home nobody need wait
-                allowed = min(allowed, heartbeat.begun().silent_seconds)
+            if (
+                heartbeat.start_heartbeat().ended_ranks()
+            ):  # for one that has gone home nobody need wait
+                allowed = min(allowed, heartbeat.start_heartbeat().silent_seconds)
             return (kind, waited, longest or 0.0) if waited > allowed else None
 
     def _look_on(self) -> None:
@@ -168,7 +170,7 @@ class Watch:
         return "its beginning" if self.doing is None else words_of(self.doing)
 
     def _end(self, kind: str, waited: float, longest: float) -> None:
-        who = heartbeat.begun().late() or (
+        who = heartbeat.start_heartbeat().late() or (
             "All processes are there and have begun as many steps: another one does "
             "something else than this one"
         )
@@ -180,10 +182,10 @@ class Watch:
         )
         with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
             faulthandler.dump_traceback(file=sys.stderr)
-        heartbeat.begun().leave(ENDS_FOR_ANOTHER)
+        heartbeat.start_heartbeat().leave(ENDS_FOR_ANOTHER)
 
 
-def _there(results: Sequence[Any] | None) -> bool:
+def _results_ready(results: Sequence[Any] | None) -> bool:
     if results is None:
         return False
     try:

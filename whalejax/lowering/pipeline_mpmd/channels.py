@@ -184,9 +184,9 @@ class _Crossing:
             arrays = self.unwrap(list(arrays))
         if aside is None:
             handed = self._cross(arrays, alone=alone)
-            return lambda: self._taken(handed)
+            return lambda: self._received_arrays(handed)
         waiting = aside.submit(self._cross_at_once, arrays)
-        return lambda: self._taken(waiting.result())
+        return lambda: self._received_arrays(waiting.result())
 
     def _as_sent(self, arrays: Sequence[Any]) -> bool:
         """Every device holds what the device in its place takes."""
@@ -215,7 +215,7 @@ class _Crossing:
         )
         return found
 
-    def _taken(self, handed: Sequence[Any]) -> list[Any]:
+    def _received_arrays(self, handed: Sequence[Any]) -> list[Any]:
         if not self.takes:
             return [None] * len(self.shapes)
         found = [

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from whalejax import _compat
 from whalejax.jaxpr.steps import FixedValue, Operand
-from whalejax.lowering.global_arrays import laid, results_of
+from whalejax.lowering.global_arrays import aval_with_sharding, results_of
 from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
 from whalejax.lowering.pipeline_mpmd.stage_programs import CompiledPart, Site
 from whalejax.planner.pipeline.schedules import Action
@@ -109,7 +109,7 @@ class Rehearsal:
     once_bytes: tuple[int, ...]
 
 
-def rehearsed(apart: StageExecutor, state: Any, batch: Sequence[Any]) -> Rehearsal:
+def compile_stages(apart: StageExecutor, state: Any, batch: Sequence[Any]) -> Rehearsal:
     """Compile all programs of a step.
 
     Args:
@@ -117,7 +117,7 @@ def rehearsed(apart: StageExecutor, state: Any, batch: Sequence[Any]) -> Rehears
         state: shapes, dtypes and layouts of the state.
         batch: Abstract leaves of the flat batch.
     """
-    return _Rehearsing(apart, state, batch).found()
+    return _Rehearsing(apart, state, batch).compile_all()
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class _Rehearsing:
         self.programs: list[StageProgram] = []
         self.sites: list[_Site] = []
 
-    def found(self) -> Rehearsal:
+    def compile_all(self) -> Rehearsal:
         for site in self.apart.sites:
             self.sites.append(self._site(site))
         finishing = self._finishing()
@@ -154,7 +154,7 @@ class _Rehearsing:
         return Rehearsal(
             programs=tuple(self.programs),
             memory=tuple(self._memory(stage, finishing[stage]) for stage in stages),
-            moved=tuple(self._moved()),
+            moved=tuple(self._part_transfers()),
             once_bytes=tuple(map(self._once_bytes, stages)),
         )
 
@@ -167,21 +167,27 @@ class _Rehearsing:
         values = self._common(site)
         common = {*values}
         for v, at in zip(place.part.imports, names.imports, strict=True):
-            values[at] = laid(self._aval(site, at), self._handing(v, site.number))
-        sums = [laid(self._aval(site, x), whole) for x in names.sums]
+            values[at] = aval_with_sharding(
+                self._aval(site, at), self._handing(v, site.number)
+            )
+        sums = [aval_with_sharding(self._aval(site, x), whole) for x in names.sums]
         made, _ = self._compiled(site, "forward", site.forward, values, sums, found)
         first = len(place.part.exports) + len(place.part.fresh)
-        values.update(zip(place.kept, made[first:], strict=True))
+        values.update(zip(place.residuals, made[first:], strict=True))
         found.kept["forward"] = _nbytes(
             values[n] for n in site.later.intersection(values) - common
         )
         for v, at in zip(place.sent, names.cotangents, strict=False):
-            values[at] = laid(self._aval(site, at), self._handing(v, site.number))
+            values[at] = aval_with_sharding(
+                self._aval(site, at), self._handing(v, site.number)
+            )
         if len(names.cotangents) > len(place.sent):
             at = names.cotangents[-1]
-            values[at] = laid(self._aval(site, at), whole)
+            values[at] = aval_with_sharding(self._aval(site, at), whole)
         gradients = [
-            laid(self._aval(site, x), self.apart.gradient_sharding(n, site.stage))
+            aval_with_sharding(
+                self._aval(site, x), self.apart.gradient_sharding(n, site.stage)
+            )
             for n, x in zip(place.params, names.gradients, strict=True)
         ]
         added = [] if site.weight else gradients
@@ -232,15 +238,17 @@ class _Rehearsing:
             strict=True,
         )
         found = {
-            at: laid(self.leaves[n], self.apart.input_sharding(n, site.stage))
+            at: aval_with_sharding(
+                self.leaves[n], self.apart.input_sharding(n, site.stage)
+            )
             for n, at in numbers
         }
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
         found.update(dict.fromkeys((names.step, names.number, names.counted), scalar))
         if names.rng is not None:
-            found[names.rng] = laid(state.rng, whole)
+            found[names.rng] = aval_with_sharding(state.rng, whole)
         if names.scale is not None and state.loss_scale is not None:
-            found[names.scale] = laid(state.loss_scale.scale, whole)
+            found[names.scale] = aval_with_sharding(state.loss_scale.scale, whole)
         return found
 
     def _aval(self, site: Site, operand: Operand) -> Any:
@@ -255,9 +263,9 @@ class _Rehearsing:
         """Compile the update; bytes on top of what each stage holds while it runs."""
         apart, above = self.apart, [0] * len(self.apart.plans)
         end = apart.whole[-1]
-        sums = jax.tree.map(lambda x: laid(x, end), apart.sums)
+        sums = jax.tree.map(lambda x: aval_with_sharding(x, end), apart.sums)
         gradients = [
-            laid(x, apart.gradient_sharding(n, apart.owner(n)))
+            aval_with_sharding(x, apart.gradient_sharding(n, apart.owner(n)))
             for n, x in enumerate(apart.wide_params)
         ]
         values = [
@@ -278,8 +286,11 @@ class _Rehearsing:
     def _memory(self, stage: int, finishing: int) -> StageMemory:
         apart = self.apart
         owned = [n for n in range(len(self.leaves)) if apart.owner(n) == stage]
-        there = sorted({*owned, *self._copied(stage)})
-        held = [laid(self.leaves[n], apart.input_sharding(n, stage)) for n in there]
+        there = sorted({*owned, *self._replicated_inputs(stage)})
+        held = [
+            aval_with_sharding(self.leaves[n], apart.input_sharding(n, stage))
+            for n in there
+        ]
         params = [x for n, x in zip(there, held, strict=True) if n < self.params]
         others = [x for n, x in zip(there, held, strict=True) if n >= self.params]
         optimizer = zip(
@@ -290,7 +301,7 @@ class _Rehearsing:
         read = {n for s in self._of(stage) for n in s.place.params}
         alone = {n for n in owned if n < self.params} - read
         gradients = _nbytes(
-            laid(apart.wide_params[n], apart.gradient_sharding(n, stage))
+            aval_with_sharding(apart.wide_params[n], apart.gradient_sharding(n, stage))
             for n in (*(n for s in self._of(stage) for n in s.place.params), *alone)
         )
         kept, above = self._in_flight(stage)
@@ -321,7 +332,7 @@ class _Rehearsing:
     def _of(self, stage: int) -> list[Site]:
         return [site for site in self.apart.sites if site.stage == stage]
 
-    def _copied(self, stage: int) -> set[int]:
+    def _replicated_inputs(self, stage: int) -> set[int]:
         """Inputs of the loss that a stage reads and another holds."""
         return {
             n
@@ -332,7 +343,7 @@ class _Rehearsing:
 
     # What goes from stage to stage.
 
-    def _moved(self) -> Iterator[Moved]:
+    def _part_transfers(self) -> Iterator[Moved]:
         """Yields the transfers of each part in a micro-batch."""
         apart = self.apart
         sums: dict[tuple[int, Action], int] = {}
@@ -342,7 +353,8 @@ class _Rehearsing:
                     # What a part hands back lies on others' devices then.
                     part = target if action == "forward" else source
                     sums[part, action] = sums.get((part, action), 0) + _nbytes(
-                        laid(apart.avals[v], self._handing(v, target)) for v in values
+                        aval_with_sharding(apart.avals[v], self._handing(v, target))
+                        for v in values
                     )
         for (part, action), nbytes in sorted(sums.items()):
             count = apart.table.num_micro_batches
@@ -351,11 +363,11 @@ class _Rehearsing:
     def _once_bytes(self, stage: int) -> int:
         apart = self.apart
         inputs = [
-            laid(self.leaves[n], apart.input_sharding(n, stage))
-            for n in self._copied(stage)
+            aval_with_sharding(self.leaves[n], apart.input_sharding(n, stage))
+            for n in self._replicated_inputs(stage)
         ]
         gradients = [
-            laid(apart.wide_params[n], apart.gradient_sharding(n, stage))
+            aval_with_sharding(apart.wide_params[n], apart.gradient_sharding(n, stage))
             for site in apart.sites
             for n in site.place.params
             if site.stage != stage and apart.owner(n) == stage

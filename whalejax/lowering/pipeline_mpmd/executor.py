@@ -26,7 +26,7 @@ from whalejax.lowering.global_arrays import (
     StageMetrics,
     absent,
     is_here,
-    placed,
+    put_global,
     stages_mesh,
 )
 from whalejax.lowering.metrics import wide
@@ -45,7 +45,7 @@ from whalejax.lowering.runner import (
     laid_out,
 )
 from whalejax.lowering.spmd.constraints import Constraints, constraints_of, layouts_of
-from whalejax.lowering.spmd.evaluate import named
+from whalejax.lowering.spmd.evaluate import named_sharding
 from whalejax.lowering.spmd.executor import Program, Sums, sums_of
 from whalejax.lowering.state import Origin, TrainState, consuming
 from whalejax.lowering.step_runner import Evaluation, Metrics, StepRunner
@@ -55,7 +55,7 @@ from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.pipeline.program_cut import (
     Division,
     Value,
-    divided,
+    divide_program,
     divided_by_marks,
 )
 from whalejax.planner.pipeline.schedules import Schedule, schedule
@@ -83,7 +83,7 @@ class _Whole(Program):
     ) -> list[Any]:
         del away
         return [
-            jax.lax.with_sharding_constraint(x, named(spec, mesh))
+            jax.lax.with_sharding_constraint(x, named_sharding(spec, mesh))
             for x, spec, mesh in zip(leaves, specs, self.meshes, strict=True)
         ]
 
@@ -154,14 +154,14 @@ class Apart(StepRunner):
             others=self._everywhere,
         )
         self.batch_shardings = tuple(
-            named(leaf.spec, self.meshes[self._batch_owner(i)])
+            named_sharding(leaf.spec, self.meshes[self._batch_owner(i)])
             for i, leaf in enumerate(plan.batch)
         )
         self.finish, self._report = self._finishing()
 
     # Starting.
 
-    def born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
+    def init_state(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
         whole = fresh_state(self.program, self._origin, build)
         tree: Any = jax.tree.structure(self.shardings)
         shardings = jax.tree.leaves(self.shardings)
@@ -211,14 +211,14 @@ class Apart(StepRunner):
         if stage is None:
             stage = self._owners[number]
         path = self.captured.adapter.param_paths[number]
-        return named(getattr(self.leaf(stage, path), kind), self.meshes[stage])
+        return named_sharding(getattr(self.leaf(stage, path), kind), self.meshes[stage])
 
     def _of_rest(self, number: int, stage: int) -> NamedSharding:
         """A layout of what is not trained on a stage: of weights as planned."""
         path = self.captured.adapter.rest_paths[number]
         if number not in self.division.units.frozen_others:
             return self.whole[stage]
-        return named(self.leaf(stage, path).param_spec, self.meshes[stage])
+        return named_sharding(self.leaf(stage, path).param_spec, self.meshes[stage])
 
     def leaf(self, stage: int, path: str) -> Any:
         """The plan of a parameter on a stage; what no stage reads lies whole."""
@@ -260,7 +260,7 @@ class Apart(StepRunner):
             return self._of_rest(number - len(self._owners), stage)
         planned = self.plan.batch[number - self.first_batch]
         leaves = (x for x in self.plans[stage].batch if x.path == planned.path)
-        return named(next(leaves, planned).spec, self.meshes[stage])
+        return named_sharding(next(leaves, planned).spec, self.meshes[stage])
 
     def gradient_sharding(self, number: int, stage: int) -> NamedSharding:
         """Returns the sharding in which a stage accumulates a parameter's gradient."""
@@ -327,7 +327,7 @@ class Apart(StepRunner):
         Args:
             sums: Sums of the losses; None if another process holds them.
         """
-        found = self._told if sums is None else self._metrics(sums)
+        found = self._evaluation_avals if sums is None else self._metrics(sums)
         told: Evaluation = self._evaluated(jax.tree.leaves(found))
         return told
 
@@ -342,7 +342,7 @@ class Apart(StepRunner):
         return jax.jit(functools.partial(evaluation_of, self.program))
 
     @functools.cached_property
-    def _told(self) -> Evaluation:
+    def _evaluation_avals(self) -> Evaluation:
         """Shapes and dtypes of what an evaluation reports."""
         told: Evaluation = jax.eval_shape(
             functools.partial(evaluation_of, self.program), self.sums
@@ -351,7 +351,7 @@ class Apart(StepRunner):
 
     @functools.cached_property
     def _evaluated(self) -> StageMetrics:
-        return StageMetrics(self._told, self.whole)
+        return StageMetrics(self._evaluation_avals, self.whole)
 
     # Compiling.
 
@@ -459,13 +459,13 @@ class Apart(StepRunner):
     def numbers(self) -> list[list[Any]]:
         """For each stage, the numbers of the micro-batches."""
         every = range(self.plan.num_micro_batches)
-        return [[placed(np.int32(m), whole) for m in every] for whole in self.whole]
+        return [[put_global(np.int32(m), whole) for m in every] for whole in self.whole]
 
     @functools.cached_property
     def _dims(self) -> Dimensions:
         return analyse_graph(self.captured.graph).dims
 
-    def counted(self, number: int, leaf: Any) -> Any:
+    def advance_counter(self, number: int, leaf: Any) -> Any:
         """Advances counters in the non-trainable state after a step.
 
         Args:
@@ -486,7 +486,7 @@ class Apart(StepRunner):
         """The cotangent of the loss."""
         last = self.sites[-1].place
         aval = last.steps.avals[last.names.cotangents[-1]]
-        return placed(np.ones((), aval.dtype), self.whole[-1])
+        return put_global(np.ones((), aval.dtype), self.whole[-1])
 
     @functools.cached_property
     def _sum(self) -> Callable[..., Any]:
@@ -599,5 +599,5 @@ def _division(plan: Plan, captured: Captured) -> Division:
     assert plan.stages is not None
     units = units_of(captured)
     if plan.stages.starts:
-        return divided(units, plan.stages.starts)
+        return divide_program(units, plan.stages.starts)
     return divided_by_marks(units, units.labels(captured.graph))

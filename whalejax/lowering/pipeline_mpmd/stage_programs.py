@@ -91,7 +91,7 @@ def site_of(
         splits: gradients of parameters are made in a program of their own.
         options: XLA options of the compiler.
     """
-    names, steps, kept = place.names, place.steps, place.kept
+    names, steps, kept = place.names, place.steps, place.residuals
     inputs = {*steps.inputs}
     ahead = [*names.exports, *names.fresh]
     sums, gradients = len(names.sums), len(names.gradients)
@@ -112,7 +112,7 @@ def site_of(
         made = {n for s in steps.needed(names.returns, given)[0] for n in s.writes}
         there = {*given, *made}
         late = [n for n in steps.avals if n not in there]
-        more = steps.kept(names.gradients, late, {*kept})
+        more = steps.residual_numbers(names.gradients, late, {*kept})
         weight = piece("weight", names.gradients, {*inputs, *more}, gradients)
         gives = [*names.returns, *(n for n in more if n in made)]
     return Site(

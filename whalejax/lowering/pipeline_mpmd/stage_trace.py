@@ -20,7 +20,7 @@ from whalejax.adapters.leaves import fold_key
 from whalejax.jaxpr.steps import Operand, Step, Steps
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
-from whalejax.lowering.spmd.evaluate import evaluate, named
+from whalejax.lowering.spmd.evaluate import evaluate, named_sharding
 from whalejax.lowering.spmd.executor import Program, sums_of
 from whalejax.planner.pipeline.program_cut import PlacePart, Position, Units, Value
 from whalejax.planner.sharding.layout import Spec
@@ -55,10 +55,10 @@ class _Here:
     def runs(self, position: Position) -> bool:
         return position in self.positions
 
-    def given(self, position: Position, slot: int) -> Any:
+    def imported_value(self, position: Position, slot: int) -> Any:
         return self.imports.get((position, slot), ABSENT)
 
-    def made(self, position: Position, slot: int, value: Any) -> None:
+    def record_result(self, position: Position, slot: int, value: Any) -> None:
         if (position, slot) in self.wanted:
             self.found[position, slot] = value
 
@@ -144,9 +144,9 @@ class TracedPlace:
         return [*self.names.returns, *self.names.gradients]
 
     @functools.cached_property
-    def kept(self) -> list[int]:
+    def residuals(self) -> list[int]:
         """Returns the residuals of the forward pass that are no inputs of the stage."""
-        return self.steps.kept(self.behind, self.late)
+        return self.steps.residual_numbers(self.behind, self.late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +317,7 @@ class _Tracer:
             "exports": exports,
             "fresh": fresh,
             "sums": sums,
-            "returns": self._laid(self.received, returns),
+            "returns": self._constrain_exports(self.received, returns),
             "gradients": [wide(g) for g in gradients],
         }
 
@@ -344,7 +344,7 @@ class _Tracer:
         here = _Here(
             positions=frozenset(units.units[i].position for i in self.part.units),
             imports=handed,
-            wanted=frozenset((*self.part.exports, *ends, *self._fresh())),
+            wanted=frozenset((*self.part.exports, *ends, *self._new_state_values())),
         )
         outputs = evaluate(
             program.captured.jaxpr,
@@ -356,14 +356,17 @@ class _Tracer:
         exports = dict(
             zip(
                 self.part.exports,
-                self._laid(
+                self._constrain_exports(
                     self.part.exports, [here.found[v] for v in self.part.exports]
                 ),
                 strict=True,
             )
         )
-        fresh = [values[v[1]] if v[0] == () else here.found[v] for v in self._fresh()]
-        whole = named((), program.mesh)  # As the state holds it.
+        fresh = [
+            values[v[1]] if v[0] == () else here.found[v]
+            for v in self._new_state_values()
+        ]
+        whole = named_sharding((), program.mesh)  # As the state holds it.
         fresh = [jax.lax.with_sharding_constraint(x, whole) for x in fresh]
         if not self.last:
             return exports, fresh, [], None
@@ -372,14 +375,16 @@ class _Tracer:
         flat, self.sums_tree = jax.tree.flatten((sums.total, sums.weight, sums.metrics))
         return exports, fresh, flat, total
 
-    def _fresh(self) -> list[Value]:
+    def _new_state_values(self) -> list[Value]:
         return [self.facts.units.fresh[n] for n in self.part.fresh]
 
-    def _laid(self, values: Sequence[Value], found: Sequence[Any]) -> list[Any]:
+    def _constrain_exports(
+        self, values: Sequence[Value], found: Sequence[Any]
+    ) -> list[Any]:
         """Values in the layouts in which they are handed on."""
         return [
             jax.lax.with_sharding_constraint(
-                x, named(self.layouts[v], self.program.mesh)
+                x, named_sharding(self.layouts[v], self.program.mesh)
             )
             if v in self.layouts
             else x

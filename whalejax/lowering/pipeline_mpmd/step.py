@@ -162,7 +162,7 @@ class Pass:
         for n, fresh in zip(place.part.fresh, results[count:], strict=False):
             self.leaves[n] = fresh
         kept = results[count + len(place.part.fresh) :]
-        values.update(zip(place.kept, kept, strict=True))
+        values.update(zip(place.residuals, kept, strict=True))
         self.live[key] = {n: values[n] for n in values if n in site.later}
 
     def _leave(
@@ -246,5 +246,8 @@ class Pass:
         tree: Any = jax.tree.structure(self.state.rest)
         last = self.first + tree.num_leaves
         return tree.unflatten(
-            [self.apart.counted(n, self.leaves[n]) for n in range(self.first, last)]
+            [
+                self.apart.advance_counter(n, self.leaves[n])
+                for n in range(self.first, last)
+            ]
         )

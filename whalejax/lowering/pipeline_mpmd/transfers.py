@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from whalejax.lowering.multihost.agreement import Agreement
 from whalejax.lowering.pipeline_mpmd.channels import Aside, Coming, Way
 from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
-from whalejax.lowering.spmd.evaluate import named
+from whalejax.lowering.spmd.evaluate import named_sharding
 from whalejax.planner.pipeline.program_cut import Value
 from whalejax.planner.pipeline.schedules import Action, Schedule, ScheduleRow
 from whalejax.planner.pipeline.transfer_order import Handing, issue_order
@@ -75,7 +75,7 @@ class Moves:
             leaf: Leaf on the stage that owns it.
         """
         apart = self._apart
-        return self._sent(
+        return self._send(
             ("brought", number, stage),
             [leaf],
             [leaf],
@@ -99,9 +99,9 @@ class Moves:
             return gradient
         aval = apart.wide_params[number]
         key = "gathered", number, stage
-        return self._sent(key, [gradient], [aval], [source], [target])()[0]
+        return self._send(key, [gradient], [aval], [source], [target])()[0]
 
-    def handed(self, handing: Handing, arrays: Sequence[Any] | None) -> Coming:
+    def transfer(self, handing: Handing, arrays: Sequence[Any] | None) -> Coming:
         """Transfers the values of one virtual stage to another; None if the receiver is
         not here.
 
@@ -111,7 +111,7 @@ class Moves:
         """
         values = self.values_of(handing)
         way = handing.action, handing.source, handing.target
-        return self._sent(
+        return self._send(
             way,
             [None] * len(values) if arrays is None else arrays,
             [self._apart.avals[v] for v in values],
@@ -125,7 +125,7 @@ class Moves:
         if self._aside is not None:
             jax.block_until_ready(self._aside.settle())
 
-    def _sent(
+    def _send(
         self,
         key: Hashable,
         arrays: Sequence[Any],
@@ -144,7 +144,7 @@ class Moves:
         """Returns the sharding of a transferred value at one virtual stage."""
         apart = self._apart
         stage = place % len(apart.plans)
-        return named(apart.layouts[stage].get(value, ()), apart.meshes[stage])
+        return named_sharding(apart.layouts[stage].get(value, ()), apart.meshes[stage])
 
     def values_of(self, handing: Handing) -> list[Value]:
         """Returns the values of a transfer, or those whose cotangents are

@@ -21,10 +21,10 @@ from jax.sharding import NamedSharding
 from whalejax.jaxpr.steps import FixedValue, Operand, Steps
 from whalejax.lowering.global_arrays import (
     Everywhere,
+    assemble_global,
+    aval_with_sharding,
     is_here,
-    joined,
-    laid,
-    placed,
+    put_global,
     results_of,
     run_alone,
     seen_on,
@@ -86,7 +86,7 @@ class _Part:
     program: Any
     usable: Callable[[Mapping[int, Any]], frozenset[int]]
 
-    def given(
+    def program_inputs(
         self, taken: Sequence[Any], read: Sequence[Any], vectors: Sequence[Any]
     ) -> tuple[dict[int, Any], dict[int, Any], Sequence[Any]]:
         """Values and vectors as the program takes them."""
@@ -106,7 +106,7 @@ class _Part:
         """From values and vectors to both."""
         found: tuple[list[Any], list[Any]] = run_alone(
             lambda several: self.program(*several),
-            self.given(taken, read, vectors),
+            self.program_inputs(taken, read, vectors),
             mesh,
         )
         return found
@@ -216,7 +216,9 @@ class Parted:
             owner = self._parting.owners[number]
             for stage in range(len(self._whole)) if owner is None else (owner,):
                 made[number, stage] = (
-                    laid(value, self._whole[stage]) if owner is None else value
+                    aval_with_sharding(value, self._whole[stage])
+                    if owner is None
+                    else value
                 )
         for parts in self._parts.values():
             for part in parts:
@@ -234,7 +236,7 @@ class Parted:
                     )
                     for told in part.hears
                 ]
-                lowered = part.program.lower(*part.given(taken, read, vectors))
+                lowered = part.program.lower(*part.program_inputs(taken, read, vectors))
                 program = lowered.compile()
                 results, _ = results_of(lowered, program)
                 pairs = zip(part.gives, results, strict=True)
@@ -251,13 +253,13 @@ class Parted:
         """An output, as its stage, or every stage, made it."""
         assert where.sharding is not None
         if isinstance(operand, FixedValue):
-            return placed(operand.value, where.sharding)
+            return put_global(operand.value, where.sharding)
         if self._parting.is_given(operand, where.owner):
             return inputs[operand]
         if where.owner is not None:
             return made.get((operand, where.owner))
         copies = [made.get((operand, s)) for s in range(len(self._whole))]
-        return joined([x for x in copies if x is not None], where.sharding)
+        return assemble_global([x for x in copies if x is not None], where.sharding)
 
     def _vectors(self, group: Group) -> tuple[_Told, ...]:
         types: dict[Any, list[int]] = defaultdict(list)

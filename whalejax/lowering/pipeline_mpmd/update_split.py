@@ -93,13 +93,15 @@ class Parting:
     def _place(self, step: Step) -> None:
         """Find out where an operation runs, and when."""
         owner = self._owner(step)
-        level = max((self._seen(n, owner) for n in step.sources), default=_BEFORE)
+        level = max(
+            (self._rounds_until_known(n, owner) for n in step.sources), default=_BEFORE
+        )
         if owner is not None:
             level = max(level, 0)
         for number in step.writes:
             self.owners[number], self.levels[number] = owner, level
 
-    def _seen(self, number: int, owner: Owner) -> int:
+    def _rounds_until_known(self, number: int, owner: Owner) -> int:
         """After how many exchanges a stage, or every stage, has a value."""
         return self.levels[number] + (self.owners[number] not in (None, owner))
 
@@ -107,7 +109,7 @@ class Parting:
         """Returns the stage where an operation runs: that of its arrays, or of its
         scalars.
         """
-        laid = self._laid(step)
+        laid = self._mesh_owner(step)
         if laid is not None:
             return laid
         arrays = {self.owners[n] for n in step.sources if self._steps.avals[n].shape}
@@ -123,7 +125,7 @@ class Parting:
         numbers = {self.owners[n] for n in step.sources} - {None}
         return numbers.pop() if len(numbers) == 1 else None
 
-    def _laid(self, step: Step) -> Owner:
+    def _mesh_owner(self, step: Step) -> Owner:
         """The stage on whose devices an operation lays its result, if it does."""
         mesh = getattr(step.equation.params.get("sharding"), "mesh", None)
         return self._meshes.index(mesh) if mesh in self._meshes else None
@@ -139,7 +141,7 @@ class Parting:
             if isinstance(operand, FixedValue) or self.is_given(operand, owner):
                 continue
             for stage in stages if owner is None else (owner,):
-                level = max(0, self._seen(operand, stage))
+                level = max(0, self._rounds_until_known(operand, stage))
                 self.gives[level, stage][operand] = None
         reads: dict[Group, list[int]] = {}
         top = max((level for level, _ in self.gives), default=_BEFORE)
@@ -189,7 +191,7 @@ def check_update(
     Raises:
         PlanError: it takes arrays of several stages into one operation.
     """
-    if plan.stages is None or not plan.apart or not plan.runnable:
+    if plan.stages is None or not plan.stage_plans or not plan.runnable:
         return
     stages = len(plan.stages.plans)
     homes = {

@@ -81,7 +81,7 @@ class Derivative:
         found = self._run(self._params, given, number)
         return [found[i] for i in self._places]
 
-    def handed(self, kept: Sequence[Any]) -> Carry:
+    def stage_outputs(self, kept: Sequence[Any]) -> Carry:
         """Returns the outputs of the stage from its residuals."""
         return tuple(kept[: self._outputs])
 
@@ -138,7 +138,9 @@ class Inputs:
             numbers = numbers.at[-1].set(-1)
 
         def work() -> Carry:
-            return local.laid(local.forward(local.params, given, jnp.maximum(mine, 0)))
+            return local.constrain_carry(
+                local.forward(local.params, given, jnp.maximum(mine, 0))
+            )
 
         return kept, local.chosen(numbers, work, self.empty)
 
@@ -169,7 +171,7 @@ class Inputs:
         cotangents = tuple(jnp.where(local.last, 0, x) for x in handed)
         gradients, before = vjp((cotangents, local.last.astype(scaled.dtype)))
         sums = where(local.last, sums)
-        return replace(sums, gradients=local.found(gradients)), before
+        return replace(sums, gradients=local.finish_gradients(gradients)), before
 
     def _at_the_end(self, given: Carry, number: Any) -> tuple[Sums, Carry]:
         local = self._local
@@ -180,7 +182,7 @@ class Inputs:
 
         scaled, vjp, sums = jax.vjp(total, local.params, given, has_aux=True)
         gradients, before = vjp(jnp.ones_like(scaled))
-        return replace(sums, gradients=local.found(gradients)), before
+        return replace(sums, gradients=local.finish_gradients(gradients)), before
 
     def _midway(self, given: Carry, handed: Carry, number: Any) -> tuple[Sums, Carry]:
         """Only the last stage computes what stands behind the layers."""
@@ -191,7 +193,9 @@ class Inputs:
             given,
         )
         gradients, before = vjp(handed)
-        return replace(local.no_sums(), gradients=local.found(gradients)), before
+        return replace(
+            local.no_sums(), gradients=local.finish_gradients(gradients)
+        ), before
 
 
 class Residuals:
@@ -219,7 +223,7 @@ class Residuals:
 
         found = local.chosen(numbers, work, self.empty)
         kept = [put(ring, x, mine) for ring, x in zip(kept, found, strict=True)]
-        return kept, local.laid(derivative.handed(found))
+        return kept, local.constrain_carry(derivative.stage_outputs(found))
 
     def behind(
         self, kept: Sequence[Any], handed: Carry, number: Any
@@ -232,7 +236,7 @@ class Residuals:
             number: Number of the micro-batch.
         """
         local, derivative = self._local, self._derivative
-        results = derivative.handed(kept)
+        results = derivative.stage_outputs(kept)
 
         def end() -> tuple[Sums, list[Any], Carry]:
             return local.head(results, number)
@@ -250,7 +254,7 @@ class Residuals:
             g if i in local.stack.params else g + next(others)
             for i, g in enumerate(gradients)
         ]
-        return replace(sums, gradients=local.found(gradients)), before
+        return replace(sums, gradients=local.finish_gradients(gradients)), before
 
 
 STASHES: Final[Mapping[str, type[Inputs | Residuals]]] = {

@@ -47,7 +47,7 @@ class Turns:
         """Places of the carries among the operands."""
         return slice(self.num_consts, self.num_consts + self.num_carries)
 
-    def taken(self, count: Any) -> Any:
+    def iterations_run(self, count: Any) -> Any:
         """Turns that are taken."""
         return self.most if self.masked else count
 
@@ -57,13 +57,15 @@ class Turns:
             return fresh
         return jax.tree.map(lambda x, y: jnp.where(here, x, y), fresh, before)
 
-    def given(self, operands: Operands, carry: Operands, index: Any) -> Operands:
+    def iteration_inputs(
+        self, operands: Operands, carry: Operands, index: Any
+    ) -> Operands:
         """Returns the operands of one iteration."""
         slices = (_at(x, index) for x in operands[self.carries.stop :])
         return (*operands[: self.num_consts], *carry, *slices)
 
 
-def counted(turns: Turns, count: Any, operands: Operands) -> Operands:
+def run_dynamic_loop(turns: Turns, count: Any, operands: Operands) -> Operands:
     """Run a loop.
 
     Args:
@@ -79,20 +81,20 @@ def counted(turns: Turns, count: Any, operands: Operands) -> Operands:
     >>> jax.grad(lambda x: counted(turns, 2, (x, stack))[0])(1.0)
     Array(6., dtype=float32, weak_type=True)
     """
-    found: Operands = _counted(turns, count, operands)
+    found: Operands = _run_dynamic_loop(turns, count, operands)
     return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _counted(turns: Turns, count: Any, operands: Operands) -> Operands:
+def _run_dynamic_loop(turns: Turns, count: Any, operands: Operands) -> Operands:
     def turn(index: Any, carry: Operands) -> Operands:
-        results = turns.body(turns.given(operands, carry, index))
+        results = turns.body(turns.iteration_inputs(operands, carry, index))
         fresh = tuple(results[: turns.num_carries])
         chosen: Operands = turns.chosen(index < count, fresh, carry)
         return chosen
 
     found: Operands = jax.lax.fori_loop(
-        0, turns.taken(count), turn, tuple(operands[turns.carries])
+        0, turns.iterations_run(count), turn, tuple(operands[turns.carries])
     )
     return found
 
@@ -193,7 +195,7 @@ def _forward(turns: Turns, primals: Any, given: Any) -> tuple[Operands, _Kept]:
         _inexact(x.value) and (x.perturbed or i in carried) for i, x in enumerate(given)
     )
     start = tuple(operands[turns.carries])
-    first = turns.given(operands, start, 0)
+    first = turns.iteration_inputs(operands, start, 0)
     sources, shapes = _sources(turns, first, flows)
     # Of this turn, which is none of the loop's, the compiler keeps what is used.
     _, derivative = _differentiated(turns, first, flows)
@@ -207,13 +209,13 @@ def _forward(turns: Turns, primals: Any, given: Any) -> tuple[Operands, _Kept]:
     def turn(index: Any, state: Any) -> Any:
         carry, kept = state
         results, derivative = _differentiated(
-            turns, turns.given(operands, carry, index), flows
+            turns, turns.iteration_inputs(operands, carry, index), flows
         )
         fresh = jax.tree.leaves(derivative)
         kept = [_put(k, fresh[i], index) for k, i in zip(kept, own, strict=True)]
         return turns.chosen(index < count, results, carry), kept
 
-    carry, kept = jax.lax.fori_loop(0, turns.taken(count), turn, (start, kept))
+    carry, kept = jax.lax.fori_loop(0, turns.iterations_run(count), turn, (start, kept))
     for place, stack in zip(own, kept, strict=True):
         leaves[place] = stack
     for place, source in enumerate(sources):
@@ -233,7 +235,7 @@ def _backward(
     turns: Turns, kept: _Kept, cotangents: Operands
 ) -> tuple[None, tuple[Any, ...]]:
     operands, end = kept.operands, turns.carries.stop
-    taken = turns.taken(kept.count)
+    taken = turns.iterations_run(kept.count)
     gradients = [
         jnp.zeros_like(x) if flowing else None
         for x, flowing in zip(operands, kept.flows, strict=True)
@@ -261,7 +263,7 @@ def _backward(
     return None, (*constants, *carry, *stacks)
 
 
-_counted.defvjp(_forward, _backward, symbolic_zeros=True)
+_run_dynamic_loop.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _inexact(x: Any) -> bool:

@@ -25,14 +25,14 @@ from whalejax.lowering.pipeline_spmd.stage_body import Carry, OneStage, layer_co
 from whalejax.lowering.pipeline_spmd.ticks import (
     handed_back,
     handed_on,
-    taken,
+    read_ring_slot,
     turns_of,
     where,
 )
 from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import (
     collected,
-    dealt,
     dealt_rest,
+    distribute_layers,
 )
 from whalejax.lowering.spmd.executor import Program, Sums, micro_batches
 from whalejax.planner.pipeline.layer_stack import STAGE
@@ -68,11 +68,11 @@ def pipelined_gradients(
             ahead, back = now[:, 0], now[:, 1]
             kept, out = here.ahead(kept, handed, ahead)
             number = jnp.maximum(back[local.stage], 0)
-            mine = [taken(ring, number) for ring in kept]
+            mine = [read_ring_slot(ring, number) for ring in kept]
 
             def behind() -> tuple[Sums, Carry]:
                 found, before = here.behind(mine, returned, number)
-                return jax.tree.map(jnp.add, sums, found), local.laid(before)
+                return jax.tree.map(jnp.add, sums, found), local.constrain_carry(before)
 
             sums, before = local.chosen(back, behind, (sums, none))
             handed = handed_on(out, table.num_stages)
@@ -90,7 +90,7 @@ def pipelined_gradients(
     outputs = Sums(total=_WHOLE, weight=_WHOLE, metrics=_WHOLE, gradients=layers)
     run = _on_stages(program, stack, trained, outputs)
     sums = run(params, rest, batch, rng, step, scale)
-    return sums, _counted(rest, stack, program.plan.num_micro_batches)
+    return sums, _advance_counters(rest, stack, program.plan.num_micro_batches)
 
 
 _WHOLE = PartitionSpec()
@@ -160,7 +160,7 @@ def _on_stages(
                     jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
                     for x in parts
                 ]
-                counted = _counted(at_step, stack, number)
+                counted = _advance_counters(at_step, stack, number)
                 return adapter.fold_rest(counted, number), whole(taken, others), key
 
             return function(
@@ -190,7 +190,7 @@ def _on_stages(
     return run
 
 
-def _counted(rest: Any, stack: Stack, number: Any) -> Any:
+def _advance_counters(rest: Any, stack: Stack, number: Any) -> Any:
     """Returns the non-trainable state with its counters after ``number``
     micro-batches.
     """
@@ -213,7 +213,7 @@ def _dealt_out(
     counts = layer_counts(program)
     if min(counts) == max(counts):
         return run(list(params))
-    sums = run(dealt(program, stack, params, counts))
+    sums = run(distribute_layers(program, stack, params, counts))
     if not sums.gradients:
         return sums
     gradients = collected(program, stack, sums.gradients, counts)
@@ -245,7 +245,7 @@ def pipelined_losses(
             ahead = now[local.stage]
             (out, _), found = local.loss(local.params, handed, jnp.maximum(ahead, 0))
             found = where((ahead >= 0) & local.last, found)
-            handed = handed_on(local.laid(out), table.num_stages)
+            handed = handed_on(local.constrain_carry(out), table.num_stages)
             return (handed, jax.tree.map(jnp.add, sums, found)), None
 
         carry = local.nothing(), local.no_sums()

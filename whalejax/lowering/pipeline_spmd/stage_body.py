@@ -16,7 +16,7 @@ from whalejax import _compat
 from whalejax.capture.layer_scan import Stack
 from whalejax.jaxpr import rebuild
 from whalejax.lowering.metrics import wide
-from whalejax.lowering.pipeline_spmd.dynamic_layers import Turns, counted
+from whalejax.lowering.pipeline_spmd.dynamic_layers import Turns, run_dynamic_loop
 from whalejax.lowering.pipeline_spmd.ticks import chosen
 from whalejax.lowering.spmd.executor import Program, Sums, sums_of
 from whalejax.planner.pipeline.layer_stack import STAGE, of_stage
@@ -62,21 +62,25 @@ class StageLayers:
         self, equation: Any, values: Sequence[Any], body: rebuild.Body
     ) -> list[Any]:
         parts = _compat.scan_parts(equation)
-        self.results = self.given if self.made else self._made(equation, values, body)
+        self.results = (
+            self.given if self.made else self._run_layers(equation, values, body)
+        )
         if self.ends:
             raise _Reached
         stacked = equation.outvars[parts.num_carries :]
         unread = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in stacked]
-        return [*map(self.beyond, self.results), *unread]
+        return [*map(self.after_scan, self.results), *unread]
 
-    def _made(self, equation: Any, values: Sequence[Any], body: rebuild.Body) -> Carry:
+    def _run_layers(
+        self, equation: Any, values: Sequence[Any], body: rebuild.Body
+    ) -> Carry:
         parts, most = _compat.scan_parts(equation), max(self.counts)
         first, end = parts.num_consts, parts.num_consts + parts.num_carries
         entering = [
             jnp.where(self.stage == 0, own, handed)
             for own, handed in zip(values[first:end], self.given, strict=True)
         ]
-        stacks = [self._own(x) for x in values[end:]]
+        stacks = [self._stage_slices(x) for x in values[end:]]
         values = [*values[:first], *entering, *stacks]
         if min(self.counts) == most:
             results = rebuild.scan(equation, values, body, most)
@@ -88,9 +92,9 @@ class StageLayers:
             most=most,
             masked=self.masked,
         )
-        return counted(turns, self._of_stage(self.counts), tuple(values))
+        return run_dynamic_loop(turns, self._of_stage(self.counts), tuple(values))
 
-    def _own(self, stack: Any) -> Any:
+    def _stage_slices(self, stack: Any) -> Any:
         """This stage's slices: of what is no parameter every stage has all."""
         most = max(self.counts)
         if stack.shape[0] == most:
@@ -103,7 +107,7 @@ class StageLayers:
     def _of_stage(self, numbers: Any) -> Any:
         return jnp.asarray(numbers, jnp.int32)[self.stage]
 
-    def beyond(self, value: Any) -> Any:
+    def after_scan(self, value: Any) -> Any:
         """Nothing flows back from behind the layers but on the last stage."""
         dtype = getattr(value, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
@@ -182,9 +186,9 @@ class OneStage:
         equation = jaxpr.eqns[self.stack.position[0]]
         carried = equation.outvars[: _compat.scan_parts(equation).num_carries]
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in carried]
-        return self.laid(zeros)
+        return self.constrain_carry(zeros)
 
-    def laid(self, carry: Sequence[Any]) -> Carry:
+    def constrain_carry(self, carry: Sequence[Any]) -> Carry:
         """Constrains the layers' outputs to their sharding."""
         program = self.program
         return tuple(program.constrain(carry, program.constraints.carried))
@@ -255,7 +259,7 @@ class OneStage:
         zeros = [jnp.zeros(p.shape, wide(p).dtype) for p in self.params]
         return tuple(self._as_accumulated(zeros))
 
-    def found(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+    def finish_gradients(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if self.scale is not None:
             gradients = [wide(g) / self.scale for g in gradients]
         return tuple(wide(g) for g in self._as_accumulated(gradients))

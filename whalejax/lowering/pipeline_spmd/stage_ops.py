@@ -39,7 +39,7 @@ def in_stages(
         (layers, *_), (_, *form) = values[0].shape, equation.outvars[0].aval.shape
         return [jnp.reshape(values[0], (layers, *form))]
     if equation.primitive.name == "gather" and _takes_one(equation):
-        return [_taken(equation, *values)]
+        return [_take_by_sum(equation, *values)]
     return in_parts(equation, values, specs, mesh, flows)
 
 
@@ -59,7 +59,7 @@ def _takes_one(equation: Any) -> bool:
     )
 
 
-def _taken(equation: Any, operand: Any, indices: Any) -> Any:
+def _take_by_sum(equation: Any, operand: Any, indices: Any) -> Any:
     """The same as a sum over the dimension, of which all but one term are zero.
 
     Unlike a lookup it fuses with what makes the rows, such as logits in 32 bits.

@@ -77,11 +77,11 @@ def put(ring: Any, value: Any, number: Any) -> Any:
         number: Number of the micro-batch, or -1.
     """
     place = jnp.maximum(number, 0) % ring.shape[0]
-    value = jnp.where(number >= 0, value, taken(ring, place))
+    value = jnp.where(number >= 0, value, read_ring_slot(ring, place))
     return jax.lax.dynamic_update_index_in_dim(ring, value, place, axis=0)
 
 
-def taken(ring: Any, number: Any) -> Any:
+def read_ring_slot(ring: Any, number: Any) -> Any:
     """Reads a micro-batch's slot of a ring buffer."""
     place = number % ring.shape[0]
     return jax.lax.dynamic_index_in_dim(ring, place, keepdims=False)

@@ -54,7 +54,7 @@ def places_of(layers: Sequence[int]) -> np.ndarray:
     return np.concatenate(places).astype(np.int32)
 
 
-def dealt(
+def distribute_layers(
     program: Program, stack: Stack, params: Sequence[Any], layers: Sequence[int]
 ) -> list[Any]:
     """Parameters as stages compute with them.

@@ -29,7 +29,7 @@ Pair = tuple[Any, Any]
 None where it is 0."""
 
 
-def combined(
+def adasum_reduce(
     stacked: Sequence[Any],
     weights: Any,
     specs: Sequence[Spec],
@@ -181,7 +181,7 @@ class _Rows:
         """High and low."""
         return self.high, self.low
 
-    def taken(self, which: slice) -> _Rows:
+    def select(self, which: slice) -> _Rows:
         """Some of them."""
         found: _Rows = jax.tree.map(lambda x: x[which], self)
         return found
@@ -192,9 +192,9 @@ class _Rows:
         found = [x.max(-1, initial=0.0) for x in packing.by_tensor(largest)]
         # Zeros are scaled too, which leaves them zero. A second reader of the maxima
         # would make XLA on CPU search for them again for each number.
-        return self.scaled(-_exponents(jnp.concatenate(found, -1)), packing)
+        return self.shift_exponents(-_exponents(jnp.concatenate(found, -1)), packing)
 
-    def scaled(self, shifts: Any, packing: _Packing) -> _Rows:
+    def shift_exponents(self, shifts: Any, packing: _Packing) -> _Rows:
         """The same with so many less in the exponents, (group, tensor)."""
         half = shifts >> 1  # a power of two that is no float is a product of two
         powers = [_power(x, self.high.dtype) for x in (half, shifts - half)]
@@ -204,7 +204,7 @@ class _Rows:
 
     def values(self, packing: _Packing) -> Any:
         """Returns the tensors as plain floats."""
-        return self.scaled(self.exponents, packing).high
+        return self.shift_exponents(self.exponents, packing).high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +290,7 @@ def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
     larger of both scales, so that nothing overflows unless the result does.
     """
     packing, end = partial.packing, rows.count // 2 * 2
-    pair = [rows.taken(slice(i, end, 2)).normalised(packing) for i in range(2)]
+    pair = [rows.select(slice(i, end, 2)).normalised(packing) for i in range(2)]
     a, b = pair
     sums = _by_tensor(_column_dots(a.pair, b.pair), packing)
     own = [*(x for several in sums for x in several), a.exponents, b.exponents]
@@ -301,7 +301,7 @@ def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
     least = _exponent_range(dtype)[0]
     a, b = (
         # What a device has of a tensor may be far below the largest number of it.
-        x.scaled(jnp.clip(x.exponents - e, least, 0), packing)
+        x.shift_exponents(jnp.clip(x.exponents - e, least, 0), packing)
         for x, e in zip(pair, common, strict=True)
     )
     p, q = (
@@ -315,7 +315,7 @@ def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
         (weight,) = packing.by_column([_power(jnp.clip(e - top, least, 0), dtype)])
         terms.append(_each(functools.partial(jnp.multiply, weight), left))
     high, low = _added(*terms)
-    rest = rows.taken(slice(end, None))
+    rest = rows.select(slice(end, None))
     return _Rows(
         high=jnp.concatenate([high, rest.high]),
         low=jnp.concatenate([low, _with_low(rest.pair)[1]]),

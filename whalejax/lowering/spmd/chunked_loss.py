@@ -93,7 +93,7 @@ class _Chunks:
         apart = x.reshape(*before, n, self.count, piece, *after)
         first = jnp.moveaxis(apart, place + 1, 0)
         whole = first.reshape(self.count, *before, n * piece, *after)
-        return self.constrained(whole, ((), *self.laid(tags)))
+        return self.constrained(whole, ((), *self.spec_from_tags(tags)))
 
     def whole(self, x: Any, tags: Tags) -> Any:
         """The reverse."""
@@ -103,9 +103,9 @@ class _Chunks:
         apart = x.reshape(self.count, *before, n, shape[place] // n, *after)
         back = jnp.moveaxis(apart, 0, place + 1)
         joined = back.reshape(*before, self.count * shape[place], *after)
-        return self.constrained(joined, self.laid(tags))
+        return self.constrained(joined, self.spec_from_tags(tags))
 
-    def laid(self, tags: Tags) -> Spec:
+    def spec_from_tags(self, tags: Tags) -> Spec:
         """The layout of a value by what its dimensions are of the logits."""
         return tuple(() if tag is None else self.spec[tag] for tag in tags)
 
@@ -251,8 +251,10 @@ class _Chunks:
         """One chunk's gradient of the kernel, on each device of its own tokens."""
         one, count = self.one, len(self.one.tokens)
         order = [*one.tokens, *(h for h, _ in one.depth)]
-        left = self._apart(hidden.transpose(order))
-        right = self._apart(change.transpose([*one.token_tags, one.vocab_tag]))
+        left = self._split_device_dims(hidden.transpose(order))
+        right = self._split_device_dims(
+            change.transpose([*one.token_tags, one.vocab_tag])
+        )
         devices, tokens = (
             [2 * n for n in range(count)],
             [2 * n + 1 for n in range(count)],
@@ -265,7 +267,7 @@ class _Chunks:
             preferred_element_type=wide,
         )
 
-    def _apart(self, x: Any) -> Any:
+    def _split_device_dims(self, x: Any) -> Any:
         """Each of the first dimensions, of tokens, as one of devices and the rest."""
         tokens = self.one.token_tags
         shape = [

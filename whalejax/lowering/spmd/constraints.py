@@ -216,7 +216,7 @@ class _Collector:
                     found[position] = call.rows, axes
         return found
 
-    def carried(self) -> tuple[Spec, ...]:
+    def carry_specs(self) -> tuple[Spec, ...]:
         """Layouts of what layers hand on."""
         return tuple(
             self._spec(t, self.tables[self.home.get(t, 0)])
@@ -373,7 +373,7 @@ def constraints_of(plan: Plan, analysed: Analysed, captured: Captured) -> Constr
     collector = _Collector(plan, analysed, captured)
     found = replace(collector.collect(), flows=_flows(captured))
     if plan.stages is not None:
-        found = replace(found, carried=collector.carried())
+        found = replace(found, carried=collector.carry_specs())
     if "activations" not in plan.offload:
         return found
     waiting = _waiting(analysed.graph, captured.outputs, captured.given)

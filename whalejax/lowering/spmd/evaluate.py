@@ -56,7 +56,7 @@ HOST_MEMORY = "pinned_host"
 """JAX's name for the memory of the host that devices can reach."""
 
 
-def named(spec: Spec, mesh: Mesh, *, host: bool = False) -> NamedSharding:
+def named_sharding(spec: Spec, mesh: Mesh, *, host: bool = False) -> NamedSharding:
     """A plain layout on a mesh, in the devices' memory or in their hosts'."""
     kind = {"memory_kind": HOST_MEMORY} if host else {}
     return NamedSharding(mesh, partition_spec(spec), **kind)
@@ -74,14 +74,14 @@ def but_for_gathered(policy: Any) -> Any:
     if policy is None:
         return None
 
-    def kept(primitive: Any, *avals: Any, **params: Any) -> Any:
+    def is_saveable(primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name == "name" and params["name"] == GATHERED:
             return False
         if primitive.name in ("sharding_constraint", "device_put"):
             return False
         return policy(primitive, *avals, **params)
 
-    return kept
+    return is_saveable
 
 
 def with_waiting(policy: Any) -> Any:
@@ -100,12 +100,12 @@ def with_waiting(policy: Any) -> Any:
         offload_dst=HOST_MEMORY,
     )
 
-    def kept(primitive: Any, *avals: Any, **params: Any) -> Any:
+    def is_saveable(primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name == "name" and params["name"] == WAITING:
             return moves(primitive, *avals, **params)
         return policy is not None and policy(primitive, *avals, **params)
 
-    return kept
+    return is_saveable
 
 
 class ScanReplacement(Protocol):
@@ -128,7 +128,7 @@ class ScanReplacement(Protocol):
         """
         ...
 
-    def beyond(self, value: Any) -> Any:
+    def after_scan(self, value: Any) -> Any:
         """A value, as what stands behind the scan reads it."""
         ...
 
@@ -140,11 +140,11 @@ class Here(Protocol):
         """Whether an equation runs here."""
         ...
 
-    def given(self, position: Position, slot: int) -> Any:
+    def imported_value(self, position: Position, slot: int) -> Any:
         """Returns the value of an equation that runs elsewhere."""
         ...
 
-    def made(self, position: Position, slot: int, value: Any) -> None:
+    def record_result(self, position: Position, slot: int, value: Any) -> None:
         """A result of an equation that does."""
         ...
 
@@ -195,7 +195,9 @@ class _Scope:
                 keeps=value.host.ndim,
             )
         for spec in specs:
-            value = jax.lax.with_sharding_constraint(value, named(spec, self.mesh))
+            value = jax.lax.with_sharding_constraint(
+                value, named_sharding(spec, self.mesh)
+            )
         return checkpoint_name(value, name) if specs else value
 
 
@@ -246,7 +248,7 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
     inlined = kind == "inline" and not sorts_rows(equation)
     if here is not None and not inlined and not here.runs(position):
         for slot, atom in enumerate(equation.outvars):
-            scope.values[atom] = here.given(position, slot)
+            scope.values[atom] = here.imported_value(position, slot)
         return
     slots = operand_slots(equation)
     values = [
@@ -279,7 +281,7 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
     for slot, (atom, value) in enumerate(zip(equation.outvars, results, strict=True)):
         result = scope.result(position, slot, value)
         if here is not None and not inlined:
-            here.made(position, slot, result)
+            here.record_result(position, slot, result)
         scope.values[atom] = (
             checkpoint_name(result, WAITING) if slot in waits else result
         )
@@ -533,7 +535,9 @@ def _scan(
         return _inner(scope, inner, arguments, position, looped=True)
 
     results = part.through(equation, values, body)
-    scope.values = {atom: part.beyond(value) for atom, value in scope.values.items()}
+    scope.values = {
+        atom: part.after_scan(value) for atom, value in scope.values.items()
+    }
     scope.moved.clear()
     return results
 

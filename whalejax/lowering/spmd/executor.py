@@ -26,7 +26,12 @@ from whalejax.lowering.metrics import summands, wide
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.optimizer_state import owners_of, updates
 from whalejax.lowering.spmd.constraints import Constraints
-from whalejax.lowering.spmd.evaluate import Here, ScanReplacement, evaluate, named
+from whalejax.lowering.spmd.evaluate import (
+    Here,
+    ScanReplacement,
+    evaluate,
+    named_sharding,
+)
 from whalejax.lowering.spmd.optimizer_offload import (
     Follower,
     flattened,
@@ -102,7 +107,7 @@ class Program:
         return [
             x
             if i in away
-            else jax.lax.with_sharding_constraint(x, named(spec, self.mesh))
+            else jax.lax.with_sharding_constraint(x, named_sharding(spec, self.mesh))
             for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
         ]
 
@@ -297,7 +302,7 @@ def _seed(param: Any, spec: Spec, mesh: Mesh) -> Any:
     see ``Away``.
     """
     nothing = jnp.zeros(param.shape, param.dtype)
-    return jax.lax.with_sharding_constraint(nothing, named(spec, mesh))
+    return jax.lax.with_sharding_constraint(nothing, named_sharding(spec, mesh))
 
 
 def sums_of(
@@ -590,7 +595,9 @@ def update_program(
     return UpdateProgram(state=states, jaxpr=flattened(step, given))
 
 
-def hosted(adapter: Adapter, optimizer: optax.GradientTransformation) -> Hosted:
+def offloadable_state(
+    adapter: Adapter, optimizer: optax.GradientTransformation
+) -> Hosted:
     """Returns the state that a plan may offload, as far as the optimizer allows.
 
     Args:

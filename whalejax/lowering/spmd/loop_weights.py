@@ -42,14 +42,14 @@ def loop_weights(
     if not any(place[: len(position)] == position for place, _ in constraints.gathers):
         return {}
     count = _compat.scan_parts(equation).num_consts
-    known = [_given(v) if i < count else None for i, v in enumerate(values)]
+    known = [_wrap_value(v) if i < count else None for i, v in enumerate(values)]
     found: dict[Place, Made] = {}
     body = _compat.inner_jaxprs(equation)[0]
     _walk(body, known, position, constraints.gathers, found)
     return found
 
 
-def _given(value: Any) -> Made:
+def _wrap_value(value: Any) -> Made:
     return lambda: value
 
 
@@ -71,7 +71,7 @@ def _walk(
     """
     body, constants = _compat.open_jaxpr(jaxpr)
     known: _Known = {
-        v: _given(c) for v, c in zip(body.constvars, constants, strict=True)
+        v: _wrap_value(c) for v, c in zip(body.constvars, constants, strict=True)
     }
     known.update((v, made) for v, made in zip(body.invars, inputs, strict=True) if made)
     for index, equation in enumerate(body.eqns):
@@ -90,7 +90,7 @@ def _walk(
 
 
 def _of(atom: Any, known: _Known) -> Made | None:
-    return _given(atom.val) if _compat.is_literal(atom) else known.get(atom)
+    return _wrap_value(atom.val) if _compat.is_literal(atom) else known.get(atom)
 
 
 def _results(
@@ -118,12 +118,14 @@ def _results(
         return unknown
 
     @functools.cache
-    def made() -> list[Any]:
+    def compute_results() -> list[Any]:
         values = [value() for value in given]
         with _compat.equation_context(equation):
             return _compat.bind(equation, values)
 
-    return [functools.partial(_slot, made, slot) for slot in range(len(unknown))]
+    return [
+        functools.partial(_slot, compute_results, slot) for slot in range(len(unknown))
+    ]
 
 
 def _slot(made: Callable[[], list[Any]], slot: int) -> Any:

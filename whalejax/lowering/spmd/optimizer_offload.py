@@ -143,7 +143,7 @@ class UpdateParts:
         while self._drop_what_others_need():
             pass
 
-    def wanted(self) -> set[Any]:
+    def variables_outside_loops(self) -> set[Any]:
         """Variables that are computed outside the loops."""
         outs = self.body.outvars
         places = {p for part in self.parts for p in part.places}
@@ -153,7 +153,7 @@ class UpdateParts:
 
     def needed(self) -> tuple[list[Any], set[Any]]:
         """The equations that give what is wanted, and all that they read."""
-        variables = self.wanted()
+        variables = self.variables_outside_loops()
         chosen = []
         for equation in reversed(self.body.eqns):
             if any(v in variables for v in equation.outvars):

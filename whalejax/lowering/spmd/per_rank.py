@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.optimizer_state import updates
 from whalejax.lowering.spmd import executor
-from whalejax.lowering.spmd.adasum import combined, weighted_means
+from whalejax.lowering.spmd.adasum import adasum_reduce, weighted_means
 from whalejax.lowering.spmd.executor import Program, Sums
 from whalejax.planner.cost.adasum import DATA, node_size
 from whalejax.planner.model.layer_axes import layers_by_path
@@ -259,7 +259,7 @@ def _adasum(
     ]
     pairs = zip(stacked, axes, strict=True)
     by_layer = [x if one is None else one.by_layer(x) for x, one in pairs]
-    found = combined(
+    found = adasum_reduce(
         program.constrain(by_layer, [((DATA,), *spec) for spec in laid]),
         program.constrain([weights], [((DATA,),)])[0],
         laid,

@@ -102,7 +102,7 @@ class _Laid:
             lengths[row],
             one.key.aval.shape[one.column[0]],
             size,
-            lambda a, b: one.scores.hidden(a, b, tag, column),
+            lambda a, b: one.scores.masked_blocks(a, b, tag, column),
         )
         by_tag = {t: query[q] for q, _, _, t in one.batch}
         by_tag |= {t: query[q] for q, t in one.rows}
@@ -211,7 +211,7 @@ class _Local:
             return [batch, [one.column[0]], [k for _, k in one.depth]]
         if slot == 2:
             return [[v for *_, v, _ in one.batch], [one.column[1]], [*one.width]]
-        places = {what: n for n, what in self._named()}
+        places = {what: n for n, what in self._named_dims()}
         return [
             [places["scores", t] for *_, t in one.batch],
             [places["scores", t] for _, t in self.groups],
@@ -219,7 +219,7 @@ class _Local:
             [places["width", n] for n in one.width],
         ]
 
-    def _named(self) -> list[tuple[int, tuple[str, int]]]:
+    def _named_dims(self) -> list[tuple[int, tuple[str, int]]]:
         return list(enumerate(self.one.output_dims))
 
     def _flat(self, x: Any, slot: int) -> Any:
@@ -425,7 +425,9 @@ class _Local:
         """Cotangents of query, key and value."""
         here, cotangent = self._tied(cotangent)
         query, key, value, level, below = saved[:5]
-        sizes = {t: output.shape[n] for n, (w, t) in self._named() if w == "scores"}
+        sizes = {
+            t: output.shape[n] for n, (w, t) in self._named_dims() if w == "scores"
+        }
         others = self.outside(saved[5:])
         given = self.flat_output(cotangent)
         inner = given.astype(self.wide) * self.flat_output(output).astype(self.wide)
@@ -544,7 +546,7 @@ class _Local:
         most = int(later.max() if n > 1 else first.max())
         alike = first.min() == first.max() >= most and (later == most).all()
 
-        def computed(
+        def compute_blocks(
             step: Any, moving: Any, sums: Any, state: Any, start: int, end: int
         ) -> Any:
             def one(number: Any, carry: Any) -> Any:
@@ -561,20 +563,20 @@ class _Local:
 
         # The diagonal, which a mask hides in part, is more than other rounds have.
         if first.max() > most:
-            state, sums = computed(0, moving, sums, state, most, int(first.max()))
+            state, sums = compute_blocks(0, moving, sums, state, most, int(first.max()))
 
         def turn(step: Any, carry: Any) -> Any:
             moving, sums, state = carry
             # Sent before they are used, so that the way takes no time of its own.
             later = jax.tree.map(self.onward, moving)
-            state, sums = computed(step, moving, sums, state, 0, most)
+            state, sums = compute_blocks(step, moving, sums, state, 0, most)
             state, sums = rest(step, moving, sums, state)
             return later, jax.tree.map(self.onward, sums), state
 
         if n > 1:
             carry = (moving, sums, state)
             moving, sums, state = lax.fori_loop(0, n - 1, turn, carry)
-        state, sums = computed(n - 1, moving, sums, state, 0, most)
+        state, sums = compute_blocks(n - 1, moving, sums, state, 0, most)
         state, sums = rest(n - 1, moving, sums, state)
         if n > 1:
             sums = jax.tree.map(self.onward, sums)

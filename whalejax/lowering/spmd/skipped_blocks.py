@@ -31,7 +31,7 @@ class LeftOut:
         self.ring = ring
         self.wide = wide
         self.score = jnp.asarray(score, wide)
-        blocks = _hidden(ring)
+        blocks = _masked_blocks(ring)
         self.blocks = jnp.asarray(blocks, wide)[here]
         columns = blocks.sum(axis=(1, 3)) * ring.column_size
         columns = np.repeat(columns, ring.row_size, axis=1)[:, None, None]
@@ -102,7 +102,7 @@ class LeftOut:
         return jnp.einsum(text, blocks, values, precision=lax.Precision.HIGHEST)
 
 
-def _hidden(ring: Ring) -> np.ndarray:
+def _masked_blocks(ring: Ring) -> np.ndarray:
     """Returns the masked blocks, ``[device, round, row block, column block]``."""
     device, step = np.ix_(range(ring.size), range(ring.size))
     rows = ring.rows[device][:, :, :, None]

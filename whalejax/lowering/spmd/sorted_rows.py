@@ -43,7 +43,7 @@ def on_own_rows(
         for value, dim in zip(values, rows.inputs, strict=True)
     ]
 
-    def laid(dims: RowDims, flags: Sequence[bool]) -> tuple[P, ...]:
+    def row_specs(dims: RowDims, flags: Sequence[bool]) -> tuple[P, ...]:
         pairs = zip(dims, flags, strict=True)
         return tuple(P(axes) if own or dim is not None else P() for dim, own in pairs)
 
@@ -55,8 +55,8 @@ def on_own_rows(
     run: Any = jax.shard_map(
         fewer,
         mesh=mesh,
-        in_specs=laid(rows.inputs, copied),
-        out_specs=laid(rows.outputs, [False] * len(rows.outputs)),
+        in_specs=row_specs(rows.inputs, copied),
+        out_specs=row_specs(rows.outputs, [False] * len(rows.outputs)),
         axis_names={*axes},
         check_vma=False,
     )

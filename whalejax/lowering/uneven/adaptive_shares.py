@@ -21,7 +21,7 @@ from whalejax.lowering.spmd.executor import Program
 from whalejax.lowering.step_runner import StepRunner
 from whalejax.lowering.uneven.timer import Stopwatch
 from whalejax.planner.balance.online import Rebalance
-from whalejax.planner.balance.shares import dealt
+from whalejax.planner.balance.shares import micro_batch_ranges
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.uneven_replicas import most_shares
@@ -93,7 +93,7 @@ class Following(StepRunner):
 
     def numbers(self) -> list[int]:
         """The micro-batches that this process runs in the next step."""
-        return [m for r in self._mine for m in dealt(self.shares)[r]]
+        return [m for r in self._mine for m in micro_batch_ranges(self.shares)[r]]
 
     def _start(self) -> list[int]:
         """Micro-batches are about to be issued; the replicas that are measured."""

@@ -81,11 +81,11 @@ def _bundle_as_first(
     replicas: Sequence[Mesh],
 ) -> dict[int, list[Any]]:
     """Some leaves with the values of replica 0."""
-    avals = [jax.eval_shape(_sent, x) for x in next(iter(bundle.values()))]
+    avals = [jax.eval_shape(_as_addable, x) for x in next(iter(bundle.values()))]
     buffers = {r: Buffers(replicas[r], avals, places[r]) for r in bundle}
 
     def pack(leaves: Sequence[Any], *, replica: int) -> list[Any]:
-        raw = [_sent(x) for x in leaves]
+        raw = [_as_addable(x) for x in leaves]
         if replica:
             raw = [jnp.zeros_like(x) for x in raw]
         return buffers[replica].pack(raw)
@@ -110,7 +110,7 @@ def _bundle_as_first(
     return found
 
 
-def _sent(leaf: Any) -> Any:
+def _as_addable(leaf: Any) -> Any:
     """A leaf as numbers that can be added up."""
     raw = unwrapped(leaf)
     return raw.astype(jnp.uint8) if raw.dtype == jnp.bool_ else raw

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from whalejax.lowering.global_arrays import placed
+from whalejax.lowering.global_arrays import put_global
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.state import TrainState, consuming
 from whalejax.lowering.step_runner import Metrics
@@ -61,8 +61,8 @@ class Contributing:
             number: Number of the micro-batch.
         """
         runner = self._runner
-        seen = runner._seen(state, 0)
-        leaves = runner._placed(0, self._cut(batch, number))
+        seen = runner._local_view(state, 0)
+        leaves = runner._put_micro_batch(0, self._cut(batch, number))
         found = self._one(
             seen.rest,
             inputs_of(runner.program, seen),
@@ -95,7 +95,7 @@ class Contributing:
         """For each micro-batch, how many come after it."""
         whole = self._runner._wholes[0]
         return [
-            placed(np.float32(self.count - 1 - n), whole) for n in range(self.count)
+            put_global(np.float32(self.count - 1 - n), whole) for n in range(self.count)
         ]
 
     def finish(
@@ -108,10 +108,10 @@ class Contributing:
             buffers: the sum.
         """
         runner = self._runner
-        seen = runner._seen(state, 0)
+        seen = runner._local_view(state, 0)
         with consuming(state):
             new, metrics, _ = self._replica.finish(seen, list(buffers))
-        found = runner._joined({0: new})
+        found = runner._assemble_global({0: new})
         if state.samples is not None:
             size = self._samples
             found = dataclasses.replace(found, samples=state.samples + size)

@@ -148,7 +148,7 @@ class Exchange:
         self._every = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._sums = PartitionSpec(inner) if inner else PartitionSpec()
         self.program: Callable[..., list[Any]] | None = None
-        if not _unlike(mesh):
+        if not _has_several_kinds(mesh):
             meet = _gathered if gathers else _added
             self.program = jax.jit(
                 jax.shard_map(
@@ -177,7 +177,7 @@ class Exchange:
             buffers: by replica, of those; they are consumed.
         """
         if self.program is None:
-            return self._copied(buffers)
+            return self._copy_buffers(buffers)
         stacked = [
             jax.make_array_from_single_device_arrays(
                 aval.shape,
@@ -200,7 +200,9 @@ class Exchange:
             for sharding in [NamedSharding(self._replicas[replica], self._sums)]
         }
 
-    def _copied(self, buffers: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
+    def _copy_buffers(
+        self, buffers: Mapping[int, Sequence[Any]]
+    ) -> dict[int, list[Any]]:
         """The same, made on the first replica; all are this process's."""
         places = {
             replica: NamedSharding(self._replicas[replica], self._every.spec)
@@ -236,6 +238,6 @@ def _one_behind_the_other(rows: Sequence[Any], devices: int) -> Any:
     return jnp.stack([x.reshape(devices, -1) for x in rows], axis=1).reshape(-1)
 
 
-def _unlike(mesh: Mesh) -> bool:
+def _has_several_kinds(mesh: Mesh) -> bool:
     """Devices of this process are of several kinds."""
     return len({device.device_kind for device in mesh.local_devices}) > 1

@@ -52,7 +52,9 @@ class Untrained:
         known = number in self.frozen or number in self.steady
         return is_key(leaf) or number in self.counters or known
 
-    def told(self, number: int, old: Any, new: Any, ran: Any, later: Any) -> Any:
+    def contribution(
+        self, number: int, old: Any, new: Any, ran: Any, later: Any
+    ) -> Any:
         """A replica's part of a leaf, to be added up over replicas.
 
         Args:

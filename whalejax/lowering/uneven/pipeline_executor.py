@@ -23,10 +23,10 @@ from whalejax.capture import Captured
 from whalejax.lowering.global_arrays import (
     StageMetrics,
     absent,
+    assemble_global,
     impl_of,
     is_here,
-    joined,
-    placed,
+    put_global,
     seen_on,
     stages_mesh,
     wrapped,
@@ -45,7 +45,7 @@ from whalejax.lowering.uneven.adaptive_shares import Following, told_size
 from whalejax.lowering.uneven.broadcast_init import several_kinds
 from whalejax.lowering.uneven.moving_statistics import Untrained, slopes
 from whalejax.lowering.uneven.stage_groups import StageGroup, groups_of, together
-from whalejax.planner.balance.shares import dealt
+from whalejax.planner.balance.shares import micro_batch_ranges
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import ScheduleRow, schedule
 from whalejax.planner.pipeline.transfer_order import Handing
@@ -108,12 +108,14 @@ class Pipes(Following):
 
     # Starting.
 
-    def born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
-        copies = {r: self.pipelines[r].born(build, *arguments) for r in self._mine}
+    def init_state(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
+        copies = {
+            r: self.pipelines[r].init_state(build, *arguments) for r in self._mine
+        }
         if several_kinds(self.mesh):
             self._agree()
             copies = self._as_first(copies)
-        found: TrainState = self._joined(copies)
+        found: TrainState = self._assemble_global(copies)
         return found
 
     def _as_first(self, copies: Mapping[int, TrainState]) -> dict[int, TrainState]:
@@ -143,16 +145,18 @@ class Pipes(Following):
             found[f"{name} of pipelines"] = [one[name] for one in each]
         return found
 
-    def _joined(self, copies: Mapping[int, Any]) -> Any:
+    def _assemble_global(self, copies: Mapping[int, Any]) -> Any:
         """A tree on all devices, of those of the pipelines here."""
 
         def one(sharding: NamedSharding, *leaves: Any) -> Any:
             here = [x for x in leaves if is_here(x.sharding)]
-            return joined(here, sharding) if here else absent(leaves[0], sharding)
+            return (
+                assemble_global(here, sharding) if here else absent(leaves[0], sharding)
+            )
 
         return jax.tree.map(one, self.shardings, *copies.values())
 
-    def _seen(
+    def _local_view(
         self, state: TrainState, replica: int, *, whole: bool = True
     ) -> TrainState:
         """The state, or what an evaluation reads, on the devices of one pipeline."""
@@ -170,7 +174,7 @@ class Pipes(Following):
     def _issue_step(
         self, state: TrainState, batch: MicroBatches
     ) -> tuple[TrainState, Metrics]:
-        seen = {r: self._seen(state, r) for r in self._mine}
+        seen = {r: self._local_view(state, r) for r in self._mine}
         timed = self._start()
         runs = self._ran(seen, batch)
         gradients = {r: run.summed() for r, run in runs.items()}
@@ -178,7 +182,7 @@ class Pipes(Following):
             self._stopwatches[r].stop(
                 [x for x in gradients[r] if x is not ABSENT], self.shares[r]
             )
-        losses, rest = self._met(runs, gradients)
+        losses, rest = self._reduce_across_pipelines(runs, gradients)
         paces = self._paces()
         new, metrics = dict[int, TrainState](), dict[int, Metrics]()
         with consuming(state):
@@ -187,7 +191,7 @@ class Pipes(Following):
                     seen[r], losses[r], gradients[r], rest[r]
                 )
         self._begins = {r: metrics[r]["loss"] for r in self._mine}
-        found = self._joined(new), self._agreed(metrics)
+        found = self._assemble_global(new), self._agreed(metrics)
         self._settle(paces)
         return found
 
@@ -199,7 +203,7 @@ class Pipes(Following):
         keeps: bool = True,
     ) -> dict[int, Pass]:
         """Run all micro-batches of the pipelines here, side by side."""
-        numbers = dealt(self.shares)
+        numbers = micro_batch_ranges(self.shares)
         runs = {
             r: Pass(
                 self.pipelines[r],
@@ -235,7 +239,10 @@ class Pipes(Following):
 
     def _batch(self, replica: int, batch: MicroBatches) -> list[Any]:
         """The global batch on a pipeline, as far as it is read there."""
-        numbers, axes = dealt(self.shares)[replica], self.program.batch_axes
+        numbers, axes = (
+            micro_batch_ranges(self.shares)[replica],
+            self.program.batch_axes,
+        )
         found = []
         for i, (leaf, axis) in enumerate(zip(self._plan.batch, axes, strict=True)):
             sharding = self.pipelines[replica].batch_shardings[i]
@@ -244,7 +251,7 @@ class Pipes(Following):
             if not is_here(sharding):
                 found.append(absent(aval, sharding))
             elif axis is None and parts:
-                found.append(placed(parts[0], sharding))
+                found.append(put_global(parts[0], sharding))
             else:
                 where = (slice(None),) * ((axis or 0) % max(1, len(leaf.shape)))
                 found.append(self._filled(aval, where, numbers, parts, sharding))
@@ -265,7 +272,7 @@ class Pipes(Following):
         for m, part in zip(numbers, parts, strict=True):
             here = cut.index(raw.shape[len(before)], len(before), m)
             whole[here] = jax.random.key_data(part) if is_key(part) else part
-        return wrapped(placed(whole, sharding), impl_of(aval))
+        return wrapped(put_global(whole, sharding), impl_of(aval))
 
     @functools.cached_property
     def _batch_avals(self) -> list[Any]:
@@ -307,7 +314,7 @@ class Pipes(Following):
         return len(self.program.adapter.param_paths)
 
     @functools.cached_property
-    def _untrained(self) -> Untrained:
+    def _statistics_reduction(self) -> Untrained:
         counters = self.pipelines[0].division.units.counters
         return Untrained(
             slopes=slopes(self.program.captured),
@@ -317,7 +324,7 @@ class Pipes(Following):
             steady=self.program.captured.steady.leaves,
         )
 
-    def _met(
+    def _reduce_across_pipelines(
         self, runs: Mapping[int, Pass], gradients: Mapping[int, list[Any]]
     ) -> tuple[dict[int, Sums | None], dict[int, Any]]:
         """Losses and what is not trained, of all; gradients in their place."""
@@ -335,7 +342,7 @@ class Pipes(Following):
             sums = {r: runs[r].losses() if ends else None for r in group.here}
             arrays = {
                 r: [
-                    *(_taken(gradients[r], n) for n in params),
+                    *(_pop_array(gradients[r], n) for n in params),
                     *told[r].values(),
                     *jax.tree.leaves(sums[r]),
                 ]
@@ -368,16 +375,16 @@ class Pipes(Following):
             n: self._tell(i, old[i], run.leaves[n], np.float32(ran), np.float32(later))
             for n in numbers
             for i in [n - self._first_rest]
-            if not self._untrained.is_own(i, old[i])
+            if not self._statistics_reduction.is_own(i, old[i])
         }
 
     @functools.cached_property
     def _tell(self) -> Callable[..., Any]:
-        return jax.jit(self._untrained.told, static_argnums=0)
+        return jax.jit(self._statistics_reduction.contribution, static_argnums=0)
 
     @functools.cached_property
     def _after(self) -> Callable[..., Any]:
-        return jax.jit(self._untrained.after, static_argnums=0)
+        return jax.jit(self._statistics_reduction.after, static_argnums=0)
 
     def _paces(self) -> Any:
         """Returns the measured seconds of all pipelines, on all devices here.
@@ -423,12 +430,12 @@ class Pipes(Following):
         }
         whole = NamedSharding(self.mesh, WHOLE)
         found: Any = jax.tree.map(
-            lambda *leaves: joined(leaves, whole), *spread.values()
+            lambda *leaves: assemble_global(leaves, whole), *spread.values()
         )
         return found
 
     def _issue_evaluation(self, state: TrainState, batch: MicroBatches) -> Evaluation:
-        seen = {r: self._seen(state, r, whole=False) for r in self._mine}
+        seen = {r: self._local_view(state, r, whole=False) for r in self._mine}
         runs = self._ran(seen, batch, keeps=False)
         for r in self._mine:
             self.pipelines[r].moves.settle()
@@ -455,7 +462,7 @@ class Pipes(Following):
         )
 
 
-def _taken(several: list[Any], number: int) -> Any:
+def _pop_array(several: list[Any], number: int) -> Any:
     """An array that is held here no longer."""
     found, several[number] = several[number], ABSENT
     return found

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from whalejax.capture.units import units_of
 from whalejax.lowering.runner import evaluation_of, finished, rest_layouts
-from whalejax.lowering.spmd.evaluate import named
+from whalejax.lowering.spmd.evaluate import named_sharding
 from whalejax.lowering.spmd.executor import Program, Sums, differentiator, evaluator
 from whalejax.lowering.state import TrainState
 from whalejax.lowering.step_runner import Evaluation, Metrics
@@ -91,11 +91,11 @@ class Replica:
         shapes, rest = jax.eval_shape(self._one, given[1], *given)
         places = jax.tree.map(lambda _: whole, shapes)
         specs = [leaf.gradient_spec for leaf in self.program.plan.trained]
-        gradients = tuple(named(spec, mesh) for spec in specs)
+        gradients = tuple(named_sharding(spec, mesh) for spec in specs)
         places = dataclasses.replace(places, gradients=gradients)
         paces = jax.ShapeDtypeStruct((told_size(replicas),), jnp.float32)
         none = jnp.float32(0.0)
-        told = jax.eval_shape(self._told, rest, rest, none, none)
+        told = jax.eval_shape(self._contributions, rest, rest, none, none)
         sent = shapes, told, paces
         self._sent: Any = jax.tree.structure(sent)
         others = jax.tree.map(lambda _: whole, (told, paces))
@@ -161,13 +161,13 @@ class Replica:
     ) -> tuple[Sums, Any]:
         flat = jax.tree.leaves(params)
         run = differentiator(self.program, flat, before, rng, step, scale)
-        return run(self._counted(before, rest, number), batch, number)
+        return run(self._advance_counters(before, rest, number), batch, number)
 
     def _add(self, sums: Sums, rest: Any, *given: Any) -> tuple[Sums, Any]:
         added, rest = self._one(rest, *given)
         return jax.tree.map(jnp.add, sums, added), rest
 
-    def _counted(self, before: Any, rest: Any, number: Any) -> Any:
+    def _advance_counters(self, before: Any, rest: Any, number: Any) -> Any:
         """The rest, with counters where so many micro-batches bring them."""
         structure: Any = jax.tree.structure(rest)
         leaves = jax.tree.leaves(rest)
@@ -199,7 +199,7 @@ class Replica:
     def _pack(
         self, sums: Sums, before: Any, rest: Any, ran: Any, later: Any, paces: Any
     ) -> tuple[list[Any], Any]:
-        sent = sums, self._told(before, rest, ran, later), paces.max(0)
+        sent = sums, self._contributions(before, rest, ran, later), paces.max(0)
         return self._buffers.pack(jax.tree.leaves(sent)), sums.weight
 
     def _finish(
@@ -210,11 +210,11 @@ class Replica:
         rest = self._after(state.rest, told)
         return *finished(self.program, state, sums, rest), paces
 
-    def _told(self, before: Any, rest: Any, ran: Any, later: Any) -> list[Any]:
+    def _contributions(self, before: Any, rest: Any, ran: Any, later: Any) -> list[Any]:
         """A replica's part of what is not trained, to be added up over replicas."""
         pairs = zip(jax.tree.leaves(before), jax.tree.leaves(rest), strict=True)
         return [
-            self._untrained.told(i, old, new, ran, later)
+            self._untrained.contribution(i, old, new, ran, later)
             for i, (old, new) in enumerate(pairs)
             if not self._untrained.is_own(i, old)
         ]

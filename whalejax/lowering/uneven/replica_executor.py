@@ -19,7 +19,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from whalejax.capture import Captured
 from whalejax.lowering.batch_record import dtype_of
-from whalejax.lowering.global_arrays import is_here, joined, placed, seen_on
+from whalejax.lowering.global_arrays import (
+    assemble_global,
+    is_here,
+    put_global,
+    seen_on,
+)
 from whalejax.lowering.multihost.agreement import Agreement
 from whalejax.lowering.multihost.watchdog import Watch
 from whalejax.lowering.runner import (
@@ -30,7 +35,7 @@ from whalejax.lowering.runner import (
     rest_layouts,
 )
 from whalejax.lowering.spmd.constraints import constraints_of
-from whalejax.lowering.spmd.evaluate import named
+from whalejax.lowering.spmd.evaluate import named_sharding
 from whalejax.lowering.spmd.executor import Program
 from whalejax.lowering.state import Origin, TrainState, bare, consuming
 from whalejax.lowering.step_runner import Evaluation, Metrics
@@ -40,7 +45,7 @@ from whalejax.lowering.uneven.flat_all_reduce import DATA, Exchange
 from whalejax.lowering.uneven.moving_statistics import slopes
 from whalejax.lowering.uneven.replica import Replica, inputs_of
 from whalejax.lowering.uneven.zero1_update import OwningReplica, ReplicaSlices
-from whalejax.planner.balance.shares import dealt
+from whalejax.planner.balance.shares import micro_batch_ranges
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.spmd import analysed_for
@@ -96,12 +101,16 @@ class Uneven(Following):
             self._options, self._wholes[self._mine[0]], devices[0].platform
         )
         whole = NamedSharding(self.mesh, PartitionSpec())
-        self.batch_shardings = tuple(named(x.spec, self.mesh) for x in plan.batch)
+        self.batch_shardings = tuple(
+            named_sharding(x.spec, self.mesh) for x in plan.batch
+        )
         self.shardings = laid_out(
             self.program,
             origin,
-            params=[named(x.param_spec, self.mesh) for x in plan.trained],
-            followers=[named(x.optimizer_spec, self.mesh) for x in plan.trained],
+            params=[named_sharding(x.param_spec, self.mesh) for x in plan.trained],
+            followers=[
+                named_sharding(x.optimizer_spec, self.mesh) for x in plan.trained
+            ],
             rest=rest_layouts(self.program, self.mesh),
             others=whole,
         )
@@ -110,10 +119,12 @@ class Uneven(Following):
 
     # Starting.
 
-    def born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
+    def init_state(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
         whole = fresh_state(self.program, self._origin, build)
         copies = {
-            r: jax.jit(self._kept(whole, r), out_shardings=self._on(r))(*arguments)
+            r: jax.jit(self._replica_init(whole, r), out_shardings=self._on(r))(
+                *arguments
+            )
             for r in self._mine
         }
         if several_kinds(self.mesh):
@@ -130,9 +141,11 @@ class Uneven(Following):
                 )
                 for r in copies
             }
-        return self._joined(copies)
+        return self._assemble_global(copies)
 
-    def _kept(self, whole: Callable[..., TrainState], r: int) -> Callable[..., Any]:
+    def _replica_init(
+        self, whole: Callable[..., TrainState], r: int
+    ) -> Callable[..., Any]:
         """Returns a function that makes a replica's state from the function for the
         full one.
         """
@@ -142,12 +155,12 @@ class Uneven(Following):
             self._programs[1 + r], self._abstract, r, len(self._meshes)
         )
 
-        def own(*arguments: Any) -> TrainState:
+        def replica_state(*arguments: Any) -> TrainState:
             state = whole(*arguments)
-            opt_state = slices.begun(state.opt_state)
+            opt_state = slices.slice_optimizer_state(state.opt_state)
             return dataclasses.replace(state, opt_state=opt_state)
 
-        return own
+        return replica_state
 
     def _agree(self) -> None:
         """Compare the plan with that of the other processes, the first time."""
@@ -163,10 +176,10 @@ class Uneven(Following):
         )
         return found
 
-    def _joined(self, copies: Mapping[int, TrainState]) -> TrainState:
+    def _assemble_global(self, copies: Mapping[int, TrainState]) -> TrainState:
         """The state on all devices, of those of the replicas here."""
         found: TrainState = jax.tree.map(
-            lambda sharding, *leaves: joined(
+            lambda sharding, *leaves: assemble_global(
                 leaves, sharding, _times(leaves[0].shape, sharding, len(self._meshes))
             ),
             self.shardings,
@@ -174,7 +187,7 @@ class Uneven(Following):
         )
         return found
 
-    def _seen(
+    def _local_view(
         self, state: TrainState, replica: int, *, whole: bool = True
     ) -> TrainState:
         """The state, or what an evaluation reads, on the devices of one replica."""
@@ -192,11 +205,11 @@ class Uneven(Following):
     def _issue_step(
         self, state: TrainState, batch: MicroBatches
     ) -> tuple[TrainState, Metrics]:
-        seen = {r: self._seen(state, r) for r in self._mine}
+        seen = {r: self._local_view(state, r) for r in self._mine}
         told = self.exchange.add(self._ran(seen, batch))
         with consuming(state):
             new, metrics, paces = self._finished(seen, told)
-        found = self._joined(new), self._agreed(metrics)
+        found = self._assemble_global(new), self._agreed(metrics)
         self._settle(paces)
         return found
 
@@ -231,13 +244,15 @@ class Uneven(Following):
                 sums[replica],
                 rest[replica],
                 *inputs_of(self.program, seen[replica]),
-                self._placed(replica, batch[number]),
+                self._put_micro_batch(replica, batch[number]),
                 self._numbers[replica][number],
             )
         found = {}
         for r in self._mine:
             count, later = self.shares[r], sum(self.shares[r + 1 :])
-            numbers = [placed(np.float32(n), self._wholes[r]) for n in (count, later)]
+            numbers = [
+                put_global(np.float32(n), self._wholes[r]) for n in (count, later)
+            ]
             found[r], done = self._replicas[r].pack(
                 sums[r], seen[r].rest, rest[r], *numbers, self._pace(r, self._meshes[r])
             )
@@ -246,13 +261,13 @@ class Uneven(Following):
         return found
 
     def _issue_evaluation(self, state: TrainState, batch: MicroBatches) -> Evaluation:
-        seen = {r: self._seen(state, r, whole=False) for r in self._mine}
+        seen = {r: self._local_view(state, r, whole=False) for r in self._mine}
         sums = {r: self._replicas[r].begin_eval() for r in self._mine}
         for replica, number in self._turns():
             sums[replica] = self._replicas[replica].evaluate(
                 sums[replica],
                 *inputs_of(self.program, seen[replica]),
-                self._placed(replica, batch[number]),
+                self._put_micro_batch(replica, batch[number]),
                 self._numbers[replica][number],
             )
         told = self._telling.add(
@@ -271,7 +286,7 @@ class Uneven(Following):
 
     def _turns(self) -> list[tuple[int, int]]:
         """The replicas' micro-batches here, in turn, so that all begin at once."""
-        numbers = dealt(self.shares)
+        numbers = micro_batch_ranges(self.shares)
         return [
             (r, numbers[r][turn])
             for turn in range(max(self.shares))
@@ -279,17 +294,19 @@ class Uneven(Following):
             if turn < len(numbers[r])
         ]
 
-    def _placed(self, replica: int, leaves: Sequence[Any]) -> list[Any]:
+    def _put_micro_batch(self, replica: int, leaves: Sequence[Any]) -> list[Any]:
         """A micro-batch on the devices of a replica."""
-        places = [named(x.spec, self._meshes[replica]) for x in self._plan.batch]
-        return [placed(x, place) for x, place in zip(leaves, places, strict=True)]
+        places = [
+            named_sharding(x.spec, self._meshes[replica]) for x in self._plan.batch
+        ]
+        return [put_global(x, place) for x, place in zip(leaves, places, strict=True)]
 
     @functools.cached_property
     def _numbers(self) -> dict[int, list[Any]]:
         """For each replica here, the numbers of micro-batches on its devices."""
         count = self._plan.num_micro_batches
         return {
-            r: [placed(np.int32(m), self._wholes[r]) for m in range(count)]
+            r: [put_global(np.int32(m), self._wholes[r]) for m in range(count)]
             for r in self._mine
         }
 
@@ -297,7 +314,7 @@ class Uneven(Following):
         """Metrics on all devices, of those on the replicas here."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         found: Any = jax.tree.map(
-            lambda *leaves: joined(leaves, whole), *copies.values()
+            lambda *leaves: assemble_global(leaves, whole), *copies.values()
         )
         return found
 
@@ -308,17 +325,19 @@ class Uneven(Following):
         """Returns the replicas with devices here."""
         if self._plan.zero:
             return {**self._owning}
-        return {r: Replica(*self._own(r), **self._common) for r in self._mine}
+        return {
+            r: Replica(*self._replica_arguments(r), **self._common) for r in self._mine
+        }
 
     @functools.cached_property
     def _owning(self) -> dict[int, OwningReplica]:
         """The same, where each updates slices."""
         return {
-            r: OwningReplica(*self._own(r), replica=r, **self._common)
+            r: OwningReplica(*self._replica_arguments(r), replica=r, **self._common)
             for r in self._mine
         }
 
-    def _own(self, replica: int) -> tuple[Any, ...]:
+    def _replica_arguments(self, replica: int) -> tuple[Any, ...]:
         return self._programs[1 + replica], self._abstract, self._micro_batch
 
     @functools.cached_property

@@ -25,7 +25,7 @@ def together(*each: NamedSharding) -> NamedSharding:
     Args:
         each: its layout on each of them, alike but for the devices.
     """
-    return NamedSharding(_stacked([s.mesh for s in each]), each[0].spec)
+    return NamedSharding(_stack_meshes([s.mesh for s in each]), each[0].spec)
 
 
 def row_of(mesh: Any) -> Mesh:
@@ -33,7 +33,7 @@ def row_of(mesh: Any) -> Mesh:
     return Mesh(mesh.devices[None], (DATA, *mesh.axis_names))
 
 
-def _stacked(meshes: Sequence[Any]) -> Mesh:
+def _stack_meshes(meshes: Sequence[Any]) -> Mesh:
     devices = np.stack([mesh.devices for mesh in meshes])
     return Mesh(devices, (DATA, *meshes[0].axis_names))
 
@@ -57,7 +57,7 @@ class StageGroup:
         self.stages = tuple(stages)
         self.rows = [row_of(mesh) for mesh in meshes]
         self._meshes = list(meshes)
-        self._mesh = _stacked(meshes)
+        self._mesh = _stack_meshes(meshes)
         wholes = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes]
         self.here = [r for r, whole in enumerate(wholes) if is_here(whole)]
         self._added: dict[Any, _Added] = {}
@@ -79,7 +79,7 @@ class StageGroup:
         if key not in self._added:
             shapes = [jax.ShapeDtypeStruct(*aval) for aval in avals]
             self._added[key] = _Added(self._mesh, self.rows, self.here, shapes, specs)
-        seen = self._seen(arrays, specs)
+        seen = self._row_arrays(arrays, specs)
         for several in arrays.values():
             several.clear()
         found = self._added[key].run(seen)
@@ -104,7 +104,7 @@ class StageGroup:
         places: Any = {
             r: [NamedSharding(self.rows[r], s) for s in specs] for r in arrays
         }
-        seen: Any = self._seen(arrays, specs)
+        seen: Any = self._row_arrays(arrays, specs)
         found: Any = as_first(seen, places, self._mesh, self.rows)
         return {
             r: [
@@ -114,7 +114,7 @@ class StageGroup:
             for r, several in jax.block_until_ready(found).items()
         }
 
-    def _seen(
+    def _row_arrays(
         self, arrays: Mapping[int, Sequence[Any]], specs: Sequence[PartitionSpec]
     ) -> dict[int, list[Any]]:
         """Arrays of the stages as those of rows."""

@@ -25,7 +25,7 @@ from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
 from whalejax.lowering.optimizer_state import owners_of
 from whalejax.lowering.runner import finished
-from whalejax.lowering.spmd.evaluate import named
+from whalejax.lowering.spmd.evaluate import named_sharding
 from whalejax.lowering.spmd.executor import Program, followers, stepping
 from whalejax.lowering.spmd.optimizer_offload import (
     Follower,
@@ -114,14 +114,14 @@ class ReplicaSlices:
             spec=leaves[number].param_spec,
         )
 
-    def own(self, shard: Any, number: int) -> Any:
+    def replica_slice(self, shard: Any, number: int) -> Any:
         """The replica's slice of a device's shard of a parameter, by number."""
         dim = self.dims[number]
         size = shard.shape[dim] // self._replicas
         first = self._replica * size
         return lax.slice_in_dim(shard, first, first + size, axis=dim)
 
-    def begun(self, state: Any) -> Any:
+    def slice_optimizer_state(self, state: Any) -> Any:
         """Slices the optimizer's full state for this replica."""
         leaves = jax.tree.leaves(state)
         structure: Any = jax.tree.structure(state)
@@ -129,7 +129,7 @@ class ReplicaSlices:
             if owner in self.dims:
                 spec = partition_spec(self.program.plan.trained[owner].param_spec)
                 leaves[place] = jax.shard_map(
-                    functools.partial(self.own, number=owner),
+                    functools.partial(self.replica_slice, number=owner),
                     mesh=self.program.mesh,
                     in_specs=spec,
                     out_specs=spec,
@@ -192,7 +192,7 @@ class _Own(UpdateRun):
         def local(
             cut: Sequence[Any], held: Sequence[Any], single: Sequence[Any]
         ) -> list[Any]:
-            own = [self._slices.own(x, follower.fresh) for x in cut]
+            own = [self._slices.replica_slice(x, follower.fresh) for x in cut]
             env = dict(
                 zip(
                     (*whole, *states, *part.single), (*own, *held, *single), strict=True
@@ -235,7 +235,7 @@ class GatheredPiece:
         """Numbers that one device sends."""
         return -(-math.prod(self.shard) // replicas)
 
-    def sent(self, shard: Any, replica: int, replicas: int) -> Any:
+    def send_buffer(self, shard: Any, replica: int, replicas: int) -> Any:
         """Returns the buffer that a device sends."""
         flat = shard.reshape(-1)
         if self.dim is not None:
@@ -244,7 +244,7 @@ class GatheredPiece:
         flat = jnp.pad(flat, (0, size * replicas - flat.size))
         return lax.slice_in_dim(flat, replica * size, (replica + 1) * size)
 
-    def joined(self, rows: Any) -> Any:
+    def assemble(self, rows: Any) -> Any:
         """The device's part of the whole array, of what each replica sent."""
         if self.dim is None:
             return rows.reshape(-1)[: math.prod(self.shard)].reshape(self.shard)
@@ -296,7 +296,9 @@ class Gathered:
             return [
                 jnp.concatenate(
                     [
-                        self._pieces[i].sent(shards[i], self._replica, self._replicas)
+                        self._pieces[i].send_buffer(
+                            shards[i], self._replica, self._replicas
+                        )
                         for i in group
                     ]
                 )
@@ -314,7 +316,7 @@ class Gathered:
                 rows, start = buffer.reshape(self._replicas, -1), 0
                 for i in group:
                     end = start + self._pieces[i].size(self._replicas)
-                    found[i] = self._pieces[i].joined(rows[:, start:end])
+                    found[i] = self._pieces[i].assemble(rows[:, start:end])
                     start = end
             return found
 
@@ -373,7 +375,7 @@ class OwningReplica(Replica):
             *(() if i is None else leaves[i].optimizer_spec for i in followed),
             *[()] * len(self._moving),
         ]
-        places = [named(spec, mesh) for spec in specs]
+        places = [named_sharding(spec, mesh) for spec in specs]
         avals = self._told_of(state)
         pieces = [
             GatheredPiece(

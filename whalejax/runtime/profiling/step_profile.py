@@ -281,7 +281,7 @@ def profile_of(plan: PlanData, program: str, trace: TraceData) -> StepProfile:
     devices = by_device(trace.events)
     for events in devices.values():
         for start, end in trace.steps:
-            parts, beside = _parted(events, start, end, names, mesh)
+            parts, beside = _split_step_time(events, start, end, names, mesh)
             for sums, found in ((measured, parts), (hidden, beside)):
                 for name, seconds in found.items():
                     sums[name] = sums.get(name, 0.0) + seconds
@@ -327,7 +327,7 @@ def predicted_terms(plan: PlanData, *, by_axes: bool = True) -> dict[str, float]
     return found
 
 
-def _parted(
+def _split_step_time(
     events: Sequence[DeviceEvent],
     start: float,
     end: float,

@@ -133,14 +133,16 @@ class JobService:
         for job in self._book.jobs.values():
             run = self._run_of(job)
             for at, before, after in job.placed:
-                run.reader.asked(at, before, after)
+                run.reader.record_decision(at, before, after)
             run.poll()
             if job.how:
                 continue
             if not job.options and not job.cancelled:
                 self._planning.submit(job.request)
             elif job.wants_devices:
-                self._schedule.add(self._table(job), self._left(job), ("", job.target))
+                self._schedule.add(
+                    self._table(job), self._remaining_steps(job), ("", job.target)
+                )
         self._socket = LocalSocket(folder)
         self._held.callback(self._socket.close)
 
@@ -213,7 +215,9 @@ class JobService:
         costs = self._costs()
         for name in self._schedule.places():
             job = self._book.jobs[name]
-            self._schedule.update(name, self._left(job), self._table(job, costs))
+            self._schedule.update(
+                name, self._remaining_steps(job), self._table(job, costs)
+            )
         for move in self._schedule.decide(now):
             self._place(self._book.jobs[move.name], move.after[1])
 
@@ -235,7 +239,7 @@ class JobService:
         """Let a job have devices, if there are enough that have not failed."""
         least = min((number for _, number in job.options), default=0)
         if job.wants_devices and least <= self._devices[""]:
-            self._schedule.add(self._table(job), self._left(job))
+            self._schedule.add(self._table(job), self._remaining_steps(job))
 
     def _failed_note(self) -> str:
         told = [f"{name} ({why})" for name, why in self._placing.failed.items()]
@@ -246,7 +250,7 @@ class JobService:
         if size != job.target:
             before = job.target
             self._book.record("placed", name=job.name, size=size)
-            self._runs[job.name].reader.asked(time.time(), before, size)
+            self._runs[job.name].reader.record_decision(time.time(), before, size)
 
     def _run_of(self, job: LiveJob) -> JobRun:
         home = self._settings.folder / job.name
@@ -300,7 +304,7 @@ class JobService:
         still = {"resize_seconds": _MEMBERS_GO_ON_SECONDS}
         return {**known, **still, **every.means()}
 
-    def _left(self, job: LiveJob) -> float:
+    def _remaining_steps(self, job: LiveJob) -> float:
         steps = job.request.steps - self._runs[job.name].reader.step
         return float(job.batch * max(steps, 0))
 
@@ -345,7 +349,7 @@ class JobService:
         self._book.record("added", job=told)
         self._run_of(self._book.jobs[request.name])
         self._planning.submit(request)
-        return self._done()
+        return self._done_answer()
 
     def _change(self, request: Change) -> Answer:
         job = self._book.jobs.get(request.name)
@@ -365,7 +369,7 @@ class JobService:
                     raise JobError(f"job {job.name!r} is not paused")
                 self._book.record("resumed", name=job.name)
                 self._enter(job)
-                return self._done()
+                return self._done_answer()
             case "pause":
                 if job.paused:
                     raise JobError(f"job {job.name!r} is paused already")
@@ -375,9 +379,9 @@ class JobService:
                 self._planning.withdraw(job.name)
         self._schedule.remove(job.name)
         self._place(job, 0)
-        return self._done()
+        return self._done_answer()
 
-    def _done(self) -> Done:
+    def _done_answer(self) -> Done:
         self._problem = self._book.problem
         return Done(note=self._full() if self._problem else "")
 

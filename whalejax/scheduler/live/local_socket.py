@@ -152,7 +152,7 @@ def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
     end = time.monotonic() + patience
     while True:
         try:
-            line = _asked(folder, request)
+            line = _send_request(folder, request)
             break
         except TimeoutError as error:
             raise JobError(
@@ -175,7 +175,7 @@ def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
     return answer
 
 
-def _asked(folder: Path, request: Request) -> bytes:
+def _send_request(folder: Path, request: Request) -> bytes:
     with socket.socket(socket.AF_UNIX) as link, _short(folder / SOCKET) as short:
         link.settimeout(_SECONDS)
         link.connect(short)

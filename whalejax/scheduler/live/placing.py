@@ -121,18 +121,18 @@ class Placing:
             return
         ending = run.reader.ending if run.has_opened else None
         if ending is not None and (how := _ENDS.get(ending[0])) is not None:
-            self._over(job, how, ending[1])
+            self._end_job(job, how, ending[1])
         elif job.cancelled:
-            self._over(job, CANCELLED, "it was cancelled")
+            self._end_job(job, CANCELLED, "it was cancelled")
         elif not run.has_opened and run.status() in _ERRORS:
             why = f"its supervisor did not start: {run.end_of_log()}"
-            self._over(job, FAILED, why)
+            self._end_job(job, FAILED, why)
         elif job.launches >= MOST_LAUNCHES and job.target:
             why = f"it was started {job.launches} times without a new step"
             last = run.refusal or run.end_of_log()
-            self._over(job, FAILED, f"{why}: {last}")
+            self._end_job(job, FAILED, f"{why}: {last}")
 
-    def _over(self, job: LiveJob, how: str, why: str) -> None:
+    def _end_job(self, job: LiveJob, how: str, why: str) -> None:
         self._book.record("ended", name=job.name, how=how, why=why[-5000:])
 
     # Starts and resizes.
@@ -143,7 +143,7 @@ class Placing:
             self._set_devices(job, [])
         if not (job.target and may_start):
             return
-        free = self._own(job) + self.free()
+        free = self._healthy_devices(job) + self.free()
         if len(free) >= job.target:
             self._set_devices(job, free[: job.target])
             self._book.record("launched", name=job.name)
@@ -165,7 +165,7 @@ class Placing:
         if target < size:
             run.resize(target, self._mask(job)[:target])
         elif job.target > size:
-            free = self._own(job) + self.free()
+            free = self._healthy_devices(job) + self.free()
             if len(free) >= job.target:
                 self._set_devices(job, free[: job.target])
                 run.resize(job.target, self._mask(job))
@@ -191,7 +191,7 @@ class Placing:
         if names != job.devices:
             self._book.record("devices", name=job.name, devices=names)
 
-    def _own(self, job: LiveJob) -> list[str]:
+    def _healthy_devices(self, job: LiveJob) -> list[str]:
         return [name for name in job.devices if name not in self.failed]
 
     def _mask(self, job: LiveJob) -> list[str]:

@@ -78,8 +78,8 @@ class Planning:
             if time.monotonic() - self._began < _MOST_SECONDS:
                 return None
             _end_group(self._process)
-            return self._ended(f"it was not planned in {_MOST_SECONDS:.0f} s")
-        return self._ended("")
+            return self._finish_planning(f"it was not planned in {_MOST_SECONDS:.0f} s")
+        return self._finish_planning("")
 
     def _begin(self) -> PlannedJob | None:
         """Begin to plan the next job; what became of it where that cannot be."""
@@ -113,7 +113,7 @@ class Planning:
         self._output, self._began = write, time.monotonic()
         return None
 
-    def _ended(self, why: str) -> PlannedJob:
+    def _finish_planning(self, why: str) -> PlannedJob:
         assert self._process is not None and self._planned is not None
         name, status = self._planned.name, self._process.wait()
         self._process = self._planned = None

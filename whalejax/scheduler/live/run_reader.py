@@ -145,7 +145,7 @@ class RunReader:
         self._asked: list[_Asked] = []
         self._last: tuple[int, int, float] = (-1, 0, 0.0)
 
-    def asked(self, at: float, before: int, after: int) -> None:
+    def record_decision(self, at: float, before: int, after: int) -> None:
         """The scheduler decided about this job's devices.
 
         Args:

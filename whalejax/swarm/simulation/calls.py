@@ -225,7 +225,7 @@ class SimulatedCalls(abc.ABC):
         answered = self._computed_at(peer, call.attempt)
         if answered > self._deadline(call):
             self._at(self._deadline(call), self._timed_out, peer, call_number)
-        self._at(answered, self._answered, peer, call_number)
+        self._at(answered, self._on_answer, peer, call_number)
 
     def _computed_at(self, peer: SimulatedPeer, attempt: Attempt) -> float:
         """When the answer is there; books links and the peer's processor."""
@@ -286,7 +286,7 @@ class SimulatedCalls(abc.ABC):
         waiting = self._in_flight() / max(1, self._fewest)
         return max(call.sent + DEADLINE_FACTOR * predicted * (1 + waiting), self.now)
 
-    def _answered(self, peer: SimulatedPeer, number: int) -> None:
+    def _on_answer(self, peer: SimulatedPeer, number: int) -> None:
         if not peer.is_alive:
             return
         call = peer.calls.pop(number, None)
@@ -305,7 +305,7 @@ class SimulatedCalls(abc.ABC):
         )
         if self.setting.trainers > 1:
             wiring.reported(peer.name, len(peer.calls))
-        if self._ledger.done(attempt) is not Verdict.COUNTED:
+        if self._ledger.record_answer(attempt) is not Verdict.COUNTED:
             self._late += 1
             return
         self._holders[attempt.stage, attempt.number, attempt.phase] = peer

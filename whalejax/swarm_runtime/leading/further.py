@@ -147,7 +147,7 @@ class FurtherTrainer:
         handlers: Handlers = {
             Ping: lambda _: Pong(name=self.name),
             Batch: self._give_batch,
-            Stop: self._stopped,
+            Stop: self._on_stop,
         }
         try:
             listening = listen(host, port)
@@ -334,7 +334,7 @@ class FurtherTrainer:
             name=self.name,
             number=share.number,
             times=share.times,
-            made=[] if why else passage.made,
+            made=[] if why else passage.results,
             why=why,
             arrays=() if why else passage.sums,
         )
@@ -369,7 +369,7 @@ class FurtherTrainer:
         arrays = tuple(leaves[p] for p in places)
         return Tensors(arrays=arrays)
 
-    def _stopped(self, asked: Stop) -> StopHeard:
+    def _on_stop(self, asked: Stop) -> StopHeard:
         self._end(asked.why or "the run is over", asked.failed)
         return StopHeard()
 

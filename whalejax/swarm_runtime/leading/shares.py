@@ -66,7 +66,7 @@ class Shares:
         """Whether nothing is left to be led."""
         return self._left == 0 or self._stop.is_set()
 
-    def held(self, trainer: str) -> int:
+    def leading_count(self, trainer: str) -> int:
         """Returns the number of micro-batches that a trainer leads now."""
         with self._changed:
             return sum(s.trainer == trainer for s in self._held.values())
@@ -74,7 +74,7 @@ class Shares:
     def take(self, trainer: str, most: int) -> Share | None:
         """The next micro-batch for a trainer; none where there is none for it now."""
         with self._changed:
-            if self.is_over or self.held(trainer) >= most:
+            if self.is_over or self.leading_count(trainer) >= most:
                 return None
             for number in self._waiting:
                 if trainer == OWN or number not in self._only_own:

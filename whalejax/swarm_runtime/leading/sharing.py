@@ -101,7 +101,7 @@ class Sharing:
         with self._lock:
             self._lose(name)
             self._trainers[name] = _Further(address=address)
-            self._lease.heard(name, self._fleet.now())
+            self._lease.renew(name, self._fleet.now())
         self._tell("trainer joined", trainer=name)
 
     def addresses(self) -> list[Address]:
@@ -109,13 +109,13 @@ class Sharing:
         with self._lock:
             return [one.address for one in self._trainers.values()]
 
-    def shown(self) -> list[dict[str, Any]]:
+    def status_rows(self) -> list[dict[str, Any]]:
         """Returns the rows of ``whalejax swarm show`` on trainers; this one comes
         first.
         """
         with self._lock:
             step = self._step
-            held = (lambda name: 0) if step is None else step.shares.held
+            held = (lambda name: 0) if step is None else step.shares.leading_count
             found = [
                 {
                     "name": name,
@@ -142,7 +142,7 @@ class Sharing:
         for name, (address, seconds) in silent.items():
             why = f"it was not heard of for {seconds:.0f} s"
             if seconds <= self._lease.seconds:
-                if step is None or not step.shares.held(name):
+                if step is None or not step.shares.leading_count(name):
                     continue
                 try:
                     self._caller.ask(address, Ping(), seconds=PING_SECONDS)
@@ -209,10 +209,10 @@ class Sharing:
             known, step = self._trainers.get(name), self._step
             if known is None:
                 return GivenShare(known=False)
-            self._lease.heard(name, self._fleet.now())
+            self._lease.renew(name, self._fleet.now())
             known.counts, known.leaving = asked.counts, asked.leaving
             if known.leaving:
-                if step is None or not step.shares.held(name):
+                if step is None or not step.shares.leading_count(name):
                     del self._trainers[name]
                     self._lease.forget(name)
                     self._tell("trainer left", trainer=name)
@@ -281,6 +281,6 @@ class Sharing:
         with self._lock:
             known = self._trainers.get(name)
             if known is not None:
-                self._lease.heard(name, self._fleet.now())
+                self._lease.renew(name, self._fleet.now())
                 known.led += 1
         return Taken()

@@ -167,7 +167,7 @@ class StageHolder:
 
     # What is computed, kept and pulled.
 
-    def _computed(self, compute: Callable[[], Any]) -> Any:
+    def _run_on_device(self, compute: Callable[[], Any]) -> Any:
         """Runs a computation on the device, one after the other."""
         with self._lock:
             self.waiting += 1

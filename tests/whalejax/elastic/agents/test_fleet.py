@@ -77,7 +77,7 @@ class Ran:
     def launch(self, now: float, link: str, *names: str) -> None:
         for pid, name in enumerate(names, 100):
             fields = {"name": name, "pid": pid, "began": "1"}
-            self.fleet.heard(now, link, received("launched", fields))
+            self.fleet.on_message(now, link, received("launched", fields))
         self.do(now)
 
     def said(self, event: str) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ def test_a_lost_agent_is_the_loss_of_all_its_members_and_one_failure() -> None:
     assert ran.asked("again") == []
     for name, _, _ in there:
         fields = {"name": name, "status": -9, "said": ""}
-        ran.fleet.heard(9.1, "again", received("exited", fields))
+        ran.fleet.on_message(9.1, "again", received("exited", fields))
     for at in range(10):
         ran.tick(9.2 + at * 0.5)
     assert len(ran.asked("again")) == 2
@@ -139,7 +139,7 @@ def test_an_agent_that_ended_with_its_members_is_lost_at_once() -> None:
     ran = Ran()
     came(ran, 0.0, "a")
     ran.launch(0.0, "a", *ran.asked("a"))
-    ran.fleet.closed(0.1, "a")
+    ran.fleet.on_disconnect(0.1, "a")
     ran.tick(0.5)
     assert not ran.said("agent_lost")
     ran.tick(1.4)
@@ -152,7 +152,7 @@ def test_an_agent_that_comes_back_keeps_its_members() -> None:
     came(ran, 0.0, "a", 2)
     one, other = ran.asked("a")
     ran.launch(0.0, "a", one)  # The answer for the other is lost.
-    ran.fleet.closed(0.1, "a")
+    ran.fleet.on_disconnect(0.1, "a")
     there = [[one, 100, "1"], [other, 101, "1"]]
     ran.fleet.enlist(0.5, "link", enlist("a", 2, there=there))
     ran.tick(0.6)
@@ -166,7 +166,7 @@ def test_what_an_agent_no_longer_holds_has_ended() -> None:
     came(ran, 0.0, "a")
     (name,) = ran.asked("a")
     ran.launch(0.0, "a", name)
-    ran.fleet.closed(0.1, "a")
+    ran.fleet.on_disconnect(0.1, "a")
     ran.fleet.enlist(0.5, "link", enlist("a"))
     ran.tick(0.6)
     assert [e["name"] for e in ran.said("lost")] == [name]
@@ -180,7 +180,7 @@ def test_what_is_refused() -> None:
     assert not ran.fleet.refusal(enlist("a"))
     old = ran.fleet.refusal(enlist("b", version="0.0"))
     assert "agent b is of whalejax 0.0, and this supervisor of" in old
-    ran.fleet.closed(0.1, "a")
+    ran.fleet.on_disconnect(0.1, "a")
     assert not ran.fleet.refusal(enlist("a", token="another"))
     ran.fleet.enlist(0.2, "new", enlist("a", token="another"))
     assert [e["why"] for e in ran.said("agent_lost")] == []
@@ -194,13 +194,13 @@ def test_an_agent_that_leaves_takes_no_further_process() -> None:
     (name,) = ran.asked("a")
     ran.launch(0.0, "a", name)
     leaving = received("agent_beat", {"leaving": True})
-    ran.fleet.heard(0.1, "a", leaving)
+    ran.fleet.on_message(0.1, "a", leaving)
     fields = {"name": name, "status": 0, "said": ""}
-    ran.fleet.heard(0.2, "a", received("exited", fields))
+    ran.fleet.on_message(0.2, "a", received("exited", fields))
     for at in range(8):
         ran.tick(0.3 + at * 0.5)
     assert ran.asked("a") == [name]
-    ran.fleet.closed(5.0, "a")
+    ran.fleet.on_disconnect(5.0, "a")
     ran.do(5.0)
     assert [e["agent"] for e in ran.said("agent_left")] == ["a"]
     assert not ran.said("agent_lost")
@@ -213,7 +213,7 @@ def test_too_few_members_name_agents_that_are_there_and_missing() -> None:
         if at == 1:
             came(ran, 0.5, "a", 1)
             fields = {"name": ran.asked("a")[0], "why": "no memory"}
-            ran.fleet.heard(0.5, "a", received("not_launched", fields))
+            ran.fleet.on_message(0.5, "a", received("not_launched", fields))
             ran.membership.failures.due.clear()
         ran.tick(at * 0.6)
     (end,) = ran.said("ending")
@@ -224,10 +224,10 @@ def test_each_agent_hears_the_end_of_the_run_also_one_that_was_away() -> None:
     ran = Ran()
     came(ran, 0.0, "a")
     came(ran, 0.1, "b")
-    ran.fleet.closed(0.2, "b")
+    ran.fleet.on_disconnect(0.2, "b")
     ran.fleet.finish("all steps are done")
     assert ran.asked("a", "finish") == [None] and not ran.asked("b", "finish")
-    ran.fleet.closed(0.3, "a")
+    ran.fleet.on_disconnect(0.3, "a")
     assert ran.fleet.hears_the_end
     assert ran.fleet.refusal(enlist("b")) == ""
     ran.fleet.enlist(0.4, "b again", enlist("b"))
@@ -241,6 +241,6 @@ def test_only_an_agent_of_the_run_comes_back_to_its_end() -> None:
     ran.membership.terminate(0.1)
     ran.do(0.1)
     ran.membership.phase = "ending"
-    ran.fleet.closed(0.2, "a")
+    ran.fleet.on_disconnect(0.2, "a")
     assert ran.fleet.refusal(enlist("a")) == ""
     assert ran.fleet.refusal(enlist("new")) == "the run is over"
