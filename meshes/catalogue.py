@@ -72,7 +72,7 @@ class Torus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CatalogueEntry:
     """One kind of the catalogue and what it is built into by default.
 
     Attributes:
@@ -129,7 +129,7 @@ def device_kind(name: str) -> DeviceKind:
     return entry(name).kind
 
 
-def entry(name: str) -> Entry:
+def entry(name: str) -> CatalogueEntry:
     """One entry by its kind's name or alias, in any case of letters.
 
     Raises:
@@ -160,7 +160,7 @@ def unknown_kind(name: str) -> str:
     return f"unknown device kind {short_repr(name.strip())}. {hint}"
 
 
-def entry_of_device(device_kind_text: str) -> Entry | None:
+def entry_of_device(device_kind_text: str) -> CatalogueEntry | None:
     """The entry for a device by what JAX calls it; None if the catalogue lacks it.
 
     Example:
@@ -175,7 +175,7 @@ def entry_of_device(device_kind_text: str) -> Entry | None:
 
 
 @functools.cache
-def entries() -> Mapping[str, Entry]:
+def entries() -> Mapping[str, CatalogueEntry]:
     """Every entry by its kind's name, in the order of the file."""
     data = catalogue_data()
     return {
@@ -185,14 +185,16 @@ def entries() -> Mapping[str, Entry]:
 
 
 @functools.cache
-def _by_name() -> Mapping[str, Entry]:
+def _by_name() -> Mapping[str, CatalogueEntry]:
     names = {name: one for name, one in entries().items()}
     for one in entries().values():
         names.update({alias: one for alias in one.aliases})
     return names
 
 
-def _entry(name: str, table: dict[str, Any], documents: dict[str, Any]) -> Entry:
+def _entry(
+    name: str, table: dict[str, Any], documents: dict[str, Any]
+) -> CatalogueEntry:
     links = {
         key: _link(table[key])
         for key in ("node", "chip", "torus", "network", "domain")
@@ -210,7 +212,7 @@ def _entry(name: str, table: dict[str, Any], documents: dict[str, Any]) -> Entry
             max_chips=shape["max_chips"],
         )
     own = tuple(s for s in sources if s.field.partition(".")[0] not in links)
-    return Entry(
+    return CatalogueEntry(
         kind=_kind(name, table, own),
         aliases=tuple(table.get("aliases", ())),
         jax_names=tuple(table["jax_names"]),

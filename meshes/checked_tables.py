@@ -1,6 +1,6 @@
 """Reads tables from TOML or JSON with a check of every key, and writes TOML.
 
-``Table`` takes a dict that came from TOML or JSON apart: a value of the wrong type, a
+``FileTable`` takes a dict that came from TOML or JSON apart: a value of the wrong type, a
 missing one and a key that nobody asked for are each recorded with their path, so that
 one error names them all. The standard library reads TOML but does not write it;
 ``toml_text`` writes the few shapes that a cluster needs.
@@ -33,7 +33,7 @@ _HINTS = 20
 """Unknown keys for which the nearest known one is looked up."""
 
 
-class Table:
+class FileTable:
     """One table of a file, read key by key.
 
     Every method takes a default; without one the key must be there. After an unfit
@@ -140,12 +140,14 @@ class Table:
         self.problem(key, value, "true or false")
         return False
 
-    def table(self, key: str) -> Table:
+    def table(self, key: str) -> FileTable:
         """A table; an empty one where the key is missing."""
         value = self._get(key, "a table", {})
-        return Table({} if value is _MISSING else value, self.at(key), self.problems)
+        return FileTable(
+            {} if value is _MISSING else value, self.at(key), self.problems
+        )
 
-    def tables(self, key: str) -> list[Table]:
+    def tables(self, key: str) -> list[FileTable]:
         """A list of tables; an empty one where the key is missing."""
         value = self._get(key, "a list of tables", [])
         if value is _MISSING:
@@ -154,7 +156,7 @@ class Table:
             self.problem(key, value, "a list of tables")
             return []
         path = self.at(key)
-        return [Table(v, f"{path}.{i}", self.problems) for i, v in enumerate(value)]
+        return [FileTable(v, f"{path}.{i}", self.problems) for i, v in enumerate(value)]
 
     def numbers(self) -> tuple[tuple[str, float], ...]:
         """The whole table as (key, number) pairs, in order."""

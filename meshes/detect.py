@@ -15,7 +15,7 @@ import jax
 
 from whalejax.meshes import host_facts
 from whalejax.meshes.calibration.calibrate import calibrate as calibrate_local
-from whalejax.meshes.catalogue import Entry, Torus, entry, entry_of_device
+from whalejax.meshes.catalogue import CatalogueEntry, Torus, entry, entry_of_device
 from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.errors import Problems, WhaleError
@@ -84,7 +84,7 @@ def _groups(devices: Sequence[Any]) -> list[list[Any]]:
     return list(groups.values())
 
 
-def _entries(devices: Sequence[Any]) -> list[Entry]:
+def _entries(devices: Sequence[Any]) -> list[CatalogueEntry]:
     problems = Problems("devices")
     found = []
     for device in devices:
@@ -120,7 +120,9 @@ def _with_measured_inside(
     return (measured.levels[0], *levels[1:])
 
 
-def _torus(groups: list[list[Any]], found: Entry, torus: Torus) -> tuple[Level, ...]:
+def _torus(
+    groups: list[list[Any]], found: CatalogueEntry, torus: Torus
+) -> tuple[Level, ...]:
     """Levels from the coordinates of the chips; the first coordinate is innermost.
 
     Chips that do not fill a box, as when a user picked some, are taken for the box

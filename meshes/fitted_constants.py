@@ -25,7 +25,7 @@ import numpy as np
 from whalejax.meshes.ratings import (
     POWER,
     STANDS_IN,
-    Rated,
+    RatedDevice,
     rating_of,
     watts_ratio,
 )
@@ -199,7 +199,7 @@ class Constants:
         return self.platforms.get(platform, WHOLE).node
 
     def efficiency_of(
-        self, kind: Rated, dtype: str, default: float | None = None
+        self, kind: RatedDevice, dtype: str, default: float | None = None
     ) -> Efficiency:
         """The largest share of its peak that a kind reaches in products of a type.
 
@@ -225,7 +225,9 @@ class Constants:
         share = ASSUMED if default is None else default
         return Efficiency(share=share, measured=False, of=())
 
-    def _like(self, kind: Rated, generation: str, width: str) -> Efficiency | None:
+    def _like(
+        self, kind: RatedDevice, generation: str, width: str
+    ) -> Efficiency | None:
         """Returns the measurement in a type; of a generation the mean of its kinds.
 
         Args:
@@ -255,7 +257,7 @@ class Constants:
         return None
 
     def _carry_over(
-        self, kind: Rated, width: str, shares: Mapping[str, float]
+        self, kind: RatedDevice, width: str, shares: Mapping[str, float]
     ) -> Efficiency:
         """The mean of other kinds' shares, within a generation by their power.
 
@@ -271,7 +273,7 @@ class Constants:
         share = min(MOST, math.exp(math.fsum(logs) / len(logs)))
         return Efficiency(share=share, measured=False, of=tuple(shares))
 
-    def memory_of(self, kind: Rated) -> float:
+    def memory_of(self, kind: RatedDevice) -> float:
         """Returns the delivered fraction of a kind's memory bandwidth: measured, or a
         similar kind's.
         """

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from whalejax.meshes.dtypes import FALLBACKS
 
 
-class Rated(Protocol):
+class RatedDevice(Protocol):
     """Kind of device, as far as it is read here."""
 
     @property
@@ -35,7 +35,7 @@ class Rated(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rating:
+class DatasheetRating:
     """A kind of the catalogue, as far as its data sheet rates it.
 
     Attributes:
@@ -78,7 +78,7 @@ STANDS_IN: Mapping[str, str] = {
 """Generations of which nothing was measured in a type, and what stands in for them."""
 
 
-def watts_ratio(one: Rated, other: Rated, dtype: str) -> float:
+def watts_ratio(one: RatedDevice, other: RatedDevice, dtype: str) -> float:
     """Board power for each FLOP/s of one kind over that of another; 1 if unknown."""
     mine, theirs = (_peak(kind, dtype) for kind in (one, other))
     if not (one.watts and other.watts and mine and theirs):
@@ -86,13 +86,13 @@ def watts_ratio(one: Rated, other: Rated, dtype: str) -> float:
     return (one.watts / mine) / (other.watts / theirs)
 
 
-def _peak(kind: Rated, dtype: str) -> float:
+def _peak(kind: RatedDevice, dtype: str) -> float:
     """Returns the peak in a type, or in its replacement; 0 where there is none."""
     peaks = dict(kind.flops_per_second)
     return next((peaks[d] for d in FALLBACKS.get(dtype, (dtype,)) if d in peaks), 0.0)
 
 
-def rating_of(name: str) -> Rating | None:
+def rating_of(name: str) -> DatasheetRating | None:
     """A kind by its name, or the first of a family; None where there is none."""
     known = ratings()
     if name in known:
@@ -101,10 +101,10 @@ def rating_of(name: str) -> Rating | None:
 
 
 @functools.cache
-def ratings() -> Mapping[str, Rating]:
+def ratings() -> Mapping[str, DatasheetRating]:
     """Every kind of the catalogue by its name."""
     return {
-        name: Rating(
+        name: DatasheetRating(
             name=name,
             platform=table["platform"],
             generation=table.get("generation", ""),

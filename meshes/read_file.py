@@ -25,7 +25,7 @@ MOST_DEPTH: Final = 64
 """Lists and tables inside each other: plans and clusters have fewer than 20."""
 
 
-class Unreadable(ValueError):
+class UnreadableFileError(ValueError):
     """A file, or what was parsed of it, that cannot be taken; the text says why."""
 
 
@@ -43,17 +43,19 @@ def read_text(path: str | os.PathLike[str]) -> str:
         with open(path, "rb", opener=_at_once) as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
-                raise Unreadable("it is no regular file, but a pipe or a device")
+                raise UnreadableFileError(
+                    "it is no regular file, but a pipe or a device"
+                )
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise Unreadable(f"it has more than {MOST_BYTES} bytes")
+            raise UnreadableFileError(f"it has more than {MOST_BYTES} bytes")
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Unreadable(f"byte {error.start} is no UTF-8") from None
-    except Unreadable:
+        raise UnreadableFileError(f"byte {error.start} is no UTF-8") from None
+    except UnreadableFileError:
         raise
     except ValueError as error:  # a path that no system takes
-        raise Unreadable(str(error)) from None
+        raise UnreadableFileError(str(error)) from None
 
 
 def _at_once(path: str, flags: int) -> int:
@@ -96,12 +98,12 @@ def _parsed(text: str, parse: Callable[[str], Any]) -> Any:
     try:
         data = parse(text)
     except RecursionError:
-        raise Unreadable(_too_deep()) from None
-    except Unreadable:
+        raise UnreadableFileError(_too_deep()) from None
+    except UnreadableFileError:
         raise
     except ValueError as error:
         # Python refuses integers of more than 4,300 digits with one, too.
-        raise Unreadable(str(error)) from None
+        raise UnreadableFileError(str(error)) from None
     check_depth(data)
     return data
 
@@ -126,7 +128,7 @@ def check_depth(data: Any) -> None:
         if not inner:
             return
         level = inner
-    raise Unreadable(_too_deep())
+    raise UnreadableFileError(_too_deep())
 
 
 def _too_deep() -> str:
@@ -134,13 +136,15 @@ def _too_deep() -> str:
 
 
 def _no_constant(name: str) -> Any:
-    raise Unreadable(f"{name} is no number of JSON")
+    raise UnreadableFileError(f"{name} is no number of JSON")
 
 
 def _float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise Unreadable(f"{quoted(text)} is larger than any number that is computed")
+        raise UnreadableFileError(
+            f"{quoted(text)} is larger than any number that is computed"
+        )
     return number
 
 
@@ -149,5 +153,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise Unreadable(f"the key {quoted(twice)} stands twice in one table")
+        raise UnreadableFileError(f"the key {quoted(twice)} stands twice in one table")
     return found

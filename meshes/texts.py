@@ -38,7 +38,7 @@ def is_invisible(character: str) -> bool:
 
 
 def is_shown_as_written(text: str) -> bool:
-    """Whether a text holds no character that is ``hidden``."""
+    """Whether a text holds no character that is ``is_invisible``."""
     return text.isprintable() or not any(map(is_invisible, text))
 
 

@@ -3,7 +3,7 @@
 The quick-start model: with its default configuration it has 3.3M parameters and
 reads bytes. It runs on one device as it is; two lines annotate it:
 
-- in ``GPT.hidden``: ``with when(..., wh.replicate()):`` around embedding, blocks and
+- in ``GPT.hidden_states``: ``with when(..., wh.replicate()):`` around embedding, blocks and
   last norm makes them data-parallel;
 - in ``loss_fn``: ``with when(..., wh.split()):`` around head and cross-entropy splits
   them, along the dimension that costs least.

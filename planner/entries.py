@@ -183,7 +183,7 @@ class Candidates(tuple[Candidate, ...]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class VirtualStagePrediction:
     """Prediction for one micro-batch on one part of a pipeline.
 
     Attributes:
@@ -207,7 +207,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beyond:
+class UnsupportedFeatures:
     """Features of a plan that this version does not run.
 
     Attributes:

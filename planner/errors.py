@@ -9,7 +9,7 @@ class PlanError(WhaleError):
     """A plan that cannot be made, read or used."""
 
 
-class Unobeyed(PlanError):
+class DeviceCountError(PlanError):
     """A number of devices cannot serve what is asked of them; another may."""
 
 

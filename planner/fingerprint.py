@@ -104,7 +104,7 @@ def told_apart(told: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
     """Describes the parts in which some plans differ from the first; empty if in none.
 
     Args:
-        told: Reports of the processes, as ``told`` returns them.
+        told: Reports of the processes, as ``part_digests`` returns them.
         others: numbers of those whose plan is another one.
 
     Example:

@@ -27,15 +27,15 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.planner.entries import (
     BatchLeaf,
-    Beyond,
     Candidate,
     Candidates,
     Collective,
     LeafPlan,
     ModelWork,
-    Pace,
     RegionTable,
     RoleInfo,
+    UnsupportedFeatures,
+    VirtualStagePrediction,
     starred,
 )
 from whalejax.planner.errors import PlanError
@@ -91,7 +91,7 @@ class StagesData:
     ahead: int = 0
     back: int = 0
     stash: str = ""
-    paces: tuple[Pace, ...] = ()
+    paces: tuple[VirtualStagePrediction, ...] = ()
     handed_seconds: float = 0.0
 
     def words(self) -> str:
@@ -115,7 +115,7 @@ class StagesData:
         return f"cut before {', '.join(self.starts)}"
 
 
-class Question(Protocol):
+class PlannedQuestion(Protocol):
     """Question that a plan answers, kept beside it."""
 
     def again(self, **changes: Any) -> Any:
@@ -170,7 +170,7 @@ class PlanData(StepOptions):
         default=None, metadata={"unless_default": True}
     )
     runnable: bool = True
-    beyond: Beyond | None = None
+    beyond: UnsupportedFeatures | None = None
     compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
     swarm: Swarm | None = dataclasses.field(
         default=None, metadata={"unless_default": True}
@@ -179,7 +179,7 @@ class PlanData(StepOptions):
         default=None, metadata={"unless_default": True}
     )
     source: tuple[str, ...] = ()
-    question: Question | None = dataclasses.field(
+    question: PlannedQuestion | None = dataclasses.field(
         default=None, compare=False, repr=False, metadata={"kept": False}
     )
 

@@ -23,7 +23,7 @@ from scipy.stats import kendalltau
 from scripts.fit_constants import fit, source_weights
 from whalejax.estimates.fill_missing import readings
 from whalejax.estimates.read_table import measured_seconds, read_table
-from whalejax.estimates.run import Run
+from whalejax.estimates.run import PublishedRun
 from whalejax.estimates.step_model import Array, Runs
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.fitted_constants import Constants, constants
@@ -45,7 +45,7 @@ class Measured:
     """
 
     rows: tuple[Mapping[str, str], ...]
-    runs: tuple[Run, ...]
+    runs: tuple[PublishedRun, ...]
     seconds: Array
     layers: Array
 
@@ -152,7 +152,7 @@ def _scaled_cells(row: Mapping[str, str]) -> dict[str, str]:
     return {name: str(size) for name, size in sizes.items()}
 
 
-def _has_layout(row: Mapping[str, str], run: Run) -> bool:
+def _has_layout(row: Mapping[str, str], run: PublishedRun) -> bool:
     degrees = [row.get(name) for name in ("dp", "fsdp", "tp", "pp")]
     return run.num_devices == 1 or any(degrees)
 
@@ -340,7 +340,7 @@ def _regret(measured: Measured, predicted: Array, at: Array) -> float | None:
     return float(np.mean(found)) if found else None
 
 
-def _layout(run: Run) -> tuple[object, ...]:
+def _layout(run: PublishedRun) -> tuple[object, ...]:
     mesh = (run.data, run.fsdp, run.tensor, run.stages, run.context, run.expert)
     held = (run.zero, run.remat, run.sequence_parallel)
     return (*mesh, run.chunks, run.micro_batch, *held)

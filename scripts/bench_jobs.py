@@ -81,7 +81,7 @@ from whalejax.scheduler.schedule import (  # noqa: E402
     elastic,
     first_come_first_served,
 )
-from whalejax.scheduler.simulation import Simulated, simulate  # noqa: E402
+from whalejax.scheduler.simulation import JobSimulation, simulate  # noqa: E402
 
 
 KEPT: Final = ROOT / "scripts" / "jobs.json"
@@ -257,7 +257,7 @@ def played(
     }
 
 
-def _summary(one: Simulated) -> dict[str, float]:
+def _summary(one: JobSimulation) -> dict[str, float]:
     return {
         "jct": one.mean_completion,
         "makespan": one.makespan,

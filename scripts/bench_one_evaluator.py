@@ -48,7 +48,7 @@ import whalejax as wh
 from whalejax import jobs, models
 from whalejax.planner.search import spmd
 from whalejax.planner.search.enumerate import Search
-from whalejax.planner.search.request import Scored
+from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import divisors
 
 
@@ -225,7 +225,9 @@ def _planned(plan: Callable[..., Any], **options: Any) -> Any:
         return None
 
 
-def _chosen(alone: Any, searches: list[Search]) -> tuple[Search, Scored] | None:
+def _chosen(
+    alone: Any, searches: list[Search]
+) -> tuple[Search, LayoutCandidate] | None:
     """The search that found a plan, and what it found."""
     for search in searches:
         for scored in search.scored:
@@ -234,7 +236,7 @@ def _chosen(alone: Any, searches: list[Search]) -> tuple[Search, Scored] | None:
     return None
 
 
-def _together(search: Search, scored: Scored) -> dict[str, float] | None:
+def _together(search: Search, scored: LayoutCandidate) -> dict[str, float] | None:
     """The layout in an array of every layout of its program."""
     every = Search(
         search.graph,

@@ -298,11 +298,11 @@ class _Run:
         """Seconds of a hand-over from stage to stage, and of this side's processor."""
         import jax
 
-        from whalejax.planner.pipeline.transfer_order import Handing
+        from whalejax.planner.pipeline.transfer_order import ScheduledTransfer
 
         moves = self.runner.moves
-        there = Handing(micro_batch=0, source=0, target=1, action="forward")
-        back = Handing(micro_batch=0, source=1, target=0, action="backward")
+        there = ScheduledTransfer(micro_batch=0, source=0, target=1, action="forward")
+        back = ScheduledTransfer(micro_batch=0, source=1, target=0, action="backward")
         aval = [self.runner.avals[v] for v in moves.values_of(there)]
         first = self.runner.here[0]
         arrays = [jax.numpy.zeros(a.shape, a.dtype) for a in aval] if first else None

@@ -45,9 +45,9 @@ from whalejax.elastic.supervisor.supervisor import (
 )
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
-from whalejax.membership.events import Heard, Register, Tick
+from whalejax.membership.events import MemberMessageEvent, RegisterEvent, Tick
 from whalejax.membership.react import react
-from whalejax.membership.run import Run
+from whalejax.membership.run import ElasticRun
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.wire import run_messages as wire
 from whalejax.wire.connection import Channel, dial
@@ -210,20 +210,20 @@ def rules_cost(members: int) -> dict[str, float]:
     Returns:
         Microseconds of a beat and of a commit, and milliseconds of a turn.
     """
-    run = Run(settings=SupervisorSettings(least=members, most=members))
+    run = ElasticRun(settings=SupervisorSettings(least=members, most=members))
     names = [f"x{number}" for number in range(members)]
     for number, name in enumerate(names):
-        react(run, 0.0, Register(name, None, registration(number)))
-        react(run, 0.0, Heard(name, wire.Ready()))
+        react(run, 0.0, RegisterEvent(name, None, registration(number)))
+        react(run, 0.0, MemberMessageEvent(name, wire.Ready()))
     react(run, 0.1, Tick())
     prepared = wire.Prepared(generation=run.generation, step=0, held=[])
     for name in names:
-        react(run, 0.2, Heard(name, prepared))
+        react(run, 0.2, MemberMessageEvent(name, prepared))
     react(run, 0.3, Tick())
     assert run.phase == "running" and len(run.active) == members
 
     def each(message: wire.OfMember) -> float:
-        events = [Heard(name, message) for name in names]
+        events = [MemberMessageEvent(name, message) for name in names]
         began = time.process_time()
         for event in events:
             react(run, 0.4, event)

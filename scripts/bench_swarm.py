@@ -65,7 +65,7 @@ from whalejax.meshes import cluster
 from whalejax.swarm.ledger import committed, count_lost_and_doubled
 from whalejax.swarm_runtime.leading.state import Settings
 from whalejax.swarm_runtime.peer import Peer
-from whalejax.swarm_runtime.serving import Serving
+from whalejax.swarm_runtime.serving import RegistryServer
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -147,7 +147,7 @@ def faulty_run(
         told.update([kind])
         write(f"told: {kind}", more)
 
-    serving = Serving(
+    serving = RegistryServer(
         cut_of(options), KEY, SETTINGS, lease_seconds=12.0, write=write, tell=tell
     )
     processes = Processes(
@@ -189,7 +189,7 @@ def faulty_run(
 
 
 def stepped(
-    serving: Serving,
+    serving: RegistryServer,
     processes: Processes,
     write: Callable[[str, Any], None],
     until: float,
@@ -222,7 +222,9 @@ def quiet_run(
 ) -> tuple[list[float], int]:
     """Losses, and bytes at borders, of peers in this process."""
     cut = _cut(json.dumps(options))
-    serving = Serving(cut, KEY, Settings(steps=steps, call_seconds=120.0), wire=wire)
+    serving = RegistryServer(
+        cut, KEY, Settings(steps=steps, call_seconds=120.0), wire=wire
+    )
     peers = []
     try:
         for stage in range(STAGES):

@@ -50,7 +50,7 @@ from flax import nnx  # noqa: E402
 import whalejax as wh  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
 from whalejax.lowering.pipeline_spmd import stage_body  # noqa: E402
-from whalejax.lowering.pipeline_spmd.dynamic_layers import Turns  # noqa: E402
+from whalejax.lowering.pipeline_spmd.dynamic_layers import DynamicLoop  # noqa: E402
 from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import places_of  # noqa: E402
 from whalejax.planner.pipeline.uneven_layers import with_layers  # noqa: E402
 
@@ -102,7 +102,7 @@ def _ratio(layers: Sequence[int]) -> float:
     return round((4 * sum(layers) - last) / full, 3)
 
 
-def _masked(turns: Turns, count: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+def _masked(turns: DynamicLoop, count: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
     """The most layers of any stage, of which those too many change nothing."""
     constants = tuple(operands[: turns.num_consts])
     stacks = tuple(operands[turns.carries.stop :])

@@ -22,7 +22,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from whalejax.estimates.read_table import read_row, read_table
-from whalejax.estimates.run import Run
+from whalejax.estimates.run import PublishedRun
 from whalejax.estimates.step_model import Array, Runs
 from whalejax.estimates.workload import LAYER
 from whalejax.meshes.device_kinds import DeviceKind
@@ -62,7 +62,7 @@ class Profiles:
         seconds: forward and backward.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[PublishedRun, ...]
     shapes: tuple[Shape, ...]
     devices: tuple[str, ...]
     seconds: Array

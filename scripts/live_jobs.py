@@ -161,10 +161,10 @@ class Serving:
         """What ``jobs show`` says of each job; with ``""`` for the scheduler itself."""
         from whalejax.scheduler.job_table import JobError
         from whalejax.scheduler.live.local_socket import ask
-        from whalejax.scheduler.live.requests import Jobs, Show
+        from whalejax.scheduler.live.requests import Jobs, ShowJobs
 
         try:
-            answer = ask(self.save, Show())
+            answer = ask(self.save, ShowJobs())
         except JobError:
             return {}
         assert isinstance(answer, Jobs)

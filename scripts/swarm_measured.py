@@ -76,14 +76,14 @@ from swarm_peer import cut_of
 
 import whalejax as wh
 from whalejax.distributed.cgroup_quota import Quota
-from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
+from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
 from whalejax.swarm.quantize import BLOCK
 from whalejax.swarm.rebalancing import Rule
-from whalejax.swarm.simulator import Setting, StageCost, simulate
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm.simulator import SimulationSettings, StageCost, simulate
+from whalejax.swarm_runtime.cut import StagedJob
 from whalejax.swarm_runtime.leading.state import Settings
-from whalejax.swarm_runtime.registry import Member
-from whalejax.swarm_runtime.serving import Serving
+from whalejax.swarm_runtime.registry import PeerRecord
+from whalejax.swarm_runtime.serving import RegistryServer
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -154,7 +154,7 @@ class Peers:
 
     def start(
         self,
-        serving: Serving,
+        serving: RegistryServer,
         stage: int,
         *,
         space: Space | None = None,
@@ -180,7 +180,7 @@ class Peers:
         )
         return host
 
-    def ready(self, serving: Serving) -> None:
+    def ready(self, serving: RegistryServer) -> None:
         """Wait until all are."""
         end = time.monotonic() + READY_SECONDS
         while True:
@@ -212,12 +212,14 @@ def processor_seconds(pid: int) -> float:
 # Slow processors.
 
 
-def in_turn(serving: Serving) -> Callable[..., Member | None]:
+def in_turn(serving: RegistryServer) -> Callable[..., PeerRecord | None]:
     """Asks the peers of each stage in turn, as if they were alike."""
     turns: Counter[tuple[int, float]] = Counter()
     lock = threading.Lock()
 
-    def choose(stage: int, task: float, avoid: Collection[str] = ()) -> Member | None:
+    def choose(
+        stage: int, task: float, avoid: Collection[str] = ()
+    ) -> PeerRecord | None:
         del avoid
         found = serving.trainer.fleet.usable(stage)
         with lock:
@@ -240,7 +242,7 @@ def quotas(steps: int) -> dict[str, Any]:
     settings = Settings(
         steps=1 + steps + STATIC_STEPS, call_seconds=300.0, in_flight=24
     )
-    serving = Serving(cut_of(given), KEY, settings)
+    serving = RegistryServer(cut_of(given), KEY, settings)
     peers = Peers(given)
     with contextlib.ExitStack() as stack:
         stack.callback(serving.close)
@@ -293,7 +295,7 @@ LATENCIES: Final = 4
 
 
 def predicted(
-    cut: Cut, calls: Pairs, computed: Pairs, border: float, rate: float
+    cut: StagedJob, calls: Pairs, computed: Pairs, border: float, rate: float
 ) -> float:
     """Seconds of a step by the simulator.
 
@@ -328,9 +330,9 @@ def predicted(
             latency_seconds=statistics.mean(beside) / LATENCIES,
         )
         trace.append(
-            ChurnEvent(time=0.0, event=Happening.JOIN, peer=f"p{stage}", link=link)
+            ChurnEvent(time=0.0, event=PeerEventKind.JOIN, peer=f"p{stage}", link=link)
         )
-    setting = Setting(
+    setting = SimulationSettings(
         stages=tuple(costs), micro_batches=cut.count, rule=Rule.NONE, period=1e9
     )
     found = simulate(setting, trace, 600.0)
@@ -341,7 +343,9 @@ Noted = dict[tuple[int, str], list[float]]
 """Seconds by stage, and ``"forward"`` or ``"backward"``."""
 
 
-def noted(serving: Serving, is_wanted: Callable[[], bool]) -> tuple[Noted, Noted]:
+def noted(
+    serving: RegistryServer, is_wanted: Callable[[], bool]
+) -> tuple[Noted, Noted]:
     """What calls take from now on, as the trainer sees it, and as peers say.
 
     Args:
@@ -366,7 +370,7 @@ def noted(serving: Serving, is_wanted: Callable[[], bool]) -> tuple[Noted, Noted
 
 
 def linked(
-    spaces: list[Space], cut: Cut, wire: str, rates: list[int], steps: int
+    spaces: list[Space], cut: StagedJob, wire: str, rates: list[int], steps: int
 ) -> tuple[Pairs, Pairs, dict[int, float], float]:
     """Seconds of calls without limits and computed in them, of a step, and its bytes.
 
@@ -381,7 +385,7 @@ def linked(
     every = (1 + steps) * (1 + len(rates))
     # At first one micro-batch after the other: no call waits for another.
     settings = Settings(steps=every, call_seconds=120.0, in_flight=1)
-    serving = Serving(cut, KEY, settings, wire=wire, host=BRIDGE_ADDRESS)
+    serving = RegistryServer(cut, KEY, settings, wire=wire, host=BRIDGE_ADDRESS)
     peers = Peers(given)
     ends: list[float] = []
     counts: list[int] = []
@@ -421,7 +425,7 @@ def linked(
 
 def links(steps: int) -> dict[str, Any]:
     """Steps over links of 200 and 80 Mb/s beside the simulator's, and bytes."""
-    cut = Cut(wide(), stages=STAGES, micro_batches=12)
+    cut = StagedJob(wide(), stages=STAGES, micro_batches=12)
     whole = ROWS * WIDTH * 4
     borders = {"f32": whole, "int8": whole / 4 * (1 + 4 / BLOCK)}
     rates, ratios, told, carried_bytes = [200, 80], {}, {}, {}
@@ -499,7 +503,7 @@ class Kills:
         count: of kills.
     """
 
-    def __init__(self, serving: Serving, peers: Peers, interval: float) -> None:
+    def __init__(self, serving: RegistryServer, peers: Peers, interval: float) -> None:
         self._serving, self._peers, self._interval = serving, peers, interval
         self._stages = {
             peers.start(serving, n % STAGES): n % STAGES for n in range(2 * STAGES)
@@ -546,7 +550,7 @@ def churned(
 ) -> tuple[float, list[float], int, int]:
     """Steps a second of a swarm, starts of newcomers, joiner steps, and kills."""
     journal, peers = Journal(), Peers(given)
-    serving = Serving(
+    serving = RegistryServer(
         cut_of(given),
         KEY,
         Settings(steps=10**6, call_seconds=12.0, snapshot_every=5),
@@ -587,7 +591,9 @@ def restarted(
     starts: list[float] = []
     killed = interval
     while True:
-        serving = Serving(cut, KEY, settings, snapshot=snapshot, generation=len(starts))
+        serving = RegistryServer(
+            cut, KEY, settings, snapshot=snapshot, generation=len(starts)
+        )
         peers = Peers(given)
         try:
             begun = time.monotonic()

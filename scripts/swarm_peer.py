@@ -24,11 +24,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from whalejax.swarm_runtime.cut import Cut
-from whalejax.swarm_runtime.leading.further import FurtherTrainer
+from whalejax.swarm_runtime.cut import StagedJob
+from whalejax.swarm_runtime.leading.further import SecondaryTrainer
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.registry import facts_of
-from whalejax.swarm_runtime.stage import Stage, ready_stage
+from whalejax.swarm_runtime.stage import StagePrograms, ready_stage
 from whalejax.wire.keys import load_key
 
 
@@ -61,9 +61,9 @@ def job_of(given: dict[str, Any]) -> Any:
     return models.job(given["job"], **given.get("options", {}))
 
 
-def cut_of(given: dict[str, Any]) -> Cut:
+def cut_of(given: dict[str, Any]) -> StagedJob:
     """The job in stages."""
-    return Cut(
+    return StagedJob(
         job_of(given),
         stages=given["stages"],
         micro_batches=given["micro_batches"],
@@ -77,29 +77,29 @@ def sleep_in_calls(forward: float, backward: float) -> None:
     Args:
         forward, backward: seconds.
     """
-    real_forward, real_backward = Stage.forward, Stage.backward
+    real_forward, real_backward = StagePrograms.forward, StagePrograms.backward
 
-    def slept(real: Any, seconds: float, stage: Stage, given: Any) -> Any:
+    def slept(real: Any, seconds: float, stage: StagePrograms, given: Any) -> Any:
         begun = time.monotonic()
         found = real(stage, *given)
         time.sleep(max(0.0, begun + seconds - time.monotonic()))
         return found
 
-    def slow_forward(self: Stage, *given: Any) -> Any:
+    def slow_forward(self: StagePrograms, *given: Any) -> Any:
         return slept(real_forward, forward, self, given)
 
-    def slow_backward(self: Stage, *given: Any) -> Any:
+    def slow_backward(self: StagePrograms, *given: Any) -> Any:
         seconds = backward + (forward if self.last else 0.0)
         return slept(real_backward, seconds, self, given)
 
-    Stage.forward = slow_forward  # type: ignore[method-assign]
-    Stage.backward = slow_backward  # type: ignore[method-assign]
+    StagePrograms.forward = slow_forward  # type: ignore[method-assign]
+    StagePrograms.backward = slow_backward  # type: ignore[method-assign]
 
 
-def trainer_of(given: dict[str, Any], cut: Cut) -> FurtherTrainer:
+def trainer_of(given: dict[str, Any], cut: StagedJob) -> SecondaryTrainer:
     """A further trainer."""
     host, port = given["registry"]
-    return FurtherTrainer(
+    return SecondaryTrainer(
         cut,
         load_key(Path(given["key"])),
         (host, port),
@@ -109,7 +109,7 @@ def trainer_of(given: dict[str, Any], cut: Cut) -> FurtherTrainer:
     )
 
 
-def peer_of(given: dict[str, Any], cut: Cut) -> Peer:
+def peer_of(given: dict[str, Any], cut: StagedJob) -> Peer:
     """A peer."""
     fault, mark = given.get("fault"), given.get("mark", "")
     host, port = given["registry"]
@@ -125,7 +125,7 @@ def peer_of(given: dict[str, Any], cut: Cut) -> Peer:
     )
 
 
-def main(given: dict[str, Any], cut: Cut | None = None) -> None:
+def main(given: dict[str, Any], cut: StagedJob | None = None) -> None:
     """Serve a stage, or lead where that is no number, until the run is over."""
     cut = cut or cut_of(given)
     if "call_takes" in given:

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import swarm_peer
 
-from whalejax.swarm_runtime.serving import Serving
+from whalejax.swarm_runtime.serving import RegistryServer
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -116,7 +116,7 @@ class Processes:
 
     def __init__(
         self,
-        serving: Serving,
+        serving: RegistryServer,
         options: dict[str, Any],
         *,
         key: Path,

@@ -32,7 +32,12 @@ from whalejax.meshes import cluster
 from whalejax.planner.swarm_data import wire_bytes
 from whalejax.swarm.churn import Churn, PeerLink, draw
 from whalejax.swarm.rebalancing import Rule
-from whalejax.swarm.simulator import Setting, Simulated, StageCost, simulate
+from whalejax.swarm.simulator import (
+    SimulationSettings,
+    StageCost,
+    SwarmSimulation,
+    simulate,
+)
 
 
 LINK: Final = PeerLink(
@@ -63,7 +68,7 @@ def stage(forward_seconds: float, backward_seconds: float) -> StageCost:
     )
 
 
-SETTING: Final = Setting(
+SETTING: Final = SimulationSettings(
     stages=(stage(2.0, 6.0), stage(2.0, 6.0), stage(0.0, 8.0)),
     micro_batches=96,
     compile_seconds=10.0,
@@ -82,7 +87,7 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
 def under_churn(seeds: int) -> dict[str, Any]:
     """Throughput of each way over seeds, as parts of the optimum's."""
     parts: dict[str, list[float]] = {way: [] for way in WAYS}
-    found: dict[str, list[Simulated]] = {way: [] for way in WAYS}
+    found: dict[str, list[SwarmSimulation]] = {way: [] for way in WAYS}
     for seed in range(seeds):
         trace = draw(CHURN, seed)
         for way, changes in WAYS.items():
@@ -122,7 +127,7 @@ PAPER_UNSHARED: Final = 13e9
 PAPER_WIDTH, PAPER_TOKENS, PAPER_BATCH, PAPER_PEERS = 4096, 2048, 4096, 400
 
 
-def paper_setting(sum_bytes: int) -> Setting:
+def paper_setting(sum_bytes: int) -> SimulationSettings:
     """The setting of the paper.
 
     Args:
@@ -149,7 +154,7 @@ def paper_setting(sum_bytes: int) -> Setting:
                 gradient_bytes=int(sum_bytes * PAPER_PARAMETERS / 3),
             )
         )
-    return Setting(
+    return SimulationSettings(
         stages=tuple(stages), micro_batches=PAPER_BATCH, compile_seconds=60.0
     )
 

@@ -39,12 +39,12 @@ import jax
 from swarm_measured import KEY, LATENCIES, STAGES, Noted, Peers, gpt, noted
 from swarm_peer import cut_of
 
-from whalejax.swarm.churn import Churn, ChurnEvent, Happening, PeerLink, draw
-from whalejax.swarm.simulator import Setting, StageCost, simulate
+from whalejax.swarm.churn import Churn, ChurnEvent, PeerEventKind, PeerLink, draw
+from whalejax.swarm.simulator import SimulationSettings, StageCost, simulate
 from whalejax.swarm_runtime.leading.state import Settings
-from whalejax.swarm_runtime.moving import Mover
+from whalejax.swarm_runtime.moving import StageMover
 from whalejax.swarm_runtime.registry import ANY
-from whalejax.swarm_runtime.serving import Serving
+from whalejax.swarm_runtime.serving import RegistryServer
 
 
 FORWARD_SECONDS: Final = 0.15
@@ -105,7 +105,7 @@ class Lived:
 class Player:
     """Has peers come and go as a trace says, in a thread."""
 
-    def __init__(self, serving: Serving, peers: Peers, lived: Lived) -> None:
+    def __init__(self, serving: RegistryServer, peers: Peers, lived: Lived) -> None:
         self._serving, self._peers, self._lived = serving, peers, lived
         self._hosts: dict[str, str] = {}
         self._over = threading.Event()
@@ -137,10 +137,10 @@ class Player:
         for event in trace:
             if self._over.wait(max(0.0, begun + event.time - time.monotonic())):
                 return
-            if event.event is Happening.JOIN:
+            if event.event is PeerEventKind.JOIN:
                 host = self.start(event.peer, ANY)
                 self._run(self._until_ready, host, time.monotonic())
-            elif event.event is Happening.KILL:
+            elif event.event is PeerEventKind.KILL:
                 self._peers.kill(self._hosts[event.peer])
             else:
                 process = self._peers.processes[self._hosts[event.peer]]
@@ -169,13 +169,13 @@ def live(trace: Sequence[ChurnEvent], seconds: float) -> Lived:
         del more
         lived.told[kind] = lived.told.get(kind, 0) + 1
 
-    serving = Serving(
+    serving = RegistryServer(
         cut_of(given),
         KEY,
         Settings(steps=10**6, call_seconds=10.0, snapshot_every=SNAPSHOT_EVERY),
         lease_seconds=LEASE_SECONDS,
         tell=tell,
-        rebalance=Mover(STAGES, period=REBALANCE_SECONDS),
+        rebalance=StageMover(STAGES, period=REBALANCE_SECONDS),
     )
     player = Player(serving, peers, lived)
     is_quiet = threading.Event()
@@ -208,7 +208,7 @@ def live(trace: Sequence[ChurnEvent], seconds: float) -> Lived:
     return lived
 
 
-def timed_updates(serving: Serving) -> list[float]:
+def timed_updates(serving: RegistryServer) -> list[float]:
     """Seconds of each sum and update from now on."""
     trainer: Any = serving.trainer
     committed, found = trainer._committed, []
@@ -245,7 +245,7 @@ def simulated(trace: Sequence[ChurnEvent], lived: Lived, seconds: float) -> Curv
         update_seconds=lived.update_seconds,
     )
     last = dataclasses.replace(inner, forward_seconds=0.0, backward_seconds=both)
-    setting = Setting(
+    setting = SimulationSettings(
         stages=(*[inner] * (STAGES - 1), last),
         micro_batches=MICRO_BATCHES,
         period=REBALANCE_SECONDS,

@@ -27,12 +27,12 @@ from whalejax.meshes.calibration.probes import (
     CollectiveProbe,
     Convolution,
     Elementwise,
-    Fresh,
+    FirstTouchProbe,
     ProductProbe,
     Seconds,
     measure_devices,
 )
-from whalejax.meshes.catalogue import Entry, Link, entry_of_device
+from whalejax.meshes.catalogue import CatalogueEntry, Link, entry_of_device
 from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
 from whalejax.meshes.device_kinds import (
@@ -189,7 +189,7 @@ def _cluster(
 def _kind(
     devices: Sequence[Device],
     found: Seconds,
-    entry: Entry | None,
+    entry: CatalogueEntry | None,
     platform: Platform,
 ) -> DeviceKind:
     products = _matmul_points(found)
@@ -273,7 +273,7 @@ def _transcendentals_per_second(kind: DeviceKind, found: Seconds) -> float | Non
 def _fresh_bytes_per_second(kind: DeviceKind, found: Seconds) -> float | None:
     """The rate that explains what writing new memory took beyond writing it."""
     for probe, seconds in found.items():
-        if isinstance(probe, Fresh):
+        if isinstance(probe, FirstTouchProbe):
             extra = seconds - kind.elementwise_seconds(probe.array_bytes)
             return probe.array_bytes / extra if extra > 0 else None
     return None
@@ -309,7 +309,7 @@ def _convolutions(
 
 
 def _level(
-    count: int, entry: Entry | None, fit: LinkFit | None, kind: DeviceKind
+    count: int, entry: CatalogueEntry | None, fit: LinkFit | None, kind: DeviceKind
 ) -> Level:
     known = entry.node if entry is not None else None
     name = known.name if known is not None else "host"

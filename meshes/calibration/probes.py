@@ -81,7 +81,7 @@ class Elementwise:
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
+class FirstTouchProbe:
     """A probe: an array of this size, written to memory that was allocated anew."""
 
     array_bytes: int
@@ -123,7 +123,14 @@ class CollectiveProbe:
     payload_bytes: int
 
 
-Probe = ProductProbe | Elementwise | Fresh | Convolution | ChainProbe | CollectiveProbe
+Probe = (
+    ProductProbe
+    | Elementwise
+    | FirstTouchProbe
+    | Convolution
+    | ChainProbe
+    | CollectiveProbe
+)
 Seconds = dict[Probe, float]
 
 # Iterations at least, where one takes long on many devices that share a memory. Every
@@ -183,7 +190,7 @@ def _is_double(probe: Probe) -> bool:
 
 def _operations_in(probe: Probe, on_cpu: bool) -> int:
     """Returns the number of operations in one iteration of the probe's program."""
-    if isinstance(probe, Convolution | Fresh):
+    if isinstance(probe, Convolution | FirstTouchProbe):
         return 1
     each = {ProductProbe: 2, ChainProbe: timers.OPS_IN_CHAIN}.get(type(probe), 1)
     return each * (
@@ -199,7 +206,7 @@ def _run_of(probe: Probe, devices: Sequence[Device]) -> timers.Run:
             return timers.add_run(devices, array_bytes)
         case Elementwise(_, array_bytes):
             return timers.exp_run(devices, array_bytes)
-        case Fresh(array_bytes):
+        case FirstTouchProbe(array_bytes):
             return timers.fresh_run(devices, array_bytes)
         case Convolution(batch, side, channels):
             return timers.convolution_run(devices, batch, side, channels)
@@ -229,7 +236,7 @@ def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
         memory[0],
         ChainProbe(),
         Elementwise("exp", EXP_BYTES[on_cpu]),
-        *[Fresh(FRESH_BYTES)] * on_cpu,
+        *[FirstTouchProbe(FRESH_BYTES)] * on_cpu,
         *collectives[:2],
     ]
     convolutions = _CPU_CONVOLUTIONS if on_cpu else _ACCELERATOR_CONVOLUTIONS

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import (
     DESCRIBE_IN_TOML,
-    Entry,
+    CatalogueEntry,
     Link,
     Torus,
     entry,
@@ -56,7 +56,7 @@ KIND is one of {", ".join(kind_names())}."""
 class _Part:
     """One term of the text: nodes of one kind, or slices of one torus."""
 
-    entry: Entry
+    entry: CatalogueEntry
     groups: int
     lengths: tuple[int, ...]
 
@@ -130,7 +130,7 @@ def _part(term: str, problems: Problems) -> _Part | None:
     return _node_part(term, found, numbers, problems)
 
 
-def _entry(name: str) -> Entry | None:
+def _entry(name: str) -> CatalogueEntry | None:
     """Returns the entry of a name: a kind of the catalogue, or a device by its
     datasheet.
 
@@ -207,7 +207,7 @@ def _malformed(term: str) -> str:
 
 
 def _node_part(
-    term: str, found: Entry, numbers: list[int], problems: Problems
+    term: str, found: CatalogueEntry, numbers: list[int], problems: Problems
 ) -> _Part | None:
     name, most = found.kind.name, found.node_devices
     if len(numbers) > 2:
@@ -237,7 +237,11 @@ def _node_part(
 
 
 def _torus_part(
-    term: str, found: Entry, torus: Torus, numbers: list[int], problems: Problems
+    term: str,
+    found: CatalogueEntry,
+    torus: Torus,
+    numbers: list[int],
+    problems: Problems,
 ) -> _Part | None:
     name, dims = found.kind.name, torus.dims
     if len(numbers) > dims + 1:
@@ -300,7 +304,9 @@ def near_cube(chips: int, dims: int) -> tuple[int, ...]:
     return best
 
 
-def node_levels(found: Sequence[Entry], counts: Sequence[int]) -> tuple[Level, ...]:
+def node_levels(
+    found: Sequence[CatalogueEntry], counts: Sequence[int]
+) -> tuple[Level, ...]:
     """The levels of nodes that a network joins.
 
     Between unlike kinds the slower link counts. Nodes of unlike size have no common
@@ -335,7 +341,7 @@ def node_levels(found: Sequence[Entry], counts: Sequence[int]) -> tuple[Level, .
     return tuple(levels)
 
 
-def _domain(found: Sequence[Entry], inner: int, outer: int) -> int:
+def _domain(found: Sequence[CatalogueEntry], inner: int, outer: int) -> int:
     """Returns the number of nodes that one switch joins: as many as it has room for and
     divide them.
     """
@@ -345,7 +351,7 @@ def _domain(found: Sequence[Entry], inner: int, outer: int) -> int:
     return next(n for n in range(max(1, min(room, outer)), 0, -1) if outer % n == 0)
 
 
-def _delivered(found: Entry) -> Achieved:
+def _delivered(found: CatalogueEntry) -> Achieved:
     """Returns the delivered fractions of a platform's links."""
     platforms = constants().platforms
     return platforms.get(found.kind.platform, WHOLE)
@@ -378,7 +384,7 @@ def _merge_links(
 
 
 def torus_levels(
-    found: Entry,
+    found: CatalogueEntry,
     torus: Torus,
     lengths: tuple[int, ...],
     slices: int,

@@ -23,8 +23,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from whalejax.meshes.catalogue import Entry, entry, kind_names
-from whalejax.meshes.checked_tables import Table, toml_text
+from whalejax.meshes.catalogue import CatalogueEntry, entry, kind_names
+from whalejax.meshes.checked_tables import FileTable, toml_text
 from whalejax.meshes.cluster_data import (
     COMPILERS,
     ClusterData,
@@ -44,7 +44,12 @@ from whalejax.meshes.device_kinds import (
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.fitted_constants import ASSUMED
 from whalejax.meshes.formats.cluster_text import MAX_DEVICES, node_levels
-from whalejax.meshes.read_file import Unreadable, check_depth, parse_toml, read_text
+from whalejax.meshes.read_file import (
+    UnreadableFileError,
+    check_depth,
+    parse_toml,
+    read_text,
+)
 from whalejax.meshes.topology import RETIRED_FACTS
 
 
@@ -57,7 +62,7 @@ def load(path: str | os.PathLike[str]) -> ClusterData:
             f"cluster file {os.fspath(path)!r} does not exist. "
             f"whalejax calibrate -o {os.fspath(path)} writes one for this machine"
         ) from None
-    except (OSError, Unreadable) as error:
+    except (OSError, UnreadableFileError) as error:
         raise WhaleError(
             f"cluster file {os.fspath(path)!r} cannot be read as TOML: {error}"
         ) from error
@@ -127,12 +132,12 @@ def from_data(data: Mapping[str, Any], title: str) -> ClusterData:
     problems = Problems(title)
     try:
         check_depth(data)
-    except Unreadable as error:
+    except UnreadableFileError as error:
         raise WhaleError(f"{title}: {error}") from None
-    top = Table(data, "", problems)
+    top = FileTable(data, "", problems)
     facts = _compiler(top.table("compiler")) if "compiler" in top else {}
     tables = top.table("kinds")
-    bases: dict[str, Entry] = {}
+    bases: dict[str, CatalogueEntry] = {}
     kinds = {
         name: kind
         for name in tables.data
@@ -160,7 +165,7 @@ def from_data(data: Mapping[str, Any], title: str) -> ClusterData:
         raise WhaleError(f"{title}: {error}") from None
 
 
-def _compiler(table: Table) -> dict[str, Any]:
+def _compiler(table: FileTable) -> dict[str, Any]:
     """Reads a file's compiler profile; missing values are the platform's."""
     found: dict[str, Any] = {
         "merge_partials": table.boolean("merge_partials"),
@@ -184,7 +189,9 @@ _MEASURED = _OWN | {"matmul_points", "memory_points", "curve"}
 """What says that the numbers of a kind without a base are no datasheet's."""
 
 
-def _kind(name: str, table: Table, bases: dict[str, Entry]) -> DeviceKind | None:
+def _kind(
+    name: str, table: FileTable, bases: dict[str, CatalogueEntry]
+) -> DeviceKind | None:
     """One kind; its base, if any, is noted under its name."""
     before = len(table.problems)
     base_name = table.text("base", None)
@@ -216,7 +223,7 @@ def _kind(name: str, table: Table, bases: dict[str, Entry]) -> DeviceKind | None
         return None
 
 
-def _kind_values(table: Table, needed: bool) -> dict[str, Any]:
+def _kind_values(table: FileTable, needed: bool) -> dict[str, Any]:
     """The values that the table gives; without a base the main ones are needed."""
     values: dict[str, Any] = {}
     values["label"] = table.text("label", None)
@@ -260,7 +267,7 @@ def _kind_values(table: Table, needed: bool) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, ())}
 
 
-def _matmul_point(table: Table) -> MatmulPoint:
+def _matmul_point(table: FileTable) -> MatmulPoint:
     point = MatmulPoint(
         dtype=table.text("dtype"),
         m=table.integer("m"),
@@ -273,7 +280,7 @@ def _matmul_point(table: Table) -> MatmulPoint:
     return point
 
 
-def _memory_point(table: Table) -> BandwidthPoint:
+def _memory_point(table: FileTable) -> BandwidthPoint:
     point = BandwidthPoint(
         moved_bytes=table.integer("moved_bytes"),
         bytes_per_second=table.number("bytes_per_second"),
@@ -282,7 +289,7 @@ def _memory_point(table: Table) -> BandwidthPoint:
     return point
 
 
-def _timed_model(table: Table) -> TimedModel:
+def _timed_model(table: FileTable) -> TimedModel:
     timed = TimedModel(
         weights=table.text("weights"),
         samples=table.integer("samples"),
@@ -294,7 +301,7 @@ def _timed_model(table: Table) -> TimedModel:
     return timed
 
 
-def _source(table: Table) -> Source:
+def _source(table: FileTable) -> Source:
     source = Source(
         field=table.text("field"),
         url=table.text("url"),
@@ -306,10 +313,10 @@ def _source(table: Table) -> Source:
 
 
 def _nodes(
-    tables: list[Table],
+    tables: list[FileTable],
     kinds: dict[str, DeviceKind],
-    defined: Table,
-    bases: dict[str, Entry],
+    defined: FileTable,
+    bases: dict[str, CatalogueEntry],
 ) -> tuple[Node, ...]:
     """The nodes in order; kinds that the file does not define are the catalogue's."""
     nodes: list[Node] = []
@@ -340,7 +347,7 @@ def _nodes(
     return tuple(nodes)
 
 
-def _level(table: Table) -> Level:
+def _level(table: FileTable) -> Level:
     level = Level(
         name=table.text("name"),
         size=table.integer("size"),
@@ -355,7 +362,7 @@ def _level(table: Table) -> Level:
     return level
 
 
-def _links(tables: list[Table], count: int) -> tuple[tuple[float, ...], ...]:
+def _links(tables: list[FileTable], count: int) -> tuple[tuple[float, ...], ...]:
     """Rates between devices; none where the file has none."""
     rows = []
     for number, table in enumerate(tables):
@@ -377,7 +384,7 @@ def _is_device(key: str, count: int) -> bool:
 
 
 def _default_levels(
-    nodes: tuple[Node, ...], bases: dict[str, Entry], problems: Problems
+    nodes: tuple[Node, ...], bases: dict[str, CatalogueEntry], problems: Problems
 ) -> tuple[Level, ...]:
     """The catalogue's links for nodes whose file gives no levels."""
     if problems:

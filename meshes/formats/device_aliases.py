@@ -10,7 +10,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-from whalejax.meshes.catalogue import Entry, entries
+from whalejax.meshes.catalogue import CatalogueEntry, entries
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.formats.datasheet_cards import (
     DatasheetCard,
@@ -34,7 +34,7 @@ class AliasedDevice:
         knows_memory: the catalogue or the name says how much memory it has.
     """
 
-    entry: Entry
+    entry: CatalogueEntry
     count: int | None = None
     notes: tuple[str, ...] = ()
     others: bool = False
@@ -174,7 +174,7 @@ def _one_device(text: str, guess: bool) -> AliasedDevice:
     return AliasedDevice(entry=found, count=count, notes=tuple(notes))
 
 
-def _as_listed(found: Entry, name: str, count: int | None) -> AliasedDevice:
+def _as_listed(found: CatalogueEntry, name: str, count: int | None) -> AliasedDevice:
     """A kind of the catalogue, with the memory of the name where it has another."""
     notes: list[str] = []
     memory = _memory_of(name)
@@ -256,11 +256,11 @@ def _memory_of(name: str, *, bare: bool = True) -> int | None:
 
 
 def _with_memory(
-    kinds: list[Entry], largest: Entry, memory: int, notes: list[str]
-) -> Entry:
+    kinds: list[CatalogueEntry], largest: CatalogueEntry, memory: int, notes: list[str]
+) -> CatalogueEntry:
     """The entry of that memory, or the family's with the memory of the name."""
 
-    def gap(one: Entry) -> float:
+    def gap(one: CatalogueEntry) -> float:
         return abs(one.kind.memory_bytes / 2**30 - memory)
 
     nearest = min(kinds, key=gap)
@@ -272,7 +272,9 @@ def _with_memory(
     return dataclasses.replace(largest, kind=kind)
 
 
-def _with_power(found: Entry, family: str, name: str, notes: list[str]) -> Entry:
+def _with_power(
+    found: CatalogueEntry, family: str, name: str, notes: list[str]
+) -> CatalogueEntry:
     """A card of less power is slower; see ``POWER``. A PCIe card has PCIe for links."""
     card = "pcie" in name or "pci-e" in name
     stated = re.search(r"(\d{2,4})\s*w\b", name)
@@ -295,7 +297,7 @@ def _with_power(found: Entry, family: str, name: str, notes: list[str]) -> Entry
     return dataclasses.replace(found, kind=kind)
 
 
-def _with_link(found: Entry, bandwidth: float) -> Entry:
+def _with_link(found: CatalogueEntry, bandwidth: float) -> CatalogueEntry:
     if found.node is None:
         return found
     link = dataclasses.replace(found.node, bandwidth_bytes_per_second=bandwidth)

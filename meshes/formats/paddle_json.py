@@ -25,15 +25,20 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final
 
-from whalejax.meshes.catalogue import Entry, entry
-from whalejax.meshes.checked_tables import Table
+from whalejax.meshes.catalogue import CatalogueEntry, entry
+from whalejax.meshes.checked_tables import FileTable
 from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
 from whalejax.meshes.device_kinds import MOST_MEMORY_BYTES, DeviceKind
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.formats.cluster_text import node_levels
 from whalejax.meshes.formats.device_aliases import read_device
 from whalejax.meshes.formats.paddle_topo import NIC_BANDWIDTH, join_topo, topo_machines
-from whalejax.meshes.read_file import Unreadable, check_depth, parse_json, read_text
+from whalejax.meshes.read_file import (
+    UnreadableFileError,
+    check_depth,
+    parse_json,
+    read_text,
+)
 
 
 TYPES: Final = ("GPU", "CPU", "NIC", "SWITCH", "DCU", "XPU", "NPU")
@@ -57,7 +62,7 @@ class _Device:
     number: int
     machine: int
     type: str
-    entry: Entry | None
+    entry: CatalogueEntry | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,7 +105,7 @@ def load(path: str | os.PathLike[str]) -> ClusterData:
             f"cluster file {name!r} does not exist. Files that end in .json are read "
             "as PaddlePaddle's descriptions of clusters"
         ) from None
-    except (OSError, Unreadable) as error:
+    except (OSError, UnreadableFileError) as error:
         raise WhaleError(
             f"cluster file {name!r} cannot be read as JSON: {error}"
         ) from error
@@ -120,7 +125,7 @@ def from_data(data: Any, title: str) -> ClusterData:
     problems = Problems(title)
     try:
         check_depth(data)
-    except Unreadable as error:
+    except UnreadableFileError as error:
         raise WhaleError(f"{title}: {error}") from None
     found = _read(data, problems)
     problems.raise_if_any()
@@ -147,7 +152,7 @@ def from_data(data: Any, title: str) -> ClusterData:
 
 def _read(data: Any, problems: Problems) -> _File:
     found = _File(problems=problems)
-    top = Table(_as_numbers(data), "", problems)
+    top = FileTable(_as_numbers(data), "", problems)
     apart = topo_machines(top)
     machines = top.tables("machines") if apart is None else apart
     if not machines and not problems:
@@ -168,7 +173,7 @@ def _read(data: Any, problems: Problems) -> _File:
     return found
 
 
-def _machine(machine: Table, place: int, found: _File) -> list[Table]:
+def _machine(machine: FileTable, place: int, found: _File) -> list[FileTable]:
     """Read a machine's devices; its links, which name devices of all, are returned."""
     for key in ("hostname", "addr", "device_type", "device_type_full"):
         machine.text(key, "")
@@ -208,7 +213,7 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _check_alpha(table: Table) -> None:
+def _check_alpha(table: FileTable) -> None:
     """``alpha_latency`` is checked, and the catalogue's latencies are what counts."""
     for key in ("inter", "intra", "base"):
         inner = table.table(key)
@@ -228,7 +233,7 @@ def _check_alpha(table: Table) -> None:
     table.report_unknown_keys()
 
 
-def _read_device(table: Table, machine: int, found: _File) -> None:
+def _read_device(table: FileTable, machine: int, found: _File) -> None:
     number = table.integer("global_id")
     kind = table.text("type")
     if table.data.get("local_id") == kind:
@@ -270,12 +275,12 @@ def _read_device(table: Table, machine: int, found: _File) -> None:
 
 
 def _entry(
-    table: Table,
+    table: FileTable,
     kind: str,
     model: str,
     memory: float | None,
     rates: Mapping[str, float | None],
-) -> Entry | None:
+) -> CatalogueEntry | None:
     """The catalogue's entry of a model, with the file's memory where it is another."""
     if kind == "CPU":
         given = {t: v * _GIGA for t, v in rates.items() if v}
@@ -310,7 +315,7 @@ def _entry(
     return dataclasses.replace(base, kind=other)
 
 
-def _read_link(table: Table, found: _File) -> None:
+def _read_link(table: FileTable, found: _File) -> None:
     ends = table.integer("source_global_id"), table.integer("target_global_id")
     kind = table.text("type")
     bandwidth = table.number("bandwidth", NIC_BANDWIDTH)
@@ -423,7 +428,7 @@ def _check_joined(
 # The cluster.
 
 
-def _nodes(devices: Sequence[_Device]) -> tuple[tuple[Node, ...], list[Entry]]:
+def _nodes(devices: Sequence[_Device]) -> tuple[tuple[Node, ...], list[CatalogueEntry]]:
     nodes, entries = [], []
     for _, group in groupby(
         devices, key=lambda d: (d.machine, d.entry.kind if d.entry else None)
@@ -440,7 +445,7 @@ def _levels(
     found: _File,
     devices: Sequence[_Device],
     nodes: Sequence[Node],
-    entries: Sequence[Entry],
+    entries: Sequence[CatalogueEntry],
     rates: list[list[float]],
 ) -> tuple[Level, ...]:
     """Returns the catalogue's levels with the file's bandwidths and latencies."""
@@ -482,7 +487,7 @@ def _levels(
     return tuple(levels)
 
 
-def _with_network(entries: Sequence[Entry]) -> list[Entry]:
+def _with_network(entries: Sequence[CatalogueEntry]) -> list[CatalogueEntry]:
     """Kinds for which the catalogue knows no network take their node's link."""
     return [
         dataclasses.replace(one, network=one.network or one.node) for one in entries

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from whalejax.meshes.checked_tables import Table
+from whalejax.meshes.checked_tables import FileTable
 
 
 NIC_BANDWIDTH: Final = 24.0
@@ -28,7 +28,7 @@ _WITHIN: Final = 1e18
 """From a device to its machine's card: the card is what limits."""
 
 
-def topo_machines(top: Table) -> list[Table] | None:
+def topo_machines(top: FileTable) -> list[FileTable] | None:
     """The machines of a ``topo``, with numbers of devices that no others have.
 
     Args:
@@ -53,11 +53,11 @@ def topo_machines(top: Table) -> list[Table] | None:
     for path, machine in given:
         numbered = _numbered(machine, first)
         first += max(1, len(_tables(machine, "devices")))
-        found.append(Table(numbered, path, top.problems))
+        found.append(FileTable(numbered, path, top.problems))
     return found
 
 
-def _several(meshes: Table, mesh: str, several: Any) -> Iterator[tuple[str, Any]]:
+def _several(meshes: FileTable, mesh: str, several: Any) -> Iterator[tuple[str, Any]]:
     """Machines of one kind: a list of them, or a table by number."""
     if isinstance(several, Mapping):
         yield from several.items()

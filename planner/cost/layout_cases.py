@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.planner.model.dimensions import Layout
-from whalejax.planner.sharding.fused_parameters import Fused
+from whalejax.planner.sharding.fused_parameters import FusedLayout
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.leaf_shard_counts import (
     LeafShardCounts,
@@ -126,7 +126,7 @@ class LayoutGrid:
         return AxisHits(code=code, parts=parts, tensor=tensor)
 
     def codes(
-        self, layout: Layout, sizes: Layout, home: int, fused: Fused | None = None
+        self, layout: Layout, sizes: Layout, home: int, fused: FusedLayout | None = None
     ) -> np.ndarray:
         """A number for each layout, equal where the same axes shard a tensor alike.
 

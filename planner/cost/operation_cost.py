@@ -33,7 +33,7 @@ from whalejax.planner.cost.halo_exchange import BackwardHalo, exchanges
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
-from whalejax.planner.sharding.fused_parameters import Fused, lying
+from whalejax.planner.sharding.fused_parameters import FusedLayout, lying
 from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Slot, Use
 from whalejax.planner.sharding.shard_counts import (
@@ -65,7 +65,7 @@ class RowCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CostSetting:
     """Setting in which rows are evaluated.
 
     Attributes:
@@ -90,7 +90,7 @@ class Setting:
         """The mesh that decides which axis shards what."""
         return self.mesh if self.like is None else self.like
 
-    def take(self, rows: np.ndarray) -> Setting:
+    def take(self, rows: np.ndarray) -> CostSetting:
         """Some of many meshes."""
         count = self.num_micro_batches
         return dataclasses.replace(
@@ -106,7 +106,11 @@ class Setting:
         return arrays and self.like is None
 
     def shard_counts(
-        self, layout: Layout, sizes: Layout, table: Table, fused: Fused | None = None
+        self,
+        layout: Layout,
+        sizes: Layout,
+        table: Table,
+        fused: FusedLayout | None = None,
     ) -> ShardCounts:
         """Returns the shard counts of a tensor on the mesh, or on each mesh.
 
@@ -122,12 +126,12 @@ class Setting:
         )
 
 
-def _parts(roles: frozenset[int], hits: Mapping[str, int], s: Setting) -> Any:
+def _parts(roles: frozenset[int], hits: Mapping[str, int], s: CostSetting) -> Any:
     """Into how many parts the mesh cuts these roles."""
     return math.prod(s.mesh[axis] for axis, role in hits.items() if role in roles)
 
 
-def local_bytes(slot: Slot, hits: Mapping[str, int], s: Setting) -> Any:
+def local_bytes(slot: Slot, hits: Mapping[str, int], s: CostSetting) -> Any:
     """Bytes of a slot on one device in one micro-batch."""
     roles = slot.roles
     nbytes: Any = slot.nbytes / _parts(roles, hits, s)
@@ -136,7 +140,7 @@ def local_bytes(slot: Slot, hits: Mapping[str, int], s: Setting) -> Any:
     return nbytes
 
 
-def hits_of(present: frozenset[int], table: Table, s: Setting) -> dict[str, int]:
+def hits_of(present: frozenset[int], table: Table, s: CostSetting) -> dict[str, int]:
     """Mesh axis to the role that it shards in an operation where these are present."""
     hits: dict[str, int] = {}
     taken: dict[int, int] = {}
@@ -148,13 +152,13 @@ def hits_of(present: frozenset[int], table: Table, s: Setting) -> dict[str, int]
     return hits
 
 
-def row_hits(row: Row, table: Table, s: Setting) -> dict[str, int]:
+def row_hits(row: Row, table: Table, s: CostSetting) -> dict[str, int]:
     """Mesh axis to the role of this operation that it shards."""
     present = frozenset[int]().union(*(slot.roles for slot in row.slots))
     return hits_of(present, table, s)
 
 
-def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
+def row_cost(row: Row, hits: Mapping[str, int], s: CostSetting) -> RowCost:
     """Cost of one row under the axes that hit it."""
     kind = slowest_kind(row, s.cluster)
     ahead, behind, launches = row_seconds(row, hits, s, kind)
@@ -180,7 +184,7 @@ def slowest_kind(row: Row, cluster: Cluster) -> DeviceKind:
 
 
 def row_seconds(
-    row: Row, hits: Mapping[str, int], s: Setting, kind: DeviceKind
+    row: Row, hits: Mapping[str, int], s: CostSetting, kind: DeviceKind
 ) -> tuple[Any, Any, float]:
     """One operation of a row on one device: forward, backward and its kernels.
 
@@ -219,7 +223,7 @@ def row_seconds(
     )
 
 
-def _turned_bytes(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any]:
+def _turned_bytes(row: Row, hits: Mapping[str, int], s: CostSetting) -> tuple[Any, Any]:
     """Returns the bytes that a compiler that copies kernels transposes, forward and
     backward.
     """
@@ -252,7 +256,9 @@ def _gradient(row: Row) -> bool:
     return any(slot.differentiable for slot in row.results)
 
 
-def memory_traffic(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any]:
+def memory_traffic(
+    row: Row, hits: Mapping[str, int], s: CostSetting
+) -> tuple[Any, Any]:
     """Bytes through memory on one device in one micro-batch, forward and backward."""
     slots = row.slots
     if row.kind in _READ_IN_PART:
@@ -272,7 +278,7 @@ def memory_traffic(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, 
     return read + written, back if row.kind in LINEAR else back + read
 
 
-def _transcendentals(row: Row, hits: Mapping[str, int], s: Setting) -> Any:
+def _transcendentals(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
     """Elements on one device whose result costs an exp, tanh or the like."""
     if not row.transcendental:
         return 0.0
@@ -281,7 +287,7 @@ def _transcendentals(row: Row, hits: Mapping[str, int], s: Setting) -> Any:
 
 
 def local_product(
-    p: Product, hits: Mapping[str, int], s: Setting
+    p: Product, hits: Mapping[str, int], s: CostSetting
 ) -> tuple[Any, Any, Any, Any]:
     """Rows, depth, columns and count of a product on one device."""
 
@@ -297,7 +303,7 @@ def local_product(
     )
 
 
-def row_flops(row: Row, hits: Mapping[str, int], s: Setting) -> Any:
+def row_flops(row: Row, hits: Mapping[str, int], s: CostSetting) -> Any:
     """FLOPs of a row's products on one device in one micro-batch, both passes."""
     if row.product is None:
         return 0
@@ -308,7 +314,9 @@ def row_flops(row: Row, hits: Mapping[str, int], s: Setting) -> Any:
     return 2 * math.prod(local_product(row.product, hits, s)) * times * row.count
 
 
-def row_ahead(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any, Any]:
+def row_ahead(
+    row: Row, hits: Mapping[str, int], s: CostSetting
+) -> tuple[Any, Any, Any]:
     """A row's forward pass alone, on one device in one micro-batch.
 
     Returns:
@@ -325,7 +333,7 @@ def row_ahead(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any, 
 
 
 def _product_seconds(
-    p: Product, hits: Mapping[str, int], s: Setting, kind: DeviceKind
+    p: Product, hits: Mapping[str, int], s: CostSetting, kind: DeviceKind
 ) -> Any:
     m, k, n, batch = local_product(p, hits, s)
     return kind.matmul_seconds(p.dtype, m, k, n, count=batch) * p.share
@@ -341,7 +349,7 @@ def _axes_on(roles: frozenset[int], hits: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _sums(
-    roles: frozenset[int], hits: Mapping[str, int], s: Setting
+    roles: frozenset[int], hits: Mapping[str, int], s: CostSetting
 ) -> tuple[tuple[str, ...], ...]:
     """Axes of the reductions that sum over some roles, one after the other.
 
@@ -357,7 +365,7 @@ def _sums(
 
 
 def gradients_of(
-    row: Row, hits: Mapping[str, int], s: Setting
+    row: Row, hits: Mapping[str, int], s: CostSetting
 ) -> tuple[Collective, ...]:
     """Reductions of the gradients of the weights that a row reads.
 
@@ -385,7 +393,7 @@ def gradients_of(
 
 
 def _gradient_sums(
-    row: Row, roles: frozenset[int], hits: Mapping[str, int], s: Setting
+    row: Row, roles: frozenset[int], hits: Mapping[str, int], s: CostSetting
 ) -> tuple[tuple[str, ...], ...]:
     """The same of a weight's gradient.
 
@@ -398,7 +406,7 @@ def _gradient_sums(
     return (axes,) if axes else ()
 
 
-def rounds_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
+def rounds_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collective]:
     """Returns the transfers of ring attention whose sequence is sharded.
 
     Keys and values go forward and again backward, where their cotangents go with them
@@ -441,7 +449,7 @@ def rounds_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]
     ]
 
 
-def halos_of(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
+def halos_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collective]:
     """Returns the halo exchanges of devices that share space."""
     axes = _spatial_axes(row, hits)
     if not axes or row.repeats is None:
@@ -482,7 +490,7 @@ def _spatial_axes(row: Row, hits: Mapping[str, int]) -> dict[int, str]:
 
 
 def flow_cost(
-    flow: Flow, tables: Mapping[int, Table], s: Setting
+    flow: Flow, tables: Mapping[int, Table], s: CostSetting
 ) -> tuple[Collective, ...]:
     """Returns the collectives of a value on its way to its readers, and of its
     cotangent back.
@@ -517,7 +525,9 @@ def flow_cost(
     return tuple(path.found)
 
 
-def _spec(slot: Slot, task_graph: int, tables: Mapping[int, Table], s: Setting) -> Spec:
+def _spec(
+    slot: Slot, task_graph: int, tables: Mapping[int, Table], s: CostSetting
+) -> Spec:
     return spec_of(slot.layout, slot.sizes, tables[task_graph], s.shape)
 
 
@@ -537,7 +547,7 @@ def _common(layouts: Sequence[Spec]) -> Mapping[str, int]:
 class _Path:
     """Collects the collectives of one flow."""
 
-    def __init__(self, flow: Flow, nbytes: Any, s: Setting) -> None:
+    def __init__(self, flow: Flow, nbytes: Any, s: CostSetting) -> None:
         self.flow = flow
         self.nbytes = nbytes
         self.s = s
@@ -631,7 +641,7 @@ class _Path:
             )
 
 
-def as_run(collective: Collective, s: Setting) -> tuple[Collective, float]:
+def as_run(collective: Collective, s: CostSetting) -> tuple[Collective, float]:
     """Returns the collective that the compiler makes of a folded one, and its time.
 
     Args:

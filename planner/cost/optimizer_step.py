@@ -19,7 +19,7 @@ from whalejax.planner.cost.collectives import (
     runs_as,
     torus_reduces_whole,
 )
-from whalejax.planner.cost.operation_cost import Setting, whole_bytes
+from whalejax.planner.cost.operation_cost import CostSetting, whole_bytes
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
@@ -219,7 +219,11 @@ def _at_once(axes: Sequence[str], compiler: CompilerProfile) -> bool:
 
 
 def reduced_whole(
-    group: LeafGroup, cuts: LeafShardCounts, table: Table, s: Setting, cast_bytes: float
+    group: LeafGroup,
+    cuts: LeafShardCounts,
+    table: Table,
+    s: CostSetting,
+    cast_bytes: float,
 ) -> Any:
     """Whether a sharded gradient is reduced whole and cut, rather than scattered.
 
@@ -244,7 +248,7 @@ def reduced_whole(
     return whole | (summed > 1)
 
 
-def _torus_reduces_whole(cuts: LeafShardCounts, s: Setting) -> Any:
+def _torus_reduces_whole(cuts: LeafShardCounts, s: CostSetting) -> Any:
     """Whether links make the reduction that scatters a gradient one of all of it."""
     if not may_reduce_whole(s.cluster):
         return False

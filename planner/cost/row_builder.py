@@ -26,14 +26,21 @@ from whalejax.planner.model.halo_repeats import repeats
 from whalejax.planner.model.loop_reads import rereads
 from whalejax.planner.model.normalizations import Dataflow, normalization_kernels
 from whalejax.planner.model.reshape_factors import slots_of
-from whalejax.planner.sharding.fused_parameters import Fused, reading
-from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Rows, Slot, Use
+from whalejax.planner.sharding.fused_parameters import FusedLayout, reading
+from whalejax.planner.sharding.operation_rows import (
+    Flow,
+    OperationRows,
+    Product,
+    Row,
+    Slot,
+    Use,
+)
 
 
 T = TypeVar("T")
 
 
-def build_rows(graph: Graph, dims: Dimensions, *, fuses: bool = True) -> Rows:
+def build_rows(graph: Graph, dims: Dimensions, *, fuses: bool = True) -> OperationRows:
     """Fold a graph's operations into rows.
 
     Args:
@@ -131,14 +138,14 @@ class Views:
         self._row = functools.cache(self._make_row)
         self._flow = functools.cache(self._make_flow)
 
-    def rows(self, graph: Graph) -> Rows:
+    def rows(self, graph: Graph) -> OperationRows:
         """Fold the operations of a graph into rows.
 
         Args:
             graph: the same, but for the TaskGraphs of its operations.
         """
         ops, flows = self._op_rows(graph), self._flows(graph)
-        return Rows(
+        return OperationRows(
             ops=tuple(self._row(*key) for key in ops),
             flows=tuple(self._flow(*key) for key in flows),
             reading=self.reading,
@@ -474,7 +481,7 @@ class Views:
             for view, present in map(kinds.__getitem__, numbers)
         )
 
-    def _lies(self, tensor: int) -> Fused | None:
+    def _lies(self, tensor: int) -> FusedLayout | None:
         """Returns the sharding of a fused parameter, where it is read in the form of
         this tensor.
         """

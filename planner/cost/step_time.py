@@ -24,7 +24,7 @@ from whalejax.planner.cost.adasum import within_ranks
 from whalejax.planner.cost.collectives import CollectiveRates, spans_of
 from whalejax.planner.cost.layout_cases import AxisHits, LayoutCases
 from whalejax.planner.cost.operation_cost import (
-    Setting,
+    CostSetting,
     flow_cost,
     gradients_of,
     halos_of,
@@ -43,9 +43,9 @@ from whalejax.planner.cost.optimizer_step import (
 from whalejax.planner.entries import Collective
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import ATTENTION
-from whalejax.planner.sharding.fused_parameters import Fused
+from whalejax.planner.sharding.fused_parameters import FusedLayout
 from whalejax.planner.sharding.layout import SPATIAL_AXES, Table
-from whalejax.planner.sharding.operation_rows import Flow, Row, Rows, Slot
+from whalejax.planner.sharding.operation_rows import Flow, OperationRows, Row, Slot
 from whalejax.planner.sharding.parameter_layout import LeafFacts
 from whalejax.planner.sharding.shard_counts import (
     distinct_columns,
@@ -155,7 +155,7 @@ class StepTime:
         traced_parts: Micro-batches into which the traced loss is split already.
     """
 
-    rows: Rows
+    rows: OperationRows
     facts: LeafFacts
     dims: Dimensions
     cluster: Cluster
@@ -212,13 +212,13 @@ class StepTime:
 
     def _costs_inside(
         self, cases: LayoutCases, combined: Sequence[Collective] | None
-    ) -> tuple[_Inside, np.ndarray]:
+    ) -> tuple[_StageTimes, np.ndarray]:
         """Returns the costs inside the micro-batches of distinct cases, and the
         distinct case of each.
         """
         # What happens inside a micro-batch is the same at every ZeRO level.
         first, inverse = distinct_columns([cases.row, cases.count])
-        return _Inside(self, cases.take(first), combined), inverse
+        return _StageTimes(self, cases.take(first), combined), inverse
 
     @property
     def launch_seconds(self) -> float:
@@ -233,7 +233,7 @@ class StepTime:
         return self._present[id(row)]
 
 
-class _Inside:
+class _StageTimes:
     """Sums of compute and collectives inside the micro-batches of some cases.
 
     Attributes:
@@ -267,7 +267,7 @@ class _Inside:
         self.cases, self.number = cases, len(cases)
         self.parts = cases.count // self.model.traced_parts
         # Of a single case nothing has to be told apart.
-        self.single: list[tuple[np.ndarray, Mapping[int, Table], Setting]] = []
+        self.single: list[tuple[np.ndarray, Mapping[int, Table], CostSetting]] = []
         if len(cases) == 1:
             s = dataclasses.replace(self._setting(cases.mesh), like=cases.mesh_at(0))
             self.single.append((np.zeros(1, dtype=np.int64), cases.tables_at(0), s))
@@ -296,11 +296,15 @@ class _Inside:
         divisible = {role: self.divisible[role] for role in sorted(present)}
         return self.cases.grid.hits(home, present, divisible)
 
-    def _setting(self, mesh: Mapping[str, Any]) -> Setting:
+    def _setting(self, mesh: Mapping[str, Any]) -> CostSetting:
         model = self.model
-        return Setting(mesh, self.parts, model.cluster, model.dims, self.batch_roles)
+        return CostSetting(
+            mesh, self.parts, model.cluster, model.dims, self.batch_roles
+        )
 
-    def _codes(self, slot: Slot, home: int, fused: Fused | None = None) -> np.ndarray:
+    def _codes(
+        self, slot: Slot, home: int, fused: FusedLayout | None = None
+    ) -> np.ndarray:
         """A number for each case, equal where a value has the same layout."""
         found = self.cases.grid.codes(slot.layout, slot.sizes, home, fused)
         some: np.ndarray = found[self.cases.row]
@@ -308,7 +312,7 @@ class _Inside:
 
     def _equal_groups(
         self, columns: Sequence[np.ndarray]
-    ) -> Iterator[tuple[np.ndarray, Mapping[int, Table], Setting]]:
+    ) -> Iterator[tuple[np.ndarray, Mapping[int, Table], CostSetting]]:
         """Cases that agree in some columns.
 
         Yields:
@@ -392,7 +396,7 @@ class _Inside:
 
 
 def _with_storage(
-    inside: _Inside, inverse: np.ndarray, cases: LayoutCases
+    inside: _StageTimes, inverse: np.ndarray, cases: LayoutCases
 ) -> TimeColumns:
     """Add what storage and the optimizer cost.
 

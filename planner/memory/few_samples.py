@@ -3,7 +3,7 @@
 TPU compilers move a part of an extent into the batch of such a convolution, and write
 in that form too what it reads and gives. How many samples a device has depends on the
 layout, which is not known here: every entry says with how many it is in memory
-(``Kept.least_samples``), and ``saved_tensors.kept_bytes`` counts it accordingly.
+(``SavedTensorGroup.least_samples``), and ``saved_tensors.kept_bytes`` counts it accordingly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-from whalejax.planner.memory.saved_tensors import SMALL, Entry
+from whalejax.planner.memory.saved_tensors import SMALL, TensorEntry
 from whalejax.planner.model.graph import CONVOLUTION, Graph, Op
 
 
@@ -37,11 +37,11 @@ class FewSamples:
         graph: Graph,
         lanes: int,
         is_value: Callable[[int], bool],
-        entry: Callable[[int], Entry],
+        entry: Callable[[int], TensorEntry],
     ) -> None:
         self.graph = graph
         self.lanes = lanes
-        self.kept: dict[int, Counter[Entry]] = {}
+        self.kept: dict[int, Counter[TensorEntry]] = {}
         self.convolves = any(map(self._in_space, graph.ops))
         if not self.convolves:
             return
@@ -60,7 +60,7 @@ class FewSamples:
                 own = statistics.intersection(op.operands)
                 if any(self._of_samples(t, op.results[0]) for t in own):
                     result = graph.tensors[op.results[0]]
-                    one = Entry(result.id, result.nbytes, i, least_samples=2)
+                    one = TensorEntry(result.id, result.nbytes, i, least_samples=2)
                     self.kept[i] = Counter({one: 1 + (op.kind == "mul")})
 
     def _spatial(self) -> tuple[set[int], set[int]]:
@@ -94,15 +94,15 @@ class FewSamples:
         own = small.shape[:2] == (*large.shape[:1], 1) != large.shape[:2]
         return own and small.nbytes * SMALL <= large.nbytes
 
-    def before(self, end: int, region: int | None = None) -> Counter[Entry]:
+    def before(self, end: int, region: int | None = None) -> Counter[TensorEntry]:
         """Returns such buffers of the operations of a region before another."""
-        found: Counter[Entry] = Counter()
+        found: Counter[TensorEntry] = Counter()
         for i, entries in self.kept.items():
             if i < end and self.graph.ops[i].remat == region:
                 found += entries
         return found
 
-    def working(self, number: int) -> Counter[Entry]:
+    def working(self, number: int) -> Counter[TensorEntry]:
         """Returns the temporaries of an operation's backward pass.
 
         These are the gradients on both sides of a normalisation; and a convolution's
@@ -119,4 +119,4 @@ class FewSamples:
         if not tensor.differentiable:
             return Counter()
         nbytes = math.prod(tensor.shape) * 4
-        return Counter({Entry(tensor.id, nbytes, number, least_samples=1): 2})
+        return Counter({TensorEntry(tensor.id, nbytes, number, least_samples=1): 2})

@@ -13,7 +13,7 @@ import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.memory.liveness import TensorUses, Timeline, Works
-from whalejax.planner.memory.saved_tensors import Entry, Kept
+from whalejax.planner.memory.saved_tensors import SavedTensorGroup, TensorEntry
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import CONVOLUTION, Graph
 from whalejax.planner.model.reshape_factors import slots_of
@@ -25,7 +25,7 @@ Counts = Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class SpanLiveSets:
     """Live tensors of each span: of the forward pass, then of the backward pass.
 
     Attributes:
@@ -52,7 +52,7 @@ class Moments:
         waiting: Number of each kind that are offloaded to host memory.
     """
 
-    kinds: tuple[Kept, ...]
+    kinds: tuple[SavedTensorGroup, ...]
     saved: np.ndarray
     postponed: np.ndarray
     working: np.ndarray
@@ -67,7 +67,7 @@ class Moments:
     waiting: np.ndarray
 
 
-class Course:
+class StepLiveness:
     """The course of a step, wherever its operations stand.
 
     Args:
@@ -118,7 +118,7 @@ class Course:
         self.entries: dict[tuple[int, int, int, int], int] = {}
         self.layouts: dict[tuple[Layout, Layout], int] = {}
         self._layout_of: dict[int, int] = {}
-        self._number_of: dict[Entry, int] = {}
+        self._number_of: dict[TensorEntry, int] = {}
         self.joined = {atoms for layout in dims.layouts for atoms in layout}
         self.slid = _slid_roles(graph, dims)
         # Convolutions decide the layouts: batch or channels lie in lanes.
@@ -137,7 +137,7 @@ class Course:
             for row, also in zip(saved, [*beside, *beside], strict=True)
         ]
         postponed = [timeline.postponed_behind(span) for span in spans]
-        nothing = [Counter[Entry]() for _ in spans]
+        nothing = [Counter[TensorEntry]() for _ in spans]
         self.postponed = [self._numbered(row) for row in (*nothing, *postponed)]
         self.works = [
             tuple([self._numbered(row) for row in rows] for rows in pair)
@@ -154,7 +154,7 @@ class Course:
             bool,
         )
 
-    def _numbered(self, row: Mapping[Entry, float]) -> Counts:
+    def _numbered(self, row: Mapping[TensorEntry, float]) -> Counts:
         """A row by numbers of its entries."""
         found: dict[int, float] = {}
         for entry, times in row.items():
@@ -164,7 +164,7 @@ class Course:
             found[number] = found.get(number, 0.0) + times
         return found
 
-    def _number(self, entry: Entry) -> int:
+    def _number(self, entry: TensorEntry) -> int:
         tensor, nbytes, at, few = entry
         layout = self._layout_of.get(tensor)
         if layout is None:
@@ -186,7 +186,7 @@ def _slid_roles(graph: Graph, dims: Dimensions) -> set[int]:
     }
 
 
-def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
+def moments(graph: Graph, facts: LeafFacts, course: StepLiveness) -> SpanLiveSets:
     """Find what memory holds.
 
     Args:
@@ -202,7 +202,7 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
     looped = bool((turns > 1).any())
     works = [[kinds.table(pair[at]) for pair in course.works] for at in (0, 1)]
     starts = [np.cumsum([0, *map(len, several[:-1])]) for several in works]
-    return Moments(
+    return SpanLiveSets(
         kinds=tuple(kinds.kinds),
         saved=np.array([kinds.full(row) for row in course.saved]),
         postponed=np.array([kinds.full(row) for row in course.postponed]),
@@ -226,7 +226,7 @@ def moments(graph: Graph, facts: LeafFacts, course: Course) -> Moments:
 def _joined_at_the_end(
     layout: Layout, joined: Container[tuple[int, ...]], slid: Set[int]
 ) -> int:
-    """See ``Kept.last``; extents, along which windows slide, are not joined."""
+    """See ``SavedTensorGroup.last``; extents, along which windows slide, are not joined."""
     found, last = 1, layout[-1] if layout else ()
     while last and found < len(layout):
         before = layout[-found - 1]
@@ -240,7 +240,7 @@ def _joined_at_the_end(
 class _Kinds:
     """The different kinds of tensors under the TaskGraphs of a graph."""
 
-    def __init__(self, graph: Graph, course: Course) -> None:
+    def __init__(self, graph: Graph, course: StepLiveness) -> None:
         homes = [*(op.task_graph for op in graph.ops), 0]
         places: dict[tuple[int, int, int, int], int] = {}
         self.kind_of = [
@@ -249,7 +249,7 @@ class _Kinds:
         ]
         pairs = [*course.layouts]
         self.kinds = [
-            Kept(
+            SavedTensorGroup(
                 layout=layout,
                 sizes=sizes,
                 nbytes=nbytes,

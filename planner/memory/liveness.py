@@ -22,7 +22,7 @@ import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.memory.few_samples import FewSamples
-from whalejax.planner.memory.saved_tensors import CHEAP, SMALL, SPREAD, Entry
+from whalejax.planner.memory.saved_tensors import CHEAP, SMALL, SPREAD, TensorEntry
 from whalejax.planner.model.graph import (
     ATTENTION,
     CHOOSING_WINDOWS,
@@ -63,9 +63,9 @@ _SUMS = ("add", "add_any")
 NOWHERE = -1
 """Stands for that operation where there is none."""
 
-Works = list[dict[Entry, float]]
+Works = list[dict[TensorEntry, float]]
 
-_PutOff = tuple[int, list[tuple[int, Entry]], list[tuple[int, int, Entry]]]
+_PutOff = tuple[int, list[tuple[int, TensorEntry]], list[tuple[int, int, TensorEntry]]]
 """A product's number; the gradients that it reads; what of all that is kept it reads,
 with the first reader of each."""
 
@@ -208,7 +208,7 @@ class TensorUses:
         return [max(places, default=-1) for places in users], users
 
     def used(self, until: Mapping[int, int]) -> np.ndarray:
-        """Returns the use of each parameter by each span; see ``Course.used``.
+        """Returns the use of each parameter by each span; see ``StepLiveness.used``.
 
         Args:
             until: operations to that for which their result is written, if later.
@@ -235,7 +235,7 @@ class TensorUses:
 
     @functools.cached_property
     def reread(self) -> np.ndarray:
-        """See ``Course.reread``."""
+        """See ``StepLiveness.reread``."""
         times, spans = rereads(self.graph, self.weight), self.spans
         found = np.zeros((len(spans), len(self.users)), bool)
         ends = [span.end for span in spans]
@@ -289,7 +289,7 @@ class Timeline:
         self.masks, self.data = uses.masks, uses.data
         self.homes, self.spans = uses.homes, uses.spans
         self._sources: dict[tuple[int, int | None], frozenset[int]] = {}
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, TensorEntry] = {}
         self.multiplied |= self._narrowed_operands() | self._pooled()
         self.hard = self._hard()
         lanes = compiler.lanes
@@ -510,9 +510,9 @@ class Timeline:
                 found.append(one)
         return found
 
-    def waits(self) -> Counter[Entry]:
+    def waits(self) -> Counter[TensorEntry]:
         """Returns the values in host memory at the end of the forward pass."""
-        found: Counter[Entry] = Counter()
+        found: Counter[TensorEntry] = Counter()
         if not self.waiting:
             return found
         trips = {
@@ -523,7 +523,7 @@ class Timeline:
         }
         for t, copies in self.waiting.items():
             nbytes, home = self.graph.tensors[t].nbytes, self.homes.get(t, NOWHERE)
-            found[Entry(t, nbytes, home)] += copies * trips[t]
+            found[TensorEntry(t, nbytes, home)] += copies * trips[t]
         return found
 
     @functools.cached_property
@@ -538,18 +538,18 @@ class Timeline:
         return {region: [*tensors] for region, tensors in found.items()}
 
     @functools.cached_property
-    def _saved_entries(self) -> list[tuple[int, int, Entry]]:
+    def _saved_entries(self) -> list[tuple[int, int, TensorEntry]]:
         """First reader, maker and entry of what is kept."""
         return [
             (
                 first,
                 first if copy else self.maker.get(tensor, 0),
-                Entry(tensor, nbytes, home),
+                TensorEntry(tensor, nbytes, home),
             )
             for (tensor, copy), (first, nbytes, home) in self.saved.items()
         ]
 
-    def saved_before(self, end: int) -> Counter[Entry]:
+    def saved_before(self, end: int) -> Counter[TensorEntry]:
         """Returns the tensors that are still saved when the backward pass is before an
         operation.
         """
@@ -557,25 +557,25 @@ class Timeline:
             [entry for first, _, entry in self._saved_entries if first < end]
         )
 
-    def made_before(self, end: int) -> Counter[Entry]:
+    def made_before(self, end: int) -> Counter[TensorEntry]:
         """Returns the tensors that are saved already when the forward pass is before an
         operation.
         """
         return Counter([entry for _, made, entry in self._saved_entries if made < end])
 
-    def gradients_before(self, span: Span) -> Counter[Entry]:
+    def gradients_before(self, span: Span) -> Counter[TensorEntry]:
         """Gradients that wait while the backward pass is in a span.
 
         What is read before a span and behind it, as skip connections are, has a part of
         its gradient from its last reader on, and waits with it for the others.
         """
-        found: Counter[Entry] = Counter()
+        found: Counter[TensorEntry] = Counter()
         for t, last in self._last_readers.items():
             if last >= span.end and self.maker.get(t, last) < span.first:
                 found[self._entry(t)] += 1
         return found
 
-    def postponed_behind(self, span: Span) -> Counter[Entry]:
+    def postponed_behind(self, span: Span) -> Counter[TensorEntry]:
         """Returns the tensors that postponed products of weights' gradients will read.
 
         While the backward pass is in a span: what was kept for those behind it, and the
@@ -583,8 +583,8 @@ class Timeline:
         behind it and the result that was kept. Products in loops and in checkpointed
         regions are not put off.
         """
-        kept: dict[int, Entry] = {}
-        gradients: dict[int, Entry] = {}
+        kept: dict[int, TensorEntry] = {}
+        gradients: dict[int, TensorEntry] = {}
         for i, own, read in self._put_off:
             if i < span.end:
                 continue
@@ -607,7 +607,7 @@ class Timeline:
             read = {t for t in op.results if t in self.reader}
             inside = {t for t in read if self.reader[t].elementwise}
             saved = [
-                (t, first, Entry(t, nbytes, home))
+                (t, first, TensorEntry(t, nbytes, home))
                 for t in self.sources(data[0]) | fused | inside
                 for first, nbytes, home in [self.saved.get((t, 0), (0, 0, NOWHERE))]
             ]
@@ -674,7 +674,7 @@ class Timeline:
 
     # What a span works with.
 
-    def ahead(self, span: Span) -> Iterator[dict[Entry, float]]:
+    def ahead(self, span: Span) -> Iterator[dict[TensorEntry, float]]:
         """Yields the temporaries of the forward pass: results that cannot fuse."""
         kept = {tensor for tensor, _ in self.saved}
         rows = []
@@ -716,8 +716,8 @@ class Timeline:
             Before a product's own gradients, where what follows it is undone, and while
             they are made.
         """
-        before: dict[Any, dict[Entry, float]] = {}
-        making: dict[Any, dict[Entry, float]] = {}
+        before: dict[Any, dict[TensorEntry, float]] = {}
+        making: dict[Any, dict[TensorEntry, float]] = {}
         inside: dict[int | None, dict[int, int]] = {}
         slice_of, fetched, few = self._slice(span), self._fetched, self.few_samples
         for i in range(span.first, span.end):
@@ -729,7 +729,7 @@ class Timeline:
             chooses = self._scatters(op)
             if op.matmul is None and not chooses and not works:
                 continue
-            held: dict[Entry, float] = {**Counter(slice_of)}
+            held: dict[TensorEntry, float] = {**Counter(slice_of)}
             if works:
                 _hold(held, works.items())
             if op.remat is not None:
@@ -834,11 +834,13 @@ class Timeline:
         wide = self.graph.tensors[tensor].dtype == "float32"
         return 0.75 if self.halves and wide and not self.narrow[tensor] else 1.0
 
-    def _entry(self, tensor: int) -> Entry:
+    def _entry(self, tensor: int) -> TensorEntry:
         found = self._entries.get(tensor)
         if found is None:
             home = self.homes.get(tensor, NOWHERE)
-            found = self._entries[tensor] = Entry(tensor, self._nbytes(tensor), home)
+            found = self._entries[tensor] = TensorEntry(
+                tensor, self._nbytes(tensor), home
+            )
         return found
 
     def _nbytes(self, tensor: int) -> int:
@@ -864,13 +866,13 @@ class Timeline:
         nbytes = one.nbytes * self._widened(one.tensor)
         return nbytes // (1 + (self.halves and one.multiplied))
 
-    def _slice(self, span: Span) -> list[Entry]:
+    def _slice(self, span: Span) -> list[TensorEntry]:
         """One turn of the largest value that a loop keeps, cut out of its stack."""
         if not span.loop or not self._loop_residuals():
             return []
         largest = max(self._loop_residuals(), key=lambda s: s.nbytes)
         home = self.homes.get(largest.tensor, NOWHERE)
-        return [Entry(largest.tensor, self._kept_bytes(largest), home)]
+        return [TensorEntry(largest.tensor, self._kept_bytes(largest), home)]
 
     def _rebuilt(self, region: int) -> dict[int, int]:
         """Returns the residuals that a checkpointed region recomputes, by
@@ -914,9 +916,9 @@ def _hard(op: Op) -> bool:
 
 
 def _add(
-    rows: dict[Any, dict[Entry, float]],
-    held: Mapping[Entry, float],
-    entry: Entry,
+    rows: dict[Any, dict[TensorEntry, float]],
+    held: Mapping[TensorEntry, float],
+    entry: TensorEntry,
     times: float,
 ) -> None:
     """One more row: what is held, and an entry so many times more."""
@@ -924,18 +926,22 @@ def _add(
     rows[frozenset(row.items())] = row
 
 
-def _hold(held: dict[Entry, float], more: Iterable[tuple[Entry, float]]) -> None:
+def _hold(
+    held: dict[TensorEntry, float], more: Iterable[tuple[TensorEntry, float]]
+) -> None:
     """Count more of what is held."""
     for entry, times in more:
         held[entry] = held.get(entry, 0) + times
 
 
-def _undominated(rows: list[dict[Entry, float]]) -> Iterator[dict[Entry, float]]:
+def _undominated(
+    rows: list[dict[TensorEntry, float]],
+) -> Iterator[dict[TensorEntry, float]]:
     """The rows that no other holds as much of everything as; of equal ones the first.
 
     What holds as much as a row holds its rarest entry too, so that few are compared.
     """
-    holding: dict[Entry, list[int]] = {}
+    holding: dict[TensorEntry, list[int]] = {}
     for i, row in enumerate(rows):
         for entry in row:
             holding.setdefault(entry, []).append(i)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.planner.cost.operation_cost import Setting
+from whalejax.planner.cost.operation_cost import CostSetting
 from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup
 from whalejax.planner.sharding.shard_counts import ShardCounts
@@ -54,7 +54,7 @@ def tables_of(
     counts: np.ndarray,
     gathered: np.ndarray,
     whole: np.ndarray,
-    s: Setting,
+    s: CostSetting,
 ) -> Tables | None:
     """Find the tables; None where there are none.
 

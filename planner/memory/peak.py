@@ -20,9 +20,9 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.cost.operation_cost import Setting
+from whalejax.planner.cost.operation_cost import CostSetting
 from whalejax.planner.cost.optimizer_step import reduced_whole
-from whalejax.planner.memory.live_sets import Moments
+from whalejax.planner.memory.live_sets import SpanLiveSets
 from whalejax.planner.memory.looked_up_tables import tables_of
 from whalejax.planner.memory.saved_tensors import kept_bytes
 from whalejax.planner.sharding.layout import Table
@@ -90,7 +90,7 @@ class StageShare:
             task_graph_shares=task_graph_shares, group_shares=self.group_shares[:, rows]
         )
 
-    def tensor_shares(self, found: Moments) -> Any:
+    def tensor_shares(self, found: SpanLiveSets) -> Any:
         """For each kind of tensor and case, which part of them is made there."""
         if self.task_graph_shares is None:
             return 1.0
@@ -158,9 +158,9 @@ class _PeakInputs:
 
     facts: LeafFacts
     cuts: Sequence[LeafShardCounts]
-    found: Moments
+    found: SpanLiveSets
     tables: Mapping[int, Table]
-    s: Setting
+    s: CostSetting
     stage: StageShare
     away: np.ndarray
     number: int
@@ -395,9 +395,9 @@ def _gathered_first(
 def peak_of(
     facts: LeafFacts,
     cuts: Sequence[LeafShardCounts],
-    found: Moments,
+    found: SpanLiveSets,
     tables: Mapping[int, Table],
-    s: Setting,
+    s: CostSetting,
     *,
     cast_bytes: float,
     accumulates: np.ndarray,

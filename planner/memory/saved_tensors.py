@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from whalejax.planner.cost.operation_cost import Setting
+from whalejax.planner.cost.operation_cost import CostSetting
 from whalejax.planner.model.dimensions import Dimensions, Layout, roles_of
 from whalejax.planner.model.graph import CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.sharding.layout import Table
@@ -69,14 +69,14 @@ LARGE_EXTENT: Final = 64
 """The least extent to which they were seen to do that."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor in memory.
 
     Attributes:
         tensor: Number of the tensor.
         nbytes: its bytes, unsharded.
         home: the operation whose TaskGraph lays it out.
-        least_samples: see ``Kept.least_samples``.
+        least_samples: see ``SavedTensorGroup.least_samples``.
     """
 
     tensor: int
@@ -86,7 +86,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class SavedTensorGroup:
     """Equal tensors that memory must hold, counted.
 
     Attributes:
@@ -126,9 +126,9 @@ class Residents:
         largest: the largest temporaries of single operations.
     """
 
-    saved: tuple[Kept, ...]
-    rebuilt: tuple[tuple[Kept, ...], ...]
-    largest: tuple[Kept, ...]
+    saved: tuple[SavedTensorGroup, ...]
+    rebuilt: tuple[tuple[SavedTensorGroup, ...], ...]
+    largest: tuple[SavedTensorGroup, ...]
 
 
 def residents(
@@ -146,7 +146,7 @@ def residents(
         weight: for every tensor, whether it depends on parameters alone.
         copies_kernels: see ``meshes.CompilerProfile``.
     """
-    finder = _Kept(graph, weight)
+    finder = _MaterializedTensors(graph, weight)
     saved: dict[int, tuple[int, int]] = {}
     inside: dict[int, dict[int, tuple[int, int]]] = {}
     turned: dict[int | None, list[Op]] = {}
@@ -181,9 +181,9 @@ def residents(
 
 def _kernels(
     graph: Graph, dims: Dimensions, convolutions: Sequence[Op], *, loops: bool
-) -> tuple[Kept, ...]:
+) -> tuple[SavedTensorGroup, ...]:
     """The turned kernels of some convolutions; of a loop those of all turns, or one."""
-    found: list[Kept] = []
+    found: list[SavedTensorGroup] = []
     for op in convolutions:
         times = op.trip if loops else 1
         entry = {op.operands[1]: (times, op.task_graph)}
@@ -191,7 +191,7 @@ def _kernels(
     return tuple(found)
 
 
-class _Kept:
+class _MaterializedTensors:
     """Finds the materialised tensors behind a value that the backward pass reads."""
 
     def __init__(self, graph: Graph, weight: Sequence[bool]) -> None:
@@ -259,7 +259,7 @@ class _Kept:
 
 
 def _producer_kinds(graph: Graph, weight: Sequence[bool]) -> dict[int, str]:
-    """Returns ``Kept.made`` of every tensor that has one."""
+    """Returns ``SavedTensorGroup.made`` of every tensor that has one."""
     found: dict[int, str] = {}
     for op in graph.ops:
         weighs = sum(weight[t] for t in op.operands[:2]) == 1 < len(op.operands)
@@ -275,14 +275,14 @@ def fold_kept(
     dims: Dimensions,
     entries: Mapping[int, tuple[int, int]],
     made: Mapping[int, str] | None = None,
-) -> tuple[Kept, ...]:
+) -> tuple[SavedTensorGroup, ...]:
     """Fold tensors that memory must hold.
 
     Args:
         graph: the captured loss.
         dims: its logical dimensions.
         entries: tensor id to how many there are and the TaskGraph that lays it out.
-        made: Value of ``Kept.made`` for some tensors.
+        made: Value of ``SavedTensorGroup.made`` for some tensors.
     """
     counts: Counter[tuple[Layout, Layout, int, int, str]] = Counter()
     cut = {t: op.chunks for op in graph.ops if op.chunks > 1 for t in op.results}
@@ -295,14 +295,14 @@ def fold_kept(
         layout, sizes = dims.layouts[tensor], dims.sizes[tensor]
         counts[layout, sizes, nbytes, task_graph, kind] += trip
     return tuple(
-        Kept(layout=a, sizes=b, nbytes=n, task_graph=t, count=c, made=k)
+        SavedTensorGroup(layout=a, sizes=b, nbytes=n, task_graph=t, count=c, made=k)
         for (a, b, n, t, k), c in counts.items()
     )
 
 
 def _largest(
     graph: Graph, dims: Dimensions, weight: Sequence[bool], keep: int = 8
-) -> tuple[Kept, ...]:
+) -> tuple[SavedTensorGroup, ...]:
     entries = {
         t: (1, op.task_graph)
         for op in graph.ops
@@ -316,7 +316,7 @@ def _largest(
 
 
 def kept_bytes(
-    kept: Sequence[Kept], tables: Mapping[int, Table], s: Setting
+    kept: Sequence[SavedTensorGroup], tables: Mapping[int, Table], s: CostSetting
 ) -> list[Any]:
     """Bytes on one device of each entry, in one micro-batch, counts multiplied."""
     found = []
@@ -337,7 +337,9 @@ def kept_bytes(
     return found
 
 
-def _local_sizes(entry: Kept, cut: ShardCounts, s: Setting) -> list[Any]:
+def _local_sizes(
+    entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting
+) -> list[Any]:
     """Each dimension on one device, in one micro-batch."""
     sizes = []
     for roles, atoms, parts in zip(entry.layout, entry.sizes, cut.per_dim, strict=True):
@@ -348,7 +350,7 @@ def _local_sizes(entry: Kept, cut: ShardCounts, s: Setting) -> list[Any]:
     return sizes
 
 
-def _few_samples(entry: Kept, cut: ShardCounts, s: Setting) -> Any:
+def _few_samples(entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting) -> Any:
     """1 where a device has few samples of a large extent, and 0 elsewhere."""
     samples, *extents = _local_sizes(entry, cut, s)[: -entry.last] or [np.inf]
     largest = functools.reduce(np.maximum, extents, 0.0)
@@ -356,7 +358,7 @@ def _few_samples(entry: Kept, cut: ShardCounts, s: Setting) -> Any:
     return np.where(few & (largest >= LARGE_EXTENT), 1.0, 0.0)
 
 
-def _padding(entry: Kept, cut: ShardCounts, s: Setting) -> Any:
+def _padding(entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting) -> Any:
     """Returns the factor by which a tensor grows where one dimension fills whole lanes.
 
     The dimension is the one that wastes least.

@@ -11,17 +11,17 @@ from whalejax.planner.model.graph import Graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Analysed:
+class GraphAnalysis:
     """A graph with its dimensions, and experts set apart."""
 
     graph: Graph
     dims: Dimensions
 
 
-def analyse_graph(graph: Graph) -> Analysed:
+def analyse_graph(graph: Graph) -> GraphAnalysis:
     """Find dimensions and TaskGraphs that no mark names.
 
     Lowering repeats this on its own trace, so it must depend on the graph alone.
     """
     dims = analyse(graph)
-    return Analysed(graph=with_expert_regions(graph, dims), dims=dims)
+    return GraphAnalysis(graph=with_expert_regions(graph, dims), dims=dims)

@@ -276,10 +276,10 @@ def analyse(graph: Graph) -> Dimensions:
         Roles, the layout of every tensor in roles, and the cuts. The cost is about
         linear in the number of operations; of the last few graphs it is remembered.
     """
-    return _analyse_graph(_Same(graph))
+    return _analyse_graph(_IdentityKeyedGraph(graph))
 
 
-class _Same:
+class _IdentityKeyedGraph:
     """A graph that equals those that have the same dimensions.
 
     Programs of one loss that differ in what is computed again have.
@@ -289,7 +289,7 @@ class _Same:
         self.graph = graph
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same):
+        if not isinstance(other, _IdentityKeyedGraph):
             return False
         a, b = self.graph, other.graph
         return a is b or (
@@ -318,7 +318,7 @@ def _ties_alike(a: Op, b: Op) -> bool:
 
 
 @functools.lru_cache(maxsize=16)
-def _analyse_graph(same: _Same) -> Dimensions:
+def _analyse_graph(same: _IdentityKeyedGraph) -> Dimensions:
     graph = same.graph
     atoms = Atoms(graph)
     found = _dimensions(_Classes(atoms))

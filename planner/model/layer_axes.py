@@ -172,7 +172,7 @@ def layer_axes(graph: Graph) -> dict[int, LayerAxes | None]:
         are no division of it. Others are one tensor.
     """
     found: dict[int, LayerAxes | None] = {}
-    for param, reads in _Following(graph).reads().items():
+    for param, reads in _ParameterFollower(graph).reads().items():
         shape = graph.tensors[param].shape
         dims = [_counting(dim, size, reads) for dim, size in enumerate(shape)]
         if any(cut is None for cut in dims):
@@ -235,7 +235,7 @@ def _division(dim: int, size: int, view: _View) -> _Cut | None:
     return tuple(found) if not all(c for _, c in found) else ((size, True),)
 
 
-class _Following:
+class _ParameterFollower:
     """Follows parameters through a program until they meet its samples."""
 
     def __init__(self, graph: Graph) -> None:

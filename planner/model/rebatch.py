@@ -22,7 +22,7 @@ _FOLDS = ("argmax", "argmin")
 """Operations that leave no sample out, beside products and what starts so."""
 
 
-class _Unclear(Exception):
+class _UnknownBatchGrowthError(Exception):
     """It cannot be told what grows with the batch."""
 
 
@@ -42,12 +42,12 @@ def rebatch_graph(graph: Graph, batch_size: int) -> Graph | None:
     if 1 in (batch_size, graph.batch_size):
         return None  # dimensions of size 1 are no dimensions of operations
     try:
-        return _Resized(graph, batch_size).graph()
-    except _Unclear:
+        return _GraphResizer(graph, batch_size).graph()
+    except _UnknownBatchGrowthError:
         return None
 
 
-class _Resized:
+class _GraphResizer:
     """One graph on its way to another batch."""
 
     def __init__(self, graph: Graph, batch_size: int) -> None:
@@ -64,7 +64,7 @@ class _Resized:
         } - {self.before}
         self.own = {i for i, role in enumerate(dims.roles) if role.of_weights}
         if batch & self.own or any(op.unknown for op in graph.ops):
-            raise _Unclear
+            raise _UnknownBatchGrowthError
         self._check_told(dims)
         self.grows = [
             tuple(
@@ -91,7 +91,7 @@ class _Resized:
                 if len(before) == len(after) and told.issuperset(before):
                     told.update(after)
         if any(roles_of(layout) - told for layout in dims.layouts):
-            raise _Unclear
+            raise _UnknownBatchGrowthError
 
     def _grows(
         self, dims: Dimensions, tensor: Tensor, dim: int, batch: set[int]
@@ -102,20 +102,20 @@ class _Resized:
             n for role, n in zip(roles, sizes, strict=True) if role in batch and n > 1
         ]
         if samples and samples != [self.before]:
-            raise _Unclear
+            raise _UnknownBatchGrowthError
         leaf = tensor.kind in ("param", "state")
         alike = not samples and not leaf and tensor.shape[dim] == self.before
         if alike and not {*roles} & self.own:
-            raise _Unclear
+            raise _UnknownBatchGrowthError
         if samples and math.prod(sizes) != tensor.shape[dim]:
-            raise _Unclear
+            raise _UnknownBatchGrowthError
         return bool(samples)
 
     def scale_with_batch(self, number: int) -> int:
         """A number that is in proportion to the batch."""
         found, rest = divmod(number * self.after, self.before)
         if rest:
-            raise _Unclear
+            raise _UnknownBatchGrowthError
         return found
 
     def graph(self) -> Graph:
@@ -151,36 +151,36 @@ class _Resized:
         """No operation picks some of the samples, or makes them of something else."""
         number = len(op.operands)
         if not _folds(op) and any(max(held) < number for held in together):
-            raise _Unclear
+            raise _UnknownBatchGrowthError
         tied = {member for factor in op.factors for member in factor.members}
         if op.reshape or op.kind in _MAKES:
             return
         for slot, dims in enumerate(slots):
             for dim, grows in enumerate(dims):
                 if grows and (slot, dim) not in tied:
-                    raise _Unclear
+                    raise _UnknownBatchGrowthError
 
     def _op(self, op: Op) -> Op:
         slots = [self.grows[t] for t in (*op.operands, *op.results)]
         if op.trip > 1 and op.trip % self.before == 0:
-            raise _Unclear  # perhaps a loop over samples
+            raise _UnknownBatchGrowthError  # perhaps a loop over samples
         if not _made_of(op.trip, self.given_sizes | {op.chunks}):
-            raise _Unclear  # nothing but the loss says how often
+            raise _UnknownBatchGrowthError  # nothing but the loss says how often
         together: list[frozenset[int]] = []
         for factor in op.factors:
             more = {slots[slot][dim] for slot, dim in factor.members}
             if len(more) > 1:
-                raise _Unclear
+                raise _UnknownBatchGrowthError
             if more == {True}:
                 if factor.whole:
-                    raise _Unclear
+                    raise _UnknownBatchGrowthError
                 together.append(frozenset(slot for slot, _ in factor.members))
         self._check_whole(op, slots, together)
         if not op.flops and op.matmul is None:
             return op
         held = sum(map(sum, slots))
         if len(together) > 1 or (held and not together):
-            raise _Unclear
+            raise _UnknownBatchGrowthError
         if not together:
             return op
         matmul = op.matmul

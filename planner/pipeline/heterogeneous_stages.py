@@ -29,16 +29,16 @@ from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.pipeline.stage_cuts import (
     ChainCut,
+    ChainStage,
     Layer,
-    Stage,
     cut,
     interval_seconds,
 )
-from whalejax.planner.pipeline.stage_placement import Placed, place
+from whalejax.planner.pipeline.stage_placement import StageAssignment, place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
+class StageDevices:
     """Devices that a stage may run on: one of the equal parts of a cluster.
 
     Attributes:
@@ -59,7 +59,7 @@ class Ground:
 
 def grounds(
     graph: Graph, cluster: Cluster, devices: int, stages: int
-) -> tuple[Ground, ...]:
+) -> tuple[StageDevices, ...]:
     """The parts of a cluster that stages lie on.
 
     Args:
@@ -74,7 +74,9 @@ def grounds(
     first = devices_of_stage(cluster, devices, stages)
     each = [node.kind for node in cluster.nodes for _ in range(node.count)]
     if len({kind.name for kind in each[: devices * stages]}) == 1:
-        return tuple(Ground(block=block, cluster=first) for block in range(stages))
+        return tuple(
+            StageDevices(block=block, cluster=first) for block in range(stages)
+        )
     parts = [cluster.part(devices, block * devices) for block in range(stages)]
     for block, part in enumerate(parts):
         if not part.is_uniform:
@@ -88,24 +90,24 @@ def grounds(
     kinds = [part.kinds[0] for part in parts]
     ratios = corrections(kinds, weights_hash(graph.params))
     return tuple(
-        Ground(block=block, cluster=part, ratio=ratio)
+        StageDevices(block=block, cluster=part, ratio=ratio)
         for block, (part, ratio) in enumerate(zip(parts, ratios, strict=True))
     )
 
 
-def by_memory(found: Sequence[Ground]) -> list[Ground]:
+def by_memory(found: Sequence[StageDevices]) -> list[StageDevices]:
     """One ground of each kind, that with the least memory first."""
     kinds = {ground.kind.name: ground for ground in reversed(found)}
     return sorted(reversed(kinds.values()), key=lambda g: g.kind.memory_bytes)
 
 
-def has_several_kinds(found: Sequence[Ground]) -> bool:
+def has_several_kinds(found: Sequence[StageDevices]) -> bool:
     """Returns whether they are of several kinds."""
     return len({ground.kind.name for ground in found}) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allotted:
+class HeterogeneousPlacement:
     """A chain of layers on unlike devices.
 
     Attributes:
@@ -119,7 +121,7 @@ class Allotted:
         needs_bytes: Bytes that a device of each stage needs, as the cut counts them.
     """
 
-    placed: Placed
+    placed: StageAssignment
     work: tuple[float, ...]
     seconds: float
     equal_seconds: float
@@ -130,12 +132,12 @@ class Allotted:
 
 def allot(
     chains: Mapping[str, Sequence[Layer]],
-    found: Sequence[Ground],
+    found: Sequence[StageDevices],
     table: Schedule,
     reserved: Mapping[str, float],
     *,
     hidden: bool = False,
-) -> Allotted:
+) -> HeterogeneousPlacement:
     """Place stages and cut the model for them.
 
     Args:
@@ -152,7 +154,7 @@ def allot(
     """
     layers = next(iter(chains.values()))
     devices = [
-        Stage(
+        ChainStage(
             kind=ground.kind.name,
             memory_bytes=ground.kind.memory_bytes - reserved.get(ground.kind.name, 0.0),
             seconds=tuple(
@@ -165,8 +167,8 @@ def allot(
     links = [replace(x, transfer_seconds=0.0) for x in layers] if hidden else layers
     placed = place(links, devices, held)
     stages = [replace(d, in_flight=n) for d, n in zip(devices, held, strict=True)]
-    equal = cut(links, [Stage(seconds=devices[0].seconds)] * len(devices))
-    return Allotted(
+    equal = cut(links, [ChainStage(seconds=devices[0].seconds)] * len(devices))
+    return HeterogeneousPlacement(
         placed=placed,
         work=_work(placed.cut, placed.stages),
         seconds=_step_seconds(placed.cut, layers, placed.stages, table),
@@ -185,7 +187,7 @@ def _spans(found: ChainCut) -> Iterator[tuple[int, int]]:
     return itertools.pairwise([0, *itertools.accumulate(found.counts)])
 
 
-def _work(found: ChainCut, stages: Sequence[Stage]) -> tuple[float, ...]:
+def _work(found: ChainCut, stages: Sequence[ChainStage]) -> tuple[float, ...]:
     """Seconds that every stage computes for a micro-batch."""
     return tuple(
         sum(stage.seconds[a:b])
@@ -194,7 +196,10 @@ def _work(found: ChainCut, stages: Sequence[Stage]) -> tuple[float, ...]:
 
 
 def _step_seconds(
-    found: ChainCut, layers: Sequence[Layer], stages: Sequence[Stage], table: Schedule
+    found: ChainCut,
+    layers: Sequence[Layer],
+    stages: Sequence[ChainStage],
+    table: Schedule,
 ) -> float:
     """A step with a cut; of a stage's work one part in three is its forward pass."""
     part = [seconds / 3 for seconds in _work(found, stages)]
@@ -210,7 +215,9 @@ def _step_seconds(
     return line.step_seconds
 
 
-def _fits(found: ChainCut, layers: Sequence[Layer], stages: Sequence[Stage]) -> bool:
+def _fits(
+    found: ChainCut, layers: Sequence[Layer], stages: Sequence[ChainStage]
+) -> bool:
     """Every stage of a cut fits its device's memory."""
     return all(
         np.isfinite(interval_seconds(layers, stage)[a, b])
@@ -242,7 +249,9 @@ def least_seconds(seconds: Sequence[Sequence[float]]) -> float:
     return high
 
 
-def notes(found: Sequence[Ground], graph: Graph, one: Allotted) -> Iterator[str]:
+def notes(
+    found: Sequence[StageDevices], graph: Graph, one: HeterogeneousPlacement
+) -> Iterator[str]:
     """Yields the notes of a plan whose stages run on unlike kinds.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.errors import PlanError, Unobeyed
+from whalejax.planner.errors import DeviceCountError, PlanError
 from whalejax.planner.memory.saved_tensors import CHEAP, SPREAD
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph, Op
@@ -202,7 +202,7 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
             "leave some idle on purpose: allow_idle=True (whalejax plan --allow-idle)"
         )
         remedy += f", or {idle}" if near else f". Or {idle}"
-    raise Unobeyed(
+    raise DeviceCountError(
         f"stage is {stages}, and there are {devices} devices, of which every stage has "
         f"as many; {remedy}"
     )

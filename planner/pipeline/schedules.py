@@ -243,7 +243,7 @@ def most_in_flight(
     name: str, num_stages: Any, stage: Any, num_micro_batches: Any, num_chunks: Any = 1
 ) -> Any:
     """Returns the largest number of a chunk's activations on a stage;
-    ``Schedule.in_flight``.
+    ``JobSchedule.in_flight``.
 
     Args:
         name: one of ``NAMES``.
@@ -312,7 +312,7 @@ def _parts(
 
 def numbered(table: Schedule, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
     """Returns the number of each row, and of the row that it needs
-    (``Schedule.needs``).
+    (``JobSchedule.needs``).
 
     Returns:
         Numbers below actions × places × micro-batches, in that order; -1 for none.

@@ -109,7 +109,7 @@ def simulate(
 
 
 @dataclass(frozen=True, slots=True)
-class _Beat:
+class _TickRows:
     """Rows of several stages at one tick; they do not wait for one another.
 
     Attributes:
@@ -140,7 +140,7 @@ class Compiled:
     """
 
     table: Schedule
-    beats: tuple[_Beat, ...]
+    beats: tuple[_TickRows, ...]
     slots: int
 
     def step_seconds(
@@ -218,7 +218,7 @@ def compiled(table: Schedule, columns: Columns | None = None) -> Compiled:
         here = slice(start, end)
         waiting, leaving = np.flatnonzero(waits[here]), np.flatnonzero(leaves[here])
         beats.append(
-            _Beat(
+            _TickRows(
                 bool(turn[start] > before),
                 rows.stage[here],
                 place[here],

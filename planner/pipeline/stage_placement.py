@@ -18,15 +18,15 @@ import numpy as np
 
 from whalejax.planner.pipeline.stage_cuts import (
     ChainCut,
+    ChainStage,
     Layer,
-    Stage,
     cut,
     interval_seconds,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class StageAssignment:
     """Devices in the order of the pipeline, and the model cut for them.
 
     Attributes:
@@ -36,11 +36,11 @@ class Placed:
     """
 
     order: tuple[int, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[ChainStage, ...]
     cut: ChainCut
 
 
-def memory_order(devices: Sequence[Stage]) -> tuple[int, ...]:
+def memory_order(devices: Sequence[ChainStage]) -> tuple[int, ...]:
     """Whale's rule: devices with more memory hold earlier stages.
 
     Args:
@@ -55,17 +55,17 @@ def memory_order(devices: Sequence[Stage]) -> tuple[int, ...]:
 
 def in_order(
     layers: Sequence[Layer],
-    devices: Sequence[Stage],
+    devices: Sequence[ChainStage],
     in_flight: Sequence[int],
     order: Sequence[int],
-) -> Placed:
+) -> StageAssignment:
     """The best cut for devices in a given order.
 
     Args:
         layers: Layers in the model's order.
         devices: Devices of each stage; their ``in_flight`` is replaced.
         in_flight: micro-batches whose activations each stage holds, in the order of
-            the pipeline, as ``Schedule.in_flight`` has them.
+            the pipeline, as ``JobSchedule.in_flight`` has them.
         order: for each stage, the index of its devices.
 
     Raises:
@@ -75,12 +75,12 @@ def in_order(
         replace(devices[i], in_flight=held)
         for i, held in zip(order, in_flight, strict=True)
     )
-    return Placed(order=tuple(order), stages=stages, cut=cut(layers, stages))
+    return StageAssignment(order=tuple(order), stages=stages, cut=cut(layers, stages))
 
 
 def place(
-    layers: Sequence[Layer], devices: Sequence[Stage], in_flight: Sequence[int]
-) -> Placed:
+    layers: Sequence[Layer], devices: Sequence[ChainStage], in_flight: Sequence[int]
+) -> StageAssignment:
     """The order of the devices and the cut whose slowest stage is fastest.
 
     Exact. Of orders that are equally fast, one in which earlier stages have more
@@ -121,9 +121,9 @@ def place(
     return in_order(layers, devices, in_flight, order[::-1])
 
 
-def _kinds(devices: Sequence[Stage]) -> list[tuple[Stage, list[int]]]:
+def _kinds(devices: Sequence[ChainStage]) -> list[tuple[ChainStage, list[int]]]:
     """Devices that are alike, and which they are; those with more memory first."""
-    alike: dict[Stage, list[int]] = {}
+    alike: dict[ChainStage, list[int]] = {}
     for i in memory_order(devices):
         alike.setdefault(replace(devices[i], in_flight=1), []).append(i)
     return list(alike.items())
@@ -139,7 +139,7 @@ def _less(state: State, kind: int) -> State:
 
 def _search(
     layers: Sequence[Layer],
-    kinds: Sequence[tuple[Stage, list[int]]],
+    kinds: Sequence[tuple[ChainStage, list[int]]],
     in_flight: Sequence[int],
 ) -> tuple[dict[State, np.ndarray], dict[State, np.ndarray]]:
     """Best pace of the first layers on some devices, and what was taken last."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whalejax.planner.balance.shares import micro_batch_ranges
-from whalejax.planner.entries import Pace
+from whalejax.planner.entries import VirtualStagePrediction
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import Action, Schedule, ScheduleRow, schedule
 from whalejax.planner.pipeline.simulate import simulate
@@ -33,7 +33,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paced:
+class TimedSchedule:
     """A schedule in seconds.
 
     Attributes:
@@ -62,7 +62,7 @@ def table_of(plan: PlanData) -> Schedule:
     return schedule(stages.schedule, number, count, stages.chunks)
 
 
-def time_schedule(plan: PlanData) -> Paced:
+def time_schedule(plan: PlanData) -> TimedSchedule:
     """The rows of a plan's schedule in seconds.
 
     Where stages run one loop, each of its turns does the forwards of all stages, then
@@ -78,7 +78,7 @@ def time_schedule(plan: PlanData) -> Paced:
     assert stages is not None
     if table.turn_ticks:
         rows = tuple(_in_turns(table, stages.paces[0], stages.handed_seconds))
-        return Paced(table=table, rows=rows)
+        return TimedSchedule(table=table, rows=rows)
     line = simulate(
         table,
         [pace.forward_seconds for pace in stages.paces],
@@ -96,10 +96,10 @@ def time_schedule(plan: PlanData) -> Paced:
         )
         for row, end in zip(table.rows, line.ends_seconds, strict=True)
     )
-    return Paced(table=table, rows=rows)
+    return TimedSchedule(table=table, rows=rows)
 
 
-def paced_beside(plan: PlanData) -> list[Paced]:
+def paced_beside(plan: PlanData) -> list[TimedSchedule]:
     """The rows of pipelines side by side, each with the micro-batches of its share.
 
     Args:
@@ -120,7 +120,9 @@ def paced_beside(plan: PlanData) -> list[Paced]:
     ):
         if not numbers:
             found.append(
-                Paced(table=dataclasses.replace(table_of(own), rows=()), rows=())
+                TimedSchedule(
+                    table=dataclasses.replace(table_of(own), rows=()), rows=()
+                )
             )
             continue
         one = time_schedule(dataclasses.replace(own, num_micro_batches=len(numbers)))
@@ -137,13 +139,15 @@ def paced_beside(plan: PlanData) -> list[Paced]:
     return found
 
 
-def _seconds(pace: Pace, action: Action) -> float:
+def _seconds(pace: VirtualStagePrediction, action: Action) -> float:
     if action == "forward":
         return pace.forward_seconds
     return pace.backward_seconds if action == "backward" else pace.weight_seconds
 
 
-def _in_turns(table: Schedule, pace: Pace, handed_seconds: float) -> Iterator[Timed]:
+def _in_turns(
+    table: Schedule, pace: VirtualStagePrediction, handed_seconds: float
+) -> Iterator[Timed]:
     """Every row of stages in lockstep, which take the same for each turn."""
     turns: dict[int, list[ScheduleRow]] = {}
     for row in table.rows:

@@ -15,7 +15,7 @@ from whalejax.planner.pipeline.schedules import Action, Key, Schedule, ScheduleR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Handing:
+class ScheduledTransfer:
     """Transfer of a micro-batch from one part of the model to another.
 
     Attributes:
@@ -30,7 +30,7 @@ class Handing:
     action: Action
 
 
-def words_of(event: ScheduleRow | Handing) -> str:
+def words_of(event: ScheduleRow | ScheduledTransfer) -> str:
     """A row or a hand-over in words.
 
     >>> words_of(Handing(micro_batch=3, source=0, target=1, action="forward"))
@@ -51,7 +51,7 @@ def issue_order(
     ahead: Iterable[tuple[int, int]],
     back: Iterable[tuple[int, int]],
     seconds: Mapping[Action, Sequence[float]],
-) -> tuple[ScheduleRow | Handing, ...]:
+) -> tuple[ScheduleRow | ScheduledTransfer, ...]:
     """All rows, and what they hand over, in an order in which they can be issued.
 
     What is handed from stage to stage is put where both have time for it, if every row
@@ -98,10 +98,10 @@ class _Order:
         self.free = [0.0] * table.num_stages
         self.arrived: Counter[Key] = Counter()
         self.arrival: dict[Key, float] = defaultdict(float)
-        self.pending: list[tuple[float, Handing]] = []
-        self.found: list[ScheduleRow | Handing] = []
+        self.pending: list[tuple[float, ScheduledTransfer]] = []
+        self.found: list[ScheduleRow | ScheduledTransfer] = []
 
-    def issued(self) -> tuple[ScheduleRow | Handing, ...]:
+    def issued(self) -> tuple[ScheduleRow | ScheduledTransfer, ...]:
         while self.pending or any(map(self._next, range(self.table.num_stages))):
             handing = min(self._handings(), default=None)
             row = min(self._rows(), default=None)
@@ -117,7 +117,7 @@ class _Order:
         rows, at = self.rows[stage], self.at[stage]
         return rows[at] if at < len(rows) else None
 
-    def _handings(self) -> list[tuple[float, float, Handing]]:
+    def _handings(self) -> list[tuple[float, float, ScheduledTransfer]]:
         """When each pending one could be done, and since when."""
         stages = self.table.num_stages
         return [
@@ -148,7 +148,7 @@ class _Order:
         self.at[stage] += 1
         self.free[stage] = end = start + self.seconds[action][place]
         for target in self.targets.get((place, action), ()):
-            handing = Handing(
+            handing = ScheduledTransfer(
                 micro_batch=micro_batch, source=place, target=target, action=action
             )
             if target % self.table.num_stages == stage:
@@ -156,14 +156,14 @@ class _Order:
             else:
                 self.pending.append((end, handing))
 
-    def _hand(self, start: float, ready: float, handing: Handing) -> None:
+    def _hand(self, start: float, ready: float, handing: ScheduledTransfer) -> None:
         self.pending.remove((ready, handing))
         for place in (handing.source, handing.target):
             stage = place % self.table.num_stages
             self.free[stage] = max(self.free[stage], start)
         self._arrive(start, handing)
 
-    def _arrive(self, time: float, handing: Handing) -> None:
+    def _arrive(self, time: float, handing: ScheduledTransfer) -> None:
         self.found.append(handing)
         key = handing.target, handing.micro_batch, handing.action
         self.arrived[key] += 1

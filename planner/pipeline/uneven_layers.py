@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.cost.operation_cost import Setting, row_cost
+from whalejax.planner.cost.operation_cost import CostSetting, row_cost
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.entries import Collective, LeafPlan, itemsize_bytes
 from whalejax.planner.model.analysis import analyse_graph
@@ -27,7 +27,7 @@ P = TypeVar("P", bound=PlanData)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dealt:
+class LayerSplit:
     """Layers as stages have them.
 
     Attributes:
@@ -114,7 +114,7 @@ def seconds_of(
     def seconds(first: int, last: int) -> float:
         part = replace(graph, ops=graph.ops[first:last])
         analysed = analyse_graph(part)
-        s = Setting(
+        s = CostSetting(
             {},
             num_micro_batches // graph.num_micro_batches,
             cluster,
@@ -208,7 +208,7 @@ def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collec
     return found
 
 
-def unequal_notes(dealt: Dealt, *, alone: bool) -> list[str]:
+def unequal_notes(dealt: LayerSplit, *, alone: bool) -> list[str]:
     """Returns the notes on stages with unequal numbers of layers.
 
     Args:

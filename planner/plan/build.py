@@ -18,14 +18,14 @@ from whalejax.planner.entries import (
     RegionTable,
     RoleInfo,
 )
-from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.sequence import whole_notes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.why import leaf_note
 from whalejax.planner.search.enumerate import Search
-from whalejax.planner.search.request import Request, Scored
+from whalejax.planner.search.request import LayoutCandidate, Request
 from whalejax.planner.sharding.fused_parameters import computed_whole
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
@@ -43,9 +43,9 @@ KEPT_CANDIDATES = 12
 
 
 def build_plan(
-    analysed: Analysed,
+    analysed: GraphAnalysis,
     search: Search,
-    weighed: Sequence[Scored],
+    weighed: Sequence[LayoutCandidate],
     cluster: Cluster,
     request: Request,
     precision: str,
@@ -120,7 +120,7 @@ def role_infos(dims: Dimensions, batch_size: int | None = None) -> tuple[RoleInf
 
 
 def region_tables(
-    analysed: Analysed, tables: Mapping[int, Table], mesh: Mapping[str, int]
+    analysed: GraphAnalysis, tables: Mapping[int, Table], mesh: Mapping[str, int]
 ) -> tuple[RegionTable, ...]:
     """Compute tables in names, for a plan."""
     dims = analysed.dims
@@ -139,7 +139,7 @@ def region_tables(
 
 
 def batch_layouts(
-    analysed: Analysed,
+    analysed: GraphAnalysis,
     tables: Mapping[int, Table],
     mesh: Mapping[str, int],
     batch: Sequence[BatchLeaf],
@@ -153,7 +153,9 @@ def batch_layouts(
     )
 
 
-def _candidates(search: Search, weighed: Sequence[Scored]) -> tuple[Candidate, ...]:
+def _candidates(
+    search: Search, weighed: Sequence[LayoutCandidate]
+) -> tuple[Candidate, ...]:
     best = weighed[0]
     found: dict[str, Candidate] = {}
     for s in (s for s in weighed if s.fits):
@@ -169,7 +171,7 @@ def _candidates(search: Search, weighed: Sequence[Scored]) -> tuple[Candidate, .
     return (*[c for c in kept if c not in refused][:KEPT_CANDIDATES], *refused)
 
 
-def _candidate(s: Scored, verdict: str) -> Candidate:
+def _candidate(s: LayoutCandidate, verdict: str) -> Candidate:
     return Candidate(
         layout=s.layout,
         time=s.time,
@@ -195,7 +197,10 @@ def verdict_of(best: TimeTerms, other: TimeTerms) -> str:
 
 
 def _notes(
-    analysed: Analysed, search: Search, best: Scored, leaves: Sequence[LeafPlan]
+    analysed: GraphAnalysis,
+    search: Search,
+    best: LayoutCandidate,
+    leaves: Sequence[LeafPlan],
 ) -> tuple[str, ...]:
     graph, dims = analysed.graph, analysed.dims
     notes = [
@@ -280,7 +285,7 @@ def _first_of(places: Sequence[str]) -> str:
     return places[0] + f" and {len(places) - 1} more" * (len(places) > 1)
 
 
-def _sharded(best: Scored) -> set[int]:
+def _sharded(best: LayoutCandidate) -> set[int]:
     """The roles that some axis shards."""
     return {
         role
@@ -291,7 +296,7 @@ def _sharded(best: Scored) -> set[int]:
     }
 
 
-def _hidden_notes(graph: Graph, dims: Dimensions, best: Scored) -> list[str]:
+def _hidden_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[str]:
     """Sharded dimensions that some operations cannot name, and so compute whole."""
     return [
         f"{dims.roles[role].name} is the minor part of a dimension for {count} "
@@ -302,7 +307,7 @@ def _hidden_notes(graph: Graph, dims: Dimensions, best: Scored) -> list[str]:
     ]
 
 
-def _cut_notes(graph: Graph, dims: Dimensions, best: Scored) -> list[str]:
+def _cut_notes(graph: Graph, dims: Dimensions, best: LayoutCandidate) -> list[str]:
     """Returns notes on the traffic of dimensions that meet themselves, and on its
     alternatives.
     """
@@ -325,7 +330,7 @@ def _cut_notes(graph: Graph, dims: Dimensions, best: Scored) -> list[str]:
     ]
 
 
-def _torus_notes(search: Search, best: Scored) -> list[str]:
+def _torus_notes(search: Search, best: LayoutCandidate) -> list[str]:
     """Storage axes over whose piece of the torus the compiler reduces whole.
 
     Args:
@@ -348,7 +353,7 @@ def _torus_notes(search: Search, best: Scored) -> list[str]:
     return found
 
 
-def _unsaid(analysed: Analysed, search: Search, best: Scored) -> set[int]:
+def _unsaid(analysed: GraphAnalysis, search: Search, best: LayoutCandidate) -> set[int]:
     """Roles that no PartitionSpec names, and nothing else of their dimension is cut."""
     axes = ("expert", "tensor")
     cut = {r for t in best.tables.values() for a in axes for r in t.get(a, ())}

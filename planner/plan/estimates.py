@@ -15,7 +15,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import Shared
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.host_offload import unhosted
-from whalejax.planner.search.request import Hosted, Request, Scored
+from whalejax.planner.search.request import LayoutCandidate, OffloadableState, Request
 from whalejax.planner.sharding.offload_candidates import sliced_leaves
 from whalejax.planner.step_options import FixedOptions, options_of
 
@@ -34,7 +34,7 @@ def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
     found = []
     if plan.stages is None and not plan.shares and not plan.cluster.is_uniform:
         found.append("one program runs on devices of one kind")
-    hosts = request.hosted or Hosted
+    hosts = request.hosted or OffloadableState
     texts = [*unhosted(plan.offload, hosts, has_optimizer=True)]
     if plan.stages is not None:
         texts += FixedOptions(**options_of(plan)).refused_by_stages().values()
@@ -47,7 +47,9 @@ def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
     return [*found, *(text.partition(". ")[0] for text in texts)]
 
 
-def paper_notes(found: Scored | None, request: Request, plan: Plan) -> Iterator[str]:
+def paper_notes(
+    found: LayoutCandidate | None, request: Request, plan: Plan
+) -> Iterator[str]:
     """Yields notes on a faster plan that no executor of this version runs, and why.
 
     Args:
@@ -56,7 +58,7 @@ def paper_notes(found: Scored | None, request: Request, plan: Plan) -> Iterator[
         plan: The plan that runs.
     """
     if found is not None:
-        hosts = request.hosted or Hosted
+        hosts = request.hosted or OffloadableState
         why = unhosted(found.offload, hosts, has_optimizer=True)
         texts = [text.partition(". ")[0] for text in why]
         if "params" in found.offload and not texts:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.read_file import Unreadable, read_text
+from whalejax.meshes.read_file import UnreadableFileError, read_text
 
 
 COLUMNS: Final = ("time", "node", "event")
@@ -61,7 +61,7 @@ def read_trace(path: Path) -> list[Event]:
     """
     try:
         text = read_text(path)
-    except (Unreadable, OSError) as error:
+    except (UnreadableFileError, OSError) as error:
         said = getattr(error, "strerror", None) or error
         raise WhaleError(f"trace {path}: it cannot be read ({said})") from error
     reader = csv.DictReader(text.splitlines())

@@ -24,7 +24,7 @@ from whalejax.planner.plan.fault_traces import (
     read_trace,
     simulated,
 )
-from whalejax.planner.plan.report.pictures import PicturedGoodput
+from whalejax.planner.plan.report.pictures import GoodputDisplay
 
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _MOST_SNAPSHOT_STEPS: Final = 10**15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class TraceReplay:
     """Goodput of each recovery policy over a trace of failures, as parts of
     wall time.
     """
@@ -53,7 +53,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goodput(PicturedGoodput):
+class Goodput(GoodputDisplay):
     """Useful time over wall time, by how a run goes on after a failure.
 
     Attributes:
@@ -90,7 +90,7 @@ class Goodput(PicturedGoodput):
     young_seconds: float
     lost_restart: float
     lost_elastic: float
-    trace: Replayed | None = None
+    trace: TraceReplay | None = None
 
     def ways(self) -> list[tuple[str, float]]:
         """Each way to go on and its goodput; of a trace too, where there is one."""
@@ -364,7 +364,7 @@ def speed(alive: int, nodes: int, micro_batches: int | None) -> float:
     return math.ceil(micro_batches / nodes) / math.ceil(micro_batches / alive)
 
 
-def _replay_trace(policy: Policy, spares: int, path: Path) -> Replayed:
+def _replay_trace(policy: Policy, spares: int, path: Path) -> TraceReplay:
     events = read_trace(path)
     names = nodes_of(events)
     if len(names) > policy.nodes + spares:
@@ -375,7 +375,7 @@ def _replay_trace(policy: Policy, spares: int, path: Path) -> Replayed:
     seconds = events[-1].time
     # Spares that a run does not have do not fail in it.
     own = [event for event in events if event.node in names[: policy.nodes]]
-    return Replayed(
+    return TraceReplay(
         seconds=seconds,
         failures=sum(event.is_down for event in events),
         restart=simulated(policy, own, seconds, how="restart", spares=0),

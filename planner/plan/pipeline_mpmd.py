@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.entries import BatchLeaf, Pace
+from whalejax.planner.entries import BatchLeaf, VirtualStagePrediction
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.pipeline.heterogeneous_stages import Allotted, notes
+from whalejax.planner.pipeline.heterogeneous_stages import HeterogeneousPlacement, notes
 from whalejax.planner.pipeline.layer_stack import STAGE, devices_of_stage
 from whalejax.planner.pipeline.program_cut import Division
 from whalejax.planner.pipeline.schedules import Schedule, schedule
@@ -42,7 +42,13 @@ from whalejax.planner.search.enumerate import Search, ranked
 from whalejax.planner.search.least_paces import least_paces, not_faster
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import by_marks
-from whalejax.planner.search.stage_models import Cut, Cuts, StageLayout, Whole, laid_out
+from whalejax.planner.search.stage_models import (
+    DivisibleProgram,
+    ModelCut,
+    ModelCuts,
+    StageLayout,
+    laid_out,
+)
 from whalejax.planner.search.stage_time import (
     handed_bytes,
     handed_seconds,
@@ -50,7 +56,7 @@ from whalejax.planner.search.stage_time import (
     turn_of,
 )
 from whalejax.planner.search.tied_parameters import copied_bytes, exposed
-from whalejax.planner.search.user_choices import Asked
+from whalejax.planner.search.user_choices import PipelineConstraints
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.step_options import options_off
 from whalejax.planner.terms import Remat, TimeTerms
@@ -75,7 +81,7 @@ ESTIMATED = ("offload",)
 COUNTS = (2, 4, 8)
 """Micro-batches that are weighed, for each stage."""
 
-Traced = Callable[[Remat], Whole]
+Traced = Callable[[Remat], DivisibleProgram]
 """The captured loss with some TaskGraphs computed again."""
 
 
@@ -84,7 +90,7 @@ def decide_mpmd(
     cluster: Cluster,
     request: Request,
     *,
-    piped: Asked,
+    piped: PipelineConstraints,
     traced: Traced,
     marked: bool,
     precision: str = "f32",
@@ -113,7 +119,7 @@ def decide_mpmd(
     most = request.num_devices
     check_stages(request, stages, most=most, estimated=ESTIMATED)
     _check_interleaved(piped, marked, cluster)
-    found: list[_Weighed] = []
+    found: list[_MpmdCandidate] = []
     problem: PlanError | None = None
     counts = [*_counts(graph, request, piped)]
     least = _least_steps(graph, cluster, request, stages, [n for _, n in counts])
@@ -121,7 +127,7 @@ def decide_mpmd(
     policies = [request.remat] if request.remat is not None else [(), *_remats(request)]
     for remat in policies:
         program = traced(remat)
-        cuts = Cuts(whole=program, cluster=cluster, marked=marked)
+        cuts = ModelCuts(whole=program, cluster=cluster, marked=marked)
         if remat and request.remat is None and program.graph is graph:
             continue
         before = len(found)
@@ -156,7 +162,7 @@ def decide_mpmd(
     return best.plan(request, precision, batch, graph, found)
 
 
-def _fastest_seconds(found: Sequence[_Weighed]) -> float:
+def _fastest_seconds(found: Sequence[_MpmdCandidate]) -> float:
     """Step time of the fastest plan that fits; infinite without one."""
     steps = (one.time.step_seconds for one in found if one.fits)
     return min(steps, default=math.inf)
@@ -192,7 +198,9 @@ def _least_steps(
     return {n: max(pace / stages * n, ahead) for n, (pace, ahead) in paces.items()}
 
 
-def _check_interleaved(piped: Asked, marked: bool, cluster: Cluster) -> None:
+def _check_interleaved(
+    piped: PipelineConstraints, marked: bool, cluster: Cluster
+) -> None:
     """Refuse several parts of the model on each stage where it has one."""
     if piped.schedule != "interleaved":
         return
@@ -209,7 +217,7 @@ def _check_interleaved(piped: Asked, marked: bool, cluster: Cluster) -> None:
         )
 
 
-def _slow(one: _Weighed) -> tuple[bool, float]:
+def _slow(one: _MpmdCandidate) -> tuple[bool, float]:
     """Returns the sort key of a candidate: whether it lacks memory, then its time.
 
     1F1B is simplest: another schedule has to be faster by what a prediction can tell.
@@ -219,7 +227,7 @@ def _slow(one: _Weighed) -> tuple[bool, float]:
     return not one.fits, seconds if plain else seconds * (1 + SURE)
 
 
-def _other_schedules(found: Sequence[_Weighed]) -> list[_Weighed]:
+def _other_schedules(found: Sequence[_MpmdCandidate]) -> list[_MpmdCandidate]:
     """The same under other schedules, where they can be; interleaved like the best."""
     best = min(found, key=_slow)
     others = [replace(one.ask, schedule="zb-h1").of(one) for one in found]
@@ -237,7 +245,9 @@ def _remats(request: Request) -> list[Remat]:
     return [(("*", p),) for p in request.policies if p != "none"]
 
 
-def _counts(graph: Graph, request: Request, piped: Asked) -> Iterator[tuple[bool, int]]:
+def _counts(
+    graph: Graph, request: Request, piped: PipelineConstraints
+) -> Iterator[tuple[bool, int]]:
     """Numbers of micro-batches to weigh; not the usual ones where those cannot be."""
     if request.num_micro_batches is not None:
         yield True, request.num_micro_batches
@@ -269,8 +279,8 @@ class _Ask:
     request: Request
     stages: int
     schedule: str
-    program: Whole
-    cuts: Cuts
+    program: DivisibleProgram
+    cuts: ModelCuts
     remat: Remat
     count: int
     batch: Sequence[BatchLeaf]
@@ -295,14 +305,14 @@ class _Ask:
             ),
         )
 
-    def candidate_plans(self) -> list[_Weighed]:
+    def candidate_plans(self) -> list[_MpmdCandidate]:
         """Plans with two cuts, of each stage the fastest layout that fits.
 
         What stages hand on is time of both, or crosses while they work; the schedule
         says which is nearer.
         """
         cuts: list[object] = []
-        found: dict[object, _Weighed] = {}
+        found: dict[object, _MpmdCandidate] = {}
         problems: list[PlanError] = []
         for hidden in (False, True):
             try:
@@ -317,7 +327,7 @@ class _Ask:
             raise problems[0]
         return [*found.values()]
 
-    def _fitted(self, found: Cut, *, hidden: bool) -> _Weighed:
+    def _fitted(self, found: ModelCut, *, hidden: bool) -> _MpmdCandidate:
         """The plan with a cut, or where that does not fit with one that may."""
         one = self._in(found)
         reserved: dict[str, float] = {}
@@ -331,7 +341,7 @@ class _Ask:
             one = self._in(again)
         return one
 
-    def _in(self, found: Cut) -> _Weighed:
+    def _in(self, found: ModelCut) -> _MpmdCandidate:
         """The plan with one cut."""
         chosen = []
         for stage, ground in enumerate(found.grounds):
@@ -343,18 +353,18 @@ class _Ask:
                 chosen.append(next(one for one in fitting if one.scored is best))
             else:
                 chosen.append(min(laid, key=lambda x: x.scored.memory.total_bytes))
-        return _Weighed(self, found, chosen)
+        return _MpmdCandidate(self, found, chosen)
 
-    def of(self, other: _Weighed) -> _Weighed:
+    def of(self, other: _MpmdCandidate) -> _MpmdCandidate:
         """The same layouts under another schedule of as many parts."""
         table = self.table
         chosen = []
         for laid, held in zip(other.chosen, table.in_flight, strict=True):
             memory = laid.search.memory_of(laid.scored, max(1.0, held))
             chosen.append(replace(laid, scored=replace(laid.scored, memory=memory)))
-        return _Weighed(self, other.found, chosen)
+        return _MpmdCandidate(self, other.found, chosen)
 
-    def _stage(self, found: Cut, stage: int, part: Cluster) -> list[StageLayout]:
+    def _stage(self, found: ModelCut, stage: int, part: Cluster) -> list[StageLayout]:
         """The layouts of one stage on its devices."""
         table, division = self.table, found.division
         graph, known = found.graphs[stage]
@@ -394,7 +404,7 @@ class _Ask:
         return t.nbytes // parts * (max(self.table.in_flight) + 1)
 
 
-class _Weighed:
+class _MpmdCandidate:
     """One plan: a layout for every stage on one mesh, and what they make together.
 
     Attributes:
@@ -408,7 +418,9 @@ class _Weighed:
         fits: every stage's memory is within its device's.
     """
 
-    def __init__(self, ask: _Ask, found: Cut, chosen: Sequence[StageLayout]) -> None:
+    def __init__(
+        self, ask: _Ask, found: ModelCut, chosen: Sequence[StageLayout]
+    ) -> None:
         self.ask = ask
         self.table = ask.table
         self.found = found
@@ -431,7 +443,7 @@ class _Weighed:
         self.time = self._time()
 
     @property
-    def heterogeneous_placement(self) -> Allotted | None:
+    def heterogeneous_placement(self) -> HeterogeneousPlacement | None:
         """Returns the placement of the model on unlike devices, or None on
         alike ones.
         """
@@ -497,12 +509,12 @@ class _Weighed:
             weight.append(share * back * late)
         return ahead, behind, weight
 
-    def _paces(self) -> Iterator[Pace]:
+    def _paces(self) -> Iterator[VirtualStagePrediction]:
         """Yields the predictions of virtual stages as plans keep them."""
         seconds = zip(*self._by_place(), strict=True)
         for place, (ahead, behind, weight) in enumerate(seconds):
             handed, returned = self._handed_bytes[place]
-            yield Pace(
+            yield VirtualStagePrediction(
                 forward_seconds=ahead,
                 backward_seconds=behind,
                 weight_seconds=weight,
@@ -566,7 +578,7 @@ class _Weighed:
         precision: str,
         batch: Sequence[BatchLeaf],
         graph: Graph,
-        weighed: Sequence[_Weighed],
+        weighed: Sequence[_MpmdCandidate],
     ) -> Plan:
         """Written down.
 

@@ -19,9 +19,19 @@ from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.units import gigabytes
-from whalejax.planner.cost.operation_cost import Setting, as_run, row_ahead, row_hits
+from whalejax.planner.cost.operation_cost import (
+    CostSetting,
+    as_run,
+    row_ahead,
+    row_hits,
+)
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.entries import BatchLeaf, Collective, LeafPlan, Pace
+from whalejax.planner.entries import (
+    BatchLeaf,
+    Collective,
+    LeafPlan,
+    VirtualStagePrediction,
+)
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.memory.saved_tensors import fold_kept, kept_bytes
 from whalejax.planner.model.analysis import analyse_graph
@@ -29,7 +39,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE, Shared, devices_of_stage
 from whalejax.planner.pipeline.schedules import Schedule, schedule
 from whalejax.planner.pipeline.uneven_layers import (
-    Dealt,
+    LayerSplit,
     exchanged,
     parts,
     seconds_of,
@@ -42,21 +52,21 @@ from whalejax.planner.plan.plan import Plan, Stages
 from whalejax.planner.plan.stage_notes import candidates, check_stages
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.least_paces import MOST_ROUNDS, least_paces, not_faster
-from whalejax.planner.search.request import Request, Scored
+from whalejax.planner.search.request import LayoutCandidate, Request
 from whalejax.planner.search.spmd import (
     Again,
-    Decided,
+    SpmdDecision,
     by_marks,
     decided_on,
 )
 from whalejax.planner.search.stage_time import (
-    Turn,
+    MicroBatchCost,
     handed_bytes,
     less,
     times,
     turn_of,
 )
-from whalejax.planner.search.user_choices import Asked
+from whalejax.planner.search.user_choices import PipelineConstraints
 from whalejax.planner.sharding.layout import Spec, divisors, shards
 from whalejax.planner.sharding.operation_rows import Row
 from whalejax.planner.step_options import STAGE_ESTIMATES, options_off
@@ -72,7 +82,7 @@ def decide_stages(
     cluster: Cluster,
     request: Request,
     *,
-    piped: Asked,
+    piped: PipelineConstraints,
     precision: str = "f32",
     batch: Sequence[BatchLeaf] = (),
     again: Again | None = None,
@@ -95,7 +105,7 @@ def decide_stages(
     request = by_marks(graph, request, stages)
     _check(shared, stages, request)
     own = functools.cache(lambda layers: shared.of_stage(graph, layers))
-    found: list[_Weighed] = []
+    found: list[_LockstepCandidate] = []
     problems: list[PlanError] = []
     counts = [*_counts(graph, request, stages)]
     least = _least_steps(graph, shared, cluster, request, stages, counts)
@@ -104,7 +114,7 @@ def decide_stages(
         if least[count] >= min([*fits, known_seconds]):
             break
         asked = _of_one_stage(graph, shared, stages, request, count)
-        dealt = Dealt(length=shared.length, stages=stages)
+        dealt = LayerSplit(length=shared.length, stages=stages)
         if shared.length % stages and asked.num_devices == 1:
             dealt = replace(dealt, seconds=seconds_of(graph, shared, cluster, count))
         part = devices_of_stage(cluster, asked.num_devices, stages)
@@ -119,7 +129,7 @@ def decide_stages(
             except PlanError as error:
                 problems.append(error)
                 continue
-            found.append(_Weighed(decided, cluster, piped, dealt, stash))
+            found.append(_LockstepCandidate(decided, cluster, piped, dealt, stash))
             if found[-1].fits:
                 break  # Those behind it compute more.
     if not (found or problems):
@@ -246,7 +256,7 @@ def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:
     yield from [n for n in divisors(size) if 1 < n <= MOST_ROUNDS * stages] or [1]
 
 
-class _Weighed:
+class _LockstepCandidate:
     """One number of micro-batches: the plan of a stage, and what all stages make of it.
 
     Attributes:
@@ -262,10 +272,10 @@ class _Weighed:
 
     def __init__(
         self,
-        decided: Decided,
+        decided: SpmdDecision,
         cluster: Cluster,
-        piped: Asked,
-        dealt: Dealt,
+        piped: PipelineConstraints,
+        dealt: LayerSplit,
         stash: str,
     ) -> None:
         self.stash = stash
@@ -274,7 +284,7 @@ class _Weighed:
         self.dealt = dealt
         every = decided.search.request.estimate
         self.shared = Shared.of(decided.analysed.graph, every=every)
-        self.best: Scored = decided.weighed[0]
+        self.best: LayoutCandidate = decided.weighed[0]
         self.table: Schedule = schedule(
             LOCKSTEP[piped.schedule or "1f1b"],
             piped.mesh[STAGE],
@@ -305,7 +315,7 @@ class _Weighed:
     def _stages(self) -> Stages:
         """Returns the stages as the plan keeps them: equal in all turns."""
         table, turn = self.table, self.turn
-        pace = Pace(
+        pace = VirtualStagePrediction(
             forward_seconds=turn.ahead.step_seconds,
             backward_seconds=self.behind.step_seconds,
         )
@@ -345,7 +355,7 @@ class _Weighed:
         turn = self.turn
         return turn.both if self.stash == "inputs" else less(turn.both, turn.ahead)
 
-    def _setting(self) -> Setting:
+    def _setting(self) -> CostSetting:
         """Returns the cost setting of one stage's model."""
         return self.search.setting(self.best.mesh, self.best.num_micro_batches)
 
@@ -408,7 +418,7 @@ class _Weighed:
         parts = int(shards(leaf.gradient_spec, self.best.mesh))
         return math.prod(leaf.shape) * itemsize // parts
 
-    def _turn(self) -> Turn:
+    def _turn(self) -> MicroBatchCost:
         """Returns the costs of a micro-batch on the slowest stage."""
         turn = turn_of(self.search, self.best, self._ahead_rows())
         spared = TimeTerms(compute_seconds=self.dealt.spared_seconds)
@@ -419,7 +429,7 @@ class _Weighed:
         turn.
         """
         s = self._setting()
-        whole = Setting(self.mesh, 1, self.cluster, s.dims, s.batch_roles)
+        whole = CostSetting(self.mesh, 1, self.cluster, s.dims, s.batch_roles)
         between = [c for c in self.collectives if STAGE in c.axes and c.what == what]
         return sum(as_run(c, whole)[1] for c in between)
 
@@ -453,7 +463,7 @@ class _Weighed:
         precision: str,
         batch: Sequence[BatchLeaf],
         model_hash: str,
-        weighed: Sequence[_Weighed],
+        weighed: Sequence[_LockstepCandidate],
     ) -> Plan:
         """Written down.
 
@@ -597,7 +607,7 @@ def _nothing(problems: Sequence[PlanError], stages: int) -> PlanError:
     )
 
 
-def _too_large(one: _Weighed) -> NothingFits:
+def _too_large(one: _LockstepCandidate) -> NothingFits:
     need, room = one.memory.total_bytes, one.cluster.memory_bytes
     return NothingFits(
         f"{one.layout} needs {gigabytes(need)} on a device and there are "

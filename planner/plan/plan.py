@@ -28,10 +28,10 @@ from whalejax.planner.plan.report import (
 )
 from whalejax.planner.plan.report.diff import PlanDiff, diff
 from whalejax.planner.plan.report.headline import Throughput
-from whalejax.planner.plan.report.pictures import Pictured
+from whalejax.planner.plan.report.pictures import PlanDisplay
 from whalejax.planner.plan.report.why import layout_text
 from whalejax.planner.plan_data import PLAN_VERSION as PLAN_VERSION
-from whalejax.planner.plan_data import Question, StagesData
+from whalejax.planner.plan_data import PlannedQuestion, StagesData
 from whalejax.planner.search.micro_batches import with_samples_note
 from whalejax.planner.search.zero1_slices import slices_of
 
@@ -52,7 +52,7 @@ class Stages(StagesData):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Plan(Pictured):
+class Plan(PlanDisplay):
     """Plan of one model on one cluster.
 
     How a step is computed, such as what is computed again and what lies in host memory,
@@ -207,7 +207,7 @@ class Plan(Pictured):
         question = self._require_question("verify")
         return question.verify(self, topology, timeout_seconds=timeout_seconds)
 
-    def _require_question(self, what: str) -> Question:
+    def _require_question(self, what: str) -> PlannedQuestion:
         if self.question is None:
             raise PlanError(
                 f"this plan was read from a file, without its model: {what} has "

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.read_file import Unreadable, check_depth, parse_json, read_text
+from whalejax.meshes.read_file import (
+    UnreadableFileError,
+    check_depth,
+    parse_json,
+    read_text,
+)
 from whalejax.meshes.texts import quoted
 from whalejax.meshes.topology import RETIRED_FACTS
 from whalejax.planner.errors import PlanError
@@ -87,7 +92,7 @@ def read(cls: type[P], path: str | os.PathLike[str]) -> P:
         raise PlanError(
             f"{path} cannot be read as a plan ({error.strerror})"
         ) from error
-    except Unreadable as error:
+    except UnreadableFileError as error:
         raise PlanError(
             f"{path} is not a plan: it is not JSON ({error}). "
             "Make it again with whalejax plan"
@@ -118,7 +123,7 @@ def from_document(cls: type[P], document: Any, name: str) -> P:
         plan: P = decode(cls, _upgraded(fields) if older else fields)
         check_plan(plan)
         whole, stated = document_hash(document), document.get(_WHOLE)
-    except (DataError, Unreadable, WhaleError, KeyError, TypeError) as error:
+    except (DataError, UnreadableFileError, WhaleError, KeyError, TypeError) as error:
         raise PlanError(
             f"{name} is a damaged plan: {error}. Make it again with whalejax plan"
         ) from error

@@ -12,7 +12,7 @@ from whalejax.planner.plan.build import build_plan
 from whalejax.planner.plan.estimates import paper_notes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import Again, Known, by_marks, decided_on
+from whalejax.planner.search.spmd import Again, ProgramCache, by_marks, decided_on
 
 
 def decide(
@@ -23,7 +23,7 @@ def decide(
     precision: str = "f32",
     batch: Sequence[BatchLeaf] = (),
     again: Again | None = None,
-    known: Known | None = None,
+    known: ProgramCache | None = None,
 ) -> Plan:
     """Choose how to run a model on a cluster.
 

@@ -13,7 +13,7 @@ from whalejax.meshes.units import milliseconds
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.square_cube import StageOverLink, StageWork
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.report.pictures import PicturedSquareCube
+from whalejax.planner.plan.report.pictures import SquareCubeDisplay
 from whalejax.planner.swarm_data import WIRES, wire_bytes
 
 
@@ -27,7 +27,7 @@ RECOMPUTED: Final = 4 / 3  # forward and backward, with the forward computed aga
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SquareCube(PicturedSquareCube):
+class SquareCube(SquareCubeDisplay):
     """The square-cube law on the stages of a plan; ``print`` shows a table.
 
     Attributes:

@@ -35,7 +35,7 @@ class StagedPlan(Protocol):
         ...
 
 
-class OnStages(StagedPlan, Protocol):
+class StageMemoryPlan(StagedPlan, Protocol):
     """One whose stages have memory of their own."""
 
     room_bytes: int
@@ -226,7 +226,7 @@ def speed_difference_text(seconds: float, best_seconds: float) -> str:
     return f"{-slower:.1%} faster, by less than predictions tell apart"
 
 
-def too_large(one: OnStages) -> NothingFits:
+def too_large(one: StageMemoryPlan) -> NothingFits:
     """Returns the error for a plan that lacks memory, with the stage that does."""
     need, room = one.memory.total_bytes, one.room_bytes
     name, most = max(one.memory.by_name().items(), key=lambda pair: pair[1])

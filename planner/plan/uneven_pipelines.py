@@ -95,7 +95,7 @@ class _Pipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Beside:
+class _ParallelPipelines:
     """Pipelines side by side.
 
     Attributes:
@@ -187,7 +187,7 @@ def decide_pipelines(
         PlanError: it cannot be, or nothing fits.
     """
     _check(graph, request, stages, asked)
-    found: list[_Beside] = []
+    found: list[_ParallelPipelines] = []
     problems: list[PlanError] = []
     weigh = functools.partial(_weigh, cluster, request, stages, asked, decide)
     here = math.inf
@@ -219,8 +219,10 @@ def decide_pipelines(
 
 
 def _while_faster(
-    weigh: Callable[[int], _Beside], several: Sequence[int], problems: list[PlanError]
-) -> Iterator[_Beside]:
+    weigh: Callable[[int], _ParallelPipelines],
+    several: Sequence[int],
+    problems: list[PlanError],
+) -> Iterator[_ParallelPipelines]:
     """Weigh numbers of micro-batches, the fewest first, while more of them help.
 
     Where the fewest do not fit, the most are weighed first: fewer are larger ones.
@@ -296,7 +298,7 @@ def _weigh(
     decide: Decide,
     replicas: int,
     count: int,
-) -> _Beside:
+) -> _ParallelPipelines:
     """So many pipelines, with so many micro-batches in all."""
     size = request.num_devices // replicas
     mesh = {**(request.mesh or {}), DATA: 1}
@@ -315,7 +317,7 @@ def _weigh(
             one = dataclasses.replace(one, mesh={**mesh, **inner}, remat=found.remat)
     plans = [known[_kinds_of(part)] for part in parts]
     _check_alike([pipeline.plan for pipeline in plans])
-    return _Beside(
+    return _ParallelPipelines(
         plans=tuple(plans),
         shares=tuple(asked) if asked is not None else _shares(plans, count),
         exchange=_exchange([pipeline.plan for pipeline in plans], cluster, stages),
@@ -391,7 +393,7 @@ def _exchange(
     return summed, collective_seconds(summed.kind, payload, parts)
 
 
-def _too_large(one: _Beside) -> NothingFits:
+def _too_large(one: _ParallelPipelines) -> NothingFits:
     total = one.memory.total_bytes
     return NothingFits(
         f"{one.layout}: a device needs {gigabytes(total)} with what pipelines "
@@ -404,7 +406,10 @@ def _too_large(one: _Beside) -> NothingFits:
 
 
 def _build_plan(
-    cluster: Cluster, stages: int, best: _Beside, found: Sequence[_Beside]
+    cluster: Cluster,
+    stages: int,
+    best: _ParallelPipelines,
+    found: Sequence[_ParallelPipelines],
 ) -> Plan:
     """The plan of the best; ``found`` has all that were weighed."""
     first = best.plans[0].plan
@@ -448,7 +453,7 @@ def _summed(leaf: LeafPlan) -> LeafPlan:
     return dataclasses.replace(leaf, summed=axes)
 
 
-def _time(one: _Beside) -> TimeTerms:
+def _time(one: _ParallelPipelines) -> TimeTerms:
     """The step, by the terms of the pipeline that is done last."""
     ends = [p.seconds(k) for p, k in zip(one.plans, one.shares, strict=True)]
     last = one.plans[ends.index(max(ends))]
@@ -461,7 +466,7 @@ def _time(one: _Beside) -> TimeTerms:
     ) + TimeTerms(gradient_seconds=one.exchange[1])
 
 
-def _notes(one: _Beside) -> Iterator[str]:
+def _notes(one: _ParallelPipelines) -> Iterator[str]:
     for pipeline in one.plans:
         yield from pipeline.plan.notes
     total = sum(one.shares)

@@ -30,7 +30,7 @@ from whalejax.planner.balance.shares import (
 )
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.entries import Candidate, Collective
-from whalejax.planner.errors import NothingFits, PlanError, Unobeyed
+from whalejax.planner.errors import DeviceCountError, NothingFits, PlanError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.likely_replicas import (
@@ -38,7 +38,7 @@ from whalejax.planner.search.likely_replicas import (
     likely_replicas,
 )
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import Known, check_marks
+from whalejax.planner.search.spmd import ProgramCache, check_marks
 from whalejax.planner.search.uneven_replicas import (
     Replicas,
     SharesCase,
@@ -100,7 +100,7 @@ def decide_shares(
         PlanError: shares that cannot be, or no plan fits.
     """
     _check(graph, cluster, request, asked)
-    options = {"known": Known(), **options}
+    options = {"known": ProgramCache(), **options}
     ranks = {
         size: cluster.num_devices // size
         for size in _served(graph, _sizes(cluster, request, asked))
@@ -149,7 +149,7 @@ def _check(
     """Refuse what no shares can be had with, and shares that cannot be."""
     check_zero(request)
     if request.num_devices < cluster.num_devices:
-        raise Unobeyed(
+        raise DeviceCountError(
             "devices of several kinds have programs of their own, which use all of "
             "them. Drop allow_idle, or plan for fewer devices"
         )
@@ -334,10 +334,10 @@ def _served(graph: Graph, sizes: Sequence[int]) -> list[int]:
         try:
             check_marks(graph, size)
             found.append(size)
-        except Unobeyed as error:
+        except DeviceCountError as error:
             problem = error
     if problem is not None and not found:
-        raise Unobeyed(
+        raise DeviceCountError(
             "a replica lies on one kind, inside a node or on whole ones, of which it "
             f"has {' or '.join(map(str, sizes))} here: {problem}"
         )

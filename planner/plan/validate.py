@@ -16,7 +16,7 @@ from typing import Any, Final
 from whalejax.meshes.device_kinds import MOST_MEMORY_BYTES
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems
-from whalejax.meshes.read_file import Unreadable, parse_json
+from whalejax.meshes.read_file import UnreadableFileError, parse_json
 from whalejax.meshes.texts import quoted
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import NAMES
@@ -293,7 +293,7 @@ def _check_batch(plan: PlanData, where: str, problems: Problems) -> None:
         return
     try:
         described = list(_paths(parse_json(plan.batch_tree), ""))
-    except (Unreadable, ValueError, TypeError, AttributeError):
+    except (UnreadableFileError, ValueError, TypeError, AttributeError):
         problems.add(
             f"{where}batch_tree is {quoted(plan.batch_tree)}; expected the containers "
             'of a batch, such as {"dict": [["x", "leaf"]]}'

@@ -10,7 +10,7 @@ import functools
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost.row_builder import Views
-from whalejax.planner.memory.live_sets import Course
+from whalejax.planner.memory.live_sets import StepLiveness
 from whalejax.planner.memory.liveness import TensorUses, regathered_operands
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
@@ -41,7 +41,7 @@ class AnalysedProgram:
         self.dims = dims
         self.compiler = compiler
         self.views: Views = views or Views(graph, dims)
-        self._courses: dict[tuple[bool, bool], Course] = {}
+        self._courses: dict[tuple[bool, bool], StepLiveness] = {}
 
     @functools.cached_property
     def waiting(self) -> dict[int, int]:
@@ -63,7 +63,7 @@ class AnalysedProgram:
         """Returns the makers and readers of each tensor, for every liveness."""
         return TensorUses(self.graph, self.views.weight, self.compiler)
 
-    def course(self, *, apart: bool, regathers: bool) -> Course:
+    def course(self, *, apart: bool, regathers: bool) -> StepLiveness:
         """Returns the live tensors of each span of a step.
 
         Args:
@@ -72,7 +72,7 @@ class AnalysedProgram:
         """
         key = apart, regathers and self.regathered
         if key not in self._courses:
-            self._courses[key] = Course(
+            self._courses[key] = StepLiveness(
                 self.graph,
                 self.dims,
                 self.views.weight,

@@ -176,7 +176,7 @@ def zero_levels(request: Request, levels: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Combined:
+class GradientCombineCost:
     """Costs of combining under one layout.
 
     Attributes:
@@ -210,9 +210,11 @@ class CombiningCosts:
         asked = combine != "mean"
         self._averaged_bytes = averaged_bytes(graph, dims) if asked else 0
         self._axes = layer_axes(graph) if asked else {}
-        self._known: dict[tuple[object, ...], Combined] = {}
+        self._known: dict[tuple[object, ...], GradientCombineCost] = {}
 
-    def of(self, layouts: tuple[LeafLayout, ...], mesh: Mapping[str, int]) -> Combined:
+    def of(
+        self, layouts: tuple[LeafLayout, ...], mesh: Mapping[str, int]
+    ) -> GradientCombineCost:
         """The costs of one layout.
 
         Args:
@@ -220,7 +222,7 @@ class CombiningCosts:
             mesh: axis sizes.
         """
         if self._combine == "mean":
-            return Combined()
+            return GradientCombineCost()
         key = (layouts, *mesh.items())
         if key not in self._known:
             found = self._combine_cost(layouts, mesh)
@@ -236,7 +238,7 @@ class CombiningCosts:
 
     def _combine_cost(
         self, layouts: Sequence[LeafLayout], mesh: Mapping[str, int]
-    ) -> Combined:
+    ) -> GradientCombineCost:
         parts, itemsize, state = list[Part](), 4, 0.0
         pairs = zip(self._facts.tensors, self._facts.group_of, strict=True)
         for tensor, place in pairs:
@@ -259,7 +261,7 @@ class CombiningCosts:
                 found[0], kind="all-reduce", what="moments", payload_bytes=int(state)
             )
             found.append(mean)
-        return Combined(collectives=tuple(found), nbytes=nbytes)
+        return GradientCombineCost(collectives=tuple(found), nbytes=nbytes)
 
 
 def averaged_bytes(graph: Graph, dims: Dimensions) -> int:

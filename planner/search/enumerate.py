@@ -28,7 +28,7 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.topology import HIDES_UPDATES_ON
 from whalejax.planner.cost.layout_cases import LayoutCases, LayoutGrid
-from whalejax.planner.cost.operation_cost import Setting, row_flops, row_hits
+from whalejax.planner.cost.operation_cost import CostSetting, row_flops, row_hits
 from whalejax.planner.cost.step_time import TimeColumns
 from whalejax.planner.entries import Collective
 from whalejax.planner.memory.saved_tensors import Residents, residents
@@ -42,8 +42,8 @@ from whalejax.planner.search.evaluator import SEARCHED_AXES, Evaluator
 from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Offload
 from whalejax.planner.search.layout_memory import MemoryColumns
 from whalejax.planner.search.ranking import best_first
+from whalejax.planner.search.request import LayoutCandidate as LayoutCandidate
 from whalejax.planner.search.request import Request as Request
-from whalejax.planner.search.request import Scored as Scored
 from whalejax.planner.sharding.layout import (
     SPATIAL_AXES,
     Table,
@@ -52,7 +52,7 @@ from whalejax.planner.sharding.layout import (
 )
 from whalejax.planner.sharding.leaf_shard_counts import ignores_pins, sharded_shares
 from whalejax.planner.sharding.metadata_constraints import pinned_axes
-from whalejax.planner.sharding.operation_rows import Row, Rows
+from whalejax.planner.sharding.operation_rows import OperationRows, Row
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafLayout,
@@ -301,7 +301,7 @@ class Search:
         self.program: AnalysedProgram = known or AnalysedProgram(
             graph, dims, cluster.compiler
         )
-        self.rows: Rows = self.program.views.rows(graph)
+        self.rows: OperationRows = self.program.views.rows(graph)
         self.facts: LeafFacts = (
             LeafFacts.of(
                 graph,
@@ -338,11 +338,11 @@ class Search:
         self._combined: dict[object, tuple[list[dict[int, Table]], bool]] = {}
         self._divided: dict[object, dict[int, Table] | None] = {}
         self._distinct: dict[object, dict[int, Table]] = {}
-        self.scored: list[Scored] = []
+        self.scored: list[LayoutCandidate] = []
         self.weighed = 0
         self.follows: bool = beside is not None and beside.follows
         self.least_lacking = self._lacks = self.least_skipped = math.inf
-        self._nearest: Scored | None = None
+        self._nearest: LayoutCandidate | None = None
         self._lacking: list[_Waiting] = []
         self._postponed: list[_Waiting] = []
         self._passed: list[_Waiting] = []
@@ -360,7 +360,7 @@ class Search:
             copies_kernels=self.cluster.compiler.copies_kernels,
         )
 
-    def run(self) -> list[Scored]:
+    def run(self) -> list[LayoutCandidate]:
         """Evaluate everything.
 
         Returns:
@@ -873,7 +873,7 @@ class Search:
         self._passed += self._lacking
         self._lacking = []
 
-    def on_paper(self, best: float) -> list[Scored]:
+    def on_paper(self, best: float) -> list[LayoutCandidate]:
         """Plans that keep more in host memory than an executor of this version does.
 
         Args:
@@ -1086,13 +1086,13 @@ class Search:
         times: TimeColumns,
         rows: np.ndarray,
         group: Sequence[Offload],
-    ) -> tuple[list[Scored], np.ndarray]:
+    ) -> tuple[list[LayoutCandidate], np.ndarray]:
         """Plans of some cases with each of some sets in host memory.
 
         Returns:
             The plans, and whether any fits with the fewest micro-batches, by case.
         """
-        found: list[Scored] = []
+        found: list[LayoutCandidate] = []
         enough = np.zeros(len(rows), dtype=bool)
         cases, step = layouts.cases.take(rows), times.take(rows)
         for offload in group:
@@ -1119,7 +1119,7 @@ class Search:
         times: TimeColumns,
         rows: np.ndarray,
         offload: Offload,
-    ) -> tuple[list[Scored], np.ndarray]:
+    ) -> tuple[list[LayoutCandidate], np.ndarray]:
         """Plans with as few micro-batches as fit, or as many as there can be.
 
         Of very many meshes, only plans that fit are made, and the nearest to that.
@@ -1163,7 +1163,7 @@ class Search:
         cases: LayoutCases,
         memory: MemoryColumns,
         offload: Offload,
-    ) -> list[Scored]:
+    ) -> list[LayoutCandidate]:
         """Plans of some of the cases whose numbers of micro-batches are chosen."""
         if not len(places):
             return []
@@ -1177,7 +1177,7 @@ class Search:
         for place in range(len(rows)):
             terms = memory.at(place)
             found.append(
-                Scored(
+                LayoutCandidate(
                     mesh=layouts.meshes[cases.row[place]],
                     zero=int(cases.zero[place]),
                     **self.request.or_off(
@@ -1288,15 +1288,15 @@ class Search:
 
     # What was evaluated.
 
-    def layouts_of(self, scored: Scored) -> tuple[LeafLayout, ...]:
+    def layouts_of(self, scored: LayoutCandidate) -> tuple[LeafLayout, ...]:
         """Layout of each parameter group of a plan of this search."""
         return lay_out(self.facts, scored.tables, scored.mesh, scored.zero)
 
-    def collectives_of(self, scored: Scored) -> tuple[Collective, ...]:
+    def collectives_of(self, scored: LayoutCandidate) -> tuple[Collective, ...]:
         """Collectives of one step of a plan of this search, as they run."""
         return self.evaluator.times(self._case(scored)).collectives
 
-    def _case(self, scored: Scored) -> LayoutCases:
+    def _case(self, scored: LayoutCandidate) -> LayoutCases:
         given = scored.mesh, scored.tables, scored.zero, scored.num_micro_batches
         return self.evaluator.case(*given)
 
@@ -1306,7 +1306,7 @@ class Search:
         device = memory.total_bytes - self.cluster.memory_bytes
         return max(0, device), max(0, memory.host_bytes - room)
 
-    def memory_of(self, scored: Scored, in_flight: float) -> MemoryTerms:
+    def memory_of(self, scored: LayoutCandidate, in_flight: float) -> MemoryTerms:
         """Returns the memory of a plan with the activations of several micro-batches.
 
         Args:
@@ -1316,7 +1316,7 @@ class Search:
         case, offload = self._case(scored), scored.offload
         return self.evaluator.memory(case, offload, in_flight=in_flight).at(0)
 
-    def reported(self, scored: Scored) -> MemoryTerms:
+    def reported(self, scored: LayoutCandidate) -> MemoryTerms:
         """Returns the memory of a plan's compiled program.
 
         It takes more than it has to where its compiler puts products of weights'
@@ -1340,7 +1340,7 @@ class Search:
         fuller = more.total_bytes > found.total_bytes
         return more if fuller and not any(self.lacks(more)) else found
 
-    def setting(self, mesh: Mapping[str, Any], count: Any) -> Setting:
+    def setting(self, mesh: Mapping[str, Any], count: Any) -> CostSetting:
         """Returns the cost setting of rows on a mesh with ``count`` micro-batches.
 
         Args:
@@ -1362,7 +1362,7 @@ class Search:
         most = size if self.split is None else max(1, size - 1)
         return tuple(n for n in divisors(size // parts) if n <= most)
 
-    def product_flops(self, scored: Scored) -> int:
+    def product_flops(self, scored: LayoutCandidate) -> int:
         """FLOPs of matrix products on one device in one step."""
         s = self.setting(scored.mesh, scored.num_micro_batches)
         total = sum(
@@ -1378,7 +1378,7 @@ def _ends(row: Row, window: Window) -> tuple[int, int]:
     return size, math.prod(row.results[0].sizes[window.out])
 
 
-def ranked(scored: Sequence[Scored]) -> list[Scored]:
+def ranked(scored: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
     """Best first: the fastest, ties broken by memory, then by communication."""
     return best_first(
         scored,

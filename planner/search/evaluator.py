@@ -15,18 +15,18 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.layout_cases import LayoutCases, LayoutGrid
-from whalejax.planner.cost.operation_cost import Setting
+from whalejax.planner.cost.operation_cost import CostSetting
 from whalejax.planner.cost.step_time import StepTime, TimeColumns
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.combining import (
     BUFFERS,
-    Combined,
     CombiningCosts,
+    GradientCombineCost,
     combine_seconds,
 )
-from whalejax.planner.search.host_offload import Hosting, Offload
+from whalejax.planner.search.host_offload import HostMemoryLimits, Offload
 from whalejax.planner.search.layout_memory import (
     LayoutMemory,
     MemoryColumns,
@@ -34,7 +34,7 @@ from whalejax.planner.search.layout_memory import (
 )
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.layout import MESH_AXES, STAGE, Table
-from whalejax.planner.sharding.operation_rows import Rows
+from whalejax.planner.sharding.operation_rows import OperationRows
 from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out
 
 
@@ -61,13 +61,13 @@ class Evaluator:
     cluster: Cluster
     request: Request
     program: AnalysedProgram
-    rows: Rows
+    rows: OperationRows
     facts: LeafFacts
 
     @functools.cached_property
-    def hosting(self) -> Hosting:
+    def hosting(self) -> HostMemoryLimits:
         """Returns the state that may be kept in host memory."""
-        return Hosting(self.program, self.cluster, self.request, self.facts)
+        return HostMemoryLimits(self.program, self.cluster, self.request, self.facts)
 
     @functools.cached_property
     def layout_memory(self) -> LayoutMemory:
@@ -103,7 +103,7 @@ class Evaluator:
             self.graph, self.dims, self.facts, self.cluster, self.request.combine
         )
 
-    def setting(self, mesh: Mapping[str, Any], count: Any) -> Setting:
+    def setting(self, mesh: Mapping[str, Any], count: Any) -> CostSetting:
         """Returns the cost setting of rows on a mesh with ``count`` micro-batches.
 
         Args:
@@ -112,7 +112,7 @@ class Evaluator:
         """
         # The graph was traced at one part of its batch; what is searched is how many
         # parts there are in all.
-        return Setting(
+        return CostSetting(
             mesh,
             count // self.graph.num_micro_batches,
             self.cluster,
@@ -182,7 +182,7 @@ class Evaluator:
             )
         return np.arange(len(cases)), self.times(cases)
 
-    def _combine_cost(self, cases: LayoutCases, index: int) -> Combined:
+    def _combine_cost(self, cases: LayoutCases, index: int) -> GradientCombineCost:
         """Returns the costs of combining all ranks' gradients in one case."""
         mesh = cases.mesh_at(index)
         tables, zero = cases.tables_at(index), int(cases.zero[index])

@@ -17,7 +17,7 @@ from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.search.analysis_cache import AnalysedProgram
-from whalejax.planner.search.request import Hosted, Request
+from whalejax.planner.search.request import OffloadableState, Request
 from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
 from whalejax.planner.sharding.offload_candidates import (
     exposed_seconds,
@@ -37,7 +37,7 @@ UPDATED_IN_OTHER_SHARDS = (
 
 
 @dataclass(frozen=True)
-class Hosting:
+class HostMemoryLimits:
     """Host memory, as one search asks for it.
 
     Attributes:
@@ -53,15 +53,15 @@ class Hosting:
     facts: LeafFacts
 
     @functools.cached_property
-    def streamed(self) -> Hosted:
+    def streamed(self) -> OffloadableState:
         """Returns the state that the optimizer can update in chunks; in estimates all,
         if there is none.
         """
         request = self.request
-        found = Hosted() if request.hosted is None else request.hosted()
+        found = OffloadableState() if request.hosted is None else request.hosted()
         if not request.estimate:
             return found
-        return Hosted(
+        return OffloadableState(
             state=found.state
             if any(found.state.values())
             else request.optimizer.by_path,
@@ -103,7 +103,7 @@ class Hosting:
         for.
 
         Args:
-            layouts, offload: Arguments of ``there``, unchanged.
+            layouts, offload: Arguments of ``params_on_host``, unchanged.
         """
         return "params" not in offload or any(self.params_on_host(layouts, offload))
 
@@ -249,7 +249,10 @@ class Hosting:
 
 
 def unhosted(
-    offload: Sequence[str], hosts: Callable[[], Hosted], *, has_optimizer: bool
+    offload: Sequence[str],
+    hosts: Callable[[], OffloadableState],
+    *,
+    has_optimizer: bool,
 ) -> Iterator[str]:
     """Why no executor keeps in host memory what is asked for.
 

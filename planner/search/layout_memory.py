@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.planner.cost.operation_cost import Setting
-from whalejax.planner.memory.live_sets import Course, Moments, moments
+from whalejax.planner.cost.operation_cost import CostSetting
+from whalejax.planner.memory.live_sets import SpanLiveSets, StepLiveness, moments
 from whalejax.planner.memory.peak import WHOLE_PROGRAM, PeakMemory, StageShare, peak_of
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.analysis_cache import AnalysedProgram
-from whalejax.planner.search.host_offload import Hosting
+from whalejax.planner.search.host_offload import HostMemoryLimits
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.leaf_shard_counts import (
     LeafShardCounts,
@@ -130,16 +130,16 @@ class LayoutMemory:
     graph: Graph
     program: AnalysedProgram
     facts: LeafFacts
-    hosting: Hosting
+    hosting: HostMemoryLimits
     dims: Dimensions
-    _found: dict[Course, Moments] = field(default_factory=dict, init=False)
+    _found: dict[StepLiveness, SpanLiveSets] = field(default_factory=dict, init=False)
 
     @functools.cached_property
     def homes(self) -> tuple[tuple[int, int | None], ...]:
         """The leaves of the batch, and the TaskGraph that reads each first."""
         return batch_homes(self.graph)
 
-    def of(self, one: StepLayout, s: Setting) -> MemoryColumns:
+    def of(self, one: StepLayout, s: CostSetting) -> MemoryColumns:
         """Compute the memory at the fullest moment of a step.
 
         Args:
@@ -191,7 +191,7 @@ class LayoutMemory:
             found = found + count * group.optimizer_bytes / cut.optimizer.num_shards
         return found - self.hosting.state_bytes(cuts, offload)
 
-    def _peaks(self, one: StepLayout, s: Setting, *, regathers: bool) -> PeakMemory:
+    def _peaks(self, one: StepLayout, s: CostSetting, *, regathers: bool) -> PeakMemory:
         number = len(one.accumulates)
         away = np.zeros((len(one.cuts), number))
         for row, count in zip(
@@ -213,7 +213,7 @@ class LayoutMemory:
             stage=one.stage,
         )
 
-    def moments(self, apart: bool, regathers: bool) -> Moments:
+    def moments(self, apart: bool, regathers: bool) -> SpanLiveSets:
         """Live tensors of each span.
 
         Args:
@@ -226,7 +226,7 @@ class LayoutMemory:
             self._found[course] = moments(self.graph, self.facts, course)
         return self._found[course]
 
-    def _batch_bytes(self, tables: Mapping[int, Table], s: Setting) -> Any:
+    def _batch_bytes(self, tables: Mapping[int, Table], s: CostSetting) -> Any:
         given = self.hosting.request.batch_bytes
         if not given:
             return 0

@@ -19,7 +19,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import stacked_loops
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import Again, Known, ProgramAnalyses
+from whalejax.planner.search.spmd import Again, ProgramAnalyses, ProgramCache
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.step_options import options_off
 from whalejax.planner.terms import ALL, Remat
@@ -35,7 +35,7 @@ def least_stage_steps(
     request: Request,
     *,
     again: Again | None,
-    known: Known,
+    known: ProgramCache,
     most: int,
 ) -> dict[int, float]:
     """Least seconds of a step in each number of stages of alike devices.

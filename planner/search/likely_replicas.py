@@ -25,7 +25,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.evaluator import Evaluator
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import Again, Known, ProgramAnalyses
+from whalejax.planner.search.spmd import Again, ProgramAnalyses, ProgramCache
 from whalejax.planner.search.uneven_replicas import (
     SharesCase,
     device_kinds,
@@ -76,7 +76,7 @@ def likely_replicas(
     allowed: Mapping[int, Collection[int]],
     *,
     again: Again | None = None,
-    known: Known | None = None,
+    known: ProgramCache | None = None,
 ) -> list[LikelyReplicas]:
     """Estimate replicas of each size with each number of micro-batches.
 
@@ -95,7 +95,7 @@ def likely_replicas(
         graph=graph,
         cluster=cluster,
         again=again,
-        known=Known() if known is None else known,
+        known=ProgramCache() if known is None else known,
     )
     estimates = _Estimates(analyses, cluster, request, allowed)
     found = [

@@ -1,4 +1,4 @@
-"""``Request``: what is asked of a search; and the candidates that it evaluates."""
+"""``CompileTask``: what is asked of a search; and the candidates that it evaluates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hosted:
+class OffloadableState:
     """State that an optimizer updates in chunks, so that it may be in host memory.
 
     Attributes:
@@ -30,7 +30,7 @@ class Hosted:
     state: Mapping[str, int] = field(default_factory=dict)
     params: frozenset[str] = frozenset()
 
-    def with_state(self, nbytes: Callable[[str, int], int]) -> Hosted:
+    def with_state(self, nbytes: Callable[[str, int], int]) -> OffloadableState:
         """The same for a part of a model, which has less of the state.
 
         Args:
@@ -84,7 +84,7 @@ class Request(FixedOptions):
     mesh: Mapping[str, int] | None = None
     zero: int | None = None
     policies: tuple[str, ...] = ("none",)
-    hosted: Callable[[], Hosted] | None = None
+    hosted: Callable[[], OffloadableState] | None = None
     sliced: Callable[[], frozenset[str]] | None = None
     in_flight: float = 1.0
     copies: int = 1
@@ -96,15 +96,15 @@ class Request(FixedOptions):
 class PlanDetails(Protocol):
     """Details of a plan that are computed on demand."""
 
-    def layouts_of(self, scored: Scored) -> tuple[LeafLayout, ...]:
+    def layouts_of(self, scored: LayoutCandidate) -> tuple[LeafLayout, ...]:
         """Layout of each parameter group."""
 
-    def collectives_of(self, scored: Scored) -> tuple[Collective, ...]:
+    def collectives_of(self, scored: LayoutCandidate) -> tuple[Collective, ...]:
         """Collectives of one step, as the compiler runs them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored(StepOptions):
+class LayoutCandidate(StepOptions):
     """One evaluated plan: its ``StepOptions``, and what they come with.
 
     Attributes:

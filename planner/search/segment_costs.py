@@ -14,25 +14,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from whalejax.planner.cost.operation_cost import (
-    Setting,
+    CostSetting,
     as_run,
     flow_cost,
     row_cost,
     row_hits,
 )
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.memory.saved_tensors import Kept, kept_bytes, residents
-from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.memory.saved_tensors import (
+    SavedTensorGroup,
+    kept_bytes,
+    residents,
+)
+from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.graph import Graph, TaskGraph
 from whalejax.planner.pipeline.program_cut import Division, Units
 from whalejax.planner.pipeline.stage_cuts import Layer
 from whalejax.planner.search.enumerate import Search
-from whalejax.planner.search.request import Scored
+from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import Table, shards
-from whalejax.planner.sharding.operation_rows import Rows
+from whalejax.planner.sharding.operation_rows import OperationRows
 
 
-class Folded:
+class SegmentOperations:
     """A model's operations by segment, whatever their layout.
 
     Attributes:
@@ -44,7 +48,7 @@ class Folded:
     """
 
     def __init__(
-        self, units: Units, analysed: Analysed, *, copies_kernels: bool
+        self, units: Units, analysed: GraphAnalysis, *, copies_kernels: bool
     ) -> None:
         self.units = units
         self.analysed = analysed
@@ -86,12 +90,12 @@ class Folded:
         return self._regions[1]
 
     @functools.cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> OperationRows:
         """Returns the cost rows of operations, by these regions."""
         return build_rows(self._regions[0], self.analysed.dims)
 
     @functools.cached_property
-    def saved(self) -> Sequence[Kept]:
+    def saved(self) -> Sequence[SavedTensorGroup]:
         """Returns the saved tensors, by these regions."""
         graph = self._regions[0]
         weight = graph.weight_tensors()
@@ -111,9 +115,9 @@ class Segments:
 
     def __init__(
         self,
-        folded: Folded,
+        folded: SegmentOperations,
         search: Search,
-        scored: Scored,
+        scored: LayoutCandidate,
         handed: Callable[[float], float],
     ) -> None:
         self.folded = folded
@@ -127,7 +131,7 @@ class Segments:
         return tuple(borders[end - 1] for end in ends if end <= len(borders))
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> CostSetting:
         """Returns the cost setting of the rows."""
         return self.search.setting(self.scored.mesh, self.scored.num_micro_batches)
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.errors import PlanError, Unobeyed
-from whalejax.planner.model.analysis import Analysed, analyse_graph
+from whalejax.planner.errors import DeviceCountError, PlanError
+from whalejax.planner.model.analysis import GraphAnalysis, analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.analysis_cache import AnalysedProgram
@@ -32,7 +32,7 @@ from whalejax.planner.search.enumerate import (
 )
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.ranking import SURE, TIE
-from whalejax.planner.search.request import Request, Scored
+from whalejax.planner.search.request import LayoutCandidate, Request
 from whalejax.planner.sharding.layout import SPATIAL_AXES, STAGE, replicas
 from whalejax.planner.sharding.sequence_parallel import (
     SUFFIX,
@@ -44,7 +44,7 @@ from whalejax.planner.step_options import LOSS_CHUNKS
 from whalejax.planner.terms import ALL, Chosen, Remat
 
 
-def analysed_for(plan: PlanData, graph: Graph) -> Analysed:
+def analysed_for(plan: PlanData, graph: Graph) -> GraphAnalysis:
     """A graph with the TaskGraphs of a plan.
 
     Args:
@@ -66,7 +66,7 @@ def analysed_for(plan: PlanData, graph: Graph) -> Analysed:
     batch = {r.index for r in analysed.dims.batch}
     shared = frozenset({r.index for r in roles if r is not None} - batch)
     split = split_between(analysed.graph, analysed.dims, shared)
-    return Analysed(graph=split.graph, dims=analysed.dims)
+    return GraphAnalysis(graph=split.graph, dims=analysed.dims)
 
 
 Again = Callable[[Remat, Chosen, int], Graph]
@@ -78,10 +78,10 @@ MOST_GRIDS = 32
 """Grids of layouts that are kept for later searches."""
 
 
-class Known(
+class ProgramCache(
     dict[
         tuple[Remat, Chosen, int, CompilerProfile],
-        "tuple[Analysed, AnalysedProgram] | None",
+        "tuple[GraphAnalysis, AnalysedProgram] | None",
     ]
 ):
     """Programs of one loss, as policies, attention and chunks make them, for devices of
@@ -98,7 +98,7 @@ class Known(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
+class SpmdDecision:
     """Result of a search.
 
     Attributes:
@@ -110,11 +110,11 @@ class Decided:
         on_paper: A clearly faster plan of one program that no executor runs, or None.
     """
 
-    analysed: Analysed
+    analysed: GraphAnalysis
     search: Search
-    weighed: list[Scored]
+    weighed: list[LayoutCandidate]
     gap: float | None
-    on_paper: Scored | None = None
+    on_paper: LayoutCandidate | None = None
 
 
 def decided_on(
@@ -122,8 +122,8 @@ def decided_on(
     cluster: Cluster,
     request: Request,
     again: Again | None = None,
-    known: Known | None = None,
-) -> Decided:
+    known: ProgramCache | None = None,
+) -> SpmdDecision:
     """Search; ``decide`` without the checks before and the writing after it.
 
     Args:
@@ -145,7 +145,7 @@ def decided_on(
         pair for pair in searched if any(s is fitting[0] for s in pair[1].scored)
     )
     refused = ranked([s for _, one in searched for s in one.scored if not s.fits])
-    decided = Decided(
+    decided = SpmdDecision(
         analysed=analysed, search=search, weighed=[*fitting, *refused], gap=None
     )
     if request.is_part:
@@ -159,9 +159,9 @@ def decided_on(
     )
 
 
-def _without_needless(fits: Sequence[Scored]) -> list[Scored]:
+def _without_needless(fits: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
     """Plans without those that keep more in host memory than others that tie."""
-    alike: dict[object, list[Scored]] = {}
+    alike: dict[object, list[LayoutCandidate]] = {}
     for one in fits:
         # All other options are those of the search that gives the details.
         layout = tuple(one.mesh.items()), id(one.tables), one.zero
@@ -169,7 +169,7 @@ def _without_needless(fits: Sequence[Scored]) -> list[Scored]:
         alike.setdefault(key, []).append(one)
     found = []
     for several in alike.values():
-        kept: list[Scored] = []
+        kept: list[LayoutCandidate] = []
         for one in sorted(several, key=lambda one: len(one.offload)):
             if not any(
                 {*other.offload} < {*one.offload}
@@ -186,7 +186,7 @@ def searches(
     cluster: Cluster,
     request: Request,
     again: Again | None,
-    known: Known | None = None,
+    known: ProgramCache | None = None,
 ) -> ProgramSearches:
     """One search for each policy of remat that may be worth it, the lightest first.
 
@@ -194,7 +194,7 @@ def searches(
     fewest micro-batches, or those that lack some would be slower with enough than what
     fits, no policy can be better than none.
     """
-    known = Known() if known is None else known
+    known = ProgramCache() if known is None else known
     found = ProgramSearches(graph, cluster, request, again, known)
     found.all()
     return found
@@ -235,11 +235,11 @@ class ProgramAnalyses:
     graph: Graph
     cluster: Cluster
     again: Again | None
-    known: Known
+    known: ProgramCache
 
     def of(
         self, remat: Remat, attention: Chosen, chunks: int
-    ) -> tuple[Analysed, AnalysedProgram] | None:
+    ) -> tuple[GraphAnalysis, AnalysedProgram] | None:
         """One program, or None where there is none such."""
         key = remat, attention, chunks, self.cluster.compiler
         if key not in self.known:
@@ -247,7 +247,7 @@ class ProgramAnalyses:
             self.known[key] = None if graph is None else self._analyse(graph)
         return self.known[key]
 
-    def _analyse(self, graph: Graph) -> tuple[Analysed, AnalysedProgram]:
+    def _analyse(self, graph: Graph) -> tuple[GraphAnalysis, AnalysedProgram]:
         found = analyse_graph(graph)
         return found, AnalysedProgram(found.graph, found.dims, self.cluster.compiler)
 
@@ -270,7 +270,7 @@ class ProgramSearches:
     """Searches of programs of one loss; each is bounded by the best before it.
 
     Attributes:
-        found: Analysed programs with their searches.
+        found: GraphAnalysis programs with their searches.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class ProgramSearches:
         cluster: Cluster,
         request: Request,
         again: Again | None,
-        known: Known,
+        known: ProgramCache,
     ) -> None:
         self.known = known
         self.program = ProgramAnalyses(
@@ -288,9 +288,11 @@ class ProgramSearches:
         self.cluster = cluster
         self.request = request
         self.again = again
-        self.found: list[tuple[Analysed, Search]] = []
+        self.found: list[tuple[GraphAnalysis, Search]] = []
         self.tried: dict[int, dict[frozenset[int], set[tuple[int, ...]]]] = {}
-        self.searched: dict[tuple[Remat, Chosen, int], tuple[Analysed, Search]] = {}
+        self.searched: dict[
+            tuple[Remat, Chosen, int], tuple[GraphAnalysis, Search]
+        ] = {}
         self.hopeless = False
 
     def best_seconds(self) -> float:
@@ -318,7 +320,7 @@ class ProgramSearches:
             for apart in self.set_apart(analysed, search, every=True):
                 apart.use_host_memory(self.best_seconds())
 
-    def use_host_memory(self, pairs: Sequence[tuple[Analysed, Search]]) -> None:
+    def use_host_memory(self, pairs: Sequence[tuple[GraphAnalysis, Search]]) -> None:
         """Put more in host memory, where with enough memory a plan may be the best.
 
         Args:
@@ -455,7 +457,7 @@ class ProgramSearches:
         return True
 
     def set_apart(
-        self, analysed: Analysed, plain: Search, *, every: bool = False
+        self, analysed: GraphAnalysis, plain: Search, *, every: bool = False
     ) -> list[Search]:
         """Beside a search's best plans, those that shard the sequence, too.
 
@@ -500,11 +502,13 @@ class ProgramSearches:
                 sizes=near[split.shared],
             )
             apart.search_layouts()
-            self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
+            self.found.append(
+                (GraphAnalysis(graph=split.graph, dims=analysed.dims), apart)
+            )
             found.append(apart)
         return found
 
-    def on_paper(self, best: float) -> Scored | None:
+    def on_paper(self, best: float) -> LayoutCandidate | None:
         """The fastest plan that keeps more in host memory than an executor does.
 
         Args:
@@ -582,7 +586,7 @@ def check_marks(graph: Graph, num_devices: int, stages: int = 1) -> None:
     Raises:
         PlanError: every problem is listed.
     """
-    problems = Problems("the marks cannot be obeyed", Unobeyed)
+    problems = Problems("the marks cannot be obeyed", DeviceCountError)
     for text in graph.undeclared_marks:
         problems.add(
             f"the mark {text} covers no operation of the loss: nothing inside it was "
@@ -615,7 +619,7 @@ def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
     ):
         given = {"stage": stages, **mesh} if stages > 1 else mesh
         fixed = " × ".join(f"{axis} {n}" for axis, n in given.items())
-        raise Unobeyed(
+        raise DeviceCountError(
             f"devices= of the marks gives one copy of the model {count // found} of "
             f"{count} devices, so data × fsdp × context is a multiple of {found}; with "
             f"{fixed} it is not. Change one of the two"

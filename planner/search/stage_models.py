@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.errors import PlanError
-from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.heterogeneous_stages import (
-    Allotted,
-    Ground,
+    HeterogeneousPlacement,
+    StageDevices,
     allot,
     by_memory,
     grounds,
@@ -25,13 +25,13 @@ from whalejax.planner.pipeline.program_cut import (
     divided_by_marks,
 )
 from whalejax.planner.pipeline.schedules import Schedule
-from whalejax.planner.pipeline.stage_cuts import Stage, cut
+from whalejax.planner.pipeline.stage_cuts import ChainStage, cut
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.infeasible import refusal
-from whalejax.planner.search.request import Request, Scored
-from whalejax.planner.search.segment_costs import Folded, Segments
-from whalejax.planner.search.spmd import Known, searches
+from whalejax.planner.search.request import LayoutCandidate, Request
+from whalejax.planner.search.segment_costs import SegmentOperations, Segments
+from whalejax.planner.search.spmd import ProgramCache, searches
 from whalejax.planner.search.stage_time import handed_seconds
 
 
@@ -50,13 +50,13 @@ class StageLayout:
         scored: the layout.
     """
 
-    analysed: Analysed
+    analysed: GraphAnalysis
     search: Search
-    scored: Scored
+    scored: LayoutCandidate
 
 
 def laid_out(
-    graph: Graph, cluster: Cluster, request: Request, known: Known
+    graph: Graph, cluster: Cluster, request: Request, known: ProgramCache
 ) -> list[StageLayout]:
     """Every layout of a model, however much memory it takes.
 
@@ -79,7 +79,7 @@ def laid_out(
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Whole:
+class DivisibleProgram:
     """One program that may be cut, and what all plans in stages share of it.
 
     Attributes:
@@ -92,17 +92,21 @@ class Whole:
 
     graph: Graph
     units: Units
-    known: Known = field(default_factory=Known)
-    stages: dict[tuple[object, ...], tuple[Graph, Known]] = field(default_factory=dict)
+    known: ProgramCache = field(default_factory=ProgramCache)
+    stages: dict[tuple[object, ...], tuple[Graph, ProgramCache]] = field(
+        default_factory=dict
+    )
 
-    _folded: dict[tuple[int, bool], Folded] = field(default_factory=dict)
+    _folded: dict[tuple[int, bool], SegmentOperations] = field(default_factory=dict)
 
-    def ops_by_segment(self, analysed: Analysed, cluster: Cluster) -> Folded:
+    def ops_by_segment(
+        self, analysed: GraphAnalysis, cluster: Cluster
+    ) -> SegmentOperations:
         """Its operations by segment, with the TaskGraphs that a search gave it."""
         copies = cluster.compiler.copies_kernels
         key = id(analysed.graph), copies  # of a graph that what is found keeps alive
         if key not in self._folded:
-            found = Folded(self.units, analysed, copies_kernels=copies)
+            found = SegmentOperations(self.units, analysed, copies_kernels=copies)
             self._folded[key] = found
         return self._folded[key]
 
@@ -116,7 +120,7 @@ class TooFewParts(PlanError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ModelCut:
     """A model in parts.
 
     Attributes:
@@ -129,9 +133,9 @@ class Cut:
 
     division: Division
     paces: tuple[float, ...]
-    graphs: tuple[tuple[Graph, Known], ...]
-    grounds: tuple[Ground, ...]
-    allotted: Allotted | None
+    graphs: tuple[tuple[Graph, ProgramCache], ...]
+    grounds: tuple[StageDevices, ...]
+    allotted: HeterogeneousPlacement | None
 
     @property
     def where(self) -> tuple[object, ...]:
@@ -140,7 +144,7 @@ class Cut:
 
 
 @dataclass(slots=True, kw_only=True)
-class Cuts:
+class ModelCuts:
     """Cuts of one program, found once for each number of parts.
 
     Attributes:
@@ -149,10 +153,10 @@ class Cuts:
         marked: ``stage`` marks say where to cut.
     """
 
-    whole: Whole
+    whole: DivisibleProgram
     cluster: Cluster
     marked: bool
-    _found: dict[tuple[object, ...], Cut] = field(default_factory=dict)
+    _found: dict[tuple[object, ...], ModelCut] = field(default_factory=dict)
     _chains: dict[tuple[object, ...], Segments] = field(default_factory=dict)
 
     def of(
@@ -162,7 +166,7 @@ class Cuts:
         reserved: Mapping[str, float] | None = None,
         *,
         hidden: bool = False,
-    ) -> Cut:
+    ) -> ModelCut:
         """The model in the parts of a schedule.
 
         Args:
@@ -190,7 +194,7 @@ class Cuts:
         request: Request,
         reserved: Mapping[str, float],
         hidden: bool,
-    ) -> Cut:
+    ) -> ModelCut:
         stages, chunks = table.num_stages, table.num_chunks
         lying = grounds(self.whole.graph, self.cluster, request.num_devices, stages)
         segments = self._segments(lying, request, stages)
@@ -204,7 +208,7 @@ class Cuts:
             lying = tuple(lying[block] for block in allotted.placed.order)
         else:
             division, paces = self._division(first, table, lying[0].cluster, hidden)
-        return Cut(
+        return ModelCut(
             division=division,
             paces=paces,
             graphs=tuple(
@@ -217,16 +221,16 @@ class Cuts:
 
     def _stage(
         self, segments: Segments, division: Division, places: Sequence[int]
-    ) -> tuple[Graph, Known]:
+    ) -> tuple[Graph, ProgramCache]:
         key = division.starts, len(division.parts), tuple(places)
         if key not in self.whole.stages:
             dims = segments.folded.analysed.dims
             found = stage_graph(self.whole.graph, dims, division, places)
-            self.whole.stages[key] = found, Known()
+            self.whole.stages[key] = found, ProgramCache()
         return self.whole.stages[key]
 
     def _segments(
-        self, lying: tuple[Ground, ...], request: Request, stages: int
+        self, lying: tuple[StageDevices, ...], request: Request, stages: int
     ) -> dict[str, Segments]:
         """Returns the segments of the model on each kind, all in the layout of the
         first.
@@ -259,10 +263,10 @@ class Cuts:
         self,
         segments: Mapping[str, Segments],
         table: Schedule,
-        lying: tuple[Ground, ...],
+        lying: tuple[StageDevices, ...],
         reserved: Mapping[str, float],
         hidden: bool,
-    ) -> tuple[Division, Allotted]:
+    ) -> tuple[Division, HeterogeneousPlacement]:
         """The model in parts, one for each stage, on devices of unlike kinds."""
         first = next(iter(segments.values()))
         division = self.whole.by_marks() if self.marked else None
@@ -290,7 +294,7 @@ class Cuts:
             return division, segments.seconds_of(division)
         held = 1 if table.num_chunks > 1 else None
         places = [
-            Stage(
+            ChainStage(
                 memory_bytes=float("inf") if held else part.memory_bytes,
                 in_flight=held or table.in_flight[place],
             )
@@ -305,7 +309,7 @@ class Cuts:
             found = cut(layers, places)
         except PlanError:
             # What fits is said by the search of each stage, which knows more.
-            found = cut(layers, [Stage()] * len(places))
+            found = cut(layers, [ChainStage()] * len(places))
         return divide_program(
             self.whole.units, segments.starts(found.counts)
         ), found.seconds

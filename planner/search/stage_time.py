@@ -9,21 +9,26 @@ from dataclasses import dataclass, replace
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
-from whalejax.planner.cost.operation_cost import Setting, as_run, row_ahead, row_hits
+from whalejax.planner.cost.operation_cost import (
+    CostSetting,
+    as_run,
+    row_ahead,
+    row_hits,
+)
 from whalejax.planner.entries import Collective
-from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.search.enumerate import Search
-from whalejax.planner.search.request import Scored
+from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import shards, spec_of
 from whalejax.planner.sharding.operation_rows import Row
 from whalejax.planner.terms import TimeTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class MicroBatchCost:
     """One micro-batch, and what is done once in a step.
 
     Attributes:
@@ -39,15 +44,15 @@ class Turn:
     once: TimeTerms
     weight_share: float
 
-    def measured(self, ratio: float) -> Turn:
+    def measured(self, ratio: float) -> MicroBatchCost:
         """The same where a micro-batch took so many times what is predicted."""
         ahead, both = times(self.ahead, ratio), times(self.both, ratio)
         return replace(self, ahead=ahead, both=both)
 
 
 def turn_of(
-    search: Search, scored: Scored, ahead_rows: Sequence[Row] | None = None
-) -> Turn:
+    search: Search, scored: LayoutCandidate, ahead_rows: Sequence[Row] | None = None
+) -> MicroBatchCost:
     """Returns the costs of a micro-batch on a stage.
 
     Args:
@@ -72,7 +77,7 @@ def turn_of(
         offload_seconds=time.offload_seconds,
     )
     both = times(less(time, once), 1 / count)
-    return Turn(
+    return MicroBatchCost(
         ahead=replace(ahead, **_sent_ahead(scored.collectives, both, s)),
         both=both,
         once=once,
@@ -91,7 +96,7 @@ _TERMS = {  # What a collective is for, and the term that its seconds count in.
 
 
 def _sent_ahead(
-    collectives: Sequence[Collective], both: TimeTerms, s: Setting
+    collectives: Sequence[Collective], both: TimeTerms, s: CostSetting
 ) -> dict[str, float]:
     """The forward pass's part of each term of communication, by name.
 
@@ -133,7 +138,7 @@ def _weight_share(graph: Graph) -> float:
 
 
 def handed_bytes(
-    analysed: Analysed, scored: Scored, tensors: Sequence[int], parts: int
+    analysed: GraphAnalysis, scored: LayoutCandidate, tensors: Sequence[int], parts: int
 ) -> float:
     """Returns the bytes of some values of a micro-batch on a device of a stage.
 

@@ -12,7 +12,7 @@ from whalejax.planner.search.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PipelineConstraints:
     """Pipeline options that the user fixed, by arguments and by ``pipeline`` marks.
 
     Attributes:
@@ -26,7 +26,9 @@ class Asked:
     schedule: str | None
 
     @classmethod
-    def of(cls, graph: Graph, request: Request, known: Collection[str]) -> Asked:
+    def of(
+        cls, graph: Graph, request: Request, known: Collection[str]
+    ) -> PipelineConstraints:
         """Join arguments and marks.
 
         Args:

@@ -25,7 +25,7 @@ _PICKING: Final = frozenset({"split", "slice", "unstack", "dynamic_slice"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fused:
+class FusedLayout:
     """Sharding of a fused parameter.
 
     Attributes:
@@ -50,7 +50,7 @@ class ParameterForms:
     """
 
     weight: tuple[bool, ...]
-    fused: Mapping[int, Fused]
+    fused: Mapping[int, FusedLayout]
     minor: frozenset[int]
     storage: tuple[int, ...]
 
@@ -74,7 +74,7 @@ def reading(graph: Graph, dims: Dimensions) -> ParameterForms:
         for role in _minors(dims.layouts[leaf]) & set(seen):
             inner.setdefault(leaf, {})[role] = seen[role]
     of_leaf = {
-        leaf: Fused(
+        leaf: FusedLayout(
             inner=tuple(sorted(roles.items())),
             others=_others(dims.layouts[leaf], storage),
         )
@@ -267,7 +267,7 @@ def _storage_order(tensors: Sequence[Tensor], dims: Dimensions) -> tuple[int, ..
 def lying(
     layout: Layout,
     sizes: Layout,
-    fused: Fused | None,
+    fused: FusedLayout | None,
     table: Table,
     mesh: Mapping[str, int],
 ) -> Spec:

@@ -45,7 +45,7 @@ _WRITABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
+class AxisConstraint:
     """One dimension that the user asks an axis to shard.
 
     Attributes:
@@ -61,7 +61,7 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
+class FixedAxes:
     """The model axes that metadata fixes.
 
     Attributes:
@@ -70,7 +70,7 @@ class Fixed:
             its operations need all of it: it is gathered where it is read.
     """
 
-    computed: Mapping[int, tuple[Pin, ...]]
+    computed: Mapping[int, tuple[AxisConstraint, ...]]
     stored: Mapping[int, tuple[tuple[int, str], ...]]
 
 
@@ -109,7 +109,7 @@ def mark_pins(
     present: Collection[int],
     limits: Limits,
     problems: Problems,
-) -> tuple[Pin, ...]:
+) -> tuple[AxisConstraint, ...]:
     """The dimensions that ``split(axis=…)`` asks for.
 
     Args:
@@ -147,7 +147,7 @@ def mark_pins(
                 "leave axis= out"
             )
         else:
-            free.append(Pin(role=role.index, axis=None, where=where))
+            free.append(AxisConstraint(role=role.index, axis=None, where=where))
     return tuple(free)
 
 
@@ -219,7 +219,7 @@ def metadata_pins(
     limits: Limits,
     meet: Mapping[int, Mapping[int, set[int]]],
     problems: Problems,
-) -> Fixed:
+) -> FixedAxes:
     """The model axes that metadata fixes; ``fsdp`` and ``stage`` are only checked.
 
     Where two dimensions of one operation are to lie on one axis, that of more bytes is
@@ -233,7 +233,7 @@ def metadata_pins(
         meet: by TaskGraph, which roles stand in one operation.
         problems: Collector of contradictions.
     """
-    asked: dict[int, dict[Pin, list[tuple[int, int, str]]]] = {}
+    asked: dict[int, dict[AxisConstraint, list[tuple[int, int, str]]]] = {}
     stored: dict[int, list[tuple[int, str]]] = {}
     sliced = sliced_params(graph)
     for tensor in graph.params:
@@ -266,21 +266,21 @@ def metadata_pins(
             if limits.obstacle(role):
                 stored.setdefault(tensor.id, []).append((dim, axis))
                 continue
-            pin = Pin(role=role.index, axis=axis, where="")
+            pin = AxisConstraint(role=role.index, axis=axis, where="")
             places = asked.setdefault(home.index, {}).setdefault(pin, [])
             places.append((tensor.id, dim, where))
-    computed: dict[int, tuple[Pin, ...]] = {}
+    computed: dict[int, tuple[AxisConstraint, ...]] = {}
     for index, places_of in asked.items():
         computed[index] = _kept_pins(graph, places_of, meet.get(index, {}), stored)
-    return Fixed(computed=computed, stored={t: tuple(v) for t, v in stored.items()})
+    return FixedAxes(computed=computed, stored={t: tuple(v) for t, v in stored.items()})
 
 
 def _kept_pins(
     graph: Graph,
-    places_of: Mapping[Pin, list[tuple[int, int, str]]],
+    places_of: Mapping[AxisConstraint, list[tuple[int, int, str]]],
     meet: Mapping[int, set[int]],
     stored: dict[int, list[tuple[int, str]]],
-) -> tuple[Pin, ...]:
+) -> tuple[AxisConstraint, ...]:
     """Returns the constraints of a TaskGraph that one layout obeys; the others only
     decide storage.
 
@@ -291,10 +291,10 @@ def _kept_pins(
         stored: Dictionary that receives the others.
     """
 
-    def nbytes(pin: Pin) -> int:
+    def nbytes(pin: AxisConstraint) -> int:
         return sum(graph.tensors[t].nbytes for t, _, _ in places_of[pin])
 
-    kept: list[Pin] = []
+    kept: list[AxisConstraint] = []
     for pin in sorted(places_of, key=lambda pin: -nbytes(pin)):
         others = {one.role for one in kept if one.axis == pin.axis}
         if others.isdisjoint(meet.get(pin.role, ())):
@@ -336,7 +336,7 @@ def _check_twice(tensor: Tensor, problems: Problems) -> set[str]:
 
 
 def check_together(
-    pins: tuple[Pin, ...], meet: Mapping[int, set[int]], problems: Problems
+    pins: tuple[AxisConstraint, ...], meet: Mapping[int, set[int]], problems: Problems
 ) -> None:
     """Report pins of one region that no layout can obey together.
 

@@ -13,7 +13,7 @@ from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.model.dimensions import Layout, roles_of
 from whalejax.planner.model.halo_repeats import Repeats
 from whalejax.planner.model.windows import Window
-from whalejax.planner.sharding.fused_parameters import Fused, ParameterForms
+from whalejax.planner.sharding.fused_parameters import FusedLayout, ParameterForms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class Flow:
     reduced: frozenset[int]
     parameter: bool
     uses: tuple[Use, ...]
-    fused: Fused | None
+    fused: FusedLayout | None
     count: int
     remat: bool
     read_remat: bool
@@ -205,7 +205,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class OperationRows:
     """All of a model's rows.
 
     Attributes:

@@ -33,7 +33,11 @@ from whalejax.planner.model.graph import (
     makes_weights,
 )
 from whalejax.planner.model.repeated_layers import sliced_params
-from whalejax.planner.sharding.fused_parameters import Fused, ParameterForms, lying
+from whalejax.planner.sharding.fused_parameters import (
+    FusedLayout,
+    ParameterForms,
+    lying,
+)
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.sharding.metadata_constraints import pins_of
 from whalejax.planner.sharding.precision_regions import read_bytes
@@ -84,7 +88,7 @@ class LeafGroup:
             gradient of its own for what it reads.
         multiplied: Whether they are float32 and products alone read them.
         narrowed: bytes of one of them as it is read, over its stored bytes and over
-            what ``Request.cast_bytes`` says of all: where only some TaskGraphs compute
+            what ``CompileTask.cast_bytes`` says of all: where only some TaskGraphs compute
             in 16 bits, where it is no float32, and where it is quantised; else 1.
         nbytes: Bytes of one of them.
         trained: Whether they have gradients and an optimizer.
@@ -102,7 +106,7 @@ class LeafGroup:
     shape: tuple[int, ...]
     layout: Layout
     sizes: Layout
-    fused: Fused | None
+    fused: FusedLayout | None
     home: int
     order: tuple[int, ...]
     pinned: int | None
@@ -283,7 +287,7 @@ class LeafFacts:
         """The same parameters, some of which metadata has stored in shards.
 
         Args:
-            stored: by tensor id; see ``LeafGroup.held``.
+            stored: by tensor id; see ``LeafGroup.with_stored_axes``.
         """
         if not stored:
             return self

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.planner.model.dimensions import Layout
-from whalejax.planner.sharding.fused_parameters import Fused
+from whalejax.planner.sharding.fused_parameters import FusedLayout
 from whalejax.planner.sharding.layout import Spec, Table, major_dims
 
 
@@ -137,7 +137,7 @@ def table_shard_counts(
     sizes: Layout,
     table: Table,
     mesh: Mapping[str, Any],
-    fused: Fused | None = None,
+    fused: FusedLayout | None = None,
 ) -> ShardCounts:
     """``fused_parameters.lying`` for arrays of meshes.
 

@@ -22,13 +22,13 @@ from whalejax.planner.model.graph import Graph, Mark, TaskGraph
 from whalejax.planner.model.sequence import attended, meeting_in_values
 from whalejax.planner.sharding.layout import SPATIAL_AXES, Table
 from whalejax.planner.sharding.metadata_constraints import (
+    AxisConstraint,
     Limits,
-    Pin,
     check_together,
     mark_pins,
     metadata_pins,
 )
-from whalejax.planner.sharding.operation_rows import Rows
+from whalejax.planner.sharding.operation_rows import OperationRows
 from whalejax.planner.terms import NO_EFFECT
 
 
@@ -64,7 +64,7 @@ class Choice:
     devices: int | None
     sets: tuple[tuple[int, ...], ...]
     experts: frozenset[int]
-    pins: tuple[Pin, ...]
+    pins: tuple[AxisConstraint, ...]
 
     @property
     def obliged(self) -> bool:
@@ -231,7 +231,9 @@ def sharded_by_split(options: Options, mesh: Mapping[str, int]) -> str:
     return ""
 
 
-def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> Options:
+def choices(
+    graph: Graph, dims: Dimensions, rows: OperationRows, default: str | None
+) -> Options:
     """Work out what each TaskGraph may do.
 
     Args:
@@ -334,7 +336,7 @@ def _check_widths(
 
 
 def _meetings(
-    rows: Rows, task_graph: int
+    rows: OperationRows, task_graph: int
 ) -> tuple[set[int], dict[int, set[int]], set[int]]:
     """Roles of a TaskGraph: all, which meet in one operation, and those of weights."""
     present: set[int] = set()
@@ -362,7 +364,7 @@ def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     return frozenset(found)
 
 
-def _sequence(graph: Graph, dims: Dimensions, rows: Rows) -> tuple[int, ...]:
+def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int, ...]:
     """Dimensions of values that meet themselves, as attention's sequence does.
 
     Those of weights that products read are none of them; and of two that meet each
@@ -401,7 +403,7 @@ def _independent(
     usable: Sequence[int],
     meet: Mapping[int, set[int]],
     weight: Mapping[int, int],
-    pins: Sequence[Pin],
+    pins: Sequence[AxisConstraint],
 ) -> tuple[tuple[int, ...], ...]:
     """Maximal sets of roles that never meet, and every role alone.
 

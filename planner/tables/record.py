@@ -19,7 +19,7 @@ from whalejax.planner.tables.ways import Item, Objective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRecord:
-    """A table without the counts of its rows; see ``Table``."""
+    """A table without the counts of its rows; see ``FileTable``."""
 
     name: str
     rows: int

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from whalejax.distributed.launch_env import MARK, Blamed, Introduced
+from whalejax.distributed.launch_env import MARK, BlameReport, DeviceReport
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes import launcher
 from whalejax.processes.launcher import Launch
@@ -157,8 +157,8 @@ def test_what_is_for_the_launcher_is_taken_out(size: int) -> None:
         one.feed(text[place : place + size])
     assert kept.data == b"epoch 1\n10%\r20%\rwhalejax is a name\n"
     assert found == [
-        Introduced(kind="cpu?[2J", devices=2),
-        Blamed(rank=1, why="is gone"),
+        DeviceReport(kind="cpu?[2J", devices=2),
+        BlameReport(rank=1, why="is gone"),
     ]
 
 

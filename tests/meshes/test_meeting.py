@@ -23,7 +23,7 @@ from whalejax.distributed.host_comparison import (
     AskTime,
     ClockTime,
     Comparison,
-    Met,
+    HostComparison,
     Visit,
     meet,
 )
@@ -65,7 +65,7 @@ def beside(work: Callable[[], Any]) -> Callable[[], Any]:
 
 def together(
     *reports: HostReport, count: int | None = None, seconds: float = 20
-) -> list[Met]:
+) -> list[HostComparison]:
     """What hosts find that meet on this machine."""
     place = f"127.0.0.1:{free_port()}"
     size = len(reports) if count is None else count
@@ -73,7 +73,7 @@ def together(
     return [result() for result in waiting]
 
 
-def by_name(met: Met) -> dict[str, Check]:
+def by_name(met: HostComparison) -> dict[str, Check]:
     return {check.name: check for check in met.between}
 
 

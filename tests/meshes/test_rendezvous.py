@@ -21,12 +21,12 @@ from whalejax.distributed.meeting import reach
 from whalejax.distributed.rendezvous import (
     Arrival,
     Go,
-    Guest,
-    Host,
-    Lost,
     LostProcess,
+    LostProcessError,
     MissingRanks,
     ProcessPlace,
+    RendezvousClient,
+    RendezvousServer,
     missing_words,
     rendezvous,
 )
@@ -39,7 +39,7 @@ from whalejax.wire.messages import Messages, encode
 class Process:
     """A thread that stands for a process: what it has found, and why it was to end."""
 
-    made: ClassVar[list[Host | Guest]] = []
+    made: ClassVar[list[RendezvousServer | RendezvousClient]] = []
 
     def __init__(self, place: ProcessPlace) -> None:
         self.place = place
@@ -99,7 +99,11 @@ def test_all_come_together_and_are_joined(host: str, key: Key | None) -> None:
     place = place_of(3, host, key=key)
     processes = [Process(rank_of(place, rank)) for rank in (2, 1, 0)]
     found = [process.found() for process in processes]
-    assert [type(one) for one in found] == [Guest, Guest, Host]
+    assert [type(one) for one in found] == [
+        RendezvousClient,
+        RendezvousClient,
+        RendezvousServer,
+    ]
     # The port is free again, for JAX's own service.
     meeting_place._listen(place).close()
     for one in found:
@@ -117,7 +121,7 @@ def test_one_that_never_comes_is_named_by_all() -> None:
     ]
     found = [process.found() for process in processes]
     for error in found:
-        assert isinstance(error, Lost) and error.rank == 2
+        assert isinstance(error, LostProcessError) and error.rank == 2
         assert f"process 2 of 4 has not come to {place.coordinator} in 3 s" in str(
             error
         )
@@ -133,7 +137,7 @@ def test_who_loses_patience_before_process_0_names_them_too(
     with raw(place):
         pass
     error = Process(rank_of(place, 1, seconds=2.0)).found()
-    assert isinstance(error, Lost) and error.rank == 2
+    assert isinstance(error, LostProcessError) and error.rank == 2
     assert "process 2 of 3 has not come" in str(error)
     # It came and left, which all that know the secret believe at once.
     assert "process 1 (pid " in str(first.found())
@@ -141,7 +145,7 @@ def test_who_loses_patience_before_process_0_names_them_too(
 
 def test_process_0_that_never_comes_is_named() -> None:
     error = Process(rank_of(place_of(2), 1, seconds=0.5)).found()
-    assert isinstance(error, Lost) and error.rank == 0
+    assert isinstance(error, LostProcessError) and error.rank == 0
     assert "nothing listens at 127.0.0.1" in str(error)
 
 
@@ -183,7 +187,7 @@ def test_strangers_end_nothing_and_keep_nobody_waiting(key: Key | None) -> None:
         second = Process(rank_of(place, 1))
         for process in (first, second):
             found = process.found()
-            assert isinstance(found, Host | Guest), found
+            assert isinstance(found, RendezvousServer | RendezvousClient), found
             found.mark_joined()
 
 
@@ -217,7 +221,7 @@ def test_two_processes_of_one_number() -> None:
         assert "process_id 1 was given to two processes: pid " in str(error)
         processes.append(Process(rank_of(place, 3)))
         for process in processes:
-            assert isinstance(process.found(), Host | Guest)
+            assert isinstance(process.found(), RendezvousServer | RendezvousClient)
 
 
 def test_one_that_ends_before_jax_has_joined_it_ends_all() -> None:
@@ -236,7 +240,7 @@ def test_one_that_stands_still_before_jax_has_joined_it_is_named() -> None:
     processes = [Process(rank_of(place, rank)) for rank in range(2)]
     with contextlib.closing(guest(place, 2)):
         for process in processes:
-            assert isinstance(process.found(), Host | Guest)
+            assert isinstance(process.found(), RendezvousServer | RendezvousClient)
         for process in processes:
             assert process.told() == (
                 "process 2 stands still, before JAX had joined all"

@@ -144,4 +144,4 @@ def test_other_files_keep_their_own_errors(monkeypatch: pytest.MonkeyPatch) -> N
         open("/dev/full", "w", encoding="utf-8") as file,
     ):
         file.write("a")
-    assert not isinstance(caught.value, standard_streams.Unwritten)
+    assert not isinstance(caught.value, standard_streams.OutputWriteError)

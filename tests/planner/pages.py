@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 from unittest import mock
 
-from whalejax.api.search_result import Found, Refused, Weighed
+from whalejax.api.search_result import ClusterCandidate, InfeasibleCluster, SearchResult
 from whalejax.meshes import Cluster, CompilerProfile, Level, Node, device_kind
 from whalejax.planner.entries import (
     BatchLeaf,
@@ -292,7 +292,7 @@ def many() -> Plan:
     return dataclasses.replace(plan, leaves=leaves)
 
 
-def found() -> Found:
+def found() -> SearchResult:
     """What a search over three clusters found."""
     small = cluster(1, 2)
     first, second = spmd(), other()
@@ -302,12 +302,14 @@ def found() -> Found:
         of_bytes=80_000_000_000,
         nearest="fsdp 2, remat full",
     )
-    return Found(
+    return SearchResult(
         plans=(first, second),
         names=("h100:4x8", "spare.toml"),
-        refused=(Refused(name="h100:2", cluster=small, problem=problem),),
+        refused=(InfeasibleCluster(name="h100:2", cluster=small, problem=problem),),
         weighed=tuple(
-            Weighed(name="h100:4x8", cluster=first.cluster, candidate=c, index=None)
+            ClusterCandidate(
+                name="h100:4x8", cluster=first.cluster, candidate=c, index=None
+            )
             for c in first.candidates
         ),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from whalejax.estimates.decoder import DecoderSizes
 from whalejax.estimates.frameworks import framework
-from whalejax.estimates.run import Run
+from whalejax.estimates.run import PublishedRun
 from whalejax.meshes.catalogue import entry
 
 
@@ -26,7 +26,7 @@ SIZES = DecoderSizes(
     tied=False,
 )
 
-BASE = Run(
+BASE = PublishedRun(
     sizes=SIZES,
     framework=framework("nemo"),
     device=entry("h100"),
@@ -48,7 +48,7 @@ BASE = Run(
 )
 
 
-def run(device: str = "h100", source: str = "nemo", **changes: Any) -> Run:
+def run(device: str = "h100", source: str = "nemo", **changes: Any) -> PublishedRun:
     """A run on one device, with changes."""
     sizes = dataclasses.replace(SIZES, **changes.pop("sizes", {}))
     found = dataclasses.replace(

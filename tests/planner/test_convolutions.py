@@ -10,7 +10,7 @@ import pytest
 
 from tests.planner.test_captured_dimensions import captured
 from whalejax.meshes import Cluster, cluster
-from whalejax.planner.cost.operation_cost import Setting, row_seconds
+from whalejax.planner.cost.operation_cost import CostSetting, row_seconds
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.memory.saved_tensors import kept_bytes, residents
 from whalejax.planner.model.dimensions import Dimensions
@@ -27,9 +27,9 @@ def resnet() -> tuple[Graph, Dimensions]:
     return captured("resnet-test")
 
 
-def setting(machine: Cluster) -> Setting:
+def setting(machine: Cluster) -> CostSetting:
     """One device, one micro-batch."""
-    return Setting(MESH, 1, machine, resnet()[1])
+    return CostSetting(MESH, 1, machine, resnet()[1])
 
 
 def seconds(machine: Cluster) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from whalejax.meshes import Cluster, cluster
 from whalejax.meshes.cluster import COMPILERS
 from whalejax.meshes.device_kinds import Platform
 from whalejax.planner.cost.operation_cost import (
-    Setting,
+    CostSetting,
     as_run,
     flow_cost,
     row_cost,
@@ -73,7 +73,7 @@ def communicated(
     """Every collective of one pass under one table for the whole model."""
     dims = analyse(graph) if dims is None else dims
     rows = build_rows(graph, dims)
-    s = Setting(
+    s = CostSetting(
         sizes,
         num_micro_batches,
         machine or cluster("h100:8"),
@@ -298,7 +298,7 @@ def test_a_border_moves_what_changes_layout_and_fuses_where_specs_agree() -> Non
     dims = analyse(graph)
     rows = build_rows(graph, dims)
     batch = frozenset(r.index for r in dims.batch)
-    s = Setting(mesh(tensor=8), 1, cluster("h100:8"), dims, batch)
+    s = CostSetting(mesh(tensor=8), 1, cluster("h100:8"), dims, batch)
     (flow,) = [
         f
         for f in rows.flows
@@ -343,7 +343,7 @@ def test_partial_sums_are_scattered_where_every_reader_wants_them_sharded() -> N
     }
     kinds = {}
     for name, machine in (("gpu", cluster("h100:8")), ("cpu", CPU)):
-        s = Setting(mesh(tensor=8), 1, machine, dims, batch)
+        s = CostSetting(mesh(tensor=8), 1, machine, dims, batch)
         flows = build_rows(graph, dims).flows
         kinds[name] = [
             (c.kind, c.phase)
@@ -361,7 +361,7 @@ def test_compute_divides_by_the_devices_that_share_it() -> None:
     batch = frozenset(r.index for r in dims.batch)
 
     def seconds(sizes: dict[str, int], table: Table) -> float:
-        s = Setting(sizes, 1, cluster("h100:8"), dims, batch)
+        s = CostSetting(sizes, 1, cluster("h100:8"), dims, batch)
         rows = build_rows(graph, dims).ops
         return sum(row_cost(r, row_hits(r, table, s), s).compute_seconds for r in rows)
 
@@ -371,7 +371,7 @@ def test_compute_divides_by_the_devices_that_share_it() -> None:
 
 
 def test_time_of_a_collective_counts_its_repetitions() -> None:
-    s = Setting(mesh(data=8), 1, cluster("h100:8"), analyse(gpt(1)))
+    s = CostSetting(mesh(data=8), 1, cluster("h100:8"), analyse(gpt(1)))
     one = Collective(
         kind="all-reduce",
         axes=("data",),

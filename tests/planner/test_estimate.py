@@ -11,7 +11,7 @@ import pytest
 from tests.planner.runs import run
 from whalejax.estimates import step_model
 from whalejax.estimates.heterogeneous import price_unlike
-from whalejax.estimates.run import ReplicaDevices, Run, StageOf
+from whalejax.estimates.run import PublishedRun, ReplicaDevices, StageSpec
 from whalejax.estimates.step_model import Runs
 from whalejax.estimates.workload import work_of
 from whalejax.meshes.catalogue import entry
@@ -19,12 +19,12 @@ from whalejax.meshes.fitted_constants import constants
 from whalejax.planner.pipeline.schedules import schedule
 
 
-def seconds(*runs: Run) -> list[float]:
+def seconds(*runs: PublishedRun) -> list[float]:
     """Predicted step times."""
     return [float(x) for x in Runs(runs).price(constants()).step_seconds]
 
 
-def peaks(*runs: Run) -> list[float]:
+def peaks(*runs: PublishedRun) -> list[float]:
     """Predicted memory."""
     return [float(x) for x in Runs(runs).price(constants()).peak_bytes]
 
@@ -207,7 +207,7 @@ def test_unlike_stages_wait_for_the_slowest() -> None:
 
     def mixed(kinds: tuple[str, str], layers: tuple[int, int]) -> float:
         stages = tuple(
-            StageOf(
+            StageSpec(
                 replicas=(ReplicaDevices(device=entry(kind), tensor=1),) * 2, layers=n
             )
             for kind, n in zip(kinds, layers, strict=True)
@@ -262,7 +262,7 @@ def test_what_waits_in_host_memory_takes_none_of_the_device() -> None:
     assert moved == again
 
 
-def exposed(*runs: Run) -> list[float]:
+def exposed(*runs: PublishedRun) -> list[float]:
     """Seconds of collectives that nothing hides."""
     return [float(x) for x in Runs(runs).price(constants()).exposed_seconds]
 

@@ -8,7 +8,7 @@ import pytest
 
 from whalejax.planner.pipeline.schedules import Action, Schedule, ScheduleRow, schedule
 from whalejax.planner.pipeline.simulate import simulate
-from whalejax.planner.pipeline.transfer_order import Handing, issue_order
+from whalejax.planner.pipeline.transfer_order import ScheduledTransfer, issue_order
 
 
 SIZES = [
@@ -43,13 +43,16 @@ def test_everything_stands_once_and_behind_what_it_needs(
     }
     order = issue_order(table, ahead, back, seconds)
     rows = [event for event in order if isinstance(event, ScheduleRow)]
-    handings = [event for event in order if isinstance(event, Handing)]
+    handings = [event for event in order if isinstance(event, ScheduledTransfer)]
     assert sorted(map(table.key, rows)) == sorted(map(table.key, table.rows))
     for stage in range(table.num_stages):
         assert tuple(r for r in rows if r.stage == stage) == table.of_stage(stage)
     assert len(set(handings)) == len(handings)
     assert len(handings) == 2 * len(ahead) * table.num_micro_batches
-    at = {e if isinstance(e, Handing) else table.key(e): n for n, e in enumerate(order)}
+    at = {
+        e if isinstance(e, ScheduledTransfer) else table.key(e): n
+        for n, e in enumerate(order)
+    }
     for handing in handings:
         source, target = (
             at[place, handing.micro_batch, handing.action]
@@ -63,7 +66,7 @@ def test_hand_overs_stand_where_both_sides_have_time() -> None:
     table = schedule("1f1b", 2, 3)
     seconds: dict[Action, list[float]] = {"forward": [1.0, 1.0], "backward": [2.0, 2.0]}
     order = issue_order(table, [(0, 1)], [(1, 0)], seconds)
-    second = Handing(micro_batch=1, source=0, target=1, action="forward")
+    second = ScheduledTransfer(micro_batch=1, source=0, target=1, action="forward")
     rows = [
         (r.stage, r.micro_batch, r.action) for r in order if isinstance(r, ScheduleRow)
     ]

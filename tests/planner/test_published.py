@@ -15,7 +15,7 @@ from whalejax.estimates.read_table import (
     read_row,
     read_table,
 )
-from whalejax.estimates.run import Run
+from whalejax.estimates.run import PublishedRun
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.formats.device_aliases import read_device
 
@@ -40,7 +40,7 @@ ROW = {
 }
 
 
-def read(**changes: str) -> Run:
+def read(**changes: str) -> PublishedRun:
     """The run of the row with changes."""
     found = read_row({**ROW, **changes}).run
     assert found is not None

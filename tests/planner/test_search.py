@@ -16,7 +16,7 @@ from whalejax.planner.model.graph import Graph, Mark
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.enumerate import Search, meshes, ranked
 from whalejax.planner.search.ranking import TIE
-from whalejax.planner.search.request import Scored
+from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import shards
 
 
@@ -108,12 +108,14 @@ def test_the_winner_is_the_minimum_of_everything_weighed() -> None:
 
 
 @pytest.fixture(scope="module")
-def some() -> Scored:
+def some() -> LayoutCandidate:
     """A weighed plan to make others of."""
     return searched(gpt(1), mesh={"data": 8}).scored[0]
 
 
-def like(some: Scored, step: float, memory: int, wire: int = 0) -> Scored:
+def like(
+    some: LayoutCandidate, step: float, memory: int, wire: int = 0
+) -> LayoutCandidate:
     """A weighed plan with this time, memory and traffic."""
     return dataclasses.replace(
         some,
@@ -123,7 +125,9 @@ def like(some: Scored, step: float, memory: int, wire: int = 0) -> Scored:
     )
 
 
-def test_ties_go_to_less_memory_then_to_less_communication(some: Scored) -> None:
+def test_ties_go_to_less_memory_then_to_less_communication(
+    some: LayoutCandidate,
+) -> None:
     fast = like(some, 1.000, memory=90)
     lean = like(some, 1.004, memory=50)
     slow = like(some, 1.006, memory=10)
@@ -132,12 +136,12 @@ def test_ties_go_to_less_memory_then_to_less_communication(some: Scored) -> None
     assert ranked([talking, quiet]) == [quiet, talking]
 
 
-def test_a_hair_more_than_a_tie_is_slower(some: Scored) -> None:
+def test_a_hair_more_than_a_tie_is_slower(some: LayoutCandidate) -> None:
     fast, lean = like(some, 1.0, memory=90), like(some, 1.0051, memory=10)
     assert ranked([lean, fast]) == [fast, lean]
 
 
-def test_plans_behind_the_first_are_in_order(some: Scored) -> None:
+def test_plans_behind_the_first_are_in_order(some: LayoutCandidate) -> None:
     steps = [like(some, 1.0 + i, memory=1) for i in range(50)]
     assert ranked(steps[::-1]) == steps
 

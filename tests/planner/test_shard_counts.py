@@ -21,7 +21,7 @@ from whalejax.lowering.spmd.executor import offloadable_state
 from whalejax.meshes import cluster
 from whalejax.planner.cost.layout_cases import LayoutCases, LayoutGrid
 from whalejax.planner.cost.operation_cost import (
-    Setting,
+    CostSetting,
     as_run,
     flow_cost,
     row_cost,
@@ -32,7 +32,7 @@ from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.evaluator import SEARCHED_AXES
 from whalejax.planner.search.layout_memory import StepLayout
 from whalejax.planner.search.request import Request
-from whalejax.planner.sharding.fused_parameters import Fused, lying
+from whalejax.planner.sharding.fused_parameters import FusedLayout, lying
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.sharding.leaf_shard_counts import (
     leaf_shard_counts,
@@ -73,7 +73,7 @@ def test_cuts_are_those_of_each_layout(seed: int) -> None:
     sizes = tuple(tuple(draw.choice((4, 6, 8, 12)) for _ in atoms) for atoms in layout)
     table: Table = {axis: tuple(draw.sample(ROLES, k=3)) for axis in AXES}
     # What only readers can name lends its axes to dimensions of their own.
-    fused = Fused(inner=((roles[2], 12),), others=(roles[0], roles[3]))
+    fused = FusedLayout(inner=((roles[2], 12),), others=(roles[0], roles[3]))
     meshes = [{axis: draw.choice((1, 2, 3, 4)) for axis in AXES} for _ in range(24)]
     columns = {axis: np.array([mesh[axis] for mesh in meshes]) for axis in AXES}
     columns["spare"] = np.array([draw.choice((1, 2)) for _ in meshes])
@@ -146,7 +146,7 @@ def test_memory_of_many_layouts_is_that_of_each(
         mesh = {axis: np.array([row[0][axis] for row in rows]) for axis in axes}
         zero, count = (np.array([row[i] for row in rows]) for i in (2, 3))
         cuts = leaf_shard_counts(search.facts, tables, mesh, zero)
-        s = Setting(
+        s = CostSetting(
             mesh, count, search.cluster, search.dims, search.evaluator.batch_roles
         )
         for offload in ((), ("optimizer", "params")):

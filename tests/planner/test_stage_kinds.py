@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from whalejax.meshes import cluster
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.heterogeneous_stages import (
-    Ground,
+    StageDevices,
     allot,
     by_memory,
     has_several_kinds,
@@ -29,13 +29,13 @@ KINDS = ("rtx3090", "v100-32", "a100-40")
 MEMORY = (4.0, 8.0, 16.0)
 
 
-def ground(block: int, name: str, memory: float, ratio: float) -> Ground:
+def ground(block: int, name: str, memory: float, ratio: float) -> StageDevices:
     one = cluster(f"{name}:1").with_memory(int(memory))
-    return Ground(block=block, cluster=one, ratio=ratio)
+    return StageDevices(block=block, cluster=one, ratio=ratio)
 
 
 def best_pace(
-    chains: dict[str, list[Layer]], lying: list[Ground], held: tuple[int, ...]
+    chains: dict[str, list[Layer]], lying: list[StageDevices], held: tuple[int, ...]
 ) -> float:
     """The pace of the best of all orders and cuts; infinite where none fits."""
     layers = next(iter(chains.values()))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from whalejax.planner.entries import LeafPlan
 from whalejax.planner.pipeline.uneven_layers import (
-    Dealt,
+    LayerSplit,
     exchanged,
     layers_of,
     stored_apart,
@@ -65,12 +65,12 @@ def test_without_more_behind_the_first_stages_get_what_is_left() -> None:
 
 
 def test_the_slowest_stage_is_spared_what_stands_behind() -> None:
-    assert Dealt(length=7, stages=2, seconds=(2.0, 5.0)).layers == (5, 2)
-    assert Dealt(length=7, stages=2, seconds=(2.0, 5.0)).spared_seconds == 5.0
-    assert Dealt(length=7, stages=2, seconds=(2.0, 1.0)).spared_seconds == 1.0
-    assert Dealt(length=5, stages=2, seconds=(2.0, 3.0)).layers == (3, 2)
-    assert Dealt(length=5, stages=2, seconds=(2.0, 3.0)).spared_seconds == 2.0
-    assert Dealt(length=8, stages=2, seconds=(2.0, 5.0)).spared_seconds == 0.0
+    assert LayerSplit(length=7, stages=2, seconds=(2.0, 5.0)).layers == (5, 2)
+    assert LayerSplit(length=7, stages=2, seconds=(2.0, 5.0)).spared_seconds == 5.0
+    assert LayerSplit(length=7, stages=2, seconds=(2.0, 1.0)).spared_seconds == 1.0
+    assert LayerSplit(length=5, stages=2, seconds=(2.0, 3.0)).layers == (3, 2)
+    assert LayerSplit(length=5, stages=2, seconds=(2.0, 3.0)).spared_seconds == 2.0
+    assert LayerSplit(length=8, stages=2, seconds=(2.0, 5.0)).spared_seconds == 0.0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.planner.graphs import GraphBuilder
 from tests.planner.one_layout import layout_shard_counts
 from tests.planner.plans import adam, plan_of
 from whalejax.meshes import Cluster, cluster
-from whalejax.planner.cost.operation_cost import Setting, row_seconds
+from whalejax.planner.cost.operation_cost import CostSetting, row_seconds
 from whalejax.planner.cost.optimizer_step import (
     CUT_TURNS,
     GATHER_TURNS,
@@ -183,7 +183,7 @@ def test_turning_it_takes_time_on_cpus() -> None:
     first, second = (r for r in build_rows(graph, dims).ops if r.product is not None)
 
     def behind(row: Row, on: Cluster) -> float:
-        s = Setting(mesh, 1, on, dims)
+        s = CostSetting(mesh, 1, on, dims)
         return float(row_seconds(row, {}, s, on.slowest)[1])
 
     for row, width in ((first, 3), (second, 8)):

@@ -9,14 +9,21 @@ from typing import Any
 import pytest
 
 from tests.planner.runs import SIZES, run
-from whalejax.estimates.workload import HEAD, LAYER, Work, levels_of, wires, work_of
+from whalejax.estimates.workload import (
+    HEAD,
+    LAYER,
+    MicroBatchWork,
+    levels_of,
+    wires,
+    work_of,
+)
 
 
 STREAM = 2 * 2 * SIZES.seq * SIZES.hidden
 """Bytes of the residual stream: two samples in bf16."""
 
 
-def layer_traffic(work: Work) -> Counter[tuple[str, bool]]:
+def layer_traffic(work: MicroBatchWork) -> Counter[tuple[str, bool]]:
     """Collectives of one layer by kind and direction."""
     found = Counter[tuple[str, bool]]()
     for t in work.traffic:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from whalejax.lowering.pipeline_spmd.dynamic_layers import Turns, run_dynamic_loop
+from whalejax.lowering.pipeline_spmd.dynamic_layers import DynamicLoop, run_dynamic_loop
 
 
 LAYERS, WIDTH = 4, 8
@@ -48,7 +48,9 @@ def unrolled(count: int, scale: Any, x: Any, w: Any, bias: Any, keys: Any) -> An
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_are_those_of_as_many_turns(masked: bool) -> None:
-    turns = Turns(body=turn, num_consts=1, num_carries=1, most=LAYERS, masked=masked)
+    turns = DynamicLoop(
+        body=turn, num_consts=1, num_carries=1, most=LAYERS, masked=masked
+    )
 
     runs: list[int] = []
 
@@ -75,7 +77,9 @@ def test_turns_too_many_do_not_spoil_gradients() -> None:
         x, w = given
         return [jnp.exp(x * w)]
 
-    turns = Turns(body=overflowing, num_consts=0, num_carries=1, most=3, masked=True)
+    turns = DynamicLoop(
+        body=overflowing, num_consts=0, num_carries=1, most=3, masked=True
+    )
     stack = jnp.asarray([9.0, 1.0, 1.0])
     gradient = jax.grad(lambda w: run_dynamic_loop(turns, 1, (jnp.float32(1), w))[0])(
         stack
@@ -91,7 +95,7 @@ def test_what_is_the_same_in_all_turns_is_kept_once() -> None:
         mask = jnp.tril(jnp.ones((size, size))) * scale  # no turn's own
         return [jnp.tanh(x * w) @ mask]
 
-    turns = Turns(body=masking, num_consts=1, num_carries=1, most=64)
+    turns = DynamicLoop(body=masking, num_consts=1, num_carries=1, most=64)
 
     def gradient(count: Any, *given: Any) -> Any:
         def loss(w: Any) -> Any:

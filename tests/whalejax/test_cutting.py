@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import whalejax as wh
 from whalejax.jaxpr.steps import FixedValue, Steps
-from whalejax.lowering.pipeline_mpmd.update import Parted, Where
+from whalejax.lowering.pipeline_mpmd.update import MultiStageProgram, ValuePlacement
 
 
 def written(function: Any, *arguments: Any) -> Steps:
@@ -70,21 +70,23 @@ def meshes() -> list[Mesh]:
 
 def parted(
     function: Any, owners: Any, *arguments: Any, consumed: bool = False
-) -> tuple[Parted, Any]:
+) -> tuple[MultiStageProgram, Any]:
     """A program of two stages whose outputs lie where its inputs do."""
     whole = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes()]
     both = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("stage", "device"))
     where = {0: whole[0], 1: whole[1], None: NamedSharding(both, PartitionSpec())}
     steps = written(function, *arguments)
-    inputs = [Where(owner=o, consumed=consumed) for o in owners]
-    outputs = [Where(owner=o, sharding=where[o]) for o in owners[: len(steps.outputs)]]
+    inputs = [ValuePlacement(owner=o, consumed=consumed) for o in owners]
+    outputs = [
+        ValuePlacement(owner=o, sharding=where[o]) for o in owners[: len(steps.outputs)]
+    ]
     values = [
         jax.device_put(x, where[o]) for x, o in zip(arguments, owners, strict=True)
     ]
-    return Parted(steps, inputs, outputs, whole), values
+    return MultiStageProgram(steps, inputs, outputs, whole), values
 
 
-def groups(program: Parted) -> list[tuple[int, int]]:
+def groups(program: MultiStageProgram) -> list[tuple[int, int]]:
     """When and where each part runs."""
     return [part.group for parts in program._parts.values() for part in parts]
 

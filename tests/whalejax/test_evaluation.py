@@ -14,10 +14,10 @@ from flax import linen, nnx
 
 import whalejax as wh
 from whalejax.adapters.base import adapt
-from whalejax.lowering.pipeline_mpmd.executor import Apart
+from whalejax.lowering.pipeline_mpmd.executor import StageProgramsExecutor
 from whalejax.lowering.runner import OneProgram
-from whalejax.lowering.uneven.pipeline_executor import Pipes
-from whalejax.lowering.uneven.replica_executor import Uneven
+from whalejax.lowering.uneven.pipeline_executor import UnevenPipelinesExecutor
+from whalejax.lowering.uneven.replica_executor import UnevenReplicasExecutor
 from whalejax.runtime.ragged_batch import passes
 
 
@@ -119,14 +119,14 @@ def check_evaluations(step: wh.TrainStep, state: Any) -> None:
         pytest.param(
             Net,
             {"shares": (3, 1), "num_micro_batches": 4},
-            Uneven,
+            UnevenReplicasExecutor,
             marks=pytest.mark.full,
         ),
-        (Net, {"mesh": {"stage": 2}, "num_micro_batches": 2}, Apart),
+        (Net, {"mesh": {"stage": 2}, "num_micro_batches": 2}, StageProgramsExecutor),
         pytest.param(
             Net,
             {"mesh": {"stage": 2}, "shares": (3, 1), "cluster": "cpu:4"},
-            Pipes,
+            UnevenPipelinesExecutor,
             marks=pytest.mark.full,
         ),
         (Scanned, {"mesh": {"stage": 2}, "num_micro_batches": 2}, OneProgram),

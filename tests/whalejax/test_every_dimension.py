@@ -27,7 +27,7 @@ from whalejax.adapters.base import Adapter, adapt
 from whalejax.capture import capture
 from whalejax.lowering.batch_record import batch_leaves, batch_tree
 from whalejax.lowering.optimizer_state import optimizer_bytes
-from whalejax.planner.model.analysis import Analysed, analyse_graph
+from whalejax.planner.model.analysis import GraphAnalysis, analyse_graph
 from whalejax.planner.plan.build import build_plan
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.enumerate import Search
@@ -56,7 +56,7 @@ class Known:
 
     one: OneDevice
     adapter: Adapter
-    analysed: Analysed
+    analysed: GraphAnalysis
     cluster: wh.Cluster
 
 

@@ -17,7 +17,7 @@ from tests.flags import QUICK
 from tests.processes import ROOT, free_port
 from whalejax.distributed.launch_env import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from whalejax.membership import heartbeat
-from whalejax.membership.heartbeat import Beat, Beats, Hearing
+from whalejax.membership.heartbeat import Beats, PeerLiveness, ProcessHeartbeat
 
 
 SCRIPT: Final = """
@@ -156,19 +156,19 @@ def test_without_a_launcher_the_others_name_it(kind: str, how: str, says: str) -
         assert re.search(rf"process 1 \(pid \d+ on .*\) {says}", text), text[-2000:]
 
 
-def hearing(*beats: Beat, silent_seconds: float = 10.0) -> Hearing:
+def hearing(*beats: ProcessHeartbeat, silent_seconds: float = 10.0) -> PeerLiveness:
     """What process 1 knows, at second 100, of those with numbers from 0."""
-    found = Hearing(1, silent_seconds)
+    found = PeerLiveness(1, silent_seconds)
     found.hear(dict(enumerate(beats)), 100.0)
     found.look(100.0)
     return found
 
 
-def beat(count: int = 1, **more: Any) -> Beat:
-    return Beat(count=count, host="node", pid=7, **more)
+def beat(count: int = 1, **more: Any) -> ProcessHeartbeat:
+    return ProcessHeartbeat(count=count, host="node", pid=7, **more)
 
 
-def quiet(found: Hearing, until: int, *beats: Beat) -> dict[int, str]:
+def quiet(found: PeerLiveness, until: int, *beats: ProcessHeartbeat) -> dict[int, str]:
     """Look every second while the service answers with the same beats."""
     gone: dict[int, str] = {}
     for now in range(101, until + 1):
@@ -226,9 +226,9 @@ def test_who_failed_is_named_at_once_and_who_ended_is_not() -> None:
     assert not hearing(beat(), beat(), beat()).ended_ranks()
 
 
-def together(*beats: Beat, processes: int = 3) -> Hearing:
+def together(*beats: ProcessHeartbeat, processes: int = 3) -> PeerLiveness:
     """As ``hearing``, where all processes begin to beat at once."""
-    found = Hearing(1, 10.0, processes)
+    found = PeerLiveness(1, 10.0, processes)
     found.hear(dict(enumerate(beats)), 100.0)
     found.look(100.0)
     return found
@@ -256,7 +256,7 @@ def test_who_ends_before_its_devices_are_there_is_missed() -> None:
 
 
 def test_one_hears_of_a_silent_process_what_the_one_before_it_has_found() -> None:
-    found = Hearing(1, 10.0, 5, {2})
+    found = PeerLiveness(1, 10.0, 5, {2})
     gone: dict[int, str] = {}
     for now in range(100, 130):  # It is heard of 2 alone, and misses no other.
         found.hear({2: beat(now)}, float(now))

@@ -26,8 +26,8 @@ from tests.equality import (
 )
 from tests.stages import scheduled
 from whalejax import models
-from whalejax.lowering.pipeline_mpmd.executor import Apart
-from whalejax.lowering.pipeline_mpmd.step import Pass
+from whalejax.lowering.pipeline_mpmd.executor import StageProgramsExecutor
+from whalejax.lowering.pipeline_mpmd.step import SchedulePass
 from whalejax.planner.plan.plan import Stages
 
 
@@ -232,17 +232,17 @@ def test_what_waits_is_what_the_table_says(
     model = build(job)
     step = compiled(job, model, devices=2, num_micro_batches=8)
     runner = step._runner
-    assert isinstance(runner, Apart)
+    assert isinstance(runner, StageProgramsExecutor)
     most = [0, 0]
-    do = Pass.do
+    do = SchedulePass.do
 
-    def counted(self: Pass, one: Any) -> None:
+    def counted(self: SchedulePass, one: Any) -> None:
         do(self, one)
         for place in (0, 1):
             held = sum(1 for at, _ in self.live if at == place)
             most[place] = max(most[place], held)
 
-    monkeypatch.setattr(Pass, "do", counted)
+    monkeypatch.setattr(SchedulePass, "do", counted)
     step(step.init_from(model), job.batch_at(0))
     assert tuple(most) == runner.table.in_flight
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.flags import QUICK
 from tests.processes import ROOT, finish, free_port, start
-from whalejax.lowering.pipeline_mpmd.channels import Aside
+from whalejax.lowering.pipeline_mpmd.channels import TransferThread
 
 
 PROGRAM: Final = """
@@ -301,7 +301,7 @@ def test_a_hand_over_that_fails_is_the_last() -> None:
         done.extend(arrays)
         return [*arrays]
 
-    aside = Aside()
+    aside = TransferThread()
     assert aside.settle() == []
     aside.submit(works, ["a"])
     assert aside.settle() == ["a"]

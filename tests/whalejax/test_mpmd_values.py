@@ -12,7 +12,7 @@ import pytest
 
 import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, compiled, on_one_device
-from whalejax.lowering.pipeline_mpmd.executor import Apart
+from whalejax.lowering.pipeline_mpmd.executor import StageProgramsExecutor
 
 
 WIDTH = 8
@@ -46,9 +46,9 @@ def job() -> wh.Job:
     return wh.Job(loss, make, batch, optax.sgd(0.1), batch_size=16)
 
 
-def runner_of(step: Any) -> Apart:
+def runner_of(step: Any) -> StageProgramsExecutor:
     runner = step._runner
-    assert isinstance(runner, Apart)
+    assert isinstance(runner, StageProgramsExecutor)
     return runner
 
 

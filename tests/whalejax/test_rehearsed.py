@@ -15,9 +15,9 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax.lowering.pipeline_mpmd.channels import Way
-from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal
-from whalejax.lowering.pipeline_mpmd.step import Pass
+from whalejax.lowering.pipeline_mpmd.channels import StageChannel
+from whalejax.lowering.pipeline_mpmd.compile_only import CompiledStages
+from whalejax.lowering.pipeline_mpmd.step import SchedulePass
 
 
 COUNT = 4
@@ -79,9 +79,9 @@ class Kept:
         self.devices = [row[0] for row in step.mesh.devices]
         self.most = [0] * len(self.devices)
         self.handed: Counter[tuple[int, str]] = Counter()
-        do, hand = Pass.do, Pass._hand
+        do, hand = SchedulePass.do, SchedulePass._hand
 
-        def done(run: Pass, event: Any) -> None:
+        def done(run: SchedulePass, event: Any) -> None:
             do(run, event)
             for stage, device in enumerate(self.devices):
                 common = {id(x) for site in run.common for x in site.values()}
@@ -90,7 +90,7 @@ class Kept:
                 found = nbytes(own, device) - self._numbers(run, own, device)
                 self.most[stage] = max(self.most[stage], found)
 
-        def handed(run: Pass, handing: Any) -> None:
+        def handed(run: SchedulePass, handing: Any) -> None:
             hand(run, handing)
             back = handing.action == "backward"
             key = handing.action, handing.target, handing.micro_batch
@@ -99,10 +99,10 @@ class Kept:
             part = handing.source if back else handing.target
             self.handed[part, handing.action] += nbytes(arrays, device)
 
-        monkeypatch.setattr(Pass, "do", done)
-        monkeypatch.setattr(Pass, "_hand", handed)
+        monkeypatch.setattr(SchedulePass, "do", done)
+        monkeypatch.setattr(SchedulePass, "_hand", handed)
 
-    def _numbers(self, run: Pass, arrays: Sequence[Any], device: Any) -> int:
+    def _numbers(self, run: SchedulePass, arrays: Sequence[Any], device: Any) -> int:
         """Numbers of micro-batches, which all of them share."""
         known = {id(x) for several in run.apart.numbers for x in several}
         return nbytes([x for x in arrays if id(x) in known], device)
@@ -123,12 +123,12 @@ def test_a_rehearsal_tells_what_a_step_holds_and_moves(
         optimizer=optax.sgd(0.1, momentum=0.9),
         devices=jax.devices()[:6],
     )
-    found: Rehearsal = step.rehearse()
+    found: CompiledStages = step.rehearse()
     state = step.init(make, rng=jax.random.key(1))
     kept, once = Kept(step, monkeypatch), 0
-    send = Way.send
+    send = StageChannel.send
 
-    def sent(way: Way, arrays: Any, aside: Any = None) -> Any:
+    def sent(way: StageChannel, arrays: Any, aside: Any = None) -> Any:
         nonlocal once
         coming = send(way, arrays, aside)
         once += sum(nbytes(coming(), device) for device in kept.devices)
@@ -138,7 +138,7 @@ def test_a_rehearsal_tells_what_a_step_holds_and_moves(
         [nbytes(jax.tree.leaves(x), device) for x in (state.params, state.opt_state)]
         for device in kept.devices
     ]
-    monkeypatch.setattr(Way, "send", sent)
+    monkeypatch.setattr(StageChannel, "send", sent)
     step(state, batch())
     for stage, memory in enumerate(found.memory):
         own = plan.stage_plans[stage]

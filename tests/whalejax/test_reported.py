@@ -13,7 +13,7 @@ import pytest
 import whalejax as wh
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.user_code.losses import Merged
+from whalejax.user_code.losses import ReportedValue
 
 
 BATCH: Final = 16
@@ -232,7 +232,7 @@ def test_rows_are_found_where_they_stand(
     report: Any, where: tuple[int, int, int], count: int
 ) -> None:
     found = merged(report, count)
-    assert isinstance(found, Merged) and found.how == "rows"
+    assert isinstance(found, ReportedValue) and found.how == "rows"
     assert (found.axis, found.outer, found.inner) == where
 
 
@@ -275,7 +275,7 @@ def test_means_sums_ends_and_what_no_sample_changes(
     report: Any, how: str | None, count: int
 ) -> None:
     found = merged(report, count)
-    assert (found.how if isinstance(found, Merged) else None) == how
+    assert (found.how if isinstance(found, ReportedValue) else None) == how
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_loss_of_single_samples_only() -> None:
     text = "metrics.'aux'. of shape .1, 10. is of a loss that cannot be traced with"
     with pytest.raises(wh.WhaleError, match=text):
         merged(lambda z: z.reshape(1, 10), 32)
-    assert not isinstance(merged(lambda z: z.reshape(1, 10).sum(), 32), Merged)
+    assert not isinstance(merged(lambda z: z.reshape(1, 10).sum(), 32), ReportedValue)
 
 
 def test_a_plan_that_chooses_micro_batches_refuses_too() -> None:

@@ -58,12 +58,14 @@ def evaluating() -> TrainStep:
     [
         ("OneProgram", {}),
         ("OneProgram", {"precision": "f16"}),
-        ("Apart", {"mesh": {"stage": 2}}),
+        ("StageProgramsExecutor", {"mesh": {"stage": 2}}),
         pytest.param(
-            "Uneven", {"shares": [3, 1], "num_devices": 2}, marks=pytest.mark.full
+            "UnevenReplicasExecutor",
+            {"shares": [3, 1], "num_devices": 2},
+            marks=pytest.mark.full,
         ),
         pytest.param(
-            "Pipes",
+            "UnevenPipelinesExecutor",
             {"mesh": {"stage": 2}, "shares": [3, 1], "num_devices": 4},
             marks=pytest.mark.full,
         ),

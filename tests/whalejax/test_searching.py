@@ -14,7 +14,7 @@ import pytest
 
 import whalejax as wh
 from whalejax.api.search import mesh_of
-from whalejax.api.search_result import Found
+from whalejax.api.search_result import SearchResult
 from whalejax.planner.errors import NothingFits
 from whalejax.planner.plan.report.search_data import price_text
 
@@ -35,7 +35,7 @@ MODEL = {
 BATCH = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
 
 
-def searched(clusters: Any = CLUSTERS, **options: Any) -> Found:
+def searched(clusters: Any = CLUSTERS, **options: Any) -> SearchResult:
     return wh.search(
         loss,
         MODEL,
@@ -47,7 +47,7 @@ def searched(clusters: Any = CLUSTERS, **options: Any) -> Found:
 
 
 @cache
-def priced() -> Found:
+def priced() -> SearchResult:
     small = wh.cluster("v100-32:2").with_memory(10**6)
     return searched([*CLUSTERS, small], prices={"h100": 3.0}, each=2)
 

@@ -17,7 +17,7 @@ from typing import Any
 from whalejax import _compat
 from whalejax.api.fixed_axes import EVEN, Uneven, check_mesh
 from whalejax.capture import Captured
-from whalejax.capture.layer_scan import Unshared, stack_of
+from whalejax.capture.layer_scan import IndivisibleLayersError, stack_of
 from whalejax.capture.options import check_runs
 from whalejax.capture.programs import Programs
 from whalejax.capture.units import units_of
@@ -51,10 +51,10 @@ from whalejax.planner.plan.uneven_replicas import decide_shares
 from whalejax.planner.search.enumerate import PLANNED_AXES, fixed_space
 from whalejax.planner.search.least_paces import least_stage_steps
 from whalejax.planner.search.ranking import SURE, TIE
-from whalejax.planner.search.request import Hosted, Request
-from whalejax.planner.search.spmd import Known, check_marks
-from whalejax.planner.search.stage_models import TooFewParts, Whole
-from whalejax.planner.search.user_choices import Asked
+from whalejax.planner.search.request import OffloadableState, Request
+from whalejax.planner.search.spmd import ProgramCache, check_marks
+from whalejax.planner.search.stage_models import DivisibleProgram, TooFewParts
+from whalejax.planner.search.user_choices import PipelineConstraints
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.metadata_constraints import pinned_axes, pins_of
 from whalejax.planner.terms import Remat
@@ -165,7 +165,7 @@ def _any(
 
     def runs() -> Plan:
         # Only estimates may have what no executor keeps in host memory.
-        check_runs(request.offload, request.hosted or Hosted)
+        check_runs(request.offload, request.hosted or OffloadableState)
         search, asked = decider(
             programs, request, runnable=True, uneven=uneven, allow_idle=allow_idle
         )
@@ -273,7 +273,7 @@ def _stages_may_gain(plan: Plan) -> bool:
 
 
 def _without_stages(
-    staging: _Staging, request: Request, known: Known
+    staging: _Staging, request: Request, known: ProgramCache
 ) -> Callable[..., Plan]:
     """The search where nobody asks for stages."""
     uneven = staging.uneven
@@ -315,7 +315,9 @@ class _Staging:
         known_seconds: Step time of a plan that is known already.
     """
 
-    def __init__(self, programs: Programs, asked: Asked, uneven: Uneven) -> None:
+    def __init__(
+        self, programs: Programs, asked: PipelineConstraints, uneven: Uneven
+    ) -> None:
         self.programs = programs
         self.asked = asked
         self.uneven: Uneven = uneven
@@ -523,7 +525,7 @@ class _Staging:
         graph: Graph,
         cluster: Cluster,
         request: Request,
-        asked: Asked,
+        asked: PipelineConstraints,
         known_seconds: float = math.inf,
         **options: Any,
     ) -> Plan:
@@ -614,9 +616,9 @@ class _Staging:
         ]
         return _feasible_plans(*each)
 
-    def _traced(self, remat: Remat) -> Whole:
+    def _traced(self, remat: Remat) -> DivisibleProgram:
         program = self.captured.with_remat(remat) if remat else self.captured
-        return Whole(graph=program.graph, units=units_of(program))
+        return DivisibleProgram(graph=program.graph, units=units_of(program))
 
 
 def _feasible_plans(*each: Callable[[], Plan]) -> tuple[list[Plan], PlanError | None]:
@@ -658,7 +660,7 @@ def _speed_of_fastest(replicas: Plan, stages: int) -> float:
     return fastest / sum(shares)
 
 
-def _largest_part(program: Whole) -> float:
+def _largest_part(program: DivisibleProgram) -> float:
     """The share of all products' work in the largest part that nothing cuts."""
     starts = sorted(program.units.borders.values())
     work = [0] * (len(starts) + 1)
@@ -721,10 +723,12 @@ def _marked(graph: Graph) -> set[int]:
     }
 
 
-def _requested_pipeline(graph: Graph, request: Request) -> tuple[Asked, bool]:
+def _requested_pipeline(
+    graph: Graph, request: Request
+) -> tuple[PipelineConstraints, bool]:
     """The pipeline that is asked for, and whether its stages are to be found."""
     marked = _marked(graph)
-    asked = Asked.of(graph, request, SCHEDULES)
+    asked = PipelineConstraints.of(graph, request, SCHEDULES)
     count = asked.mesh.get(STAGE)
     if marked:
         if len(marked) == 1 and (several := merged(graph)):
@@ -762,7 +766,7 @@ def _check_widths(graph: Graph) -> None:
 
 
 def _why_apart(
-    captured: Captured, asked: Asked, marked: bool, cluster: Cluster
+    captured: Captured, asked: PipelineConstraints, marked: bool, cluster: Cluster
 ) -> tuple[str, str] | None:
     """Why stages have programs of their own; None where one program runs them all.
 
@@ -775,7 +779,7 @@ def _why_apart(
         return "devices are of several kinds, and one program runs on one kind", ""
     try:
         stack_of(captured)
-    except Unshared as error:
+    except IndivisibleLayersError as error:
         shared, remedy = error.reason, error.remedy
     else:
         shared = remedy = ""

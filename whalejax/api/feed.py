@@ -42,7 +42,7 @@ class DataSource(Protocol):
         ...
 
 
-class NotGiven(enum.Enum):
+class Unset(enum.Enum):
     """Stands for an argument that is left out, where None is a value that it can have.
 
     A state that was put together anew has None for its number of samples; taken for
@@ -85,7 +85,7 @@ class Feed:
         *,
         seed: int | None = 0,
         first: int = 0,
-        first_sample: int | None | NotGiven = NotGiven.NOT_GIVEN,
+        first_sample: int | None | Unset = Unset.NOT_GIVEN,
         epochs: int | None = None,
     ) -> None:
         """Read nothing yet.
@@ -120,7 +120,7 @@ class Feed:
                 f"{len(source)}"
             )
         problems.whole("first", first, what="the number of a step")
-        if isinstance(first_sample, NotGiven):
+        if isinstance(first_sample, Unset):
             first_sample = None
         elif first_sample is None and not is_whole(first, 1):
             problems.add(_LOST)

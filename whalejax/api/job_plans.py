@@ -13,12 +13,12 @@ from typing import Any
 from whalejax.adapters.abstract_models import abstract_model as abstract_model
 from whalejax.api.plan_request import PlanRequest, question_about
 from whalejax.api.search import search as find_plans
-from whalejax.api.search_result import Found
+from whalejax.api.search_result import SearchResult
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan_data import Question
+from whalejax.planner.plan_data import PlannedQuestion
 from whalejax.user_code.losses import Job
 
 
@@ -83,7 +83,7 @@ def search_plans(
     prices: Mapping[str, float],
     each: int,
     **settings: Any,
-) -> Found:
+) -> SearchResult:
     """``wh.search`` of a job.
 
     Args:
@@ -105,7 +105,7 @@ def search_plans(
     )
 
 
-def question_of(job: Job, plan: Plan) -> Question:
+def question_of(job: Job, plan: Plan) -> PlannedQuestion:
     """The question that a plan of a job answers, to ask more about it.
 
     Args:

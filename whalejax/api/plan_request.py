@@ -68,7 +68,7 @@ from whalejax.meshes.checks import Arguments, is_whole
 from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.cost.model_work import model_work
-from whalejax.planner.errors import NothingFits, PlanError, Unobeyed
+from whalejax.planner.errors import DeviceCountError, NothingFits, PlanError
 from whalejax.planner.memory.prediction_band import MemoryBand, memory_band
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan.plan import Plan
@@ -572,4 +572,6 @@ def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> P
             return _at_once(decided, dataclasses.replace(request, num_devices=count))
         except PlanError as error:
             problems.append(error)
-    raise next((e for e in problems if not isinstance(e, Unobeyed)), problems[0])
+    raise next(
+        (e for e in problems if not isinstance(e, DeviceCountError)), problems[0]
+    )

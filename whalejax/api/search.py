@@ -16,7 +16,7 @@ import optax
 
 from whalejax.api.plan_request import PlanQuestion, PlanRequest, question_about
 from whalejax.api.plan_settings import parsed_cluster
-from whalejax.api.search_result import Found, Refused, Weighed
+from whalejax.api.search_result import ClusterCandidate, InfeasibleCluster, SearchResult
 from whalejax.meshes import Cluster
 from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.errors import Problems, WhaleError
@@ -42,7 +42,7 @@ def search(
     prices: Mapping[str, float] | None = None,
     each: int = 1,
     **options: Any,
-) -> Found:
+) -> SearchResult:
     """Plan a training step on several clusters, and rank what was found.
 
     Args:
@@ -81,7 +81,7 @@ def search(
 
 def search_on(
     question: PlanQuestion, places: Sequence[tuple[str, Cluster]], each: int
-) -> Found:
+) -> SearchResult:
     """``search`` of what was asked of one cluster, on all of them.
 
     Args:
@@ -94,13 +94,15 @@ def search_on(
     """
     plans: list[tuple[str, Plan]] = []
     first: list[tuple[str, Plan]] = []
-    refused: list[Refused] = []
+    refused: list[InfeasibleCluster] = []
     for name, cluster in places:
         tell(f"turning to {name}")
         try:
             best = question.again(cluster=cluster)
         except PlanError as problem:
-            refused.append(Refused(name=name, cluster=cluster, problem=problem))
+            refused.append(
+                InfeasibleCluster(name=name, cluster=cluster, problem=problem)
+            )
             continue
         first.append((name, best))
         plans += [(name, one) for one in (best, *_others(best, each - 1))]
@@ -115,7 +117,7 @@ def search_on(
             pair[1].time.communication_seconds,
         ),
     )
-    return Found(
+    return SearchResult(
         plans=tuple(one for _, one in plans),
         names=tuple(name for name, _ in plans),
         refused=tuple(refused),
@@ -138,12 +140,12 @@ def _notes(
 
 def _evaluated_candidates(
     first: Sequence[tuple[str, Plan]], plans: Sequence[tuple[str, Plan]]
-) -> Iterable[Weighed]:
+) -> Iterable[ClusterCandidate]:
     """Every candidate of every cluster, with its plan where there is one."""
     places = {(name, _chosen(one)): i for i, (name, one) in enumerate(plans)}
     for name, best in first:
         for candidate in best.candidates:
-            yield Weighed(
+            yield ClusterCandidate(
                 name=name,
                 cluster=best.cluster,
                 candidate=candidate,
@@ -284,7 +286,7 @@ def _check_prices(
             )
 
 
-def _nowhere(refused: Sequence[Refused]) -> PlanError:
+def _nowhere(refused: Sequence[InfeasibleCluster]) -> PlanError:
     """The error where there is no plan on any cluster."""
     texts = {str(one.problem) for one in refused}
     if len(texts) == 1:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from whalejax.display import searches
-from whalejax.planner.plan.report.search_data import FoundData
-from whalejax.planner.plan.report.search_data import Refused as Refused
-from whalejax.planner.plan.report.search_data import Weighed as Weighed
+from whalejax.planner.plan.report.search_data import (
+    ClusterCandidate as ClusterCandidate,
+)
+from whalejax.planner.plan.report.search_data import (
+    InfeasibleCluster as InfeasibleCluster,
+)
+from whalejax.planner.plan.report.search_data import SearchData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Found(FoundData):
+class SearchResult(SearchData):
     """Plans of one model on several clusters, best first; ``wh.search`` makes it.
 
     A sequence: ``found[0]`` is the best plan. ``print`` shows a table.

@@ -17,7 +17,7 @@ from whalejax.capture.batch import TracedLeaf
 from whalejax.capture.drafts import OpDraft, Value
 from whalejax.capture.gradients import differentiable, saved_slots
 from whalejax.capture.regions import found_marks, regions
-from whalejax.capture.walk import Walk
+from whalejax.capture.walk import FlatProgram
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import (
     LOOKUPS,
@@ -45,7 +45,7 @@ def loss_id(results: Sequence[Value]) -> int:
     return loss
 
 
-def _check_gradient(walk: Walk, flows: Sequence[bool], loss: int) -> None:
+def _check_gradient(walk: FlatProgram, flows: Sequence[bool], loss: int) -> None:
     if not flows[loss]:
         paths = [t.path for t in walk.tensors if t.trained]
         listed = ", ".join(paths[:5]) + (", …" if len(paths) > 5 else "")
@@ -57,7 +57,7 @@ def _check_gradient(walk: Walk, flows: Sequence[bool], loss: int) -> None:
 
 
 def name_inputs(
-    walk: Walk,
+    walk: FlatProgram,
     adapter: Adapter,
     leaves: Sequence[TracedLeaf],
     still: Sequence[bool],
@@ -94,7 +94,9 @@ def name_inputs(
             tensor.names, tensor.pinned, tensor.called = own
 
 
-def _frozen_weights(walk: Walk, adapter: Adapter, still: Sequence[bool]) -> list[int]:
+def _frozen_weights(
+    walk: FlatProgram, adapter: Adapter, still: Sequence[bool]
+) -> list[int]:
     """Numbers of the leaves of the rest that are weights, and are not trained.
 
     Those are the model's own parameters, and whatever else products multiply values
@@ -111,7 +113,7 @@ def _frozen_weights(walk: Walk, adapter: Adapter, still: Sequence[bool]) -> list
     ]
 
 
-def _multiplied(walk: Walk, given: set[int], small: set[int]) -> set[int]:
+def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]:
     """Returns the inputs that products multiply values with, through casts and scales.
 
     Args:
@@ -161,7 +163,7 @@ def _reads_values(op: OpDraft, weight: set[int]) -> bool:
 
 
 def graph_of(
-    walk: Walk,
+    walk: FlatProgram,
     loss: int,
     leaves: Sequence[TracedLeaf],
     num_micro_batches: int,
@@ -213,7 +215,7 @@ def graph_of(
     return replace(graph, model_hash=model_hash(graph, leaves))
 
 
-def with_stacked(graph: Graph, walk: Walk) -> Graph:
+def with_stacked(graph: Graph, walk: FlatProgram) -> Graph:
     """A graph with what loops keep for the backward pass.
 
     Args:
@@ -224,7 +226,7 @@ def with_stacked(graph: Graph, walk: Walk) -> Graph:
     return replace(graph, stacked=walk.scan_residuals(flows)) if walk.kept else graph
 
 
-def _tensors(walk: Walk, flows: Sequence[bool]) -> tuple[Tensor, ...]:
+def _tensors(walk: FlatProgram, flows: Sequence[bool]) -> tuple[Tensor, ...]:
     return tuple(
         Tensor(
             id=index,
@@ -242,7 +244,9 @@ def _tensors(walk: Walk, flows: Sequence[bool]) -> tuple[Tensor, ...]:
     )
 
 
-def _ops(walk: Walk, flows: Sequence[bool], of_op: Sequence[int]) -> tuple[Op, ...]:
+def _ops(
+    walk: FlatProgram, flows: Sequence[bool], of_op: Sequence[int]
+) -> tuple[Op, ...]:
     return tuple(
         Op(
             kind=draft.kind,

@@ -21,7 +21,7 @@ from whalejax.adapters.leaves import is_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steady:
+class BatchIndependentState:
     """State that changes once a step, and how.
 
     Attributes:
@@ -75,7 +75,7 @@ class Steady:
 
 def held_back(
     jaxpr: Any, rest: Any, first: int, size: int, resized: Callable[[], Any]
-) -> tuple[Any, Steady, tuple[int, ...]]:
+) -> tuple[Any, BatchIndependentState, tuple[int, ...]]:
     """A traced loss that leaves alone what changes once a step.
 
     Args:
@@ -102,11 +102,11 @@ def held_back(
     steady = _of_any_size(jaxpr, steady, start, size, resized)
     others = tuple(i for i in changed if i not in steady)
     if not steady:
-        return jaxpr, Steady(), others
+        return jaxpr, BatchIndependentState(), others
     places = [start + i for i in steady]
     small = _compat.needed_jaxpr(jaxpr, places)
     reads = [_compat.read_inputs(small, n) for n in range(len(steady))]
-    found = Steady(
+    found = BatchIndependentState(
         leaves=tuple(steady),
         advance=_compat.needed(jaxpr, places),
         avals=tuple(v.aval for v in body.invars),

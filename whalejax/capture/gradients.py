@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whalejax.capture.drafts import OpDraft
-from whalejax.capture.walk import Walk
+from whalejax.capture.walk import FlatProgram
 
 
-def differentiable(walk: Walk, loss: int) -> list[bool]:
+def differentiable(walk: FlatProgram, loss: int) -> list[bool]:
     """For every tensor: it depends on a trained parameter and the loss on it.
 
     Args:
@@ -38,7 +38,7 @@ def saved_slots(op: OpDraft, flows: Sequence[bool]) -> tuple[int, ...]:
     return tuple(sorted(set(slots)))
 
 
-def _forward(walk: Walk) -> list[bool]:
+def _forward(walk: FlatProgram) -> list[bool]:
     reached = [tensor.trained for tensor in walk.tensors]
     inexact = [tensor.inexact for tensor in walk.tensors]
     changed = True
@@ -61,7 +61,7 @@ def _forward(walk: Walk) -> list[bool]:
     return reached
 
 
-def _backward(walk: Walk, loss: int, reached: Sequence[bool]) -> list[bool]:
+def _backward(walk: FlatProgram, loss: int, reached: Sequence[bool]) -> list[bool]:
     needed = [False] * len(walk.tensors)
     needed[loss] = True
     changed = True

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from whalejax.capture.trace import Captured
 
 
-class Unshared(PlanError):
+class IndivisibleLayersError(PlanError):
     """The layers of a model cannot be shared out among stages alike.
 
     Attributes:
@@ -71,9 +71,9 @@ def stack_of(captured: Captured) -> Stack:
     """
     position = stacked_loop(captured.graph)
     if position is None:
-        raise Unshared(*NO_LAYERS)
+        raise IndivisibleLayersError(*NO_LAYERS)
     if len(position) != 1:
-        raise Unshared(
+        raise IndivisibleLayersError(
             "the scan over layers stands inside a jit, a remat or another loop; stages "
             "share out one at the top of the loss",
             "Take it out of there, or leave the axis stage out",
@@ -84,7 +84,9 @@ def stack_of(captured: Captured) -> Stack:
     obstacle = _obstacle(captured, jaxpr, equation)
     if obstacle:
         reason, remedy = obstacle
-        raise Unshared(f"stages cannot share out the layers: {reason}", remedy)
+        raise IndivisibleLayersError(
+            f"stages cannot share out the layers: {reason}", remedy
+        )
     parts = _compat.scan_parts(equation)
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
     numbers = {v: i for i, v in enumerate(jaxpr.invars)}

@@ -15,7 +15,7 @@ from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.host_offload import unhosted
-from whalejax.planner.search.request import Hosted
+from whalejax.planner.search.request import OffloadableState
 from whalejax.planner.sharding.attention_blocks import check_rings, checked_attention
 from whalejax.planner.sharding.remat import checked_policies
 from whalejax.planner.step_options import FixedOptions, UserOptions, is_nothing
@@ -28,7 +28,7 @@ def fixed_options(
     *,
     runnable: bool,
     has_optimizer: bool,
-    hosts: Callable[[], Hosted],
+    hosts: Callable[[], OffloadableState],
 ) -> FixedOptions:
     """Returns the options that a search of a loss must respect.
 
@@ -98,7 +98,9 @@ def _loss_chunks(count: int | None, programs: Programs) -> int | None:
     return count
 
 
-def check_runs(offload: Sequence[str] | None, hosts: Callable[[], Hosted]) -> None:
+def check_runs(
+    offload: Sequence[str] | None, hosts: Callable[[], OffloadableState]
+) -> None:
     """Refuse what no executor of this version keeps in host memory.
 
     Args:
@@ -118,7 +120,7 @@ def _offload(
     offload: str | Sequence[str] | None,
     runnable: bool,
     has_optimizer: bool,
-    hosts: Callable[[], Hosted],
+    hosts: Callable[[], OffloadableState],
 ) -> tuple[str, ...] | None:
     """Returns the state to keep in host memory, in the usual order; raises all problems
     at once.

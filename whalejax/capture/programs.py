@@ -20,7 +20,7 @@ from whalejax.meshes.progress_events import tell
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.rebatch import rebatch_graph
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.search.spmd import Known
+from whalejax.planner.search.spmd import ProgramCache
 from whalejax.planner.sharding.precision_regions import checked_precisions
 from whalejax.planner.terms import ALL, Chosen, Remat
 
@@ -44,7 +44,7 @@ class Programs:
 
     def __init__(self, adapter: Adapter, capture: Callable[[], Captured]) -> None:
         self.adapter = adapter
-        self.known: Known = Known()
+        self.known: ProgramCache = ProgramCache()
         self._capture = capture
         self.blocks = functools.cache(self._blocks)
         self.cut = functools.cache(self._cut)
@@ -83,7 +83,7 @@ class Programs:
         return self.cut(attention, chunks).with_remat(remat).graph
 
 
-class Resized(Programs):
+class ResizedPrograms(Programs):
     """A loss with another batch than one that was traced.
 
     Args:
@@ -183,7 +183,9 @@ class Traces:
             found = Programs(cast, captured)
             if like is not None:
                 leaves, _ = batch_leaves(batch, batch_axes, num_micro_batches)
-                found = Resized(like.traced, captured, leaves, num_micro_batches)
+                found = ResizedPrograms(
+                    like.traced, captured, leaves, num_micro_batches
+                )
             found.graph  # noqa: B018  What cannot be traced is not kept.
             self._known[key] = found
         return self._known[key]

@@ -27,8 +27,8 @@ from whalejax.capture.separability.interpret import Interpreter
 from whalejax.capture.separability.values import Along, Dependence, Dim, Value
 from whalejax.jaxpr import rebuild
 from whalejax.jaxpr.fewer_rows import (
+    BatchRows,
     RowDims,
-    Rows,
     add_inferred_rows,
     carried_over,
     run_fewer,
@@ -52,7 +52,7 @@ def sorts_rows(equation: Any) -> bool:
 
 def with_sorted_rows(
     jaxpr: Any, other: Any, inputs: Sequence[Value], sizes: tuple[int, int]
-) -> tuple[Any, dict[str, Rows]]:
+) -> tuple[Any, dict[str, BatchRows]]:
     """A program in which rows that are sorted across the batch are so in calls.
 
     Args:
@@ -84,7 +84,9 @@ def holds_sort(jaxpr: Any) -> bool:
     )
 
 
-def rows_after(rows: Mapping[str, Rows], before: Any, after: Any) -> dict[str, Rows]:
+def rows_after(
+    rows: Mapping[str, BatchRows], before: Any, after: Any
+) -> dict[str, BatchRows]:
     """Returns the positions of rows in the calls of a program that was traced again.
 
     Args:
@@ -127,7 +129,7 @@ class _Builder:
 
     seen: Mapping[Position, Mapping[Any, Value]]
     samples: int
-    found: dict[str, Rows] = field(default_factory=dict)
+    found: dict[str, BatchRows] = field(default_factory=dict)
 
     def run(self, jaxpr: Any, values: Sequence[Any], at: Position) -> list[Any]:
         """One jaxpr, at a position."""
@@ -158,9 +160,9 @@ class _Builder:
             for place, known in self.seen.items()
         )
 
-    def _calls(self, body: Any, at: Position) -> Iterator[rebuild.Call]:
+    def _calls(self, body: Any, at: Position) -> Iterator[rebuild.EquationReplacement]:
         known = self.seen.get(at, {})
-        found: list[rebuild.Call] = []
+        found: list[rebuild.EquationReplacement] = []
         for group in _groups(body, known):
             name = f"{CALL}{len(self.found)}"
             made = self._call(body, group, known, at, name)
@@ -177,7 +179,7 @@ class _Builder:
         known: Mapping[Any, Value],
         at: Position,
         name: str,
-    ) -> tuple[rebuild.Call, Rows] | None:
+    ) -> tuple[rebuild.EquationReplacement, BatchRows] | None:
         """The call of a group of equations, if each device can run it for itself."""
         equations = [body.eqns[i] for i in group]
         made = {v for e in equations for v in e.outvars}
@@ -205,7 +207,7 @@ class _Builder:
             with _compat.scopes_context(equations):
                 return jitted(*values)
 
-        call = rebuild.Call(
+        call = rebuild.EquationReplacement(
             inputs=inputs, outputs=outputs, function=scoped, equation=None
         )
         return call, rows
@@ -217,7 +219,7 @@ class _Builder:
         outputs: Sequence[Any],
         group: Sequence[int],
         at: Position,
-    ) -> Rows | None:
+    ) -> BatchRows | None:
         """Returns the positions of rows in a call; None where they are not in front."""
         known = self.seen[at]
         ends = [_row_dims(several, known) for several in (inputs, outputs)]
@@ -235,7 +237,7 @@ class _Builder:
                 return None
         given, found = ends
         assert given is not None and found is not None
-        return Rows(
+        return BatchRows(
             samples=self.samples,
             inputs=given,
             outputs=found,
@@ -370,7 +372,7 @@ def _groups(body: Any, known: Mapping[Any, Value]) -> list[list[int]]:
     return list(found.values())
 
 
-def _can_be_ordered(body: Any, calls: Sequence[rebuild.Call]) -> bool:
+def _can_be_ordered(body: Any, calls: Sequence[rebuild.EquationReplacement]) -> bool:
     """Whether some calls can run one after the other, with all else."""
     try:
         rebuild.arranged(body, calls)
@@ -415,7 +417,7 @@ def _depends(body: Any, outputs: set[Any], inputs: set[Any], group: set[int]) ->
     return bool(behind & inputs)
 
 
-def _runs(run: Any, inputs: Sequence[Any], rows: Rows) -> bool:
+def _runs(run: Any, inputs: Sequence[Any], rows: BatchRows) -> bool:
     """Whether a call can be run for one sample, and has as many equations as it had."""
     whole = _compat.trace(run, [v.aval for v in inputs])
     count = len({place[0] for place in rows.results})

@@ -26,7 +26,11 @@ from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs, with_stacked
 from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
-from whalejax.capture.batch_independent_state import Steady, held_back, left_alone
+from whalejax.capture.batch_independent_state import (
+    BatchIndependentState,
+    held_back,
+    left_alone,
+)
 from whalejax.capture.counters import advances
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.named_axes import bound, traced_with_axes
@@ -62,8 +66,8 @@ from whalejax.capture.sharding_constraints import (
 )
 from whalejax.capture.sorted_rows import holds_sort, rows_after, with_sorted_rows
 from whalejax.capture.split_dims.rewrite import taken_apart
-from whalejax.capture.walk import KnownRules, SortedRows, Walk, holds_tiles
-from whalejax.jaxpr.fewer_rows import Rows
+from whalejax.capture.walk import FlatProgram, KnownRules, SortedRows, holds_tiles
+from whalejax.jaxpr.fewer_rows import BatchRows
 from whalejax.jaxpr.positions import equation_at
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.analysis import analyse_graph
@@ -135,7 +139,7 @@ class Captured:
     precisions: tuple[tuple[str, str], ...] = ()
     chunks: int = 1
     axes: tuple[str, ...] = ()
-    steady: Steady = Steady()
+    steady: BatchIndependentState = BatchIndependentState()
     changing: tuple[str, ...] = ()
     independence: Callable[[int, int, int | None], Separability]
 
@@ -321,7 +325,7 @@ class _Reader:
     marks: Sequence[Mark]
     weighted: bool
     num_micro_batches: int
-    rows: Mapping[str, Rows] = field(default_factory=dict)
+    rows: Mapping[str, BatchRows] = field(default_factory=dict)
     rules: KnownRules = field(default_factory=KnownRules)
 
     def read(
@@ -331,7 +335,7 @@ class _Reader:
         tiled: bool = False,
         attention: Sequence[tuple[str, str]] = (),
         chunks: int = 1,
-    ) -> tuple[Graph, Walk, tuple[Value, ...]]:
+    ) -> tuple[Graph, FlatProgram, tuple[Value, ...]]:
         """A program as plain data.
 
         Args:
@@ -341,7 +345,7 @@ class _Reader:
             chunks: into how many the tokens are cut in calls that make logits.
         """
         if not attention:
-            walk = Walk(
+            walk = FlatProgram(
                 tiled=tiled,
                 chunks=chunks,
                 rows=self.rows,
@@ -349,19 +353,21 @@ class _Reader:
             )
             return self._read(walk, program)
         # Which of them can be is seen once all of them are.
-        every = Walk(
+        every = FlatProgram(
             rings=lambda position: True, chunks=chunks, rows=self.rows, rules=self.rules
         )
         read = self._read(every, program)
         where = ringed(read[0], dict(attention))
         if all(op.position in where for op in read[0].ops if op.kind == ATTENTION):
             return read
-        walk = Walk(
+        walk = FlatProgram(
             rings=where.__contains__, chunks=chunks, rows=self.rows, rules=self.rules
         )
         return self._read(walk, program)
 
-    def _read(self, walk: Walk, program: Any) -> tuple[Graph, Walk, tuple[Value, ...]]:
+    def _read(
+        self, walk: FlatProgram, program: Any
+    ) -> tuple[Graph, FlatProgram, tuple[Value, ...]]:
         results = walk.run(program)
         loss = loss_id(results)
         body, _ = _compat.open_jaxpr(program)
@@ -381,7 +387,7 @@ class _Reader:
         return graph, walk, results
 
 
-_Read = tuple[Graph, Walk, tuple[Value, ...]]
+_Read = tuple[Graph, FlatProgram, tuple[Value, ...]]
 """What a reader makes of a program."""
 
 
@@ -491,9 +497,9 @@ def _sorting_rows(
     jaxpr: Any,
     traced: Callable[[int], Any],
     reader: _Reader,
-    steady: Steady,
+    steady: BatchIndependentState,
     inputs: Sequence[LossInput],
-) -> tuple[Any, dict[str, Rows]]:
+) -> tuple[Any, dict[str, BatchRows]]:
     """A program in which rows that are sorted across the batch are so in calls.
 
     Args:

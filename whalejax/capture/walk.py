@@ -36,7 +36,7 @@ from whalejax.capture.patterns.calls import is_attention, keeping, makes_logits
 from whalejax.capture.rules.attention import attention_behaviour
 from whalejax.capture.rules.behaviour import Behaviour, Equation, Shape, of_each
 from whalejax.capture.rules.table import behaviour
-from whalejax.jaxpr.fewer_rows import Rows
+from whalejax.jaxpr.fewer_rows import BatchRows
 from whalejax.planner.model.graph import ATTENTION, Factor, Stacked, TensorKind
 
 
@@ -66,7 +66,7 @@ class SortedRows:
         tensors: Tensors with a dimension of samples.
     """
 
-    rows: Rows
+    rows: BatchRows
     tensors: set[int]
 
 
@@ -141,7 +141,7 @@ class KnownRules:
 
 
 @dataclass(slots=True)
-class Walk:
+class FlatProgram:
     """The result of walking, and the state while walking.
 
     Attributes:
@@ -169,7 +169,7 @@ class Walk:
     tiled: bool = False
     rings: Callable[[Position], bool] = lambda position: False
     chunks: int = 1
-    rows: Mapping[str, Rows] = field(default_factory=dict)
+    rows: Mapping[str, BatchRows] = field(default_factory=dict)
     rules: KnownRules = field(default_factory=KnownRules)
     tensors: list[TensorDraft] = field(default_factory=list)
     ops: list[OpDraft] = field(default_factory=list)

@@ -18,7 +18,7 @@ from whalejax._version import __version__
 from whalejax.cli.options import DoctorCommand
 from whalejax.cli.progress import make_console
 from whalejax.distributed.host_checks import Check, report
-from whalejax.distributed.host_comparison import Met, meet
+from whalejax.distributed.host_comparison import HostComparison, meet
 from whalejax.distributed.launch_env import launched, split_address
 from whalejax.distributed.meeting import shared_key
 from whalejax.meshes.errors import WhaleError
@@ -52,7 +52,7 @@ def doctor(command: DoctorCommand) -> int:
     if coordinator is not None:
         split_address(coordinator)
     mine = report(__version__, coordinator)
-    met = Met(hosts=(mine,), between=())
+    met = HostComparison(hosts=(mine,), between=())
     if coordinator is not None:
         met = meet(mine, coordinator, _count(command), command.timeout, key)
     show(met, as_json=command.json)
@@ -97,7 +97,7 @@ def _on_all(command: DoctorCommand, hosts: tuple[str, ...]) -> int:
         return min(1, launcher.run(launch))
 
 
-def show(met: Met, *, as_json: bool) -> None:
+def show(met: HostComparison, *, as_json: bool) -> None:
     """Print what was found.
 
     Args:
@@ -122,7 +122,7 @@ def show(met: Met, *, as_json: bool) -> None:
     console.print(f"\n{problems} problems, {warnings} warnings", markup=False)
 
 
-def _all(met: Met) -> Iterator[tuple[str, Check]]:
+def _all(met: HostComparison) -> Iterator[tuple[str, Check]]:
     for one in met.hosts:
         yield from ((one.host, check) for check in one.checks)
     yield from (("all", check) for check in met.between)

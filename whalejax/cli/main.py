@@ -78,7 +78,7 @@ from whalejax.cli.swarm_options import (
     SwarmTrainCommand,
 )
 from whalejax.distributed.standard_streams import (
-    Unwritten,
+    OutputWriteError,
     drop_stdout,
     say,
     standard_output,
@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
             sys.stdout.flush()
             return status
         except WhaleError as error:
-            if isinstance(error, Unwritten):
+            if isinstance(error, OutputWriteError):
                 drop_stdout()
             say(f"whalejax: {error}")
             return _USER_ERROR

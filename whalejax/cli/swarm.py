@@ -22,12 +22,12 @@ from whalejax.user_code.losses import Job
 from whalejax.wire.keys import Key, load_key
 from whalejax.wire.messages import A, Question
 from whalejax.wire.service import Address
-from whalejax.wire.swarm_messages import AskTerms, Show, Terms
+from whalejax.wire.swarm_messages import AskTerms, ShowSwarm, Terms
 
 
 if TYPE_CHECKING:
-    from whalejax.swarm_runtime.cut import Cut
-    from whalejax.swarm_runtime.leading.further import FurtherTrainer
+    from whalejax.swarm_runtime.cut import StagedJob
+    from whalejax.swarm_runtime.leading.further import SecondaryTrainer
     from whalejax.swarm_runtime.peer import Peer
 
 
@@ -99,11 +99,11 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
 def _serve(
     command: SwarmServeCommand, find_job: FindJob, listening: socket.socket
 ) -> int:
-    from whalejax.swarm_runtime.cut import Cut
+    from whalejax.swarm_runtime.cut import StagedJob
     from whalejax.swarm_runtime.leading.state import Settings
-    from whalejax.swarm_runtime.running import Place, Run
+    from whalejax.swarm_runtime.running import SwarmRun, SwarmRunPaths
 
-    cut = Cut(
+    cut = StagedJob(
         find_job(command.model, named_values(command.set)),
         stages=command.stages,
         batch=command.batch,
@@ -112,7 +112,7 @@ def _serve(
         seed=command.seed,
         delayed_updates=command.delayed_updates,
     )
-    place = Place(
+    place = SwarmRunPaths(
         save=command.save,
         save_every=command.save_every,
         keep=command.keep,
@@ -136,7 +136,7 @@ def _serve(
         else:
             say(f"whalejax: {_words(kind, more)}")
 
-    run = Run(cut, place, settings, tell, peers=command.peers, listening=listening)
+    run = SwarmRun(cut, place, settings, tell, peers=command.peers, listening=listening)
     host, port = run.serving.address
     at = f"{host}:{port} {command.model} --key {command.key}"
     joins = f"whalejax swarm join {at}"
@@ -253,10 +253,10 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
         WhaleError: the registry cannot be reached, or refuses this trainer.
     """
     _check(command)
-    from whalejax.swarm_runtime.leading.further import FurtherTrainer
+    from whalejax.swarm_runtime.leading.further import SecondaryTrainer
 
     address, key, terms = _terms(command)
-    trainer = FurtherTrainer(
+    trainer = SecondaryTrainer(
         _cut_by(terms, command, find_job),
         key,
         address,
@@ -303,11 +303,11 @@ def _cut_by(
     terms: Terms,
     command: SwarmJoinCommand | SwarmTrainCommand,
     find_job: FindJob,
-) -> Cut:
+) -> StagedJob:
     """The job in stages, as the registry's process has cut it."""
-    from whalejax.swarm_runtime.cut import Cut
+    from whalejax.swarm_runtime.cut import StagedJob
 
-    return Cut(
+    return StagedJob(
         find_job(command.model, named_values(command.set)),
         stages=terms.stages,
         batch=terms.batch,
@@ -319,7 +319,7 @@ def _cut_by(
 
 
 def _until_over(
-    process: Peer | FurtherTrainer, started: Callable[[], str], leaving: str
+    process: Peer | SecondaryTrainer, started: Callable[[], str], leaving: str
 ) -> None:
     """Run a process of a swarm until the run is over or it has left.
 
@@ -373,7 +373,7 @@ def show(command: SwarmShowCommand) -> int:
         WhaleError: the registry cannot be reached.
     """
     address, key = parsed_address(command.registry), load_key(command.key)
-    found = _query_registry(address, key, Show()).fields
+    found = _query_registry(address, key, ShowSwarm()).fields
     if command.json:
         print(json.dumps(found))
         return 0
@@ -455,18 +455,22 @@ class _Absent(WhaleError):
 
 
 def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
-    from whalejax.wire.service import Caller, Gone, Refused
+    from whalejax.wire.service import (
+        Caller,
+        RefusedRequestError,
+        UnreachableProcessError,
+    )
 
     caller = Caller(key)
     try:
         return caller.ask(address, question, seconds=_ASK_SECONDS)
-    except (Gone, Refused) as error:
+    except (UnreachableProcessError, RefusedRequestError) as error:
         text = (
             f"{address[0]}:{address[1]}: no registry of a swarm answers there with "
             f"this key ({error}). Give the address that whalejax swarm serve says it "
             "listens at, and a copy of its key file"
         )
-        if isinstance(error, Gone) and not error.hopeless:
+        if isinstance(error, UnreachableProcessError) and not error.hopeless:
             raise _Absent(text, starts=error.late) from None
         raise WhaleError(text) from None
     finally:

@@ -12,7 +12,7 @@ from whalejax.cli.swarm_options import SwarmJoinCommand, SwarmServeCommand
 from whalejax.distributed.launch_env import is_loopback, joined_address, reached_host
 from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import Problems
-from whalejax.processes.keeper import Keeper, Program
+from whalejax.processes.keeper import Keeper, KeptCommand
 from whalejax.processes.launch_spec import (
     check_hosts,
     is_here,
@@ -66,7 +66,7 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
     registry = dataclasses.replace(
         command, processes=0, hosts=HERE.hosts, remote_shell=HERE.remote_shell
     )
-    programs = [Program(name="registry", command=_words("serve", registry))]
+    programs = [KeptCommand(name="registry", command=_words("serve", registry))]
     for place in range(count):
         host = hosts[place % len(hosts)]
         words = _words("join", _join(command, command.host if place in here else host))
@@ -76,7 +76,7 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
         else:
             words = words_there(shell, host, words)
         name = f"peer-{place + 1}"
-        programs.append(Program(name=name, command=words, environment=own))
+        programs.append(KeptCommand(name=name, command=words, environment=own))
     keeper = Keeper(programs, command.logs, lambda text: say(f"whalejax: {text}"))
     if not command.json:
         where = "here" if len(here) == count else f"on {command.hosts}"

@@ -26,7 +26,7 @@ from whalejax.display.page import (
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes
 from whalejax.meshes.units import milliseconds as seconds_text
-from whalejax.planner.plan.report.search_data import FoundData
+from whalejax.planner.plan.report.search_data import SearchData
 from whalejax.planner.plan_data import PlanData
 
 
@@ -38,12 +38,12 @@ UNFOLDED_PLANS = 10
 """Plans that the table brings with it, to unfold."""
 
 
-def bundle(found: FoundData) -> dict[str, str]:
+def bundle(found: SearchData) -> dict[str, str]:
     """MIME type to text."""
     return bundle_of(found_html(found), str(found))
 
 
-def found_html(found: FoundData) -> str:
+def found_html(found: SearchData) -> str:
     """The table, every plan folded below it, and where there is none."""
     plural = "s" if len(found) > 1 else ""
     rows = ("".join(cell(text) for text in row) for row in found.rows())
@@ -59,7 +59,7 @@ def found_html(found: FoundData) -> str:
     )
 
 
-def _plans(found: FoundData) -> str:
+def _plans(found: SearchData) -> str:
     html = []
     for index, plan in enumerate(found[:UNFOLDED_PLANS]):
         name = f"{index}: {found.names[index]}"
@@ -81,7 +81,7 @@ class SearchChart:
         rows: its data, a dictionary for each point.
     """
 
-    def __init__(self, found: FoundData) -> None:
+    def __init__(self, found: SearchData) -> None:
         self._alt = _needed("altair")
         _needed("vl_convert")
         self.rows = points(found)
@@ -151,8 +151,8 @@ class SearchChart:
         return svg
 
 
-def chart(found: FoundData) -> SearchChart:
-    """The chart of a search; see ``Found.chart``."""
+def chart(found: SearchData) -> SearchChart:
+    """The chart of a search; see ``SearchResult.chart``."""
     return SearchChart(found)
 
 
@@ -170,7 +170,7 @@ def _anchor(plan: PlanData) -> str:
     return f"whalejax-plan-{plan.hash}"
 
 
-def points(found: FoundData) -> list[dict[str, Any]]:
+def points(found: SearchData) -> list[dict[str, Any]]:
     """One row for each plan that was weighed: its numbers, and the same as text."""
     rows = []
     front = pareto(

@@ -16,7 +16,7 @@ from typing import Any
 
 from whalejax.display.page import FILLS, INK, Picture, drawing, stage_names, words
 from whalejax.meshes.units import milliseconds as seconds_text
-from whalejax.planner.pipeline.timed_schedule import Paced, paced_beside
+from whalejax.planner.pipeline.timed_schedule import TimedSchedule, paced_beside
 from whalejax.planner.plan_data import PlanData
 
 
@@ -186,7 +186,7 @@ def timeline(plan: PlanData) -> StepTimeline:
     return StepTimeline(plan)
 
 
-def _slices(lines: Sequence[Paced]) -> Iterator[Slice]:
+def _slices(lines: Sequence[TimedSchedule]) -> Iterator[Slice]:
     """The rows of pipelines side by side, those of each lane in order."""
     first = 0
     for line in lines:

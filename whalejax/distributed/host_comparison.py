@@ -24,7 +24,7 @@ from whalejax.distributed.host_checks import CLOCK_SECONDS, Check, HostReport
 from whalejax.distributed.meeting import listen_at, reach
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
-from whalejax.wire.connection import Channel, OtherProtocol, TooLate, WrongKey
+from whalejax.wire.connection import Channel, OtherProtocol, WireTimeoutError, WrongKey
 from whalejax.wire.keys import Key
 from whalejax.wire.messages import Message, Messages, WireError
 
@@ -37,7 +37,7 @@ ANSWER_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Met:
+class HostComparison:
     """Reports of all hosts, and their comparison.
 
     Attributes:
@@ -83,7 +83,7 @@ def meet(
     count: int,
     timeout_seconds: float,
     key: Key | None = None,
-) -> Met:
+) -> HostComparison:
     """Meet the other hosts.
 
     Args:
@@ -100,7 +100,7 @@ def meet(
     found = _listener(coordinator)
     if found is None:
         return _report_to_coordinator(mine, coordinator, end, timeout_seconds, key)
-    return _Reception(mine, coordinator, count).receive(found, key, end)
+    return _HostCollector(mine, coordinator, count).receive(found, key, end)
 
 
 def _listener(coordinator: str) -> socket.socket | None:
@@ -130,7 +130,7 @@ class _Visitor:
     sure: float = math.inf
 
 
-class _Reception:
+class _HostCollector:
     """Hears those that come, several at once, until all came or time is up."""
 
     def __init__(self, mine: HostReport, coordinator: str, count: int) -> None:
@@ -141,7 +141,9 @@ class _Reception:
         self._came: dict[Channel, _Visitor] = {}
         self._changed = threading.Condition()
 
-    def receive(self, listening: socket.socket, key: Key | None, end: float) -> Met:
+    def receive(
+        self, listening: socket.socket, key: Key | None, end: float
+    ) -> HostComparison:
         """Hear who comes to a listener, and tell all what was found."""
         acceptor = Acceptor(listening, key, self._notice)
         with self._changed:
@@ -161,7 +163,7 @@ class _Reception:
                 ):
                     channel.send(message, seconds=ANSWER_SECONDS)
         acceptor.close()
-        return Met(hosts=reports, between=between)
+        return HostComparison(hosts=reports, between=between)
 
     def _is_full(self) -> bool:
         return len(self._came) >= self._count - 1
@@ -262,10 +264,10 @@ def _report_to_coordinator(
     end: float,
     timeout_seconds: float,
     key: Key | None,
-) -> Met:
+) -> HostComparison:
     try:
         channel = reach(coordinator, key, end)
-    except (WrongKey, OtherProtocol, TooLate) as error:
+    except (WrongKey, OtherProtocol, WireTimeoutError) as error:
         raise WhaleError(
             f"what listens at {coordinator} is not whalejax doctor, or does not "
             f"answer ({error}). Stop it, or give another port"
@@ -290,7 +292,7 @@ def _report_to_coordinator(
                     case Visit(report=report):
                         hosts.append(report.printable())
                     case Comparison(between=between):
-                        return Met(hosts=tuple(hosts), between=between)
+                        return HostComparison(hosts=tuple(hosts), between=between)
         except WireError as error:
             raise WhaleError(
                 f"the whalejax doctor at {coordinator} ended, or expected one host "

@@ -143,29 +143,31 @@ def is_loopback(host: str) -> bool:
 # What a process says to the launcher.
 
 
-class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
+class _ReportLine(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower
+):
     """A line of its output."""
 
 
-class Introduced(_Said, frozen=True, kw_only=True):
+class DeviceReport(_ReportLine, frozen=True, kw_only=True):
     """Report of a process's devices: their kind and number."""
 
     kind: str
     devices: Annotated[int, Meta(ge=0, lt=10**6)]
 
 
-class Blamed(_Said, frozen=True, kw_only=True):
+class BlameReport(_ReportLine, frozen=True, kw_only=True):
     """Because of which process another one ends, and words that follow its name."""
 
     rank: Annotated[int, Meta(ge=0)]
     why: str
 
 
-class Joining(_Said, frozen=True):
+class Joining(_ReportLine, frozen=True):
     """A process has called ``init_distributed``, and waits there for the others."""
 
 
-_Line: TypeAlias = Introduced | Blamed | Joining
+_Line: TypeAlias = DeviceReport | BlameReport | Joining
 _DECODER: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(_Line)
 
 
@@ -186,7 +188,7 @@ def tell_launcher(said: _Line) -> None:
 
 def blame(rank: int, why: str) -> None:
     """Tell the launcher, if there is one, because of whom this process ends."""
-    tell_launcher(Blamed(rank=rank, why=why[:MOST_WORDS]))
+    tell_launcher(BlameReport(rank=rank, why=why[:MOST_WORDS]))
 
 
 def parse_report(line: bytes) -> _Line | None:
@@ -203,9 +205,9 @@ def parse_report(line: bytes) -> _Line | None:
     except (ValueError, RecursionError):
         return None
     match found:
-        case Introduced(kind=kind):
+        case DeviceReport(kind=kind):
             return msgspec.structs.replace(found, kind=printable(kind)[:100])
-        case Blamed(why=why):
+        case BlameReport(why=why):
             return msgspec.structs.replace(found, why=printable(why)[:MOST_WORDS])
     return found
 

@@ -22,7 +22,7 @@ from whalejax.distributed.launch_env import (
 )
 from whalejax.distributed.reserved_port import is_reserved
 from whalejax.meshes.errors import WhaleError
-from whalejax.wire.connection import BACKLOG, Channel, Closed, dial
+from whalejax.wire.connection import BACKLOG, Channel, ConnectionClosedError, dial
 from whalejax.wire.keys import Key, load_key
 
 
@@ -116,7 +116,9 @@ def reach(coordinator: str, key: Key | None, end: float) -> Channel:
     while (left := end - time.monotonic()) > 0:
         try:
             return dial(address, key, seconds=left)
-        except Closed as error:  # It has not begun yet, or has begun to end.
+        except (
+            ConnectionClosedError
+        ) as error:  # It has not begun yet, or has begun to end.
             why = str(error)
             time.sleep(min(_PAUSE_SECONDS, max(left, 0.0)))
-    raise Closed(why)
+    raise ConnectionClosedError(why)

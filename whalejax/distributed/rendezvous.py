@@ -31,10 +31,10 @@ from whalejax.distributed.launch_env import (
 from whalejax.distributed.meeting import listen_at, reach
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
-from whalejax.wire.connection import Channel, OtherProtocol, TooLate, WrongKey
+from whalejax.wire.connection import Channel, OtherProtocol, WireTimeoutError, WrongKey
 from whalejax.wire.keys import Key
 from whalejax.wire.messages import Count, Message, Messages, Text, WireError
-from whalejax.wire.run_messages import Refused
+from whalejax.wire.run_messages import RegistrationRefused
 
 
 MOST_NAMED: Final = 10
@@ -53,7 +53,7 @@ class Arrival(Message):
     where: Text
 
 
-class Here(Message):
+class NotStopped(Message, tag="here"):
     """It does not stand still."""
 
 
@@ -79,9 +79,9 @@ class LostProcess(Message):
     text: Text
 
 
-_TO_HOST: Final = Messages[Arrival | Here | Joined](Arrival, Here, Joined)
-_TO_GUEST: Final = Messages[MissingRanks | Go | LostProcess | Refused](
-    MissingRanks, Go, LostProcess, Refused
+_TO_HOST: Final = Messages[Arrival | NotStopped | Joined](Arrival, NotStopped, Joined)
+_TO_GUEST: Final = Messages[MissingRanks | Go | LostProcess | RegistrationRefused](
+    MissingRanks, Go, LostProcess, RegistrationRefused
 )
 
 
@@ -114,7 +114,7 @@ class _Member:
     channel: Channel
 
 
-class Lost(WhaleError):
+class LostProcessError(WhaleError):
     """A process is missing, or is gone; ``rank`` is its number."""
 
     def __init__(self, rank: int, said: str) -> None:
@@ -122,7 +122,9 @@ class Lost(WhaleError):
         self.rank = rank
 
 
-def rendezvous(place: ProcessPlace, end: Callable[[str], None]) -> Host | Guest:
+def rendezvous(
+    place: ProcessPlace, end: Callable[[str], None]
+) -> RendezvousServer | RendezvousClient:
     """Wait until all processes are there.
 
     Args:
@@ -131,12 +133,16 @@ def rendezvous(place: ProcessPlace, end: Callable[[str], None]) -> Host | Guest:
             process is lost while JAX joins them; it ends this process.
 
     Returns:
-        What is to be told, with ``joined()``, once JAX has joined them.
+        What is to be told, with ``mark_joined()``, once JAX has joined them.
 
     Raises:
         WhaleError: the port is in use, or another process is missing.
     """
-    made = Host(place, end) if place.rank == 0 else Guest(place, end)
+    made = (
+        RendezvousServer(place, end)
+        if place.rank == 0
+        else RendezvousClient(place, end)
+    )
     try:
         made.wait()
     except BaseException:
@@ -158,7 +164,7 @@ def missing_words(missing: list[int], count: int) -> str:
     return f"process{'' if one else 'es'} {named} of {count} {'has' if one else 'have'}"
 
 
-class Host:
+class RendezvousServer:
     """Process 0: the others come to it, and are heard in the loop of connections."""
 
     def __init__(self, place: ProcessPlace, end: Callable[[str], None]) -> None:
@@ -219,7 +225,7 @@ class Host:
             )
         self._tell_all(LostProcess(rank=rank, why=why, text=text))
         blame(rank, why)
-        raise Lost(rank, text)
+        raise LostProcessError(rank, text)
 
     def mark_joined(self) -> None:
         """JAX has joined this process: from now on its beats tell of it."""
@@ -293,7 +299,7 @@ class Host:
             self._changed.notify_all()
         with contextlib.suppress(WireError):
             if wrong:
-                channel.post(Refused(why=wrong))
+                channel.post(RegistrationRefused(why=wrong))
                 return
             # Those that lose patience earlier than process 0 can name who is missing.
             some = MissingRanks(ranks=missing[: MOST_NAMED + 1])
@@ -343,7 +349,7 @@ class Host:
         self._end(text)
 
 
-class Guest:
+class RendezvousClient:
     """Another process: it comes to process 0."""
 
     def __init__(self, place: ProcessPlace, end: Callable[[str], None]) -> None:
@@ -367,7 +373,7 @@ class Guest:
             left = deadline - time.monotonic() + _MARGIN_SECONDS
             try:
                 message = channel.receive(_TO_GUEST, seconds=max(0.01, left))
-            except TooLate as error:
+            except WireTimeoutError as error:
                 raise self._impatient() from error
             except WireError as error:
                 raise self._lost_host(
@@ -381,8 +387,8 @@ class Guest:
                 case LostProcess(rank=rank, why=why, text=text):
                     if rank != self._place.rank:
                         blame(rank, why)
-                    raise Lost(rank, printable(text))
-                case Refused(why=why):
+                    raise LostProcessError(rank, printable(text))
+                case RegistrationRefused(why=why):
                     raise WhaleError(f"init_distributed: {printable(why)}")
         threading.Thread(target=self._look_on, daemon=True).start()
 
@@ -415,14 +421,14 @@ class Guest:
                 "start with wh.init_distributed and have the same WHALEJAX_KEY_FILE, "
                 "or none"
             ) from error
-        except TooLate as error:
+        except WireTimeoutError as error:
             raise self._lost_host(
                 f"does not answer at {place.coordinator} ({error}; is that its "
                 "machine, and the port open?)"
             ) from error
         except WireError as error:
             blame(0, f"has not come in {place.seconds:.0f} s")
-            raise Lost(
+            raise LostProcessError(
                 0,
                 f"nothing listens at {place.coordinator} after {place.seconds:.0f} s "
                 f"({error}). Is process 0 running, is the address that of its machine, "
@@ -435,16 +441,16 @@ class Guest:
             return self._lost_host("does not answer")
         rank = self._missing[0]
         blame(rank, f"has not come in {place.seconds:.0f} s")
-        return Lost(
+        return LostProcessError(
             rank,
             f"{missing_words(self._missing, place.count)} not come to "
             f"{place.coordinator} in {place.seconds:.0f} s. Look for the first error "
             "there",
         )
 
-    def _lost_host(self, why: str) -> Lost:
+    def _lost_host(self, why: str) -> LostProcessError:
         blame(0, why)
-        return Lost(0, f"process 0 {why}. Look for its first error")
+        return LostProcessError(0, f"process 0 {why}. Look for its first error")
 
     def _look_on(self) -> None:
         """Say that this process does not stand still, until JAX has joined it.
@@ -460,11 +466,11 @@ class Guest:
                     message = self._channel.receive(
                         _TO_GUEST, seconds=self._place.join_seconds / 20
                     )
-                except TooLate:
+                except WireTimeoutError:
                     if time.monotonic() > end:
                         why = "stands still, before JAX had joined all"
                         break
-                    self._channel.post(Here())
+                    self._channel.post(NotStopped())
                     continue
                 # Who is missing was sent before all came.
                 if isinstance(message, LostProcess):

@@ -27,7 +27,7 @@ _END_SECONDS: Final = 2.0
 _MOST_LINES: Final = 1000
 
 
-class Unwritten(WhaleError, OSError):
+class OutputWriteError(WhaleError, OSError):
     """Raised where a command cannot write its result to standard output."""
 
     def __init__(self, error: OSError) -> None:
@@ -52,15 +52,15 @@ class _Output:
         return getattr(self._out, name)
 
     def write(self, text: str) -> int:
-        with _Said():
+        with _OutputErrorContext():
             return self._out.write(text)
 
     def flush(self) -> None:
-        with _Said():
+        with _OutputErrorContext():
             self._out.flush()
 
 
-class _Said:
+class _OutputErrorContext:
     """Around what writes to standard output: errors of the system become ours."""
 
     def __enter__(self) -> None:
@@ -73,12 +73,12 @@ class _Said:
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-            raise Unwritten(error) from error
+            raise OutputWriteError(error) from error
 
 
 @contextlib.contextmanager
 def standard_output() -> Iterator[None]:
-    """Inside the block ``sys.stdout`` raises ``Unwritten`` for what it does not take.
+    """Inside the block ``sys.stdout`` raises ``OutputWriteError`` for what it does not take.
 
     Where standard output is closed, what is printed goes nowhere.
     """

@@ -35,15 +35,15 @@ from whalejax.wire.messages import WireError
 from whalejax.wire.run_messages import (
     TO_MEMBER,
     Beat,
-    Heard,
+    CheckpointWritten,
     Keep,
-    Over,
-    Refused,
+    MemberWelcome,
     Register,
+    RegistrationRefused,
     Report,
+    ReportReceived,
+    RunEnded,
     ToMember,
-    Welcome,
-    Written,
 )
 
 
@@ -221,7 +221,7 @@ class Control:
                 return False
             if time.monotonic() > ask_at:
                 ask_at = time.monotonic() + _ASK_SECONDS
-                self.post(Written(step=step))
+                self.post(CheckpointWritten(step=step))
             with self._changed:
                 if step not in self._kept:
                     self._changed.wait(0.1)
@@ -325,10 +325,10 @@ class Control:
         channel.send(Register(**fields))
         while True:
             said = channel.receive(TO_MEMBER, seconds=30.0)
-            if isinstance(said, Refused | Over):
+            if isinstance(said, RegistrationRefused | RunEnded):
                 channel.close()
                 raise RunStopped(f"the supervisor refused this member: {said.why}")
-            if isinstance(said, Welcome):
+            if isinstance(said, MemberWelcome):
                 break
             self._hear(said)  # Such as what it missed.
         self.name, self._run_name = said.name, said.run
@@ -340,7 +340,7 @@ class Control:
     def _hear(self, said: ToMember) -> None:
         with self._changed:
             match said:
-                case Heard(goodput=goodput, number=number):
+                case ReportReceived(goodput=goodput, number=number):
                     self.goodput = goodput
                     while self._reports and self._reports[0].number <= number:
                         self._reports.popleft()

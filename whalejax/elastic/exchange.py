@@ -16,7 +16,7 @@ import numpy as np
 from whalejax.elastic.peers import Look, Peers
 from whalejax.membership.assignment import Node, check_tiles, total
 from whalejax.meshes.errors import WhaleError
-from whalejax.wire.run_messages import Part, Total
+from whalejax.wire.run_messages import GradientPart, Total
 
 
 SMALL_BYTES: Final = 1 << 16
@@ -133,7 +133,7 @@ class _Block:
                 for node in nodes
                 for i, (a, b) in enumerate(several)
             ]
-            part = Part(**self._at, nodes=nodes, arrays=tuple(arrays))
+            part = GradientPart(**self._at, nodes=nodes, arrays=tuple(arrays))
             self._peers.send(other, part, self._look)
         mine = self._spans(spans, self._me, whole=whole)
         came: dict[Node, list[np.ndarray]] = {
@@ -157,7 +157,7 @@ class _Block:
         mine: Sequence[tuple[int, int]],
         came: dict[Node, list[np.ndarray]],
     ) -> list[Node]:
-        said = self._peers.take(other, Part, self._step, self._look)
+        said = self._peers.take(other, GradientPart, self._step, self._look)
         nodes = said.nodes
         check_arrays(said, self._expected(mine) * len(nodes), other)
         for place, node in enumerate(nodes):
@@ -199,7 +199,9 @@ class _Block:
         return [(b - a, dtype) for (a, b), dtype in pairs]
 
 
-def check_arrays(said: Part | Total, expected: Sequence[Expected], other: str) -> None:
+def check_arrays(
+    said: GradientPart | Total, expected: Sequence[Expected], other: str
+) -> None:
     """Refuse arrays of another form than was agreed on.
 
     Args:

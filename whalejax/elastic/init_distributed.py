@@ -21,7 +21,7 @@ import jax
 
 from whalejax import _compat_processes
 from whalejax.distributed.launch_env import (
-    Introduced,
+    DeviceReport,
     Joining,
     is_loopback,
     joined_address,
@@ -103,7 +103,7 @@ def init_distributed(
             # JAX waits for the devices of all: whoever fails there is told of.
             beats.start_heartbeat(heartbeat_seconds, processes=place.count)
         kind, devices = jax.local_devices()[0].device_kind, jax.local_device_count()
-        tell_launcher(Introduced(kind=kind, devices=devices))
+        tell_launcher(DeviceReport(kind=kind, devices=devices))
         if place.count > 1:
             beats.start_heartbeat().ready()
     return int(jax.process_count())

@@ -96,7 +96,7 @@ def supervise(
         quiet=quiet,
         devices=devices,
     )
-    ends = _Ends()
+    ends = _SignalForwarder()
     for number in range(_MOST_RESTARTS):
         status = _run_once(dataclasses.replace(run, again=number > 0), ends)
         if status >= 0:
@@ -106,7 +106,7 @@ def supervise(
     raise WhaleError(f"the supervisor was ended by signals {_MOST_RESTARTS} times")
 
 
-def _run_once(run: Supervised, ends: _Ends) -> int:
+def _run_once(run: Supervised, ends: _SignalForwarder) -> int:
     """Start a supervisor and wait for its end, which a frozen one is brought to."""
     read, write = os.pipe()
     try:
@@ -134,7 +134,7 @@ def _run_once(run: Supervised, ends: _Ends) -> int:
             seconds = max(run.settings.lease_seconds, _PULSE_SECONDS * 4)
 
 
-class _Ends:
+class _SignalForwarder:
     """Passes on to the supervisor that this process is to end.
 
     One that still starts, or is started again, does not hear it: it is told when it

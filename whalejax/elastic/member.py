@@ -55,10 +55,10 @@ from whalejax.wire.run_messages import (
     Finished,
     Leaving,
     Left,
-    Over,
     Prepare,
     Prepared,
     Ready,
+    RunEnded,
     State,
     Stop,
     Suspect,
@@ -99,7 +99,7 @@ class _Regroup(Exception):
     """The supervisor forms a generation: what is being done is to be left."""
 
 
-class Member:
+class ElasticMember:
     """Takes part in a run until its last step."""
 
     def __init__(
@@ -260,7 +260,7 @@ class Member:
                     raise _Regroup
             case Stop():
                 self._stop(said)
-            case Over(why=why, well=well):
+            case RunEnded(why=why, well=well):
                 if well:
                     raise SystemExit(_DRAINED_STATUS)
                 raise RunStopped(f"{self._control.name}: {why}")

@@ -12,10 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 from whalejax.wire.acceptor import Acceptor
-from whalejax.wire.connection import Channel, Closed, dial, listen
+from whalejax.wire.connection import Channel, ConnectionClosedError, dial, listen
 from whalejax.wire.keys import Key
 from whalejax.wire.messages import DATA_BYTES, M, Message, WireError
-from whalejax.wire.run_messages import HELLO, TO_PEER, Hello, Part, State, Total
+from whalejax.wire.run_messages import (
+    HELLO,
+    TO_PEER,
+    GradientPart,
+    PeerHello,
+    State,
+    Total,
+)
 
 
 CONNECT_SECONDS: Final = 30.0
@@ -87,7 +94,7 @@ class Peers:
             try:
                 channel = self._dial((host, port), look)
                 self._take(generation, other, channel)
-                channel.send(Hello(generation=generation, name=name))
+                channel.send(PeerHello(generation=generation, name=name))
             except WireError as error:
                 self._breaks(generation, other, str(error))
                 raise
@@ -106,7 +113,7 @@ class Peers:
                     most_bytes=DATA_BYTES,
                     notify=self._notice,
                 )
-            except Closed:
+            except ConnectionClosedError:
                 left -= 1
                 if not left:
                     raise
@@ -140,7 +147,7 @@ class Peers:
 
         channel = self._channels.get((self.generation, other))
         if channel is None:
-            raise Closed(f"{other} is not connected")
+            raise ConnectionClosedError(f"{other} is not connected")
         try:
             channel.send(message, seconds=CONNECT_SECONDS * 10, gives_up=gives_up)
         except WireError as error:
@@ -219,7 +226,9 @@ class Peers:
             if who is not None:
                 self._on_disconnect(*who, channel, str(error))
 
-    def _put(self, generation: int, other: str, said: Part | Total | State) -> None:
+    def _put(
+        self, generation: int, other: str, said: GradientPart | Total | State
+    ) -> None:
         if getattr(said, "generation", generation) != generation:
             return  # Of another generation: it counts for nothing here.
         with self._changed:

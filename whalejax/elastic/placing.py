@@ -28,10 +28,10 @@ from whalejax.membership.phases import STOPPED, WAITING
 from whalejax.wire.run_messages import (
     Begin,
     Finished,
-    Over,
     Prepare,
     Prepared,
     Ready,
+    RunEnded,
     Stop,
 )
 
@@ -149,8 +149,8 @@ def _obey(control: Any, said: Any) -> None:
     match said:
         case Prepare(generation=generation):
             control.post(Prepared(generation=generation, step=-1, held=[]))
-        case Over() | Stop():
-            if isinstance(said, Over) and said.well:
+        case RunEnded() | Stop():
+            if isinstance(said, RunEnded) and said.well:
                 control.flush(_FLUSH_SECONDS)
                 os._exit(0)  # Nobody needed it.
             os.kill(os.getpid(), signal.SIGTERM)

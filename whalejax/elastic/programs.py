@@ -26,8 +26,8 @@ from whalejax.elastic.saving import Tell
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.multihost.fingerprints import fingerprint
 from whalejax.lowering.state import TrainState
-from whalejax.lowering.uneven.contributing_replica import Contributing
-from whalejax.lowering.uneven.replica_executor import Uneven
+from whalejax.lowering.uneven.contributing_replica import ContributingReplica
+from whalejax.lowering.uneven.replica_executor import UnevenReplicasExecutor
 from whalejax.membership.assignment import Node, halves
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -36,7 +36,7 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import to_save
 from whalejax.runtime.checkpoint import save
 from whalejax.runtime.resume import (
-    Resumed,
+    RestoredRun,
     batches_by_samples,
     checkpoints,
     restore_newest,
@@ -187,9 +187,9 @@ class ReplicaPrograms:
             devices=jax.local_devices()[: plan.cluster.num_devices],
         )
         runner = self.step._runner
-        assert isinstance(runner, Uneven)
+        assert isinstance(runner, UnevenReplicasExecutor)
         self._runner = runner
-        self._contributing = Contributing(runner)
+        self._contributing = ContributingReplica(runner)
         self.count, self.shapes = planned.count, self._contributing.shapes
         self._data = _digest(jax.tree.leaves(planned.first))
 
@@ -386,7 +386,7 @@ class ReplicaPrograms:
 NEW_STATE: Final = "a new state"
 
 
-def tell_source(state: TrainState, found: Resumed | None, tell: Tell) -> None:
+def tell_source(state: TrainState, found: RestoredRun | None, tell: Tell) -> None:
     """Say where a state is from, and what is to be known of that.
 
     Args:

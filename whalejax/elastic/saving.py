@@ -26,7 +26,7 @@ _REMOVED: Final = re.compile(r"step_\d{6,}\.deleted")
 Tell = Callable[[Report], None]
 
 
-class Saves(Protocol):
+class StateWriter(Protocol):
     """Copies and writes states."""
 
     def copy_state(self, state: TrainState) -> TrainState:
@@ -45,7 +45,7 @@ class Saver:
 
     def __init__(
         self,
-        programs: Saves,
+        programs: StateWriter,
         folder: Path | None,
         every: int,
         keep: int,

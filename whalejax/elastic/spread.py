@@ -26,7 +26,7 @@ from whalejax.elastic.control import Control, on_notice
 from whalejax.elastic.init_distributed import init_distributed
 from whalejax.elastic.member import Training, check_shared
 from whalejax.elastic.placing import await_placement, connection
-from whalejax.elastic.shard_copies.copying import Copying
+from whalejax.elastic.shard_copies.copying import ShardCopyManager
 from whalejax.elastic.spread_programs import SpreadPrograms
 from whalejax.lowering.state import TrainState
 from whalejax.membership.phases import BETWEEN, COMPILING, RESTORING, SAVING, WAITING
@@ -42,11 +42,11 @@ from whalejax.wire.run_messages import (
     Leaving,
     NotCopied,
     NotSaved,
-    Over,
     Prepare,
     Prepared,
     Recovered,
     Report,
+    RunEnded,
     Saved,
     Stop,
     ToMember,
@@ -90,7 +90,7 @@ class SpreadMember:
         self._make, self._training, self._facts = programs, training, facts
         self._supervised = supervised
         self._control: Control | None = None
-        self._copying: Copying | None = None
+        self._copying: ShardCopyManager | None = None
         self._programs: SpreadPrograms
         self._changed = threading.Condition()
         self._asked = -1
@@ -191,7 +191,7 @@ class SpreadMember:
         save, control = self._training.save, self._control
         if control is None or self._training.copy_every == 0:
             return self._programs.restore_or_init(save, self._post_first)
-        self._copying = Copying(
+        self._copying = ShardCopyManager(
             self._programs.step,
             Path(os.environ[KEY_FILE]),
             control.generation,
@@ -288,7 +288,7 @@ class SpreadMember:
             match said:
                 case Prepare(generation=generation):
                     self._asked = generation
-                case Stop(why=why, well=well) | Over(why=why, well=well):
+                case Stop(why=why, well=well) | RunEnded(why=why, well=well):
                     self._status = _TERMINATED_STATUS if well else 1
                     if not self._stopped:
                         text = f"whalejax: {why}\n"

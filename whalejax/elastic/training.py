@@ -140,7 +140,7 @@ def _trained(
     job: Job, training: Training, settings: dict[str, Any], mesh: Asked | None
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """The steps, in the way that this run takes."""
-    from whalejax.elastic.member import Member
+    from whalejax.elastic.member import ElasticMember
     from whalejax.elastic.mesh_sizes import AUTO, REPLICAS
     from whalejax.elastic.programs import ReplicaPrograms
     from whalejax.journals.adding_up import MESSAGES
@@ -156,7 +156,7 @@ def _trained(
     programs = ReplicaPrograms(job, **settings, planned=planned)
     if address is None:
         return _alone(programs, training)
-    return Member(programs, training, address, key_file).run()
+    return ElasticMember(programs, training, address, key_file).run()
 
 
 def _agreed(
@@ -170,16 +170,16 @@ def _agreed(
     """Returns the run's reduction of gradients, and its plan where that was made."""
     from whalejax import _compat_processes
     from whalejax.elastic.adding_up.agreement import Arbiter, agreed
-    from whalejax.elastic.adding_up.price import AddingProcesses
+    from whalejax.elastic.adding_up.price import ReductionProcesses
     from whalejax.elastic.mesh_sizes import REPLICAS
     from whalejax.elastic.programs import planned_replica
-    from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp
+    from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, GradientReduction
     from whalejax.planner.errors import NothingFits
 
     wanted = {k: settings[k] for k in ("batch", "micro_batches", "precision")}
     made: list[PlannedReplica] = []
 
-    def replica(processes: AddingProcesses) -> Plan | None:
+    def replica(processes: ReductionProcesses) -> Plan | None:
         try:
             found = planned_replica(
                 job,
@@ -198,7 +198,7 @@ def _agreed(
     if mesh is not None:
         said = f"mesh={mesh!r:.200}" if not callable(mesh) else "a function as mesh"
         by = MESSAGES if mesh == REPLICAS else COLLECTIVES
-        asked = AddingUp(by=by, why=f"{said} was given")
+        asked = GradientReduction(by=by, why=f"{said} was given")
     found = agreed(
         Arbiter(address, key_file),
         asked,

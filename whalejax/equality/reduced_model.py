@@ -26,7 +26,7 @@ from whalejax.equality.check_errors import CheckError
 from whalejax.equality.resized_program import ResizedProgram, UnresizableError
 from whalejax.equality.role_sizes import tied_roles
 from whalejax.equality.skipped_layers import SkippedLayers, skipped_layers
-from whalejax.planner.model.analysis import Analysed, analyse_graph
+from whalejax.planner.model.analysis import GraphAnalysis, analyse_graph
 from whalejax.user_code.losses import LossResult
 
 
@@ -56,7 +56,7 @@ class PlannedModel:
     num_micro_batches: int
     precision: str
     captured: Captured
-    analysed: Analysed
+    analysed: GraphAnalysis
 
     @classmethod
     def of(

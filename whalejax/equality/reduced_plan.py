@@ -19,7 +19,7 @@ from whalejax.equality.mesh_reduction import MeshReduction
 from whalejax.equality.reduced_model import PlannedModel, ReducedModel
 from whalejax.equality.role_sizes import layer_roles
 from whalejax.planner.entries import BatchLeaf, LeafPlan, RegionTable, RoleInfo
-from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.plan.plan import Plan
 
@@ -183,7 +183,7 @@ def _places(model: PlannedModel, small: PlannedModel) -> dict[int, int]:
     return found
 
 
-def _by_kind(analysed: Analysed) -> dict[str, list[int]]:
+def _by_kind(analysed: GraphAnalysis) -> dict[str, list[int]]:
     """Operations by kind, products first."""
     found: dict[str, list[int]] = {"dot_general": []}
     for index, op in enumerate(analysed.graph.ops):
@@ -191,7 +191,7 @@ def _by_kind(analysed: Analysed) -> dict[str, list[int]]:
     return found
 
 
-def _layouts(analysed: Analysed, index: int) -> list[Layout]:
+def _layouts(analysed: GraphAnalysis, index: int) -> list[Layout]:
     """Layouts of the operands and results of an operation, as it sees them."""
     op, dims = analysed.graph.ops[index], analysed.dims
     slots = enumerate((*op.operands, *op.results))

@@ -19,11 +19,11 @@ import jax
 
 from whalejax import _compat
 from whalejax.capture import Captured
-from whalejax.capture.walk import Walk
+from whalejax.capture.walk import FlatProgram
 from whalejax.equality.equation_sizes import SizeError, changed_parameters
 from whalejax.equality.skipped_layers import SkippedLayers, stand_ins
 from whalejax.jaxpr import rebuild
-from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.analysis import GraphAnalysis
 
 
 Position = tuple[int, ...]
@@ -59,10 +59,10 @@ class ResizedProgram:
     """
 
     captured: Captured
-    analysed: Analysed
+    analysed: GraphAnalysis
     sizes: Mapping[int, int]
     skipped: SkippedLayers | None = None
-    _walk: Walk = field(default_factory=Walk)
+    _walk: FlatProgram = field(default_factory=FlatProgram)
     _constants: dict[int, int] = field(default_factory=dict)
     _operands: dict[Position, tuple[int, ...]] = field(default_factory=dict)
     chosen: set[int] = field(default_factory=set)

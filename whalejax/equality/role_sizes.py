@@ -16,7 +16,7 @@ from typing import Final
 
 from whalejax.equality.mesh_reduction import MeshReduction
 from whalejax.planner.entries import RegionTable
-from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
@@ -45,7 +45,7 @@ class _Divisors:
 
 
 def reduced_sizes(
-    plan: Plan, analysed: Analysed, mesh: MeshReduction, multiple: int
+    plan: Plan, analysed: GraphAnalysis, mesh: MeshReduction, multiple: int
 ) -> dict[int, int]:
     """Sizes of the roles that are reduced, by index.
 
@@ -85,7 +85,7 @@ def _size(divisors: _Divisors, whole: int, multiple: int, *, batch: bool) -> int
 
 
 def _divisors(
-    plan: Plan, analysed: Analysed, mesh: MeshReduction
+    plan: Plan, analysed: GraphAnalysis, mesh: MeshReduction
 ) -> dict[int, _Divisors]:
     found: dict[int, _Divisors] = defaultdict(_Divisors)
     if plan.group_size > 1:
@@ -132,7 +132,9 @@ def _tables(plan: Plan, dims: Dimensions) -> Iterator[tuple[int, tuple[str, ...]
                 yield index, (axes[count - 1],)
 
 
-def _specs(plan: Plan, analysed: Analysed) -> Iterator[tuple[int, tuple[str, ...]]]:
+def _specs(
+    plan: Plan, analysed: GraphAnalysis
+) -> Iterator[tuple[int, tuple[str, ...]]]:
     """(role, axes) of what shards dimensions of parameters and of the batch."""
     dims, graph = analysed.dims, analysed.graph
     by_path = {t.path: t.id for t in graph.tensors if t.path and t.kind == "param"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from whalejax.estimates import vocabulary
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.formats.cluster_text import MAX_DEVICES
-from whalejax.meshes.read_file import Unreadable, read_text
+from whalejax.meshes.read_file import UnreadableFileError, read_text
 from whalejax.meshes.texts import quoted
 
 
@@ -108,7 +108,7 @@ def read_table(path: str | Path, *, strict: bool = True) -> CsvTable:
         text = read_text(path)
     except OSError as error:
         raise WhaleError(f"{path} cannot be read ({error.strerror})") from error
-    except Unreadable as error:
+    except UnreadableFileError as error:
         raise WhaleError(f"{path} is no text in UTF-8: {error}") from error
     problems = Problems(str(path), WhaleError)
     reader = csv.reader(text.splitlines(keepends=True))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.meshes.catalogue import Entry
+from whalejax.meshes.catalogue import CatalogueEntry
 
 
 Array = np.ndarray
@@ -46,7 +46,9 @@ class HeldParameters:
         return found
 
 
-def link_waits(found: Entry) -> tuple[tuple[float, float], tuple[float, float]]:
+def link_waits(
+    found: CatalogueEntry,
+) -> tuple[tuple[float, float], tuple[float, float]]:
     """(base, hop) seconds inside a node or torus, and between them."""
     inner = found.torus.link if found.torus is not None else found.node
     outer = found.network or inner

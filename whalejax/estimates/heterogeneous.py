@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.estimates.run import ReplicaDevices, Run
+from whalejax.estimates.run import PublishedRun, ReplicaDevices
 from whalejax.estimates.step_model import Array, Runs, pipeline_seconds
 from whalejax.estimates.workload import EMBED, HEAD, LAYER
 from whalejax.meshes.fitted_constants import Constants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnlikeEstimate:
+class HeterogeneousEstimate:
     """Prediction of one run; see ``estimate.Estimate``."""
 
     step_seconds: float
@@ -27,7 +27,7 @@ class UnlikeEstimate:
     fits: bool
 
 
-def price_unlike(run: Run, constants: Constants) -> UnlikeEstimate:
+def price_unlike(run: PublishedRun, constants: Constants) -> HeterogeneousEstimate:
     """Predict a run with ``unlike`` stages."""
     replicas = list(dict.fromkeys(r for stage in run.unlike for r in stage.replicas))
     runs = Runs([_alone(run, replica) for replica in replicas])
@@ -52,14 +52,14 @@ def price_unlike(run: Run, constants: Constants) -> UnlikeEstimate:
     fixed = float(runs.shares(constants, "step_seconds").max())
     between = float(runs.shares(constants, "micro_seconds").max())
     fixed += run.num_micro_batches * between * (not run.framework.compiled)
-    return UnlikeEstimate(
+    return HeterogeneousEstimate(
         step_seconds=step + exposed + update + fixed,
         peak_bytes=max(peaks.values()),
         fits=fits,
     )
 
 
-def _alone(run: Run, replica: ReplicaDevices) -> Run:
+def _alone(run: PublishedRun, replica: ReplicaDevices) -> PublishedRun:
     return dataclasses.replace(
         run, device=replica.device, tensor=replica.tensor, unlike=()
     )
@@ -70,7 +70,10 @@ def _sum(places: list[tuple[int, int]], seconds: Array, index: int) -> float:
 
 
 def _after(
-    run: Run, runs: Runs, at: Mapping[ReplicaDevices, int], constants: Constants
+    run: PublishedRun,
+    runs: Runs,
+    at: Mapping[ReplicaDevices, int],
+    constants: Constants,
 ) -> tuple[float, float]:
     """Gradient reduction and update of the slowest stage."""
     s = run.sizes
@@ -91,7 +94,10 @@ def _after(
 
 
 def _peaks(
-    run: Run, runs: Runs, at: Mapping[ReplicaDevices, int], constants: Constants
+    run: PublishedRun,
+    runs: Runs,
+    at: Mapping[ReplicaDevices, int],
+    constants: Constants,
 ) -> dict[int, float]:
     """Memory that each kind of replica needs, on its fullest stage."""
     whole = runs.peak_bytes(constants)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from whalejax.estimates.run import ReplicaDevices, StageOf
+from whalejax.estimates.run import ReplicaDevices, StageSpec
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.formats.device_aliases import read_device
 from whalejax.meshes.texts import quoted
@@ -15,7 +15,7 @@ _STAGES = re.compile(r"stages\s*(\[.*?\](?:\s*->\s*\[.*?\])*)", re.IGNORECASE)
 _LAYERS = re.compile(r"profile-layers per stage\s*([\d|\s]+)", re.IGNORECASE)
 
 
-def stages_of(text: str, layers: int) -> tuple[StageOf, ...]:
+def stages_of(text: str, layers: int) -> tuple[StageSpec, ...]:
     """Stages of replicas, and the layers of each; none where the text gives none.
 
     Args:
@@ -43,17 +43,17 @@ def stages_of(text: str, layers: int) -> tuple[StageOf, ...]:
     numbers[0] -= 1
     numbers[-1] -= 1
     return tuple(
-        StageOf(replicas=tuple(map(_replica, group.split(","))), layers=number)
+        StageSpec(replicas=tuple(map(_replica, group.split(","))), layers=number)
         for group, number in zip(groups, numbers, strict=True)
     )
 
 
-def devices_of(stages: Sequence[StageOf]) -> int:
+def devices_of(stages: Sequence[StageSpec]) -> int:
     """Returns the number of devices that the stages name."""
     return sum(one.tensor for stage in stages for one in stage.replicas)
 
 
-def notes_of(text: str, stages: Sequence[StageOf], count: int) -> Iterator[str]:
+def notes_of(text: str, stages: Sequence[StageSpec], count: int) -> Iterator[str]:
     """Yields the notes on stages that were read from a text.
 
     Args:

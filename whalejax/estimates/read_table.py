@@ -22,9 +22,9 @@ from whalejax.estimates.decoder import DecoderSizes
 from whalejax.estimates.frameworks import Framework, framework, with_compilation
 from whalejax.estimates.pipeline_notes import devices_of, notes_of, stages_of
 from whalejax.estimates.rematerialization import UNCONFIRMED, Remat
-from whalejax.estimates.run import Run, StageOf
+from whalejax.estimates.run import PublishedRun, StageSpec
 from whalejax.estimates.table_cells import Cells
-from whalejax.meshes.catalogue import Entry
+from whalejax.meshes.catalogue import CatalogueEntry
 from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.device_kinds import VOLTA
 from whalejax.meshes.errors import WhaleError
@@ -65,7 +65,7 @@ class RowReading:
             little too large.
     """
 
-    run: Run | None
+    run: PublishedRun | None
     notes: tuple[str, ...]
     policies: tuple[Remat, ...] = ()
     open_micro_batch: bool = False
@@ -114,7 +114,7 @@ def read_row(row: Mapping[str, str]) -> RowReading:
     )
 
 
-def _run(cells: Cells) -> tuple[Run, bool]:
+def _run(cells: Cells) -> tuple[PublishedRun, bool]:
     """The run, and whether its name for what it computes again is unknown."""
     source = framework(cells.text("source"), cells.text("url_or_repo_path"))
     device = read_device(cells.text("device"), guess=True)
@@ -146,7 +146,7 @@ def _run(cells: Cells) -> tuple[Run, bool]:
     micro = _micro_batch(cells, per_rank, stages, sizes.seq, tensor * context)
     per_rank = math.ceil(per_rank / micro) * micro
     remat, unknown = _remat(cells, source, sizes)
-    found = Run(
+    found = PublishedRun(
         sizes=sizes,
         framework=source,
         device=device.entry,
@@ -344,7 +344,7 @@ def _rest_of(cells: Cells, ranks: int) -> int | None:
 
 
 def _sizes(
-    cells: Cells, source: Framework, tensor: int, context: int, device: Entry
+    cells: Cells, source: Framework, tensor: int, context: int, device: CatalogueEntry
 ) -> DecoderSizes:
     hidden = cells.whole("hidden") or 1
     heads = cells.or_else("heads", max(1, hidden // 128), "128 wide")
@@ -560,7 +560,7 @@ def _remat(cells: Cells, source: Framework, sizes: DecoderSizes) -> tuple[Remat,
     return policy, found is None
 
 
-def _precision(cells: Cells, source: Framework, device: Entry) -> str:
+def _precision(cells: Cells, source: Framework, device: CatalogueEntry) -> str:
     text, name = cells.text("precision").lower(), device.kind.display_name()
     rates = dict(device.kind.flops_per_second)
     found = vocabulary.precision(text) if text else source.dtype
@@ -583,7 +583,7 @@ def _precision(cells: Cells, source: Framework, device: Entry) -> str:
 
 
 def _note_mix(
-    cells: Cells, device: AliasedDevice, unlike: tuple[StageOf, ...], count: int
+    cells: Cells, device: AliasedDevice, unlike: tuple[StageSpec, ...], count: int
 ) -> None:
     """A mix whose stages the row does not give is taken for its slowest part."""
     cells.notes += notes_of(cells.text("notes"), unlike, count)
@@ -597,7 +597,7 @@ def _note_mix(
 HOST = 8  # chips of a TPU's host; a slice of several hosts has more
 
 
-def _per_node(cells: Cells, device: Entry, count: int) -> int:
+def _per_node(cells: Cells, device: CatalogueEntry, count: int) -> int:
     most = max(device.node_devices, device.domain_devices)
     if device.torus is not None:
         most = device.torus.max_chips
@@ -614,7 +614,7 @@ def _per_node(cells: Cells, device: Entry, count: int) -> int:
 # What was measured.
 
 
-def measured_seconds(row: Mapping[str, str], run: Run) -> float | None:
+def measured_seconds(row: Mapping[str, str], run: PublishedRun) -> float | None:
     """Step time that a row states: itself, or from tokens, or from FLOP/s.
 
     FLOP/s are read in the convention of the framework.

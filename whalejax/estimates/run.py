@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from whalejax.estimates.decoder import DecoderSizes
 from whalejax.estimates.frameworks import Framework
 from whalejax.estimates.rematerialization import Remat
-from whalejax.meshes.catalogue import Entry
+from whalejax.meshes.catalogue import CatalogueEntry
 from whalejax.meshes.fitted_constants import TUNED, width_of
 from whalejax.planner.pipeline.schedules import most_in_flight
 
@@ -25,12 +25,12 @@ class ReplicaDevices:
         tensor: Number of devices that share every tensor.
     """
 
-    device: Entry
+    device: CatalogueEntry
     tensor: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageOf:
+class StageSpec:
     """One stage of a pipeline over unlike devices.
 
     Attributes:
@@ -43,7 +43,7 @@ class StageOf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class PublishedRun:
     """One training run.
 
     Attributes:
@@ -73,7 +73,7 @@ class Run:
 
     sizes: DecoderSizes
     framework: Framework
-    device: Entry
+    device: CatalogueEntry
     num_devices: int
     devices_per_node: int
     data: int
@@ -89,7 +89,7 @@ class Run:
     global_batch: int
     remat: Remat
     dtype: str
-    unlike: tuple[StageOf, ...] = ()
+    unlike: tuple[StageSpec, ...] = ()
     offloaded: bool = False
     frozen: bool = False
     autocast: bool = False

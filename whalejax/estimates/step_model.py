@@ -29,19 +29,19 @@ from whalejax.estimates.held_parameters import (
     link_waits,
 )
 from whalejax.estimates.rematerialization import recomputed_shares
-from whalejax.estimates.run import Run
+from whalejax.estimates.run import PublishedRun
 from whalejax.estimates.workload import (
     EMBED,
     HEAD,
     LAYER,
-    Work,
+    MicroBatchWork,
     arrays,
     copies_of_experts,
     levels_of,
     wires,
     work_of,
 )
-from whalejax.meshes.catalogue import Entry
+from whalejax.meshes.catalogue import CatalogueEntry
 from whalejax.meshes.fitted_constants import Achieved, Constants, pace_of, shape_share
 from whalejax.meshes.topology import detour
 from whalejax.planner.balance.shares import even_shares
@@ -103,10 +103,10 @@ class Runs:
         stretch: for each run, its pipeline's time over that of the slowest stage alone.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[PublishedRun]) -> None:
         self.runs = tuple(runs)
-        self.work: tuple[Work, ...] = tuple(work_of(run) for run in runs)
-        self.entries: tuple[Entry, ...] = tuple(run.device for run in runs)
+        self.work: tuple[MicroBatchWork, ...] = tuple(work_of(run) for run in runs)
+        self.entries: tuple[CatalogueEntry, ...] = tuple(run.device for run in runs)
         self.frozen = np.array([run.frozen for run in runs], dtype=bool)
         self.like = self._like()
         self.kernels = arrays(
@@ -120,7 +120,7 @@ class Runs:
 
     def _like(self) -> Array:
         """For each run, the first whose micro-batches are the same in every layer."""
-        found: dict[Run, int] = {}
+        found: dict[PublishedRun, int] = {}
         first = []
         for i, run in enumerate(self.runs):
             sizes = replace(run.sizes, layers=1)
@@ -266,7 +266,9 @@ class Runs:
         )
 
     def _levels(
-        self, found: Callable[[Run, tuple[str, ...]], tuple[int, int]], axes: Axes
+        self,
+        found: Callable[[PublishedRun, tuple[str, ...]], tuple[int, int]],
+        axes: Axes,
     ) -> Array:
         """Ranks of some axes inside a node, and over how many nodes they lie."""
         return np.array([found(r, axes) for r in self.runs], dtype=float).T
@@ -588,7 +590,10 @@ def _along(counts: Sequence[int], places: Array) -> list[float]:
 
 
 def pipeline_seconds(
-    run: Run, forward: Sequence[float], backward: Sequence[float], transfer: float
+    run: PublishedRun,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: float,
 ) -> float:
     """A step's time in a pipeline, by its schedule's rows.
 

@@ -128,7 +128,7 @@ def _with_reasons(table: CsvTable) -> list[tuple[Mapping[str, str], str]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class TableSummary:
     """Summary of a table's rows.
 
     Attributes:
@@ -150,7 +150,7 @@ def estimate_file(source: str | Path, target: str | Path) -> tuple[int, int]:
 
 def write_estimates(
     source: str | Path, target: str | Path, *, strict: bool = False
-) -> Written:
+) -> TableSummary:
     """Read a table, write it with predictions; the file appears whole or not at all.
 
     Args:
@@ -184,7 +184,7 @@ def write_estimates(
         raise WhaleError(
             f"{target}: the table cannot be written there ({error.strerror})"
         ) from error
-    return Written(
+    return TableSummary(
         predicted=sum(bool(cells["predicted_step_time_s"]) for cells in added),
         runs=len(added),
         unread=sum(map(bool, table.unread)),

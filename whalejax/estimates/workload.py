@@ -30,10 +30,10 @@ from whalejax.estimates.rematerialization import (
     Remat,
     saved_shares,
 )
-from whalejax.estimates.run import Run
+from whalejax.estimates.run import PublishedRun
 from whalejax.meshes.cluster import Cluster, cluster
 from whalejax.planner.cost.operation_cost import (
-    Setting,
+    CostSetting,
     flow_cost,
     local_product,
     memory_traffic,
@@ -46,7 +46,7 @@ from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.operation_rows import Row, Rows
+from whalejax.planner.sharding.operation_rows import OperationRows, Row
 
 
 EMBED, LAYER, HEAD = 0, 1, 2
@@ -114,7 +114,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class MicroBatchWork:
     """One micro-batch on one device.
 
     Attributes:
@@ -130,23 +130,23 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Analysed:
+class _DecoderAnalysis:
     graph: Graph
     dims: Dimensions
-    rows: Rows
+    rows: OperationRows
     residents: Residents
 
 
 @functools.lru_cache(maxsize=256)
 def _analyse_decoder(
     sizes: DecoderSizes, samples: int, compiled: bool, itemsize: int
-) -> _Analysed:
+) -> _DecoderAnalysis:
     dtype = "float32" if itemsize == 4 else "bfloat16"
     graph = decoder_graph(sizes, samples, dtype, itemsize)
     dims = analyse(graph)
     rows = build_rows(graph, dims, fuses=compiled)
     kept = residents(graph, dims, rows.weight, copies_kernels=False)
-    return _Analysed(graph=graph, dims=dims, rows=rows, residents=kept)
+    return _DecoderAnalysis(graph=graph, dims=dims, rows=rows, residents=kept)
 
 
 @functools.cache
@@ -160,7 +160,7 @@ def _profile() -> Cluster:
     return dataclasses.replace(found, compiler=apart)
 
 
-def work_of(run: Run) -> Work:
+def work_of(run: PublishedRun) -> MicroBatchWork:
     """The work of a run."""
     # Layers are alike, so that those of two say all; the trip count is divided out.
     sizes = dataclasses.replace(run.sizes, layers=2)
@@ -188,11 +188,11 @@ def _work(
     compiled: bool,
     itemsize: int,
     stream_itemsize: int,
-) -> Work:
+) -> MicroBatchWork:
     found = _analyse_decoder(sizes, micro_batch * expert, compiled, itemsize)
     mesh = {"expert": expert, "context": context, "tensor": tensor}
     batch = frozenset(r.index for r in found.dims.batch)
-    s = Setting(mesh, 1, _profile(), found.dims, batch)
+    s = CostSetting(mesh, 1, _profile(), found.dims, batch)
     tables = _tables(found, sizes, sequence_parallel)
     places = [_PLACE_OF[name] for name in REGIONS]
     kernels = tuple(
@@ -224,7 +224,7 @@ def _work(
     beside = _eager_bytes(s, sizes, micro_batch, itemsize, sequence_parallel)
     saved["none"] += beside
     saved["selective"] += beside
-    return Work(
+    return MicroBatchWork(
         kernels=kernels,
         traffic=tuple(traffic),
         saved_bytes=saved,
@@ -233,7 +233,7 @@ def _work(
 
 
 def _gathered_behind(
-    one: Collective, others: Sequence[Collective], s: Setting
+    one: Collective, others: Sequence[Collective], s: CostSetting
 ) -> float:
     """Returns the number of shards in which frameworks exchange what a compiler would
     gather before.
@@ -250,7 +250,7 @@ def _gathered_behind(
 
 
 def _tables(
-    found: _Analysed, sizes: DecoderSizes, sequence_parallel: bool
+    found: _DecoderAnalysis, sizes: DecoderSizes, sequence_parallel: bool
 ) -> dict[int, Table]:
     """Returns the sharding of each region: Megatron's layout, in roles."""
     dims = found.dims
@@ -305,7 +305,7 @@ def _with_parts(rows: Sequence[Row]) -> Iterator[tuple[Row, int]]:
 
 
 def _kernel(
-    row: Row, part: int, table: Table, place: int, layers: int, s: Setting
+    row: Row, part: int, table: Table, place: int, layers: int, s: CostSetting
 ) -> Kernel:
     hits = row_hits(row, table, s)
     forward, backward = memory_traffic(row, hits, s)
@@ -345,9 +345,9 @@ def _kernel(
 
 
 def _saved(
-    found: _Analysed,
+    found: _DecoderAnalysis,
     tables: dict[int, Table],
-    s: Setting,
+    s: CostSetting,
     sizes: DecoderSizes,
     sample_bytes: int,
     widened: int,
@@ -396,7 +396,7 @@ def _saved(
 
 
 def _logit_bytes(
-    s: Setting, sizes: DecoderSizes, micro_batch: int, itemsize: int
+    s: CostSetting, sizes: DecoderSizes, micro_batch: int, itemsize: int
 ) -> float:
     """The largest temporaries around the loss, on one device."""
     shards = s.mesh["tensor"] * s.mesh["context"]
@@ -407,7 +407,7 @@ def _logit_bytes(
 
 
 def _eager_bytes(
-    s: Setting, sizes: DecoderSizes, micro_batch: int, itemsize: int, shared: bool
+    s: CostSetting, sizes: DecoderSizes, micro_batch: int, itemsize: int, shared: bool
 ) -> float:
     """Returns the further saved bytes of a gated layer on one device, where no kernel
     fuses it.
@@ -429,7 +429,7 @@ def _eager_bytes(
 
 
 def _result_bytes(
-    s: Setting, sizes: DecoderSizes, sample_bytes: int, stream_bytes: float
+    s: CostSetting, sizes: DecoderSizes, sample_bytes: int, stream_bytes: float
 ) -> dict[str, float]:
     """Bytes of what each of ``PRODUCTS`` gives, on one device."""
     each = sample_bytes * sizes.seq / (s.mesh["tensor"] * s.mesh["context"])
@@ -478,7 +478,7 @@ def wires(
     return found[0], found[1]
 
 
-def levels_of(run: Run, axes: tuple[str, ...]) -> tuple[int, int]:
+def levels_of(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, int]:
     """Returns how many devices of some axes share a node, and over how many nodes they
     extend.
 
@@ -501,7 +501,7 @@ def levels_of(run: Run, axes: tuple[str, ...]) -> tuple[int, int]:
     return _split(math.prod(sizes[a] for a in axes), run.devices_per_node // stride)
 
 
-def copies_of_experts(run: Run, axes: tuple[str, ...]) -> tuple[int, int]:
+def copies_of_experts(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, int]:
     """The same of those devices along some axes that hold the same experts.
 
     Args:

@@ -33,7 +33,7 @@ _SAME = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _Carried:
+class _CarryElement:
     """An element of the loop's state, and what was added to it."""
 
     index: int
@@ -45,7 +45,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
+class _Comparison:
     direction: str
     left: Any
     right: Any
@@ -215,7 +215,7 @@ def trips(module: Module, computation: Computation, loop: Line) -> int | None:
     body = module.computation(loop.computation("body"))
     compared = _Values(module, condition, [_State()]).root()
     after = _Values(module, body, [_State()]).root()
-    if not isinstance(compared, _Compared) or not isinstance(after, list):
+    if not isinstance(compared, _Comparison) or not isinstance(after, list):
         return None
     before = (
         _Values(module, computation).of(loop.operands[0]) if loop.operands else None
@@ -226,22 +226,24 @@ def trips(module: Module, computation: Computation, loop: Line) -> int | None:
 
 
 def _solved(
-    compared: _Compared, before: Sequence[Any], after: Sequence[Any]
+    compared: _Comparison, before: Sequence[Any], after: Sequence[Any]
 ) -> int | None:
     left, right, direction = compared.left, compared.right, compared.direction
-    if isinstance(right, _Carried) and not _unchanged(_Carried(right.index), after):
+    if isinstance(right, _CarryElement) and not _unchanged(
+        _CarryElement(right.index), after
+    ):
         left, right = right, left
         direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(
             direction, direction
         )
-    if isinstance(right, _Carried):
-        if not _unchanged(_Carried(right.index), after):
+    if isinstance(right, _CarryElement):
+        if not _unchanged(_CarryElement(right.index), after):
             return None
         right = _plus(before[right.index], right.plus)
-    if not isinstance(left, _Carried) or not isinstance(right, int):
+    if not isinstance(left, _CarryElement) or not isinstance(right, int):
         return None
     start, moved = before[left.index], after[left.index]
-    if not isinstance(start, int) or not isinstance(moved, _Carried):
+    if not isinstance(start, int) or not isinstance(moved, _CarryElement):
         return None
     step = moved.plus
     if moved.index != left.index or step == 0:
@@ -258,8 +260,8 @@ def _solved(
     return max(0, -(-distance // step))
 
 
-def _unchanged(carried: _Carried, after: Sequence[Any]) -> bool:
-    return bool(after[carried.index] == _Carried(carried.index))
+def _unchanged(carried: _CarryElement, after: Sequence[Any]) -> bool:
+    return bool(after[carried.index] == _CarryElement(carried.index))
 
 
 def _plus(value: Any, number: int) -> Any:
@@ -312,7 +314,7 @@ class _Values:
             case "compare":
                 way = _DIRECTION.search(line.rest)
                 left, right = map(self.of, line.operands)
-                return _Compared(way[1] if way else "", left, right)
+                return _Comparison(way[1] if way else "", left, right)
             case "fusion" | "call":
                 key = "calls" if line.opcode == "fusion" else "to_apply"
                 inside = self.module.computation(line.computation(key))
@@ -326,17 +328,17 @@ class _Values:
         found = _INDEX.search(line.rest)
         index = int(found[1]) if found else -1
         if isinstance(whole, _State):
-            return _Carried(index)
+            return _CarryElement(index)
         if isinstance(whole, list) and 0 <= index < len(whole):
             return whole[index]
         return None
 
 
 def _sum(left: Any, right: Any, sign: int) -> Any:
-    if sign > 0 and isinstance(left, int) and isinstance(right, _Carried):
+    if sign > 0 and isinstance(left, int) and isinstance(right, _CarryElement):
         left, right = right, left
     if not isinstance(right, int):
         return None
-    if isinstance(left, _Carried):
-        return _Carried(left.index, left.plus + sign * right)
+    if isinstance(left, _CarryElement):
+        return _CarryElement(left.index, left.plus + sign * right)
     return _plus(left, sign * right)

@@ -22,7 +22,7 @@ RowDims = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class BatchRows:
     """Positions of the batch's rows in the values of a program.
 
     Attributes:
@@ -54,7 +54,7 @@ class Rows:
 def run_fewer(
     jaxpr: Any,
     values: Sequence[Any],
-    rows: Rows,
+    rows: BatchRows,
     parts: int,
     at: Position = (),
     given: RowDims | None = None,
@@ -107,7 +107,7 @@ def _results(
     equation: Any,
     operands: Sequence[Any],
     given: RowDims,
-    rows: Rows,
+    rows: BatchRows,
     parts: int,
     place: Position,
 ) -> list[Any]:
@@ -152,7 +152,7 @@ def _ruled(
     equation: Any,
     operands: Sequence[Any],
     given: RowDims,
-    rows: Rows,
+    rows: BatchRows,
     parts: int,
     place: Position,
 ) -> list[Any]:
@@ -196,7 +196,7 @@ def takes_fewer(equation: Any) -> bool:
     return kind is None and not (equation.effects or placed)
 
 
-def infer_rows(jaxpr: Any, given: RowDims, rows: Rows) -> Rows:
+def infer_rows(jaxpr: Any, given: RowDims, rows: BatchRows) -> BatchRows:
     """Infer the row dimensions of a program that treats each row by itself.
 
     Args:
@@ -281,7 +281,7 @@ def _dims(variables: Sequence[Any], sizes: frozenset[int]) -> RowDims:
     )
 
 
-def carried_over(rows: Rows, before: Any, after: Any) -> Rows | None:
+def carried_over(rows: BatchRows, before: Any, after: Any) -> BatchRows | None:
     """Returns the positions of rows in a program that was traced again, with casts
     between equations.
 
@@ -301,7 +301,7 @@ def carried_over(rows: Rows, before: Any, after: Any) -> Rows | None:
 
 
 def _carry(
-    rows: Rows,
+    rows: BatchRows,
     before: Any,
     after: Any,
     old: Position,

@@ -26,7 +26,7 @@ Each = Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class EquationReplacement:
     """Replacement of some equations of a program.
 
     Attributes:
@@ -55,7 +55,7 @@ def run(
         jaxpr: open or closed.
         values: its inputs.
         each: runs one equation.
-        items: equations and ``Call``s, in order, that run in place of all equations.
+        items: equations and ``EquationReplacement``s, in order, that run in place of all equations.
         constant: Function that replaces an array that the program holds.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
@@ -68,7 +68,7 @@ def run(
         return atom.val if _compat.is_literal(atom) else env[atom]
 
     for item in body.eqns if items is None else items:
-        if isinstance(item, Call):
+        if isinstance(item, EquationReplacement):
             scope = item.equation
             opened = scope is None
             with nullcontext() if opened else _compat.equation_context(scope):
@@ -103,7 +103,7 @@ def results_of(equation: Any, known: Mapping[Any, Any]) -> dict[Any, Any]:
     return dict(zip(equation.outvars, _compat.bind(equation, operands), strict=True))
 
 
-def arranged(jaxpr: Any, calls: Sequence[Call]) -> list[Any]:
+def arranged(jaxpr: Any, calls: Sequence[EquationReplacement]) -> list[Any]:
     """The equations of a program that are needed beside some calls, and the calls.
 
     Args:
@@ -124,7 +124,9 @@ def arranged(jaxpr: Any, calls: Sequence[Call]) -> list[Any]:
     def read(item: Any) -> list[Any]:
         found = known.get(id(item))
         if found is None:
-            atoms = item.inputs if isinstance(item, Call) else item.invars
+            atoms = (
+                item.inputs if isinstance(item, EquationReplacement) else item.invars
+            )
             variables = [a for a in atoms if not _compat.is_literal(a)]
             found = [made_by[v] for v in variables if v in made_by]
             known[id(item)] = found

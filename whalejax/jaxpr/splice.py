@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from whalejax import _compat
-from whalejax.jaxpr.rebuild import Call
+from whalejax.jaxpr.rebuild import EquationReplacement
 
 
 Scope = _compat.Scope | None
@@ -64,7 +64,7 @@ class Splice:
         return _compat.with_equations(self._jaxpr, self.equations, results, held)
 
     def run(self, items: Sequence[Any], each: Each, scope: Scope = None) -> None:
-        """Put equations and ``Call``s in, one after the other.
+        """Put equations and ``EquationReplacement``s in, one after the other.
 
         Args:
             items: Equations and calls in an order in which they can run.
@@ -72,7 +72,7 @@ class Splice:
             scope: Scopes of the calls around them.
         """
         for item in items:
-            if isinstance(item, Call):
+            if isinstance(item, EquationReplacement):
                 within = item.equation
                 self.trace(item.function, item.inputs, item.outputs, within, scope)
             else:
@@ -205,7 +205,7 @@ def spliced(
         change: Function from an equation to ``"inline"`` for a call whose equations
             replace it, a function that computes its results from its operands instead,
             or None where it stays.
-        items: Equations and ``Call``s, in order, that stand for all equations.
+        items: Equations and ``EquationReplacement``s, in order, that stand for all equations.
         constant: Function that replaces an array that the program holds.
     """
     splice = Splice(jaxpr, constant)

@@ -16,7 +16,7 @@ COLLECTIVES: Final[Way] = "collectives"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddingUp:
+class GradientReduction:
     """Reduction of gradients.
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from whalejax.distributed.launch_env import printable
 from whalejax.journals import journal
-from whalejax.journals.adding_up import AddingUp
+from whalejax.journals.adding_up import GradientReduction
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import is_held
@@ -125,7 +125,7 @@ class RunStatus:
     generations: tuple[Generation, ...]
     members: Mapping[str, MemberStatus]
     lost: tuple[LostMember, ...]
-    adding_up: AddingUp | None
+    adding_up: GradientReduction | None
     checkpoint: str | None
     goodput: float | None
     seconds: float
@@ -238,10 +238,10 @@ def run_status(run: RunJournal) -> RunStatus:
     )
 
 
-def _adding_up(events: Events) -> AddingUp | None:
+def _adding_up(events: Events) -> GradientReduction | None:
     for said in events:
         if said["event"] == "adding_up":
-            return AddingUp(by=said["by"], why=said["why"])
+            return GradientReduction(by=said["by"], why=said["why"])
     return None
 
 

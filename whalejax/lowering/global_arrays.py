@@ -82,7 +82,7 @@ def absent(aval: Any, sharding: NamedSharding) -> Any:
     )
 
 
-class Everywhere:
+class StageBroadcast:
     """From the devices of each stage to all devices.
 
     Attributes:
@@ -192,7 +192,7 @@ class StageMetrics:
         leaves, self._tree = jax.tree.flatten(avals)
         self._alone = all(sharding.is_fully_addressable for sharding in whole)
         told = [stage % len(whole)] * len(leaves)
-        self._everywhere = Everywhere(whole, told, leaves)
+        self._everywhere = StageBroadcast(whole, told, leaves)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if not self._alone:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
-from whalejax.user_code.losses import Merged, is_merged
+from whalejax.user_code.losses import ReportedValue, is_merged
 
 
 def wide(x: Any) -> Any:
@@ -36,10 +36,12 @@ def summands(metrics: Any, weight: Any, number: Any, cut: MicroBatchRows) -> Any
     count = cut.count
 
     def summand(metric: Any) -> Any:
-        if not isinstance(metric, Merged):
+        if not isinstance(metric, ReportedValue):
             metric = jnp.asarray(metric)
             if count == 1 and metric.dtype == jnp.bool_:
-                return _with_bool_flags(Merged(metric, "same"), _summable(metric))
+                return _with_bool_flags(
+                    ReportedValue(metric, "same"), _summable(metric)
+                )
             metric = _summable(metric)
             return metric if weight is None else _weighted(metric, weight)
         if metric.how == "sum":
@@ -73,13 +75,13 @@ def reported(metrics: Any, count: Any) -> Any:
     """
 
     def one(metric: Any) -> Any:
-        if isinstance(metric, Merged) and metric.how == "mean":
+        if isinstance(metric, ReportedValue) and metric.how == "mean":
             return jax.tree.map(lambda x: x / jnp.asarray(count, x.dtype), metric.value)
-        if isinstance(metric, Merged) and metric.how in ("max", "min"):
+        if isinstance(metric, ReportedValue) and metric.how in ("max", "min"):
             end = getattr(jnp, metric.how)
             ends = jax.tree.map(lambda x: end(x, axis=0), metric.value)
             return _as_truths(metric, ends)
-        if isinstance(metric, Merged):
+        if isinstance(metric, ReportedValue):
             return _as_truths(metric, metric.value)
         if not jnp.issubdtype(metric.dtype, jnp.inexact):
             return metric
@@ -88,14 +90,14 @@ def reported(metrics: Any, count: Any) -> Any:
     return jax.tree.map(one, metrics, is_leaf=is_merged)
 
 
-def _with_bool_flags(metric: Merged, value: Any) -> Merged:
+def _with_bool_flags(metric: ReportedValue, value: Any) -> ReportedValue:
     """With another value, and a note of which leaves have truth values."""
     leaves = jax.tree.leaves(metric.value)
     truths = tuple(jnp.asarray(x).dtype == jnp.bool_ for x in leaves)
     return replace(metric, value=value, truths=truths if any(truths) else ())
 
 
-def _as_truths(metric: Merged, value: Any) -> Any:
+def _as_truths(metric: ReportedValue, value: Any) -> Any:
     """Truth values again, of what was added up as numbers."""
     if not metric.truths:
         return value
@@ -130,7 +132,7 @@ def _weighted(metric: Any, weight: Any) -> Any:
     return jnp.where(weight != 0, part, jnp.zeros_like(part))
 
 
-def _spread(metric: Merged, rows: Any, number: Any, cut: MicroBatchRows) -> Any:
+def _spread(metric: ReportedValue, rows: Any, number: Any, cut: MicroBatchRows) -> Any:
     """Rows of the micro-batch's samples in their places in the global batch."""
     rows = jnp.asarray(rows)
     if metric.how != "concat":

@@ -45,7 +45,7 @@ class Origin:
 
 
 @dataclass(slots=True)
-class Shown:
+class ExportedModel:
     """Last model that was exported from a state.
 
     Attributes:
@@ -92,7 +92,9 @@ class TrainState:
     loss_scale: LossScale | None
     origin: Origin
     samples: int | None = None
-    _shown: Shown = field(init=False, repr=False, compare=False, default_factory=Shown)
+    _shown: ExportedModel = field(
+        init=False, repr=False, compare=False, default_factory=ExportedModel
+    )
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)

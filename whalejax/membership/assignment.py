@@ -172,7 +172,7 @@ def repaired(
     What members have done stays theirs; the rest is dealt out anew.
 
     Args:
-        names, seconds, count: Arguments of ``dealt``, unchanged.
+        names, seconds, count: Arguments of ``assign_micro_batches``, unchanged.
         held: subtrees that members have added up in this step.
 
     >>> repaired(["a", "b"], {}, {"a": [(0, 2)], "b": [(4, 5)]}, 6)

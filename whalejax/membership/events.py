@@ -13,7 +13,7 @@ from whalejax.wire import run_messages as wire
 # What may happen.
 
 
-class Begin(NamedTuple):
+class StartsAllowedEvent(NamedTuple):
     """Processes may be started."""
 
 
@@ -37,7 +37,7 @@ class Tick(NamedTuple):
     """A turn of the loop: time has passed, and what came in it has been told."""
 
 
-class Register(NamedTuple):
+class RegisterEvent(NamedTuple):
     """A member that is not refused introduces itself; ``slot`` if it was started."""
 
     name: str
@@ -45,7 +45,7 @@ class Register(NamedTuple):
     message: wire.Register
 
 
-class Heard(NamedTuple):
+class MemberMessageEvent(NamedTuple):
     """A member said something; ``name`` is the one it was registered under."""
 
     name: str
@@ -86,7 +86,7 @@ class Deferred(NamedTuple):
     until: float | None = None
 
 
-class Exited(NamedTuple):
+class ProcessExitEvent(NamedTuple):
     """A process has ended, by a status if it is known; ``log`` ends what it wrote."""
 
     name: str
@@ -135,7 +135,7 @@ class ReductionProposed(NamedTuple):
     why: str
 
 
-class Resize(NamedTuple):
+class ResizeEvent(NamedTuple):
     """The run is to have another number of members; none ends it as ``Terminate`` does.
 
     Attributes:
@@ -154,9 +154,22 @@ class Terminate(NamedTuple):
 
 
 Event = (
-    Begin | Resume | Tick | Register | Heard | Disconnected | Started | NotStarted
-    | Deferred | Exited | Unrunnable | AgentJoined | RoomFreed | AgentLeft | AgentLost
-    | ReductionProposed | Resize | Terminate
+    StartsAllowedEvent
+    | Resume
+    | Tick
+    | RegisterEvent
+    | MemberMessageEvent
+    | Disconnected
+    | Started
+    | NotStarted
+    | Deferred
+    | ProcessExitEvent
+    | Unrunnable
+    | AgentJoined
+    | RoomFreed
+    | AgentLeft
+    | AgentLost
+    | ReductionProposed | ResizeEvent | Terminate
 )  # fmt: skip
 
 
@@ -170,20 +183,20 @@ class Send(NamedTuple):
     message: wire.ToMember
 
 
-class Kill(NamedTuple):
+class KillEffect(NamedTuple):
     """End a member's process at once, so that it can do nothing more."""
 
     name: str
     pid: int
 
 
-class Start(NamedTuple):
+class StartEffect(NamedTuple):
     """Start a process in a slot."""
 
     slot: int
 
 
-class Release(NamedTuple):
+class ReleaseEffect(NamedTuple):
     """Let a process run that was started: it is written down."""
 
     name: str
@@ -217,4 +230,4 @@ class End(NamedTuple):
         return STATUS[self.how]
 
 
-Effect = Send | Kill | Start | Release | WriteEvent | StepCommit | End
+Effect = Send | KillEffect | StartEffect | ReleaseEffect | WriteEvent | StepCommit | End

@@ -15,8 +15,8 @@ from typing import Final
 
 from whalejax.distributed.launch_env import (
     ENDS_FOR_ANOTHER,
-    Blamed,
-    Introduced,
+    BlameReport,
+    DeviceReport,
     Joining,
 )
 from whalejax.membership.endings import signal_name
@@ -54,7 +54,7 @@ class FixedRun:
     stops: bool
     exit_seconds: float
     now: float
-    reports: dict[int, Introduced] = field(default_factory=dict)
+    reports: dict[int, DeviceReport] = field(default_factory=dict)
     over: set[int] = field(default_factory=set)
     failed: dict[int, int] = field(default_factory=dict)
     _blamed: dict[int, str] = field(default_factory=dict)
@@ -62,14 +62,14 @@ class FixedRun:
     _stopped_looks: dict[int, int] = field(default_factory=dict)
     _ends_at: float = math.inf
 
-    def hear(self, rank: int, said: Introduced | Blamed | Joining) -> bool:
+    def hear(self, rank: int, said: DeviceReport | BlameReport | Joining) -> bool:
         """Note what a process says; False if it cannot be true."""
         match said:
             case Joining():
                 self._joining.add(rank)
-            case Introduced():
+            case DeviceReport():
                 self.reports[rank] = said
-            case Blamed(rank=other, why=why):
+            case BlameReport(rank=other, why=why):
                 if other == rank or other >= self.processes:
                     return False
                 self._blamed.setdefault(other, why)

@@ -9,7 +9,7 @@ from whalejax.membership.endings import Ending
 from whalejax.membership.history import record
 from whalejax.membership.losses import check_budget, count, lose, restart_world
 from whalejax.membership.phases import BETWEEN, FETCHING, RESTORING, SAVING
-from whalejax.membership.run import Member, Phase, Run
+from whalejax.membership.run import ElasticRun, MemberRecord, Phase
 from whalejax.membership.run_ends import end
 from whalejax.wire import run_messages as wire
 
@@ -23,7 +23,7 @@ _BEATS_BEYOND: Final = 2
 """After so many beats from a later step a member has not left its loop."""
 
 
-def settle(run: Run, now: float) -> None:
+def settle(run: ElasticRun, now: float) -> None:
     """Form a generation, or end, where it is time for that."""
     if _all_leave(run, now):
         terminate(run, now)
@@ -40,7 +40,7 @@ def settle(run: Run, now: float) -> None:
 # Gathering members.
 
 
-def _gather(run: Run, now: float) -> None:
+def _gather(run: ElasticRun, now: float) -> None:
     settings, members = run.settings, run.fitting()
     if run.short_since is None:
         run.short_since = now
@@ -69,7 +69,7 @@ def _gather(run: Run, now: float) -> None:
         end(run, now, Ending.LOST, why)
 
 
-def _release_stopped(run: Run, now: float) -> None:
+def _release_stopped(run: ElasticRun, now: float) -> None:
     """Let those go that asked to and have stopped, unless they are needed."""
     there = run.taking_part()
     newest = max((m.step for m in there if not m.leaving), default=-1)
@@ -79,17 +79,17 @@ def _release_stopped(run: Run, now: float) -> None:
             release(run, now, member)
 
 
-def release(run: Run, now: float, member: Member) -> None:
+def release(run: ElasticRun, now: float, member: MemberRecord) -> None:
     """Let a member go that asked to."""
     if member.released_at is None:
         member.released_at = now
-    run.send(member.name, wire.Over(why="drained", well=True))
+    run.send(member.name, wire.RunEnded(why="drained", well=True))
 
 
 # Running.
 
 
-def _watch(run: Run, now: float) -> None:
+def _watch(run: ElasticRun, now: float) -> None:
     if run.restarts:
         if run.stops:
             _watch_world(run, now)
@@ -112,7 +112,7 @@ def _watch(run: Run, now: float) -> None:
             change(run, now, boundary)
 
 
-def _watch_world(run: Run, now: float) -> None:
+def _watch_world(run: ElasticRun, now: float) -> None:
     """Stop a world at a step where members are to leave it or could enlarge it."""
     there = run.taking_part()
     if len(there) < len(run.active) or run.is_finishing:
@@ -131,7 +131,7 @@ def _watch_world(run: Run, now: float) -> None:
         ask(run, now, [m.name for m in there], -1, phase="preparing")
 
 
-def unfit(run: Run, now: float, size: int, why: str) -> None:
+def unfit(run: ElasticRun, now: float, size: int, why: str) -> None:
     """No plan was found for a number of members; one over MAX is of no interest."""
     if size > run.settings.most:
         return
@@ -152,7 +152,7 @@ def unfit(run: Run, now: float, size: int, why: str) -> None:
         restart_world(run, now)
 
 
-def _left_alike(run: Run, now: float) -> bool:
+def _left_alike(run: ElasticRun, now: float) -> bool:
     """Members whose loops were left; whether nothing else is to be done.
 
     Where all were left at one step, the run is complete as soon as a process has ended
@@ -184,7 +184,7 @@ def _left_alike(run: Run, now: float) -> bool:
     return run.phase == "running"
 
 
-def _fail_left(run: Run, now: float, names: list[str]) -> None:
+def _fail_left(run: ElasticRun, now: float, names: list[str]) -> None:
     """Records as failed those whose loops were left while others go on."""
     for name in names:
         member = run.members[name]
@@ -199,7 +199,7 @@ def _fail_left(run: Run, now: float, names: list[str]) -> None:
 # A new generation.
 
 
-def change(run: Run, now: float, after: int) -> None:
+def change(run: ElasticRun, now: float, after: int) -> None:
     """Ask for a new generation of those who are there, after a step or at once (-1)."""
     if run.phase == "ending":
         return
@@ -218,7 +218,9 @@ def change(run: Run, now: float, after: int) -> None:
         record(run, now, "short", members=members, least=run.settings.least)
 
 
-def ask(run: Run, now: float, target: list[str], after: int, *, phase: Phase) -> None:
+def ask(
+    run: ElasticRun, now: float, target: list[str], after: int, *, phase: Phase
+) -> None:
     """Ask members to stop behind a step, for a new generation."""
     run.asked_at, run.suspected_at = now, None
     run.broken_links.clear()
@@ -235,12 +237,12 @@ def ask(run: Run, now: float, target: list[str], after: int, *, phase: Phase) ->
         ask_again(run, name)
 
 
-def ask_again(run: Run, name: str) -> None:
+def ask_again(run: ElasticRun, name: str) -> None:
     """Ask one member to stop, as all were asked."""
     run.send(name, wire.Prepare(generation=run.generation, after=run.after))
 
 
-def _await_prepared(run: Run, now: float) -> None:
+def _await_prepared(run: ElasticRun, now: float) -> None:
     if run.stops and (run.is_finishing or run.well):
         return  # They came to their last step before they heard of it.
     absent = ("gone", "left", "failed")
@@ -262,7 +264,7 @@ def _await_prepared(run: Run, now: float) -> None:
         ask(run, now, asked, -1, phase=run.phase)
 
 
-def _is_late(run: Run, now: float, member: Member) -> bool:
+def _is_late(run: ElasticRun, now: float, member: MemberRecord) -> bool:
     """It had time enough to stop, whatever it did when it was asked."""
     limit = max(run.settings.prepare_seconds, _PREPARE_STEPS * run.pace.median)
     since = run.asked_at
@@ -274,7 +276,7 @@ def _is_late(run: Run, now: float, member: Member) -> bool:
     return now - since > limit
 
 
-def _form(run: Run, now: float) -> None:
+def _form(run: ElasticRun, now: float) -> None:
     """All have stopped: begin the generation."""
     asked = [run.members[name] for name in run.target]
     if run.stops and any(m.status == "active" for m in asked):
@@ -297,7 +299,7 @@ def _form(run: Run, now: float) -> None:
         change(run, now, -1)  # All have left since they were asked.
 
 
-def _begin(run: Run, now: float, members: list[Member], step: int) -> None:
+def _begin(run: ElasticRun, now: float, members: list[MemberRecord], step: int) -> None:
     holders = [m.name for m in members if m.step == step and step >= 0]
     holders = holders or [members[0].name]
     having = set(holders)
@@ -341,7 +343,7 @@ def _begin(run: Run, now: float, members: list[Member], step: int) -> None:
 # The end.
 
 
-def _all_leave(run: Run, now: float) -> bool:
+def _all_leave(run: ElasticRun, now: float) -> bool:
     """Everybody who has the state was told to leave, and nobody comes to take it.
 
     Who is held out for failing again and again is not waited for.
@@ -356,7 +358,7 @@ def _all_leave(run: Run, now: float) -> bool:
     return not any(due <= now for due in run.failures.due.values())
 
 
-def terminate(run: Run, now: float) -> None:
+def terminate(run: ElasticRun, now: float) -> None:
     """The run is to end: members stop at a step, and one saves its state."""
     if run.draining or run.phase == "ending":
         return
@@ -364,7 +366,7 @@ def terminate(run: Run, now: float) -> None:
     begin_draining(run, now)
 
 
-def begin_draining(run: Run, now: float) -> None:
+def begin_draining(run: ElasticRun, now: float) -> None:
     """Ask members to stop for the end, or end where they have done nothing."""
     there = [m for m in run.taking_part() if m.status == "active"]
     # What members that have not come back yet hold is not known.
@@ -380,7 +382,7 @@ def begin_draining(run: Run, now: float) -> None:
     ask(run, now, [m.name for m in there], run.boundary(), phase="draining")
 
 
-def _drain(run: Run, now: float) -> None:
+def _drain(run: ElasticRun, now: float) -> None:
     asked = [run.members[name] for name in run.target]
     there = [m for m in asked if m.status not in ("failed", "gone")]
     newest = max((m.step for m in there), default=-1)

@@ -73,7 +73,7 @@ def tells_of_loss(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class ProcessHeartbeat:
     """Heartbeat of a process.
 
     Attributes:
@@ -97,7 +97,7 @@ class Beat:
     silent: str = ""
 
 
-class Hearing:
+class PeerLiveness:
     """Heartbeats of all processes, and the times at which they were received.
 
     Apart from threads and from JAX, so that it is a function of what was heard.
@@ -122,10 +122,10 @@ class Hearing:
         self._mine = mine
         self._all = range(processes or 0)
         self._watched = {*self._all} if watched is None else {*watched}
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, ProcessHeartbeat] = {}
         self._lease: Lease[int] = Lease(silent_seconds, silent_seconds / 2)
 
-    def hear(self, beats: Mapping[int, Beat], now: float) -> None:
+    def hear(self, beats: Mapping[int, ProcessHeartbeat], now: float) -> None:
         """The service has answered.
 
         Args:
@@ -210,9 +210,9 @@ class Hearing:
         """Returns the processes that have not ended yet."""
         return sorted({*self._all} - {self._mine} - self.ended_ranks())
 
-    def beat_of(self, number: int) -> Beat:
+    def beat_of(self, number: int) -> ProcessHeartbeat:
         """The last beat of one; of one that never was heard, nothing is known."""
-        return self._beats.get(number, Beat(count=0, host="", pid=0))
+        return self._beats.get(number, ProcessHeartbeat(count=0, host="", pid=0))
 
 
 def _last_error() -> BaseException | None:
@@ -261,7 +261,7 @@ class Beats:
         self._next = (self._mine + 1) % (processes or 1)
         self._hears_all = processes is None
         watched = () if self._hears_all else (self._next,)
-        self._hearing = Hearing(self._mine, silent_seconds, processes, watched)
+        self._hearing = PeerLiveness(self._mine, silent_seconds, processes, watched)
         self._silent: dict[int, str] = {}
         self._lock = threading.Lock()
         self._count, self._steps, self._blames = 0, 0, False
@@ -394,7 +394,8 @@ class Beats:
             told = _compat_processes.told_at(f"{_FOLDER}/{self._next}")
         told += _compat_processes.all_told(_LAST)
         beats = {
-            int(key.rpartition("/")[2]): Beat(**json.loads(text)) for key, text in told
+            int(key.rpartition("/")[2]): ProcessHeartbeat(**json.loads(text))
+            for key, text in told
         }
         with self._lock:
             self._hearing.hear(beats, time.monotonic())

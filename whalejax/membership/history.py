@@ -11,11 +11,11 @@ from typing import Any
 
 from whalejax.membership.endings import Ending
 from whalejax.membership.events import WriteEvent
-from whalejax.membership.run import Member, Over, Parts, Run
+from whalejax.membership.run import ElasticRun, MemberRecord, Parts, RunOutcome
 from whalejax.membership.settings import SupervisorSettings
 
 
-def record(run: Run, now: float, event: str, **fields: Any) -> None:
+def record(run: ElasticRun, now: float, event: str, **fields: Any) -> None:
     """Let an event happen to a run, and have it written down."""
     run.outbox.append(WriteEvent(event=event, fields=fields))
     apply(run, now, event, fields)
@@ -23,7 +23,7 @@ def record(run: Run, now: float, event: str, **fields: Any) -> None:
 
 def replay_events(
     settings: SupervisorSettings, events: Iterable[Mapping[str, Any]]
-) -> Run:
+) -> ElasticRun:
     """The run that the events of a journal tell of.
 
     Args:
@@ -34,13 +34,13 @@ def replay_events(
     >>> replayed(SupervisorSettings(least=1, most=1), told).members["m1"].status
     'starting'
     """
-    run = Run(settings=settings)
+    run = ElasticRun(settings=settings)
     for said in events:
         apply(run, 0.0, said["event"], said)
     return run
 
 
-def apply(run: Run, now: float, event: str, fields: Mapping[str, Any]) -> None:
+def apply(run: ElasticRun, now: float, event: str, fields: Mapping[str, Any]) -> None:
     """Change what a journal tells of a run, as an event does.
 
     Args:
@@ -85,20 +85,20 @@ def apply(run: Run, now: float, event: str, fields: Mapping[str, Any]) -> None:
         case "ending":
             how, text = str(fields.get("how")), fields.get("why", "")
             ending = Ending(how) if how in [*Ending] else Ending.FAILED
-            run.over = Over(how=ending, text=text, saver=fields.get("saver", ""))
+            run.over = RunOutcome(how=ending, text=text, saver=fields.get("saver", ""))
             run.phase = "ending"
 
 
 def _apply_to_member(
-    run: Run, now: float, name: str, event: str, fields: Mapping[str, Any]
+    run: ElasticRun, now: float, name: str, event: str, fields: Mapping[str, Any]
 ) -> None:
     if event == "started":
         own = {k: fields.get(k, "") for k in ("slot", "pid", "began")}
         where = {k: fields.get(k, "") for k in ("agent", "machine")}
-        run.members[name] = Member(name=name, since=now, **own, **where)
+        run.members[name] = MemberRecord(name=name, since=now, **own, **where)
         return
     if event == "registered":
-        run.members.setdefault(name, Member(name=name, slot=None, since=now))
+        run.members.setdefault(name, MemberRecord(name=name, slot=None, since=now))
     member = run.members.get(name)
     if member is None:
         return
@@ -126,6 +126,6 @@ def _parts(told: Mapping[str, Iterable[Sequence[int]]] | None) -> Parts:
     return {n: [(a, b) for a, b in nodes] for n, nodes in (told or {}).items()}
 
 
-def _known_members(run: Run, names: Iterable[str]) -> list[str]:
+def _known_members(run: ElasticRun, names: Iterable[str]) -> list[str]:
     """Returns the members that the journal names: a line may be missing."""
     return [name for name in names if name in run.members]

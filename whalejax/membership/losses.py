@@ -7,10 +7,10 @@ from typing import Final
 
 from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER, LOSS_SIGNS
 from whalejax.membership.endings import Ending, exit_text
-from whalejax.membership.events import Kill, Start
+from whalejax.membership.events import KillEffect, StartEffect
 from whalejax.membership.failures import Failure
 from whalejax.membership.history import record
-from whalejax.membership.run import Member, Run, Status
+from whalejax.membership.run import ElasticRun, MemberRecord, Status
 from whalejax.membership.run_ends import end, how_ended, miss_checkpoint
 from whalejax.wire import run_messages as wire
 
@@ -38,8 +38,10 @@ _FURTHER: Final[tuple[Status, ...]] = (
 """What members come to, in this order."""
 
 
-def exited(run: Run, now: float, name: str, status: int | None, log: str) -> None:
-    """A process has ended; see ``Exited``."""
+def exited(
+    run: ElasticRun, now: float, name: str, status: int | None, log: str
+) -> None:
+    """A process has ended; see ``ProcessExitEvent``."""
     member = run.members.get(name)
     if member is None or not member.is_there:
         return
@@ -66,9 +68,9 @@ def exited(run: Run, now: float, name: str, status: int | None, log: str) -> Non
 
 
 def lose(
-    run: Run,
+    run: ElasticRun,
     now: float,
-    member: Member,
+    member: MemberRecord,
     why: str,
     log: str = "",
     *,
@@ -99,8 +101,8 @@ def lose(
         seconds=round(now - member.since, 3),
     )
     if member.pid:
-        run.outbox.append(Kill(name=member.name, pid=member.pid))
-    run.send(member.name, wire.Over(why=f"it was given up: {why}", well=False))
+        run.outbox.append(KillEffect(name=member.name, pid=member.pid))
+    run.send(member.name, wire.RunEnded(why=f"it was given up: {why}", well=False))
     if over:
         return
     if counts:
@@ -115,7 +117,12 @@ def lose(
 
 
 def count(
-    run: Run, now: float, member: Member, why: str, error: str = "", log: str = ""
+    run: ElasticRun,
+    now: float,
+    member: MemberRecord,
+    why: str,
+    error: str = "",
+    log: str = "",
 ) -> None:
     """Count a failure of a member, with its own error if it had one."""
     failure = Failure(
@@ -129,7 +136,7 @@ def count(
     run.failures.count(failure, log)
 
 
-def agent_lost(run: Run, now: float, agent: str, why: str) -> None:
+def agent_lost(run: ElasticRun, now: float, agent: str, why: str) -> None:
     """Give up all members that an agent holds, which is one failure."""
     record(run, now, "agent_lost", agent=agent, why=why)
     run.agents.pop(agent, None)
@@ -139,7 +146,7 @@ def agent_lost(run: Run, now: float, agent: str, why: str) -> None:
         alone = False
 
 
-def restart_world(run: Run, now: float) -> None:
+def restart_world(run: ElasticRun, now: float) -> None:
     """End those that are left of a generation by collectives, to start anew."""
     if not run.stops and now - run.pace.at > _LASTING_SECONDS:
         run.failures.progressed()
@@ -150,17 +157,17 @@ def restart_world(run: Run, now: float) -> None:
         if member.is_there:
             why = "the world starts again"
             record(run, now, "ended", name=name, why=why, how=Ending.DRAINED)
-            run.outbox.append(Kill(name=name, pid=member.pid))
+            run.outbox.append(KillEffect(name=name, pid=member.pid))
         run.refill(now, member.slot)
 
 
-def _may_follow(run: Run, error: str) -> bool:
+def _may_follow(run: ElasticRun, error: str) -> bool:
     """Whether an error may come of the loss of another, by collectives."""
     several = run.restarts and len(run.active) > 1
     return several and any(sign in error.lower() for sign in LOSS_SIGNS)
 
 
-def check_budget(run: Run, now: float, reached: Status = "active") -> None:
+def check_budget(run: ElasticRun, now: float, reached: Status = "active") -> None:
     """End the run where it fails for good; who failed last had ``reached`` this."""
     far = _FURTHER.index(reached)
     well = [m for m in run.present_members() if m.status != "failed"]
@@ -170,7 +177,7 @@ def check_budget(run: Run, now: float, reached: Status = "active") -> None:
         end(run, now, Ending.FAILED, why)
 
 
-def start_due(run: Run, now: float) -> None:
+def start_due(run: ElasticRun, now: float) -> None:
     """Fill slots whose time has come."""
     if run.phase in ("draining", "ending") or run.is_finishing:
         return
@@ -183,4 +190,4 @@ def start_due(run: Run, now: float) -> None:
         elif due <= now:
             del run.failures.due[slot]
             run.starting.add(slot)
-            run.outbox.append(Start(slot=slot))
+            run.outbox.append(StartEffect(slot=slot))

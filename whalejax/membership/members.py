@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Final
 
 from whalejax.membership.endings import Ending
-from whalejax.membership.events import Register, Release, Started, StepCommit
+from whalejax.membership.events import RegisterEvent, ReleaseEffect, Started, StepCommit
 from whalejax.membership.generations import ask, ask_again, change, release, unfit
 from whalejax.membership.history import record
 from whalejax.membership.phases import IN_A_STEP, STOPPED
-from whalejax.membership.run import Member, Parts, Run
+from whalejax.membership.run import ElasticRun, MemberRecord, Parts
 from whalejax.membership.run_ends import dismiss, end
 from whalejax.wire import run_messages as wire
 
@@ -19,17 +19,17 @@ from whalejax.wire import run_messages as wire
 _LOSSES_KEPT: Final = 10_000
 
 
-def started(run: Run, now: float, event: Started) -> None:
+def started(run: ElasticRun, now: float, event: Started) -> None:
     """A process was started; see ``Started``."""
     name, slot, pid, began = event.name, event.slot, event.pid, event.began
     where = {"agent": event.agent, "machine": event.machine} if event.agent else {}
     run.starting.discard(slot)
     run.lease.renew(name, now)
     record(run, now, "started", name=name, slot=slot, pid=pid, began=began, **where)
-    run.outbox.append(Release(name=name))
+    run.outbox.append(ReleaseEffect(name=name))
 
 
-def refusal(run: Run, name: str, message: wire.Register) -> str:
+def refusal(run: ElasticRun, name: str, message: wire.Register) -> str:
     """Why a process cannot take part under a name, or nothing."""
     known = run.members.get(name)
     if known is not None and not known.is_there:
@@ -68,8 +68,8 @@ def _facts(message: wire.Register) -> dict[str, str]:
     }
 
 
-def register(run: Run, now: float, event: Register) -> None:
-    """A member introduces itself; see ``Register``."""
+def register(run: ElasticRun, now: float, event: RegisterEvent) -> None:
+    """A member introduces itself; see ``RegisterEvent``."""
     name, message = event.name, event.message
     if not run.facts:
         record(run, now, "facts", **_facts(message))
@@ -93,7 +93,9 @@ def register(run: Run, now: float, event: Register) -> None:
     _catch_up(run, now, known, ahead=ahead)
 
 
-def _catch_up(run: Run, now: float, member: Member, *, ahead: bool) -> None:
+def _catch_up(
+    run: ElasticRun, now: float, member: MemberRecord, *, ahead: bool
+) -> None:
     """Tell a member what it may have missed while it was not connected."""
     if run.phase == "ending":
         dismiss(run, now, member)
@@ -108,7 +110,7 @@ def _catch_up(run: Run, now: float, member: Member, *, ahead: bool) -> None:
             ask_again(run, member.name)
 
 
-def unrunnable(run: Run, now: float, name: str, why: str) -> None:
+def unrunnable(run: ElasticRun, now: float, name: str, why: str) -> None:
     """A process that has not joined cannot be run with what it was given.
 
     All are given the same. Where another has joined, it is this one that differs, and
@@ -123,11 +125,11 @@ def unrunnable(run: Run, now: float, name: str, why: str) -> None:
     end(run, now, Ending.REFUSED, why)
 
 
-def hear(run: Run, now: float, name: str, message: wire.OfMember) -> None:
+def hear(run: ElasticRun, now: float, name: str, message: wire.OfMember) -> None:
     """A member said something; what it repeats, for want of an answer, is left out."""
     member = run.members.get(name)
     if member is None or not member.is_there:
-        run.send(name, wire.Over(why="this member was given up", well=False))
+        run.send(name, wire.RunEnded(why="this member was given up", well=False))
         return
     run.lease.renew(name, now)
     match message:
@@ -145,7 +147,9 @@ def hear(run: Run, now: float, name: str, message: wire.OfMember) -> None:
             _report(run, now, member, message)
 
 
-def _report(run: Run, now: float, member: Member, message: wire.Report) -> None:
+def _report(
+    run: ElasticRun, now: float, member: MemberRecord, message: wire.Report
+) -> None:
     """Handles the rare reports that may change who takes part."""
     name = member.name
     match message:
@@ -175,7 +179,7 @@ def _report(run: Run, now: float, member: Member, message: wire.Report) -> None:
             _failed(run, now, member, why)
         case wire.Unfit(count=count, why=why):
             unfit(run, now, count, why)
-        case wire.Written(step=step):
+        case wire.CheckpointWritten(step=step):
             # It asks whether its checkpoint may take its name: not if it was given up.
             run.send(name, wire.Keep(step=step))
         case wire.Saved() | wire.NotSaved():
@@ -189,14 +193,16 @@ def _report(run: Run, now: float, member: Member, message: wire.Report) -> None:
             _record_report(run, now, name, message)
 
 
-def _record_report(run: Run, now: float, name: str, message: wire.Report) -> None:
+def _record_report(
+    run: ElasticRun, now: float, name: str, message: wire.Report
+) -> None:
     """Write down what a report tells, without the number that the member gave it."""
     told = {key: told for key, told in message.fields.items() if key != "number"}
     record(run, now, message.kind, name=name, **told)
 
 
 def _beat(
-    run: Run, now: float, member: Member, phase: str, step: int, done: int
+    run: ElasticRun, now: float, member: MemberRecord, phase: str, step: int, done: int
 ) -> None:
     if phase != member.phase or done != member.done:
         member.phase, member.done, member.moved_at = phase, done, now
@@ -213,7 +219,9 @@ def _beat(
             change(run, now, -1)  # It never heard that this one began.
 
 
-def _committed(run: Run, now: float, member: Member, message: wire.Committed) -> None:
+def _committed(
+    run: ElasticRun, now: float, member: MemberRecord, message: wire.Committed
+) -> None:
     generation, step, loss = message.generation, message.step, message.loss
     member.step = max(member.step, step)
     member.seconds, member.moved_at = message.seconds, now
@@ -236,7 +244,12 @@ def _committed(run: Run, now: float, member: Member, message: wire.Committed) ->
 
 
 def _compare(
-    run: Run, now: float, member: Member, step: int, loss: float, known: float
+    run: ElasticRun,
+    now: float,
+    member: MemberRecord,
+    step: int,
+    loss: float,
+    known: float,
 ) -> None:
     """End a run whose members come to other losses from the same sums.
 
@@ -254,7 +267,12 @@ def _compare(
 
 
 def _suspect(
-    run: Run, now: float, member: Member, generation: int, other: str, why: str
+    run: ElasticRun,
+    now: float,
+    member: MemberRecord,
+    generation: int,
+    other: str,
+    why: str,
 ) -> None:
     record(run, now, "suspect", name=other, by=member.name, why=why)
     known = run.members.get(other)
@@ -266,7 +284,7 @@ def _suspect(
             run.suspected_at = now
 
 
-def _failed(run: Run, now: float, member: Member, why: str) -> None:
+def _failed(run: ElasticRun, now: float, member: MemberRecord, why: str) -> None:
     """It ends by an error, and takes no part any more: the others do not wait."""
     record(run, now, "failed", name=member.name, why=why)
     run.failures.record_error(member.name, why)

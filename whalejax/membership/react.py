@@ -15,14 +15,14 @@ from whalejax.membership.failures import Failure
 from whalejax.membership.history import apply, record
 from whalejax.membership.lease import shifted
 from whalejax.membership.phases import COMPUTING
-from whalejax.membership.run import Member, Run
+from whalejax.membership.run import ElasticRun, MemberRecord
 
 
 _SUSPECT_SECONDS: Final = 1.0
 """How long the end of a member may lag behind that of its connections."""
 
 
-def react(run: Run, now: float, event: ev.Event) -> list[ev.Effect]:
+def react(run: ElasticRun, now: float, event: ev.Event) -> list[ev.Effect]:
     """Take an event, and say what is to be done.
 
     Who takes part is decided once a turn of the loop, at ``Tick``.
@@ -41,16 +41,16 @@ def react(run: Run, now: float, event: ev.Event) -> list[ev.Effect]:
     [Start(slot=0), Start(slot=1)]
     """
     match event:
-        case ev.Heard(name=name, message=message):
+        case ev.MemberMessageEvent(name=name, message=message):
             members.hear(run, now, name, message)
         case ev.Tick():
             _tick(run, now)
-        case ev.Register():
+        case ev.RegisterEvent():
             members.register(run, now, event)
         case ev.Disconnected(name=name):
             if name in run.members:
                 run.members[name].connected = False
-        case ev.Exited(name=name, status=status, log=log):
+        case ev.ProcessExitEvent(name=name, status=status, log=log):
             if not run.is_settled:
                 generations.settle(run, now)  # What it said before counts first.
             losses.exited(run, now, name, status, log)
@@ -59,7 +59,7 @@ def react(run: Run, now: float, event: ev.Event) -> list[ev.Effect]:
         case ev.ReductionProposed(by=by, why=why):
             if by and not run.adding_up[0]:
                 record(run, now, "adding_up", by=by, why=why)
-        case ev.Begin():
+        case ev.StartsAllowedEvent():
             for slot in run.slots:
                 run.failures.due[slot] = now
             _tick(run, now)
@@ -69,21 +69,21 @@ def react(run: Run, now: float, event: ev.Event) -> list[ev.Effect]:
             run_ends.end_at_once(run, now)
         case ev.Terminate():
             generations.terminate(run, now)
-        case ev.Resize():
+        case ev.ResizeEvent():
             resizing.resize(run, now, event)
         case ev.Started():
             members.started(run, now, event)
             resizing.leave_slots(run, now)  # It may have been resized meanwhile.
         case _:
             _place(run, now, event)
-    if not isinstance(event, ev.Heard | ev.Disconnected):
+    if not isinstance(event, ev.MemberMessageEvent | ev.Disconnected):
         run.is_settled = isinstance(event, ev.Tick)
         run.forget_left()
     effects, run.outbox = run.outbox, []
     return effects
 
 
-def _place(run: Run, now: float, event: ev.Event) -> None:
+def _place(run: ElasticRun, now: float, event: ev.Event) -> None:
     """Handles the events of starting processes, and of their agents."""
     match event:
         case ev.NotStarted(slot=slot, why=why):
@@ -111,7 +111,7 @@ def _place(run: Run, now: float, event: ev.Event) -> None:
             losses.agent_lost(run, now, agent, why)
 
 
-def _fill_room(run: Run, now: float, room: int) -> None:
+def _fill_room(run: ElasticRun, now: float, room: int) -> None:
     for slot in sorted(run.unplaced)[:room]:
         run.unplaced.discard(slot)
         run.failures.due.setdefault(slot, now)
@@ -120,7 +120,7 @@ def _fill_room(run: Run, now: float, room: int) -> None:
 # Time.
 
 
-def _tick(run: Run, now: float) -> None:
+def _tick(run: ElasticRun, now: float) -> None:
     stood = run.lease.turn(now)
     if stood:
         _forgive(run, now, stood)
@@ -136,7 +136,7 @@ def _tick(run: Run, now: float) -> None:
     generations.settle(run, now)
 
 
-def _forgive(run: Run, now: float, seconds: float) -> None:
+def _forgive(run: ElasticRun, now: float, seconds: float) -> None:
     """The supervisor was frozen, and could not have heard of anybody meanwhile."""
     for member in run.present_members():
         member.moved_at = shifted(member.moved_at, seconds, now)
@@ -149,7 +149,9 @@ def _forgive(run: Run, now: float, seconds: float) -> None:
         run.suspected_at = min(run.suspected_at + seconds, now)
 
 
-def _overdue(run: Run, now: float, member: Member, silent: float | None) -> str:
+def _overdue(
+    run: ElasticRun, now: float, member: MemberRecord, silent: float | None
+) -> str:
     """Why a member is given up now, or nothing."""
     settings = run.settings
     match member.status:
@@ -170,7 +172,7 @@ def _overdue(run: Run, now: float, member: Member, silent: float | None) -> str:
     return ""
 
 
-def check_step(run: Run, now: float) -> None:
+def check_step(run: ElasticRun, now: float) -> None:
     """Give up who holds a step up; connect anew where nobody can be named."""
     at = run.suspected_at
     if at is not None and run.phase == "running" and now - at > _SUSPECT_SECONDS:
@@ -194,7 +196,7 @@ def check_step(run: Run, now: float) -> None:
         generations.change(run, now, -1)
 
 
-def _connect_anew(run: Run, now: float) -> None:
+def _connect_anew(run: ElasticRun, now: float) -> None:
     """Members cannot reach each other, though all reach the supervisor.
 
     The first time they try again. Of those whose link breaks again, one is given up:
@@ -216,7 +218,7 @@ def _connect_anew(run: Run, now: float) -> None:
     generations.change(run, now, -1)
 
 
-def _resume(run: Run, now: float, event: ev.Resume) -> None:
+def _resume(run: ElasticRun, now: float, event: ev.Resume) -> None:
     """Go on where a supervisor that was killed has left the run; see ``Resume``.
 
     Its members are given time to come back.
@@ -243,7 +245,7 @@ def _resume(run: Run, now: float, event: ev.Resume) -> None:
         generations.begin_draining(run, now)
 
 
-def _count_again(run: Run, shift: float, event: ev.Resume) -> None:
+def _count_again(run: ElasticRun, shift: float, event: ev.Resume) -> None:
     """Count the failures that a journal tells of; ``shift`` makes its times ours."""
     for said in event.events:
         match said:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from whalejax.membership.endings import Ending
-from whalejax.membership.events import Kill, Resize
+from whalejax.membership.events import KillEffect, ResizeEvent
 from whalejax.membership.generations import release, terminate
 from whalejax.membership.history import record
-from whalejax.membership.run import Run
+from whalejax.membership.run import ElasticRun
 
 
-def resize_refusal(run: Run, size: int) -> str:
+def resize_refusal(run: ElasticRun, size: int) -> str:
     """Why a run cannot have so many members; nothing where it can.
 
     Args:
@@ -32,7 +32,7 @@ def resize_refusal(run: Run, size: int) -> str:
     return ""
 
 
-def resize(run: Run, now: float, event: Resize) -> None:
+def resize(run: ElasticRun, now: float, event: ResizeEvent) -> None:
     """Fill further slots, or let the members of the last ones leave behind a step.
 
     Those that have not come to a step yet are ended at once. Who alone has the state
@@ -53,7 +53,7 @@ def resize(run: Run, now: float, event: Resize) -> None:
     leave_slots(run, now)
 
 
-def leave_slots(run: Run, now: float) -> None:
+def leave_slots(run: ElasticRun, now: float) -> None:
     """Let members leave whose slots the run does not have any more."""
     why = f"the run has {run.size} members now"
     for member in run.present_members():
@@ -62,7 +62,7 @@ def leave_slots(run: Run, now: float) -> None:
         if member.status in ("starting", "registered"):
             # It imports or compiles, so that it hears nothing, and has no state.
             record(run, now, "ended", name=member.name, why=why, how=Ending.DRAINED)
-            run.outbox.append(Kill(name=member.name, pid=member.pid))
+            run.outbox.append(KillEffect(name=member.name, pid=member.pid))
         elif member.status in ("ready", "active"):
             record(run, now, "leaving", name=member.name, why=why)
             if member.status == "ready":

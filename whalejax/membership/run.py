@@ -40,7 +40,7 @@ Status = Literal[
 ]
 
 
-class Over(NamedTuple):
+class RunOutcome(NamedTuple):
     """The end of a run; ``saver`` writes a last checkpoint, and is empty for none."""
 
     how: Ending
@@ -49,7 +49,7 @@ class Over(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Member:
+class MemberRecord:
     """A member, as the supervisor last heard of it.
 
     Attributes:
@@ -122,7 +122,7 @@ class Member:
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class ElasticRun:
     """A run: what its journal tells of it, down to ``over``, and what else is known.
 
     Attributes:
@@ -168,7 +168,7 @@ class Run:
     """
 
     settings: SupervisorSettings
-    members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, MemberRecord] = field(default_factory=dict)
     generation: int = 0
     phase: Phase = "gathering"
     active: list[str] = field(default_factory=list)
@@ -183,7 +183,7 @@ class Run:
     formed: bool = False
     draining: bool = False
     well: set[str] = field(default_factory=set)
-    over: Over | None = None
+    over: RunOutcome | None = None
     pace: CommitTimes = field(init=False)
     failures: Failures = field(init=False)
     lease: Lease[str] = field(init=False)
@@ -240,11 +240,11 @@ class Run:
 
     # Who is there.
 
-    def present_members(self) -> list[Member]:
+    def present_members(self) -> list[MemberRecord]:
         """Members that were not given up."""
         return [m for m in self.members.values() if m.status != "gone"]
 
-    def taking_part(self) -> list[Member]:
+    def taking_part(self) -> list[MemberRecord]:
         """Members of the generation that are there and have not failed."""
         members = [self.members[name] for name in self.active]
         return [m for m in members if m.status not in ("failed", "gone")]
@@ -318,7 +318,9 @@ class Run:
 
     # Times and texts.
 
-    def limit(self, member: Member, step_seconds: float | None = None) -> float | None:
+    def limit(
+        self, member: MemberRecord, step_seconds: float | None = None
+    ) -> float | None:
         """Returns the longest time of a member's phase; None where it waits
         for others.
         """

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from whalejax.membership.endings import STATUS, Ending, exit_text
-from whalejax.membership.events import End, Kill
+from whalejax.membership.events import End, KillEffect
 from whalejax.membership.history import record
 from whalejax.membership.phases import BETWEEN, SAVING
-from whalejax.membership.run import Member, Run
+from whalejax.membership.run import ElasticRun, MemberRecord
 from whalejax.wire import run_messages as wire
 
 
@@ -16,7 +16,9 @@ _TERMINATED: Final = (143, -15)
 _ERRORS: Final = (Ending.FAILED, Ending.REFUSED, Ending.LOST)
 
 
-def end(run: Run, now: float, how: Ending, text: str, *, saves: bool = True) -> None:
+def end(
+    run: ElasticRun, now: float, how: Ending, text: str, *, saves: bool = True
+) -> None:
     """End the run; a member ``saves`` its state, unless all steps are done."""
     if run.phase == "ending":
         return
@@ -27,13 +29,13 @@ def end(run: Run, now: float, how: Ending, text: str, *, saves: bool = True) -> 
     end_again(run)
 
 
-def end_again(run: Run) -> None:
+def end_again(run: ElasticRun) -> None:
     """Tell the loop of the end; also where an earlier supervisor came to it."""
     assert run.over is not None
     run.outbox.append(End(how=run.over.how, text=run.over.text))
 
 
-def end_at_once(run: Run, now: float) -> None:
+def end_at_once(run: ElasticRun, now: float) -> None:
     """End the run without waiting for anything."""
     for member in run.present_members():
         member.ends_by_kill = True
@@ -41,7 +43,7 @@ def end_at_once(run: Run, now: float) -> None:
     end(run, now, Ending.INTERRUPTED, text, saves=False)
 
 
-def _saver(run: Run) -> str:
+def _saver(run: ElasticRun) -> str:
     """Returns the member that has the newest state and can write it."""
     there = [m for m in run.present_members() if m.status in ("active", "finished")]
     newest = max((m.step for m in there), default=-1)
@@ -49,7 +51,7 @@ def _saver(run: Run) -> str:
     return min(holders, key=lambda m: not m.connected).name if holders else ""
 
 
-def saves_last(run: Run, now: float, name: str) -> bool:
+def saves_last(run: ElasticRun, now: float, name: str) -> bool:
     """Whether a member is about to write the last checkpoint, within its time."""
     member = run.members.get(name)
     if run.over is None or member is None or name != run.over.saver:
@@ -60,7 +62,9 @@ def saves_last(run: Run, now: float, name: str) -> bool:
     return limit is not None and now - member.moved_at <= limit
 
 
-def miss_checkpoint(run: Run, now: float, member: Member, status: int | None) -> None:
+def miss_checkpoint(
+    run: ElasticRun, now: float, member: MemberRecord, status: int | None
+) -> None:
     """Say so where a member ends that should have written the last checkpoint."""
     if run.over is None or member.name != run.over.saver or run.restarts:
         return
@@ -69,7 +73,7 @@ def miss_checkpoint(run: Run, now: float, member: Member, status: int | None) ->
         record(run, now, "not_saved", name=member.name, step=member.step, why=why)
 
 
-def dismiss(run: Run, now: float, member: Member) -> None:
+def dismiss(run: ElasticRun, now: float, member: MemberRecord) -> None:
     """Tell a member that the run is over; it may be told again."""
     assert run.over is not None
     how = run.over.how
@@ -78,9 +82,9 @@ def dismiss(run: Run, now: float, member: Member) -> None:
     if member.status in ("starting", "registered") and member.pid:
         # It imports or compiles, so that it hears nothing, and has nothing to save.
         member.ends_by_kill = True
-        run.outbox.append(Kill(name=member.name, pid=member.pid))
+        run.outbox.append(KillEffect(name=member.name, pid=member.pid))
     elif member.status not in ("active", "finished", "left"):
-        run.send(member.name, wire.Over(why="the run is over", well=True))
+        run.send(member.name, wire.RunEnded(why="the run is over", well=True))
     elif how is Ending.COMPLETE:
         run.send(member.name, wire.Done())
     else:
@@ -89,7 +93,9 @@ def dismiss(run: Run, now: float, member: Member) -> None:
         run.send(member.name, wire.Stop(why=run.over.text, saves=saves, well=well))
 
 
-def how_ended(run: Run, member: Member, status: int | None) -> Ending | None:
+def how_ended(
+    run: ElasticRun, member: MemberRecord, status: int | None
+) -> Ending | None:
     """Returns the meaning of a process's end; None where it should not have ended."""
     if run.over is not None:
         ordered = status in (0, None, *_TERMINATED) or member.ends_by_kill

@@ -36,7 +36,7 @@ _SHELL_FAILED: Final = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class KeptCommand:
     """Command that is started and kept running.
 
     Attributes:
@@ -54,7 +54,7 @@ class Keeper:
     """Keeps programs running until the first of them ends by itself."""
 
     def __init__(
-        self, programs: Sequence[Program], logs: Path, say: Callable[[str], None]
+        self, programs: Sequence[KeptCommand], logs: Path, say: Callable[[str], None]
     ) -> None:
         """Start nothing yet.
 

@@ -24,8 +24,8 @@ from typing import Final
 from whalejax.distributed.cgroup_quota import Quota
 from whalejax.distributed.launch_env import (
     KEY_FILE,
-    Blamed,
-    Introduced,
+    BlameReport,
+    DeviceReport,
     Joining,
     split_address,
 )
@@ -173,7 +173,7 @@ class _Launched:
             thread.start()
             self._threads.append(thread)
 
-    def _on_report(self, rank: int, said: Introduced | Blamed | Joining) -> bool:
+    def _on_report(self, rank: int, said: DeviceReport | BlameReport | Joining) -> bool:
         """Note what a rank says; False if it cannot be true."""
         with self._lock:
             is_true = self._run.hear(rank, said)

@@ -22,8 +22,8 @@ from typing import Final
 
 from whalejax.distributed.launch_env import (
     MARK,
-    Blamed,
-    Introduced,
+    BlameReport,
+    DeviceReport,
     Joining,
     parse_report,
 )
@@ -187,7 +187,7 @@ class Pump:
         self,
         source: int,
         outputs: tuple[Log | TerminalOutput, ...],
-        told: Callable[[Introduced | Blamed | Joining], bool],
+        told: Callable[[DeviceReport | BlameReport | Joining], bool],
     ) -> None:
         """Know where from and where to.
 

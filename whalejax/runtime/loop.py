@@ -133,7 +133,7 @@ def train(
             steps after it was computed.
         clock: Function that gives rising seconds.
         is_held: Whether the caller holds ``save_dir`` for this run already
-            (``runtime.resume.held``); else it is held here.
+            (``runtime.resume.hold_folder``); else it is held here.
 
     Raises:
         WhaleError: a loss or a parameter is not finite; the step and the last good

@@ -23,7 +23,7 @@ from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.user_code.losses import Merged
+from whalejax.user_code.losses import ReportedValue
 
 
 def real_samples(
@@ -137,7 +137,7 @@ def together(
         count / whole * weight if captured.graph.weighted else jnp.float32(count)
         for count, (_, weight) in parts
     ]
-    combined = _Combined(counts=counts, weights=weights, whole=whole)
+    combined = _PassCombiner(counts=counts, weights=weights, whole=whole)
     tree = captured.apart().out_tree
     _, _, kinds, _ = tree.unflatten(range(tree.num_leaves))
     several = [metrics for _, (metrics, _) in parts]
@@ -145,13 +145,13 @@ def together(
         combined.value,
         kinds,
         *[{name: one[name] for name in kinds} for one in several],
-        is_leaf=lambda x: isinstance(x, Merged),
+        is_leaf=lambda x: isinstance(x, ReportedValue),
     )
     return {**found, "loss": combined.mean(*(one["loss"] for one in several))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Combined:
+class _PassCombiner:
     """Puts together what passes gave.
 
     Attributes:
@@ -166,7 +166,7 @@ class _Combined:
 
     def value(self, kind: Any, *values: Any) -> Any:
         """One reported value, which is put together as its kind says."""
-        if not isinstance(kind, Merged):
+        if not isinstance(kind, ReportedValue):
             return self.mean(*values)
         if kind.how == "same":
             return jax.tree.map(self.take_first, *values)
@@ -208,7 +208,7 @@ class _Combined:
             return sum(x // n for x, n in zip(values, times, strict=True))
         return sum(x / n for x, n in zip(values, times, strict=True))
 
-    def rows(self, kind: Merged, values: Sequence[Any]) -> Any:
+    def rows(self, kind: ReportedValue, values: Sequence[Any]) -> Any:
         """The rows of all samples, in order."""
         axis, outer, inner = kind.axis, kind.outer, kind.inner
         front, behind = values[0].shape[:axis], values[0].shape[axis + 1 :]

@@ -62,7 +62,7 @@ def hold_folder(folder: Path | None) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
+class RestoredRun:
     """A state to go on from.
 
     Attributes:
@@ -87,7 +87,7 @@ def depends_on_parts(plan: Plan, adapter: Adapter) -> bool:
     return plan.per_micro_batch or adapter.takes_rng or keys
 
 
-class Restoring(Protocol):
+class CheckpointRestorer(Protocol):
     """Restores a checkpoint: a ``TrainStep``."""
 
     @property
@@ -105,7 +105,9 @@ class Restoring(Protocol):
         ...
 
 
-def restore_newest(step: Restoring, checkpoints: list[Path]) -> Resumed | None:
+def restore_newest(
+    step: CheckpointRestorer, checkpoints: list[Path]
+) -> RestoredRun | None:
     """The newest whole checkpoint, restored; None where there are no checkpoints.
 
     Damaged ones that are newer get another name, so that the run can save again where
@@ -132,7 +134,7 @@ def restore_newest(step: Restoring, checkpoints: list[Path]) -> Resumed | None:
         if record.file_sha256 is None:
             notes.append(unchecked(path))
         notes += _other_parts(record, step, path)
-        return Resumed(state=state, checkpoint=path, notes=tuple(notes))
+        return RestoredRun(state=state, checkpoint=path, notes=tuple(notes))
     if damaged:
         problems = Problems("no whole checkpoint to resume from", WhaleError)
         for _, text in damaged:
@@ -144,7 +146,7 @@ def restore_newest(step: Restoring, checkpoints: list[Path]) -> Resumed | None:
     return None
 
 
-def _other_parts(record: Record, step: Restoring, path: Path) -> list[str]:
+def _other_parts(record: Record, step: CheckpointRestorer, path: Path) -> list[str]:
     """Returns the note on a checkpoint whose steps had other micro-batches, where that
     matters.
     """

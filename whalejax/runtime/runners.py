@@ -11,24 +11,24 @@ from whalejax.planner.plan.plan import Plan
 
 
 if TYPE_CHECKING:
-    from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal
+    from whalejax.lowering.pipeline_mpmd.compile_only import CompiledStages
     from whalejax.lowering.state import TrainState
 
 
 def runner_of(plan: Plan) -> Callable[..., Runner]:
     """Returns the class of a plan's runner."""
     if plan.pipelines:
-        from whalejax.lowering.uneven.pipeline_executor import Pipes
+        from whalejax.lowering.uneven.pipeline_executor import UnevenPipelinesExecutor
 
-        return Pipes
+        return UnevenPipelinesExecutor
     if plan.stage_plans:
-        from whalejax.lowering.pipeline_mpmd.executor import Apart
+        from whalejax.lowering.pipeline_mpmd.executor import StageProgramsExecutor
 
-        return Apart
+        return StageProgramsExecutor
     if plan.shares:
-        from whalejax.lowering.uneven.replica_executor import Uneven
+        from whalejax.lowering.uneven.replica_executor import UnevenReplicasExecutor
 
-        return Uneven
+        return UnevenReplicasExecutor
     return OneProgram
 
 
@@ -41,14 +41,14 @@ def evaluator_of(plan: Plan, trains: Any, *given: Any) -> Runner:
         given: Arguments of the runner after the plan.
     """
     if plan.stage_plans and not plan.pipelines:
-        from whalejax.lowering.pipeline_mpmd.evaluation import Evaluating
+        from whalejax.lowering.pipeline_mpmd.evaluation import StageProgramsEvaluator
 
-        return Evaluating(trains, plan, *given)
+        return StageProgramsEvaluator(trains, plan, *given)
     home = {"home": trains} if plan.pipelines else {}
     return runner_of(plan)(plan, *given, **home)
 
 
-def rehearsal_of(runner: Any, state: TrainState, batch: Any) -> Rehearsal:
+def rehearsal_of(runner: Any, state: TrainState, batch: Any) -> CompiledStages:
     """The compiled programs of stages that have their own.
 
     Args:

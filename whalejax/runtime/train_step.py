@@ -33,7 +33,7 @@ from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.runner import OneProgram, Runner, abstract_state
 from whalejax.lowering.state import Origin, following, host_copy, typed_key
 from whalejax.lowering.state import TrainState as TrainState
-from whalejax.lowering.uneven.adaptive_shares import Following
+from whalejax.lowering.uneven.adaptive_shares import AdaptiveSharesRunner
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.errors import PlanError
@@ -70,7 +70,7 @@ from whalejax.user_code.losses import Job as Job
 if TYPE_CHECKING:
     import os
 
-    from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal
+    from whalejax.lowering.pipeline_mpmd.compile_only import CompiledStages
     from whalejax.runtime.profiling.step_profile import StepProfile
 
 
@@ -289,7 +289,7 @@ class TrainStep:
         runner = self._runner if training else self._evaluator
         if training and not self._trains:
             check_split(runner.program.captured, self.plan)
-        if isinstance(runner, Following) and runner is not self._runner:
+        if isinstance(runner, AdaptiveSharesRunner) and runner is not self._runner:
             runner.shares = self.shares
         leaves = self._layout.flat(batch)
         alone = jax.process_count() == 1
@@ -325,7 +325,7 @@ class TrainStep:
         same in all processes, and change by themselves where ``rebalances`` is true.
         """
         runner = self._runner
-        return runner.shares if isinstance(runner, Following) else ()
+        return runner.shares if isinstance(runner, AdaptiveSharesRunner) else ()
 
     @shares.setter
     def shares(self, shares: Sequence[int]) -> None:
@@ -357,7 +357,7 @@ class TrainStep:
         if not sizes:
             return np.arange(0)
         rows = np.arange(sizes[0][2])
-        if isinstance(runner, Following):
+        if isinstance(runner, AdaptiveSharesRunner):
             cut, size = MicroBatchRows.of(plan), len(rows)
             return np.concatenate(
                 [cut.rows(size, m) for m in runner.numbers()] or [rows[:0]]
@@ -404,13 +404,13 @@ class TrainStep:
         known.
         """
         runner = self._runner
-        return runner.seconds if isinstance(runner, Following) else ()
+        return runner.seconds if isinstance(runner, AdaptiveSharesRunner) else ()
 
     @property
     def rebalances(self) -> bool:
         """Shares follow what replicas are measured to take. May be set."""
         runner = self._runner
-        return isinstance(runner, Following) and runner.rebalances
+        return isinstance(runner, AdaptiveSharesRunner) and runner.rebalances
 
     @rebalances.setter
     def rebalances(self, wanted: bool) -> None:
@@ -421,8 +421,8 @@ class TrainStep:
         self._uneven.rebalances = wanted
 
     @property
-    def _uneven(self) -> Following:
-        if not isinstance(self._runner, Following):
+    def _uneven(self) -> AdaptiveSharesRunner:
+        if not isinstance(self._runner, AdaptiveSharesRunner):
             raise PlanError(
                 "the replicas of this plan have equal parts of every micro-batch. Plan "
                 "with shares=[...], micro-batches of each replica, to change them"
@@ -481,7 +481,7 @@ class TrainStep:
         return profiled(self.plan, program, run, state, steps)
 
     @without_mesh
-    def rehearse(self) -> Rehearsal:
+    def rehearse(self) -> CompiledStages:
         """The compiled programs of stages that have their own, and what they hold.
 
         Nothing is run.

@@ -11,7 +11,7 @@ from typing import Final
 
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.formats.cluster_text import MAX_DEVICES
-from whalejax.meshes.read_file import Unreadable, read_text
+from whalejax.meshes.read_file import UnreadableFileError, read_text
 from whalejax.scheduler.job_table import JobError
 
 
@@ -60,7 +60,7 @@ def read_job_trace(path: Path) -> list[TracedJob]:
     """
     try:
         text = read_text(path)
-    except (Unreadable, OSError) as error:
+    except (UnreadableFileError, OSError) as error:
         said = getattr(error, "strerror", None) or error
         raise JobError(f"trace {path}: it cannot be read ({said})") from error
     reader = csv.DictReader(text.splitlines())

@@ -19,7 +19,7 @@ Decide = Callable[[Sequence[JobState]], Mapping[str, Place]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class JobMove:
     """A job that gets other devices.
 
     Attributes:
@@ -32,7 +32,7 @@ class Move:
     after: Place
 
 
-class Schedule:
+class JobSchedule:
     """The jobs that wait or run, and when it is decided about them.
 
     It is decided when a job came, ended or stands still, and ``every`` so many seconds.
@@ -108,7 +108,7 @@ class Schedule:
         """Returns the place of every job, by name."""
         return {name: one.place for name, one in self._states.items()}
 
-    def decide(self, now: float) -> list[Move]:
+    def decide(self, now: float) -> list[JobMove]:
         """Decide where every job runs; what changes, those that give devices up first.
 
         Args:
@@ -124,7 +124,7 @@ class Schedule:
         for name, one in self._states.items():
             after = places.get(name, NOWHERE)
             if after != one.place:
-                moves.append(Move(name=name, before=one.place, after=after))
+                moves.append(JobMove(name=name, before=one.place, after=after))
                 self._states[name] = JobState(job=one.job, left=one.left, place=after)
         return sorted(moves, key=lambda move: move.after[1] - move.before[1])
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whalejax.scheduler.job_table import NOWHERE, JobError, Place, ScheduledJob
-from whalejax.scheduler.schedule import Decide, Schedule
+from whalejax.scheduler.schedule import Decide, JobSchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class JobRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
+class JobSimulation:
     """Result of a simulation.
 
     Attributes:
@@ -181,7 +181,7 @@ def simulate(
     decide: Decide,
     *,
     every: float = 60.0,
-) -> Simulated:
+) -> JobSimulation:
     """Play jobs through until all have ended.
 
     It is decided at each arrival and end, and every so many seconds while jobs run.
@@ -201,7 +201,7 @@ def simulate(
     # Clocks that begin long ago, as Unix time does, are too coarse for short jobs.
     zero = order[0].arrival
     coming = [dataclasses.replace(job, arrival=job.arrival - zero) for job in order]
-    schedule = Schedule(devices, decide, every=every)
+    schedule = JobSchedule(devices, decide, every=every)
     running: dict[str, _Running] = {}
     ended: dict[str, tuple[list[Interval], float]] = {}
     now = 0.0
@@ -235,7 +235,7 @@ def simulate(
                 one.leave(now)
                 ended[name] = one.intervals, now
     records = tuple(_record(job, *ended[job.name], zero) for job in order)
-    return Simulated(records=records, devices=sum(devices.values()))
+    return JobSimulation(records=records, devices=sum(devices.values()))
 
 
 def _record(

@@ -40,7 +40,7 @@ from whalejax.wire.section_messages import (
     Updated,
     Vectors,
 )
-from whalejax.wire.service import Handlers, Refused
+from whalejax.wire.service import Handlers, RefusedRequestError
 
 
 BatchMaker: TypeAlias = Callable[[int], Sequence[np.ndarray]]
@@ -126,7 +126,7 @@ class RowService:
             Refused: none were begun with.
         """
         if self._rows is None:
-            raise Refused("stale", "no rows were begun with")
+            raise RefusedRequestError("stale", "no rows were begun with")
         return self._rows
 
     def _begin(self, asked: Begin) -> Message:
@@ -140,7 +140,9 @@ class RowService:
         if asked.restores:
             found = read_snapshot(self._folder)
             if found is None:
-                raise Refused("missing", f"{self._folder} holds no whole snapshot")
+                raise RefusedRequestError(
+                    "missing", f"{self._folder} holds no whole snapshot"
+                )
             rows.load(found)
             version = rows.version
         else:
@@ -161,7 +163,7 @@ class RowService:
         try:
             self.rows.commit(asked.version, is_fresh=asked.fresh)
         except WrongVersionError as error:
-            raise Refused("stale", str(error)) from None
+            raise RefusedRequestError("stale", str(error)) from None
         return self._save()
 
     def _save(self) -> Message:
@@ -175,7 +177,7 @@ class RowService:
         try:
             read = self.rows.look_up(asked.step, ids)
         except WrongVersionError as error:
-            raise Refused("stale", str(error)) from None
+            raise RefusedRequestError("stale", str(error)) from None
         return Vectors(
             version=read.version, seconds=read.seconds, arrays=(read.vectors,)
         )
@@ -187,13 +189,15 @@ class RowService:
         try:
             seconds = rows.update(asked.step, gradients, ids, asked.received)
         except MissingIdsError as error:
-            raise Refused("missing", str(error)) from None
+            raise RefusedRequestError("missing", str(error)) from None
         return Updated(version=rows.version, seconds=seconds)
 
     def _make_batch(self, asked: MakeBatch) -> Message:
         begun, said = time.perf_counter(), self._asked
         if said is None or not said.model:
-            raise Refused("stale", "no job was named whose batches could be made")
+            raise RefusedRequestError(
+                "stale", "no job was named whose batches could be made"
+            )
         if self._maker is None:
             size = said.batch_size
             self._maker = self._find_maker(said.model, said.settings, size)

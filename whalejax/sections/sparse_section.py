@@ -33,7 +33,7 @@ from whalejax.wire.connection import listen
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import A, Question
 from whalejax.wire.section_messages import Address, Hello, HelloHeard
-from whalejax.wire.service import Caller, Gone, Service
+from whalejax.wire.service import Caller, Service, UnreachableProcessError
 
 
 PROGRAM: Final = "whalejax.api.sparse_process"
@@ -161,7 +161,7 @@ class SparseSection:
         seconds = self._seconds + size / _SLOWEST_BYTES_PER_SECOND
         try:
             answer = self._caller.ask(found[1], question, seconds=seconds)
-        except Gone:
+        except UnreachableProcessError:
             with self._lock:
                 self._suspects.add((rank, incarnation))
             return None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.read_file import Unreadable, read_text
+from whalejax.meshes.read_file import UnreadableFileError, read_text
 
 
 COLUMNS: Final = (
@@ -31,7 +31,7 @@ COLUMNS: Final = (
 )
 
 
-class Happening(StrEnum):
+class PeerEventKind(StrEnum):
     """Kinds of events of a peer.
 
     ``JOIN``: it comes. ``LEAVE``: it goes in order, after what it was given. ``KILL``:
@@ -75,7 +75,7 @@ class ChurnEvent:
     """
 
     time: float
-    event: Happening
+    event: PeerEventKind
     peer: str
     speed: float = 1.0
     link: PeerLink = PeerLink()
@@ -129,13 +129,17 @@ def draw(churn: Churn, seed: int) -> tuple[ChurnEvent, ...]:
         peer, speed = f"p{number}", random_numbers.choice(churn.speeds)
         events.append(
             ChurnEvent(
-                time=born, event=Happening.JOIN, peer=peer, speed=speed, link=churn.link
+                time=born,
+                event=PeerEventKind.JOIN,
+                peer=peer,
+                speed=speed,
+                link=churn.link,
             )
         )
         died = born + random_numbers.expovariate(1 / churn.lifetime_seconds)
         is_silent = random_numbers.random() < churn.silent
         if died < churn.seconds:
-            how = Happening.STOP if is_silent else Happening.KILL
+            how = PeerEventKind.STOP if is_silent else PeerEventKind.KILL
             events.append(ChurnEvent(time=died, event=how, peer=peer))
     return tuple(sorted(events, key=lambda event: event.time))
 
@@ -173,7 +177,7 @@ def read_csv(path: Path) -> tuple[ChurnEvent, ...]:
     """
     try:
         text = read_text(path)
-    except (Unreadable, OSError) as error:
+    except (UnreadableFileError, OSError) as error:
         said = getattr(error, "strerror", None) or error
         raise WhaleError(f"trace {path}: it cannot be read ({said})") from error
     reader = csv.DictReader(text.splitlines())
@@ -197,14 +201,14 @@ def read_csv(path: Path) -> tuple[ChurnEvent, ...]:
 
 
 def _event(row: dict[str, str | None]) -> ChurnEvent:
-    kinds = [str(kind) for kind in Happening]
+    kinds = [str(kind) for kind in PeerEventKind]
     if row["event"] not in kinds:
         raise ValueError(f"event is {row['event']!r}; expected {', '.join(kinds)}")
     if not row["peer"]:
         raise ValueError("peer is empty; give its name")
     return ChurnEvent(
         time=_number(row, "time", 0.0, finite=True),
-        event=Happening(row["event"]),
+        event=PeerEventKind(row["event"]),
         peer=row["peer"],
         speed=_number(row, "speed", 1.0, positive=True, finite=True),
         link=PeerLink(

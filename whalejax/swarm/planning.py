@@ -29,9 +29,14 @@ from whalejax.planner.swarm_data import (
     sum_bytes,
     wire_bytes,
 )
-from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
+from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
 from whalejax.swarm.rebalancing import best_counts
-from whalejax.swarm.simulator import DEADLINE_FACTOR, Setting, StageCost, simulate
+from whalejax.swarm.simulator import (
+    DEADLINE_FACTOR,
+    SimulationSettings,
+    StageCost,
+    simulate,
+)
 
 
 LATENCY_SECONDS: Final = 0.02  # one way, between homes on one continent
@@ -90,7 +95,7 @@ def swarm_plan(
     return dataclasses.replace(plan, swarm=chosen, notes=(*plan.notes, *notes))
 
 
-def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, PeerLink]:
+def setting_of(plan: Plan, **changes: Any) -> tuple[SimulationSettings, PeerLink]:
     """A swarm's plan as the simulator takes it, with the link of its peers.
 
     Args:
@@ -407,7 +412,7 @@ def _with_step(plan: Plan, swarm: Swarm, seconds: float) -> Swarm:
     )
 
 
-def _setting(plan: Plan, swarm: Swarm, **changes: Any) -> Setting:
+def _setting(plan: Plan, swarm: Swarm, **changes: Any) -> SimulationSettings:
     costs = tuple(
         StageCost(
             forward_seconds=stage.forward_seconds,
@@ -419,7 +424,7 @@ def _setting(plan: Plan, swarm: Swarm, **changes: Any) -> Setting:
         )
         for stage in swarm.stages
     )
-    setting = Setting(
+    setting = SimulationSettings(
         stages=costs,
         micro_batches=plan.num_micro_batches,
         in_flight=QUEUE * swarm.peers,
@@ -442,7 +447,7 @@ def _predicted(plan: Plan, swarm: Swarm) -> Swarm:
         return swarm
     link = _link(swarm)
     trace = [
-        ChurnEvent(time=0.0, event=Happening.JOIN, peer=f"p{number}", link=link)
+        ChurnEvent(time=0.0, event=PeerEventKind.JOIN, peer=f"p{number}", link=link)
         for number in range(swarm.peers)
     ]
     long_enough = 20 * swarm.step_seconds

@@ -56,7 +56,7 @@ class PeerLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class PeerMove:
     """A peer that is to change stage.
 
     Attributes:
@@ -115,7 +115,7 @@ def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
     return serving * seconds <= sum(HORIZON_SECONDS + one for one in lost)
 
 
-def paper_move(peers: Sequence[PeerLoad], stages: int) -> Move | None:
+def paper_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     """The move of the paper's rule, by queues; none where it would empty a stage.
 
     A stage's load is the calls that wait in it. One without peers has the most.
@@ -142,7 +142,7 @@ def paper_move(peers: Sequence[PeerLoad], stages: int) -> Move | None:
     return _move(peers, stages, mover, target)
 
 
-def optimum_move(peers: Sequence[PeerLoad], stages: int) -> Move | None:
+def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     """The first move on the way to the fastest pipeline; none where none is faster.
 
     Where several stages are slowest at once, each needs a move before anything is won:
@@ -157,7 +157,7 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> Move | None:
     placed = {peer.peer: peer.stage for peer in peers}
     before = best = min(sums)
     first: tuple[PeerLoad, int] | None = None
-    found: Move | None = None
+    found: PeerMove | None = None
     # One move a stage is enough to raise all stages that are slowest at once; a faster
     # pipeline further away is found by the looks that follow.
     for moves in range(1, stages + 1):
@@ -174,7 +174,7 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> Move | None:
         first = first or step
         if min(sums) > best * (1 + ROUNDING):
             best = min(sums)
-            found = Move(
+            found = PeerMove(
                 peer=first[0].peer,
                 source=first[0].stage,
                 target=first[1],
@@ -344,7 +344,7 @@ class Rebalancer:
         now: float,
         costs: Sequence[MoveCost],
         present: Collection[str] = (),
-    ) -> Move | None:
+    ) -> PeerMove | None:
         """The move to make now, which is held to be under way from here on.
 
         Args:
@@ -399,7 +399,7 @@ class Rebalancer:
         """Returns the peer that is on its way, or None."""
         return self._moving[0] if self._moving else None
 
-    def _pays(self, move: Move, peers: Sequence[PeerLoad], cost: MoveCost) -> bool:
+    def _pays(self, move: PeerMove, peers: Sequence[PeerLoad], cost: MoveCost) -> bool:
         if move.target in self._left.get(move.peer, ()):
             return False
         if move.speed_before <= 0:  # a stage without peers: nothing runs at all
@@ -444,12 +444,14 @@ def _best_step(
     return found
 
 
-def _move(peers: Sequence[PeerLoad], stages: int, mover: PeerLoad, target: int) -> Move:
+def _move(
+    peers: Sequence[PeerLoad], stages: int, mover: PeerLoad, target: int
+) -> PeerMove:
     after = stage_speeds(peers, stages)
     before = min(after)
     after[mover.stage] -= mover.speeds[mover.stage]
     after[target] += mover.speeds[target]
-    return Move(
+    return PeerMove(
         peer=mover.peer,
         source=mover.stage,
         target=target,

@@ -18,7 +18,7 @@ from typing import Final
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.swarm_data import sum_bytes
-from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
+from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
 from whalejax.swarm.deadlines import (
     MOST_PAUSE_SECONDS,
     NEWCOMER_SECONDS,
@@ -39,19 +39,24 @@ from whalejax.swarm.rebalancing import (
 )
 from whalejax.swarm.simulation.calls import (
     DEADLINE_FACTOR,
-    Coming,
     Place,
     SimulatedCalls,
+    SimulatedDownload,
     SimulatedPeer,
 )
-from whalejax.swarm.simulation.results import Simulated
-from whalejax.swarm.simulation.setting import Setting, StageCost, check, peer_speed
+from whalejax.swarm.simulation.results import SwarmSimulation
+from whalejax.swarm.simulation.setting import (
+    SimulationSettings,
+    StageCost,
+    check,
+    peer_speed,
+)
 
 
 __all__ = [
     "DEADLINE_FACTOR",
-    "Setting",
-    "Simulated",
+    "SimulationSettings",
+    "SwarmSimulation",
     "Simulator",
     "StageCost",
     "peer_speed",
@@ -65,7 +70,9 @@ _NOTHING: Final[Mapping[str, int]] = {}
 class Simulator(SimulatedCalls):
     """One run; ``simulate`` is its door."""
 
-    def __init__(self, setting: Setting, trace: Sequence[ChurnEvent]) -> None:
+    def __init__(
+        self, setting: SimulationSettings, trace: Sequence[ChurnEvent]
+    ) -> None:
         """Starts at time 0 without peers.
 
         Args:
@@ -98,7 +105,7 @@ class Simulator(SimulatedCalls):
         for event in trace:
             self._at(event.time, self._happens, event)
 
-    def run(self, seconds: float) -> Simulated:
+    def run(self, seconds: float) -> SwarmSimulation:
         """Until the clock shows so many seconds.
 
         Args:
@@ -119,7 +126,7 @@ class Simulator(SimulatedCalls):
         under_way = {
             task.number for task in self._ledger.to_do() if task.phase is Phase.BACKWARD
         }
-        return Simulated(
+        return SwarmSimulation(
             seconds=seconds,
             micro_batches=self._committed_micro_batches
             + self.setting.micro_batches
@@ -170,20 +177,20 @@ class Simulator(SimulatedCalls):
         self._at(self.setting.period, self._look_beside)
 
     def _happens(self, event: ChurnEvent) -> None:
-        if event.event is Happening.JOIN:
+        if event.event is PeerEventKind.JOIN:
             self._joins(event)
         else:
             peer = self._peers.get(event.peer)
             if peer is None or not peer.is_alive or peer.is_leaving:
                 return
-            if event.event is Happening.SPEED:
+            if event.event is PeerEventKind.SPEED:
                 peer.speed = event.speed
-            elif event.event is Happening.LEAVE:
+            elif event.event is PeerEventKind.LEAVE:
                 self._leaves(peer)
             else:
-                self._dies(peer, is_silent=event.event is Happening.STOP)
+                self._dies(peer, is_silent=event.event is PeerEventKind.STOP)
         if self.now > 0.0:
-            self._changes += event.event is not Happening.SPEED
+            self._changes += event.event is not PeerEventKind.SPEED
             self._changed()
 
     def _joins(self, event: ChurnEvent) -> None:
@@ -301,7 +308,9 @@ class Simulator(SimulatedCalls):
         cost = self._move_cost(peer.stage, peer.link)
         seconds = cost.download_seconds if self._committed else 0.0
         peer.task = next(self._numbers)
-        peer.coming = Coming(place=self._place, began=self.now, takes=seconds)
+        peer.coming = SimulatedDownload(
+            place=self._place, began=self.now, takes=seconds
+        )
         self._at(peer.coming.ends, self._arrives, peer, peer.task)
 
     def _arrives(self, peer: SimulatedPeer, task: int) -> None:
@@ -643,8 +652,8 @@ class Simulator(SimulatedCalls):
 
 
 def simulate(
-    setting: Setting, trace: Sequence[ChurnEvent], seconds: float
-) -> Simulated:
+    setting: SimulationSettings, trace: Sequence[ChurnEvent], seconds: float
+) -> SwarmSimulation:
     """Simulates a swarm under a trace with the rules of live runs.
 
     Args:

@@ -20,14 +20,14 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.checkpoint import restore, save
 from whalejax.runtime.resume import checkpoints, depends_on_parts, restore_newest
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.cut import StagedJob
 from whalejax.swarm_runtime.leading.state import Snapshot
 
 
 class Checkpoints:
     """Reads and writes the checkpoints of a cut; what ``elastic.saving`` asks."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: StagedJob) -> None:
         """Know the layout."""
         self._cut = cut
 

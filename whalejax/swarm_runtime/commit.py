@@ -20,28 +20,33 @@ import numpy as np
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.swarm_data import sum_bytes
 from whalejax.swarm.wiring import FORWARD_TASK
-from whalejax.swarm_runtime.passage import MOST_ATTEMPTS, Passage, StepContext, Stopped
-from whalejax.swarm_runtime.registry import Member
+from whalejax.swarm_runtime.passage import (
+    MOST_ATTEMPTS,
+    MicroBatchRoute,
+    StepContext,
+    StopRequested,
+)
+from whalejax.swarm_runtime.registry import PeerRecord
 from whalejax.wire.connection import SLOWEST_BYTES_PER_SECOND
 from whalejax.wire.messages import A, Question
-from whalejax.wire.service import Gone, Refused
-from whalejax.wire.swarm_messages import Holders, Sum, Summed, Told, Update
+from whalejax.wire.service import RefusedRequestError, UnreachableProcessError
+from whalejax.wire.swarm_messages import Holders, StageValues, Sum, Summed, UpdateStage
 
 
-class Commit:
+class SwarmStepCommit:
     """The end of one step."""
 
     def __init__(
         self,
         context: StepContext,
-        passages: Sequence[Passage],
+        passages: Sequence[MicroBatchRoute],
         pool: ThreadPoolExecutor,
     ) -> None:
         """Ask nobody yet."""
         self._context, self._passages, self._pool = context, passages, pool
         self._holders: dict[int, Holders] = {}
         self._rounds: dict[int, int] = {}
-        self._members: dict[int, list[Member]] = {}
+        self._members: dict[int, list[PeerRecord]] = {}
         self._heard: list[dict[int, np.ndarray]] = []
         self._failures: dict[int, str] = {}
         self._applied: set[str] = set()
@@ -166,7 +171,7 @@ class Commit:
         with self._context.lock:
             self._context.ledger.summed(stage, added)
 
-    def _assigned(self, stage: int, members: Sequence[Member]) -> Holders | None:
+    def _assigned(self, stage: int, members: Sequence[PeerRecord]) -> Holders | None:
         """Returns the micro-batches that each peer holds; None where a peer was lost
         meanwhile.
         """
@@ -189,47 +194,59 @@ class Commit:
     def _ask(
         self,
         stage: int,
-        members: Sequence[Member],
+        members: Sequence[PeerRecord],
         question: Question[A],
         seconds: float,
     ) -> dict[str, A]:
         """The answers of those that answered; others are taken note of."""
         context = self._context
         if context.stop.is_set():
-            raise Stopped
+            raise StopRequested
 
-        def one(member: Member) -> A | Gone | Refused:
+        def one(
+            member: PeerRecord,
+        ) -> A | UnreachableProcessError | RefusedRequestError:
             try:
                 return context.caller.ask(member.address, question, seconds=seconds)
-            except (Gone, Refused) as error:
+            except (UnreachableProcessError, RefusedRequestError) as error:
                 return error
 
         with ThreadPoolExecutor(max(1, len(members))) as pool:
             answers = [*pool.map(one, members)]
         found: dict[str, A] = {}
         for member, answer in zip(members, answers, strict=True):
-            if isinstance(answer, Gone | Refused):
+            if isinstance(answer, UnreachableProcessError | RefusedRequestError):
                 self._failed(stage, member, question.kind, answer)
             else:
                 found[member.name] = answer
         return found
 
     def _failed(
-        self, stage: int, member: Member, kind: str, error: Gone | Refused
+        self,
+        stage: int,
+        member: PeerRecord,
+        kind: str,
+        error: UnreachableProcessError | RefusedRequestError,
     ) -> None:
         context = self._context
         with context.lock:
             context.counts.failed += 1
-            context.counts.late += isinstance(error, Gone) and error.late
-            context.counts.refused += isinstance(error, Refused)
+            context.counts.late += (
+                isinstance(error, UnreachableProcessError) and error.late
+            )
+            context.counts.refused += isinstance(error, RefusedRequestError)
         self._failures[stage] = f"{member.name}: {error}"
-        if isinstance(error, Gone) or error.code in ("stale", "failed", "answer"):
-            if isinstance(error, Gone):
+        if isinstance(error, UnreachableProcessError) or error.code in (
+            "stale",
+            "failed",
+            "answer",
+        ):
+            if isinstance(error, UnreachableProcessError):
                 context.caller.forget(member.address)
             context.fleet.failed(member, FORWARD_TASK, context.call_seconds, ban=True)
             if kind == "sum":
                 context.lose(member, str(error))
-            if not isinstance(error, Gone):
+            if not isinstance(error, UnreachableProcessError):
                 context.fleet.drop(member.name)
                 context.tell("failed", peer=member.name, why=str(error))
                 if error.code == "failed":
@@ -264,7 +281,7 @@ class Commit:
     ) -> dict[int, np.ndarray]:
         """A round of the update; what the stage tells all others."""
         for _ in range(MOST_ATTEMPTS):
-            answers: dict[str, Told] = {}
+            answers: dict[str, StageValues] = {}
             for before in range(level + 1):
                 answers = self._updated(stage, before, sums)
                 if not answers:
@@ -280,11 +297,11 @@ class Commit:
 
     def _updated(
         self, stage: int, level: int, sums: Sequence[np.ndarray]
-    ) -> dict[str, Told]:
+    ) -> dict[str, StageValues]:
         heard: dict[int, np.ndarray] = {}
         for earlier in self._heard[:level]:
             heard.update(earlier)
-        question = Update(
+        question = UpdateStage(
             **self._context.at(),
             stage=stage,
             round=self._rounds[stage],
@@ -308,10 +325,12 @@ class Commit:
                 del found[member.name]
                 why = f"{member.name} told other numbers than the update of stage "
                 why += f"{stage} gives"
-                self._failed(stage, member, "update", Refused("answer", why))
+                self._failed(
+                    stage, member, "update", RefusedRequestError("answer", why)
+                )
         return found
 
-    def _is_whole(self, stage: int, level: int, answer: Told) -> bool:
+    def _is_whole(self, stage: int, level: int, answer: StageValues) -> bool:
         """Whether an answer has the numbers that a stage tells all others."""
         cut = self._context.cut
         wanted = [cut.update.steps.avals[n] for n in cut.broadcast_values(level, stage)]
@@ -320,7 +339,7 @@ class Commit:
         return named and sent == [(tuple(a.shape), a.dtype) for a in wanted]
 
     def _majority_values(
-        self, stage: int, level: int, answers: Mapping[str, Told]
+        self, stage: int, level: int, answers: Mapping[str, StageValues]
     ) -> dict[int, np.ndarray]:
         """Returns the answers of the majority; peers that differ from it are out of
         sync.

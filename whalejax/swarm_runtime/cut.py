@@ -5,7 +5,7 @@ with those of the others. The cut is that of an ordinary plan with stages; what 
 made for one device, from the same traces as the executor of stages with programs of
 their own.
 
-The module is long because ``Cut`` makes every program of a stage from the same traces.
+The module is long because ``StagedJob`` makes every program of a stage from the same traces.
 """
 
 from __future__ import annotations
@@ -43,8 +43,12 @@ from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.multihost.fingerprints import fingerprint
-from whalejax.lowering.pipeline_mpmd.stage_trace import Facts, TracedPlace, place_of
-from whalejax.lowering.pipeline_mpmd.update_split import Parting
+from whalejax.lowering.pipeline_mpmd.stage_trace import (
+    PipelineFacts,
+    TracedVirtualStage,
+    place_of,
+)
+from whalejax.lowering.pipeline_mpmd.update_split import UpdatePartition
 from whalejax.lowering.runner import (
     abstract_state,
     finished,
@@ -75,7 +79,7 @@ EVERY = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loose(Program):
+class UnshardedProgram(Program):
     """A program on one device, which lays out nothing."""
 
     def constrain(
@@ -85,7 +89,7 @@ class Loose(Program):
         return list(leaves)
 
 
-class Cut:
+class StagedJob:
     """A job in stages.
 
     Attributes:
@@ -155,7 +159,7 @@ class Cut:
         self.division = _division(self.plan, self.captured, stages)
         self.origin = Origin(self.adapter)
         self.device = jax.local_devices()[0]
-        self.program = Loose(
+        self.program = UnshardedProgram(
             plan=self.plan,
             captured=self.captured,
             adapter=self.captured.adapter,
@@ -437,9 +441,9 @@ class Cut:
         )
 
     @functools.cache  # noqa: B019 A cut lives as long as its process.
-    def place(self, stage: int) -> TracedPlace:
+    def place(self, stage: int) -> TracedVirtualStage:
         """A stage's part, traced with its backward pass."""
-        facts = Facts(
+        facts = PipelineFacts(
             units=self.division.units,
             avals=self.avals,
             flows=self.flows,
@@ -518,7 +522,7 @@ class Cut:
         return sums
 
     @functools.cached_property
-    def update(self) -> Update:
+    def update(self) -> StagedUpdate:
         """The end of a step, in the parts that stages run."""
         state = self.abstract
         gradients = [jax.eval_shape(wide, x) for x in jax.tree.leaves(state.params)]
@@ -538,18 +542,18 @@ class Cut:
         own = [self.owner(n) for n in range(self.params)]
         steps = Steps.of(jax.make_jaxpr(finish)(*flat))
         outputs = [n for n in range(len(owners)) if n not in rest]
-        parting = Parting(
+        parting = UpdatePartition(
             steps,
             [*owners, *told, *own],
             [owners[n] for n in outputs],
             stages=self.stages,
             few_rounds=True,
         )
-        return Update(steps=steps, parting=parting, outputs=tuple(outputs))
+        return StagedUpdate(steps=steps, parting=parting, outputs=tuple(outputs))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update:
+class StagedUpdate:
     """The end of a step over the arrays of all stages.
 
     Attributes:
@@ -559,7 +563,7 @@ class Update:
     """
 
     steps: Steps
-    parting: Parting
+    parting: UpdatePartition
     outputs: tuple[int, ...]
 
     @functools.cached_property

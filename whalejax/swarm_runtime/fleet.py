@@ -16,13 +16,13 @@ from typing import Protocol
 
 from whalejax.swarm.deadlines import MOST_PAUSE_SECONDS, PAUSE_SECONDS
 from whalejax.swarm.wiring import StageWiring
-from whalejax.swarm_runtime.registry import Member
+from whalejax.swarm_runtime.registry import PeerRecord
 
 
-class Announced(Protocol):
+class PeerDirectory(Protocol):
     """Knows who has announced itself; a registry, or what one has told."""
 
-    def members(self, now: float) -> list[Member]:
+    def members(self, now: float) -> list[PeerRecord]:
         """Returns the peers whose leases hold."""
         ...
 
@@ -32,7 +32,7 @@ class Fleet:
 
     def __init__(
         self,
-        registry: Announced,
+        registry: PeerDirectory,
         stages: int,
         *,
         seed: int = 0,
@@ -59,11 +59,11 @@ class Fleet:
         """Seconds."""
         return self._clock()
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[PeerRecord]:
         """All whose leases hold."""
         return self._registry.members(self._clock())
 
-    def synced(self, stage: int | None = None) -> list[Member]:
+    def synced(self, stage: int | None = None) -> list[PeerRecord]:
         """Returns the peers that hold the state of the step, of a stage or of all."""
         with self._lock:
             return [
@@ -73,14 +73,14 @@ class Fleet:
                 and stage in (None, m.stage)
             ]
 
-    def has(self, member: Member) -> bool:
+    def has(self, member: PeerRecord) -> bool:
         """Whether a peer holds the state and may be asked, in the same stage."""
         return any(
             (m.name, m.incarnation) == (member.name, member.incarnation)
             for m in self.usable(member.stage)
         )
 
-    def usable(self, stage: int | None = None) -> list[Member]:
+    def usable(self, stage: int | None = None) -> list[PeerRecord]:
         """Returns the synced peers that have not failed since they last were heard
         from.
         """
@@ -90,7 +90,7 @@ class Fleet:
             open_ = {p for wiring in self._wirings for p in wiring.peers(now)}
             return [m for m in self.synced(stage) if m.name in open_]
 
-    def add(self, member: Member) -> None:
+    def add(self, member: PeerRecord) -> None:
         """A peer holds the state of the step from now on."""
         with self._lock:
             self._synced[member.name] = member.stage, member.incarnation
@@ -110,7 +110,7 @@ class Fleet:
 
     def choose(
         self, stage: int, task: float, avoid: Collection[str] = ()
-    ) -> Member | None:
+    ) -> PeerRecord | None:
         """The peer for the next call of a stage; none where there is none.
 
         Args:
@@ -124,7 +124,7 @@ class Fleet:
             found = {m.name: m for m in self.synced(stage)}
             return None if name is None else found.get(name)
 
-    def completed(self, member: Member, task: float, seconds: float) -> None:
+    def completed(self, member: PeerRecord, task: float, seconds: float) -> None:
         """A call was answered; see ``StageWiring.completed``."""
         with self._lock:
             self._wirings[member.stage].completed(
@@ -135,7 +135,9 @@ class Fleet:
                 incarnation=member.incarnation,
             )
 
-    def failed(self, member: Member, task: float, seconds: float, *, ban: bool) -> None:
+    def failed(
+        self, member: PeerRecord, task: float, seconds: float, *, ban: bool
+    ) -> None:
         """A call failed; see ``StageWiring.failed``."""
         with self._lock:
             self._refresh()  # It may be one that was never asked.
@@ -152,7 +154,7 @@ class Fleet:
                 incarnation=member.incarnation,
             )
 
-    def seconds_per_task(self, member: Member) -> float | None:
+    def seconds_per_task(self, member: PeerRecord) -> float | None:
         """Measured seconds of a forward at a peer, queue and wire included."""
         with self._lock:
             return self._wirings[member.stage].seconds_per_task(member.name)
@@ -166,7 +168,7 @@ class Fleet:
 
     # Links between peers.
 
-    def culprit(self, reporter: Member, blamed: Member) -> Member | None:
+    def culprit(self, reporter: PeerRecord, blamed: PeerRecord) -> PeerRecord | None:
         """Returns the peer at fault where one cannot reach another that answers here.
 
         Whoever had failed transfers with several others; of two that had none before,
@@ -194,7 +196,7 @@ class Fleet:
                 return blamed if alone[0] else reporter
             return blamed if counts[1] > counts[0] else reporter
 
-    def is_first_delay(self, reporter: Member, blamed: Member) -> bool:
+    def is_first_delay(self, reporter: PeerRecord, blamed: PeerRecord) -> bool:
         """Whether one peer waits too long for another for the first time."""
         pair = reporter.name, blamed.name
         with self._lock:
@@ -202,7 +204,7 @@ class Fleet:
             self._delays.add(pair)
             return not known
 
-    def substitutes(self, stage: int, names: Collection[str]) -> list[Member]:
+    def substitutes(self, stage: int, names: Collection[str]) -> list[PeerRecord]:
         """Returns the peers that can serve a stage in place of others, also
         by a move.
         """
@@ -215,7 +217,7 @@ class Fleet:
 
     # Peers to be left alone.
 
-    def pause(self, member: Member, least: float = PAUSE_SECONDS) -> None:
+    def pause(self, member: PeerRecord, least: float = PAUSE_SECONDS) -> None:
         """A peer failed: it is not given the state for a while, longer each time.
 
         Args:
@@ -228,7 +230,7 @@ class Fleet:
             seconds = min(max(2 * before, least), MOST_PAUSE_SECONDS)
             self._pauses[key] = now + seconds, seconds
 
-    def is_paused(self, member: Member) -> bool:
+    def is_paused(self, member: PeerRecord) -> bool:
         """Whether it is left alone still, or has not been heard of since it failed."""
         key = member.name, member.incarnation
         with self._lock:
@@ -236,7 +238,7 @@ class Fleet:
             silent = member.expires <= self._silent.get(key, -math.inf)
             return silent or self._clock() < until
 
-    def end_pause(self, member: Member) -> None:
+    def end_pause(self, member: PeerRecord) -> None:
         """A peer has done well: its next failure is its first."""
         with self._lock:
             self._pauses.pop((member.name, member.incarnation), None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from whalejax.swarm.rebalancing import MoveCost, PeerLoad, Rebalancer, Rule
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
-from whalejax.swarm_runtime.registry import Member
+from whalejax.swarm_runtime.registry import PeerRecord
 
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ RETRY_SECONDS: Final = 1.0
 """After which peers are looked at again, where not all have been measured."""
 
 
-class Mover:
+class StageMover:
     """Looks at the peers every so often, and moves one where that pays."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Mover:
             trainer.move({m.name: m for m in usable}[move.peer], move.target)
 
 
-def loads_of(trainer: Trainer, members: Sequence[Member]) -> list[PeerLoad] | None:
+def loads_of(trainer: Trainer, members: Sequence[PeerRecord]) -> list[PeerLoad] | None:
     """Returns the measured loads of peers; None where one has not been measured yet.
 
     Of a peer in another stage than its own, the time is taken to differ as the stages'

@@ -6,7 +6,7 @@ is. Where one peer cannot reach another, the trainer asks the other itself befor
 believes that.
 
 The module is long because what a lost peer made can be asked for at any point of the
-way: split, the parts would share all of ``Passage``'s state.
+way: split, the parts would share all of ``MicroBatchRoute``'s state.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import MOST_PAUSE_SECONDS
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.cut import StagedJob
 from whalejax.swarm_runtime.fleet import Fleet
-from whalejax.swarm_runtime.registry import Member
+from whalejax.swarm_runtime.registry import PeerRecord
 from whalejax.swarm_runtime.wire import coding
-from whalejax.wire.service import Address, Caller, Gone, Refused
-from whalejax.wire.swarm_messages import Backward, Forward, MadeBy, Ping, Receipt
+from whalejax.wire.service import (
+    Address,
+    Caller,
+    RefusedRequestError,
+    UnreachableProcessError,
+)
+from whalejax.wire.swarm_messages import BackwardCall, Forward, MadeBy, Ping, Receipt
 
 
 MOST_ATTEMPTS: Final = 100
@@ -45,7 +50,7 @@ class StageLost(Exception):
         self.stage = stage
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """The process was asked to end."""
 
 
@@ -94,7 +99,7 @@ class StepContext:
         stop: set where the step is to end at once.
     """
 
-    cut: Cut
+    cut: StagedJob
     fleet: Fleet
     caller: Caller
     ledger: Ledger
@@ -120,7 +125,7 @@ class StepContext:
         """Run, generation and step, as every question names them."""
         return {"run": self.run, "generation": self.generation, "step": self.step}
 
-    def lose(self, member: Member, why: str) -> None:
+    def lose(self, member: PeerRecord, why: str) -> None:
         """A peer did not answer: what it held is to be computed again."""
         with self.lock:
             lost = self.ledger.lost_with(member.name, member.incarnation)
@@ -138,14 +143,14 @@ class StepContext:
             why = "its lease ended, it failed or it moved"
             self.tell("lost", peer=name, why=why, parts=len(parts))
 
-    def member(self, name: str) -> Member | None:
+    def member(self, name: str) -> PeerRecord | None:
         """A peer by its name; none where its lease has ended."""
         return next((m for m in self.fleet.members() if m.name == name), None)
 
     def unreached(
         self,
-        reporter: Member,
-        blamed: Member,
+        reporter: PeerRecord,
+        blamed: PeerRecord,
         why: str,
         *,
         loses: bool = True,
@@ -164,7 +169,7 @@ class StepContext:
         try:
             seconds = min(PING_SECONDS, self.call_seconds)
             self.caller.ask(blamed.address, Ping(), seconds=seconds)
-        except (Gone, Refused):
+        except (UnreachableProcessError, RefusedRequestError):
             fleet.failed(blamed, FORWARD_TASK, 0.0, ban=True)
         else:
             first = late and fleet.is_first_delay(reporter, blamed)
@@ -180,7 +185,7 @@ class StepContext:
         if loses:
             self.lose(culprit, why)
 
-    def overflow(self, stage: int, member: Member, why: str) -> None:
+    def overflow(self, stage: int, member: PeerRecord, why: str) -> None:
         """A sum or a state is not finite; a second peer that says so ends the run.
 
         Raises:
@@ -203,7 +208,7 @@ class StepContext:
         self.lose(member, why)
 
     def broken(
-        self, what: str, stage: int, number: int, member: Member, why: str
+        self, what: str, stage: int, number: int, member: PeerRecord, why: str
     ) -> None:
         """A peer raised an error of its own; where all that serve do, the run ends.
 
@@ -269,7 +274,7 @@ class StepContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class StageResult:
     """Holders of a stage's result for a micro-batch.
 
     Attributes:
@@ -278,12 +283,12 @@ class Made:
         lost: by the wire's format, as a part of the squares of what was made.
     """
 
-    member: Member
+    member: PeerRecord
     attempt: int
     lost: float = 0.0
 
 
-class Passage:
+class MicroBatchRoute:
     """One micro-batch of one step.
 
     Attributes:
@@ -294,8 +299,8 @@ class Passage:
     def __init__(self, context: StepContext, number: int) -> None:
         """Nothing is made yet."""
         self._context, self._number = context, number
-        self._forward: dict[int, Made] = {}
-        self.backward: dict[int, Made] = {}
+        self._forward: dict[int, StageResult] = {}
+        self.backward: dict[int, StageResult] = {}
         self._attempts = 0
         self._tried: Counter[tuple[int, Phase]] = Counter()
         self._failure = "no peer could be asked"
@@ -368,7 +373,7 @@ class Passage:
 
         Args:
             trainer: its name.
-            made: Results by stage and phase, as in ``made``.
+            made: Results by stage and phase, as in ``results``.
             sums: total, weight and metrics of the loss.
             attempts: Attempts that the other trainer may have made.
 
@@ -380,7 +385,7 @@ class Passage:
         wanted += [(str(Phase.FORWARD), s) for s in stages[:-1]]
         named = sorted((one[0], one[1]) for one in made)
         if named != sorted(wanted) or any(one[4] not in attempts for one in made):
-            raise Refused(
+            raise RefusedRequestError(
                 "answer",
                 f"{trainer} sent what is no result of micro-batch {self._number}, of "
                 f"{len(stages)} stages and attempts {attempts.start} to "
@@ -394,7 +399,7 @@ class Passage:
                 member = members.get((name, incarnation))
                 if member is None or member.stage != stage:
                     continue
-                one = Made(member=member, attempt=number, lost=lost)
+                one = StageResult(member=member, attempt=number, lost=lost)
                 if phase == Phase.FORWARD:
                     self._forward[stage] = one
                     continue
@@ -414,7 +419,7 @@ class Passage:
 
     # What is there, or is made.
 
-    def need_forward(self, stage: int) -> Made:
+    def need_forward(self, stage: int) -> StageResult:
         """Returns the forward result of a stage, computed again where it was lost."""
         while True:
             made = self._forward.get(stage)
@@ -425,7 +430,7 @@ class Passage:
             if found is not None:
                 self._forward[stage] = found
 
-    def need_backward(self, stage: int) -> Made:
+    def need_backward(self, stage: int) -> StageResult:
         """The gradient of a stage, and what it hands back."""
         context = self._context
         while True:
@@ -441,11 +446,11 @@ class Passage:
             if found is not None:
                 self.backward[stage] = found
 
-    def _ask(self, stage: int, phase: Phase) -> Made | None:
+    def _ask(self, stage: int, phase: Phase) -> StageResult | None:
         """One attempt; none where it failed."""
         context = self._context
         if context.stop.is_set():
-            raise Stopped
+            raise StopRequested
         self._attempts += 1
         self._tried[stage, phase] += 1
         if self._tried[stage, phase] > MOST_ATTEMPTS:
@@ -456,7 +461,7 @@ class Passage:
                 f"another for stage {stage}: whalejax swarm join, with --stage"
             )
         sources = [(s, self.need_forward(s)) for s in context.cut.sources(stage)]
-        sinks: list[tuple[int, Made]] = []
+        sinks: list[tuple[int, StageResult]] = []
         if phase is Phase.BACKWARD:
             sinks = [(s, self.need_backward(s)) for s in context.cut.sinks(stage)]
         task = BACKWARD_TASK if phase is Phase.BACKWARD else FORWARD_TASK
@@ -477,7 +482,9 @@ class Passage:
             "sources": [_source_fields(s, made) for s, made in sources],
         }
         question = (
-            Backward(**call, cotangents=[_source_fields(s, made) for s, made in sinks])
+            BackwardCall(
+                **call, cotangents=[_source_fields(s, made) for s, made in sinks]
+            )
             if phase is Phase.BACKWARD
             else Forward(**call)
         )
@@ -486,14 +493,14 @@ class Passage:
             answer: Receipt = context.caller.ask(
                 member.address, question, seconds=context.call_seconds
             )
-        except (Gone, Refused) as error:
+        except (UnreachableProcessError, RefusedRequestError) as error:
             self._failed(stage, phase, member, attempt, error, begun, task)
             return None
         context.fleet.completed(member, task, context.fleet.now() - begun)
-        made = Made(member=member, attempt=number, lost=answer.lost)
+        made = StageResult(member=member, attempt=number, lost=answer.lost)
         return self._record_answer(stage, phase, made, attempt, answer.arrays)
 
-    def _begin(self, stage: int, phase: Phase, member: Member) -> Attempt | None:
+    def _begin(self, stage: int, phase: Phase, member: PeerRecord) -> Attempt | None:
         """Note an attempt. What forward makes is no gradient and may be made twice."""
         context = self._context
         with context.lock:
@@ -509,17 +516,17 @@ class Passage:
         self,
         stage: int,
         phase: Phase,
-        made: Made,
+        made: StageResult,
         attempt: Attempt | None,
         arrays: tuple[Any, ...],
-    ) -> Made | None:
+    ) -> StageResult | None:
         context, member = self._context, made.member
         last = stage == context.cut.stages - 1
         if phase is Phase.BACKWARD and last:
             wanted = context.cut.flat_sums
             try:
                 self.sums = tuple(coding.decoded(arrays, wanted, "f32", member.name))
-            except Refused as error:
+            except RefusedRequestError as error:
                 self._failure = error.why
                 context.fleet.failed(member, BACKWARD_TASK, 0.0, ban=True)
                 if error.code == "not finite":
@@ -542,25 +549,27 @@ class Passage:
         self,
         stage: int,
         phase: Phase,
-        member: Member,
+        member: PeerRecord,
         attempt: Attempt | None,
-        error: Gone | Refused,
+        error: UnreachableProcessError | RefusedRequestError,
         begun: float,
         task: float,
     ) -> None:
         """Take note of who is at fault, so that the next attempt goes elsewhere."""
         context, fleet = self._context, self._context.fleet
         if context.stop.is_set():
-            raise Stopped  # The step may be over: nobody is to blame.
+            raise StopRequested  # The step may be over: nobody is to blame.
         seconds = fleet.now() - begun
         self._failure = f"{member.name}: {error}"
         with context.lock:
             if attempt is not None:
                 context.ledger.give_up(attempt)
             context.counts.failed += 1
-            context.counts.late += isinstance(error, Gone) and error.late
-            context.counts.refused += isinstance(error, Refused)
-        if isinstance(error, Gone):
+            context.counts.late += (
+                isinstance(error, UnreachableProcessError) and error.late
+            )
+            context.counts.refused += isinstance(error, RefusedRequestError)
+        if isinstance(error, UnreachableProcessError):
             context.caller.forget(member.address)
             fleet.failed(member, task, seconds, ban=True)
             context.lose(member, str(error))
@@ -587,7 +596,7 @@ class Passage:
         if other:
             self._blamed(member, error)
 
-    def _cut_off(self, member: Member, why: str) -> None:
+    def _cut_off(self, member: PeerRecord, why: str) -> None:
         """A peer does not reach the trainer; it is dropped where it has mates."""
         context = self._context
         context.tell("failed", peer=member.name, why=why)
@@ -596,7 +605,7 @@ class Passage:
             context.fleet.pause(member)
             context.lose(member, why)
 
-    def _blamed(self, reporter: Member, error: Refused) -> None:
+    def _blamed(self, reporter: PeerRecord, error: RefusedRequestError) -> None:
         """Another peer did not give what it was asked for."""
         context = self._context
         found = self._made_by(error.blame)
@@ -615,7 +624,7 @@ class Passage:
         if error.code == "shape":
             context.tell("refused", peer=error.blame, why=error.why)
 
-    def _made_by(self, name: str) -> tuple[int, Phase, Made] | None:
+    def _made_by(self, name: str) -> tuple[int, Phase, StageResult] | None:
         """Returns stage, phase and holder of a peer's result for this micro-batch, or
         None.
         """
@@ -629,6 +638,6 @@ class Passage:
         return None
 
 
-def _source_fields(stage: int, made: Made) -> tuple[int, str, Address, int]:
+def _source_fields(stage: int, made: StageResult) -> tuple[int, str, Address, int]:
     member = made.member
     return stage, member.name, member.address, made.attempt

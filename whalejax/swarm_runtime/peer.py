@@ -15,21 +15,28 @@ from typing import Final
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import LEASE_SECONDS
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.cut import StagedJob
 from whalejax.swarm_runtime.registry import ANY, facts_of
 from whalejax.swarm_runtime.wire.registering import taken_in, told_address
 from whalejax.swarm_runtime.worker import Worker
 from whalejax.swarm_runtime.working.holding import Hook
 from whalejax.wire.connection import listen
 from whalejax.wire.keys import Key
-from whalejax.wire.service import Address, Caller, Gone, Handlers, Refused, Service
+from whalejax.wire.service import (
+    Address,
+    Caller,
+    Handlers,
+    RefusedRequestError,
+    Service,
+    UnreachableProcessError,
+)
 from whalejax.wire.swarm_messages import (
     Announce,
     Join,
-    Move,
-    Moved,
-    Stop,
+    MovePeer,
+    PeerMoved,
     StopHeard,
+    StopPeer,
 )
 
 
@@ -60,7 +67,7 @@ class Peer:
 
     def __init__(
         self,
-        cut: Cut,
+        cut: StagedJob,
         key: Key,
         registry: Address,
         *,
@@ -107,8 +114,8 @@ class Peer:
         )
         handlers: Handlers = {
             **self.worker.handlers,
-            Move: self._move,
-            Stop: self._stop,
+            MovePeer: self._move,
+            StopPeer: self._stop,
         }
         try:
             listening = listen(host, port)
@@ -187,17 +194,17 @@ class Peer:
         self._incarnation = answer.incarnation
         self.worker.enter(answer.run)
 
-    def _move(self, asked: Move) -> Moved:
+    def _move(self, asked: MovePeer) -> PeerMoved:
         """Serve another stage; answered when its programs are compiled."""
         stage = asked.stage
         if not 0 <= stage < self._cut.stages:
-            raise Refused("stale", f"there is no stage {stage}")
+            raise RefusedRequestError("stale", f"there is no stage {stage}")
         self.worker.serve(stage)
         self._wanted = stage
         self._try_to_announce()
-        return Moved(stage=stage)
+        return PeerMoved(stage=stage)
 
-    def _stop(self, asked: Stop) -> StopHeard:
+    def _stop(self, asked: StopPeer) -> StopHeard:
         self._end(asked.why or "the run is over", asked.failed)
         return StopHeard()
 
@@ -240,9 +247,9 @@ class Peer:
     def _try_to_announce(self) -> None:
         try:
             self._announce()
-        except Gone:
+        except UnreachableProcessError:
             return  # Mates and the trainer may still need what it holds.
-        except Refused as error:
+        except RefusedRequestError as error:
             self.refused = error.why
             return
         self._heard_at, self.refused = time.monotonic(), ""
@@ -276,5 +283,5 @@ class Peer:
         else:
             try:
                 self._join_once()
-            except Refused as error:
+            except RefusedRequestError as error:
                 self._end(error.why, failed=True)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 from whalejax.membership.lease import Lease
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.rebalancing import PeerLoad, newcomer_stage
-from whalejax.wire.service import Address, Refused
+from whalejax.wire.service import Address, RefusedRequestError
 
 
 if TYPE_CHECKING:
-    from whalejax.swarm_runtime.cut import Cut
+    from whalejax.swarm_runtime.cut import StagedJob
 
 
 ANY: Final = -1
@@ -30,7 +30,7 @@ Reach = Callable[[Address], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class PeerRecord:
     """A peer, as it last announced itself.
 
     Attributes:
@@ -62,7 +62,7 @@ class Member:
     incarnation: int = 1
 
 
-def facts_of(cut: Cut, wire: str, sum_wire: str) -> dict[str, str]:
+def facts_of(cut: StagedJob, wire: str, sum_wire: str) -> dict[str, str]:
     """Returns the facts that must be equal in all processes of a swarm.
 
     Args:
@@ -103,7 +103,7 @@ class Registry:
         self.lease: Lease[str] = Lease(lease_seconds, longest_turn)
         self._reach = reach
         self._lock = threading.Lock()
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, PeerRecord] = {}
         self._joins: dict[str, int] = {}
         self._freed: set[str] = set()
 
@@ -124,20 +124,20 @@ class Registry:
         """
         self.check(f"peer {name}", facts)
         if stage != ANY and not 0 <= stage < self.stages:
-            raise Refused(
+            raise RefusedRequestError(
                 "failed",
                 f"peer {name} asks for stage {stage}; there are stages 0 to "
                 f"{self.stages - 1}. Give --stage one of them, or leave it out",
             )
         if why := self._reach(address):
-            raise Refused(
+            raise RefusedRequestError(
                 "failed",
                 f"peer {name} says that it listens at {address[0]}:{address[1]}, which "
                 f"cannot be reached from here ({why}). Give --host an address of that "
                 "machine that others reach, and open its port",
             )
 
-    def join(self, name: str, address: Address, stage: int, now: float) -> Member:
+    def join(self, name: str, address: Address, stage: int, now: float) -> PeerRecord:
         """Take a peer in that was admitted, and choose its stage.
 
         Args:
@@ -152,7 +152,7 @@ class Registry:
                 stage = newcomer_stage(self._loads(), self.stages)
             self.lease.renew(name, now)
             self._joins[name] = self._joins.get(name, 0) + 1
-            member = Member(
+            member = PeerRecord(
                 name=name,
                 address=address,
                 stage=stage,
@@ -175,19 +175,19 @@ class Registry:
             if facts.get(key) != value
         ]
         if differing:
-            raise Refused(
+            raise RefusedRequestError(
                 "failed",
                 f"{who} differs: {'; '.join(differing)}. Run the same code, "
                 "options and versions in all processes",
             )
 
-    def announce(self, name: str, now: float, **told: Any) -> Member | None:
+    def announce(self, name: str, now: float, **told: Any) -> PeerRecord | None:
         """Renew a lease; none where the peer is not known any more.
 
         Args:
             name: Name of the peer.
             now: seconds.
-            told: other attributes of ``Member``, as they are now.
+            told: other attributes of ``PeerRecord``, as they are now.
         """
         with self._lock:
             known = self._members.get(name)
@@ -199,7 +199,7 @@ class Registry:
             self._members[name] = found
             return found
 
-    def members(self, now: float) -> list[Member]:
+    def members(self, now: float) -> list[PeerRecord]:
         """Returns the peers whose leases hold, by name."""
         with self._lock:
             self._expire(now)

@@ -19,11 +19,11 @@ from whalejax.journals.journal import JournalLines, read
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.resume import hold_folder
 from whalejax.swarm_runtime.checkpoints import Checkpoints
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.cut import StagedJob
 from whalejax.swarm_runtime.leading.state import Settings, Snapshot, Tell
-from whalejax.swarm_runtime.moving import PERIOD_SECONDS, Mover
+from whalejax.swarm_runtime.moving import PERIOD_SECONDS, StageMover
 from whalejax.swarm_runtime.peer import Peer
-from whalejax.swarm_runtime.serving import Serving
+from whalejax.swarm_runtime.serving import RegistryServer
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.run_messages import Report
 
@@ -37,7 +37,7 @@ _FOLDER: Final = "swarm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SwarmRunPaths:
     """Folder and address of a run.
 
     Attributes:
@@ -64,7 +64,7 @@ class Place:
     rebalance_seconds: float = PERIOD_SECONDS
 
 
-class Run:
+class SwarmRun:
     """A run that is led by this process.
 
     Attributes:
@@ -74,8 +74,8 @@ class Run:
 
     def __init__(
         self,
-        cut: Cut,
-        place: Place,
+        cut: StagedJob,
+        place: SwarmRunPaths,
         settings: Settings,
         tell: Tell,
         *,
@@ -124,7 +124,7 @@ class Run:
             place.keep,
             self._tell_saved,
         )
-        self.serving = Serving(
+        self.serving = RegistryServer(
             cut,
             key,
             settings,
@@ -139,7 +139,7 @@ class Run:
             snapshot=snapshot,
             generation=generation,
             on_snapshot=self._save,
-            rebalance=Mover(cut.stages, period=place.rebalance_seconds),
+            rebalance=StageMover(cut.stages, period=place.rebalance_seconds),
         )
         self._key = key
         self.peers: list[Peer] = []

@@ -14,33 +14,40 @@ from whalejax.distributed.launch_env import reached_host
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.ledger import Write
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.cut import StagedJob
 from whalejax.swarm_runtime.leading.state import Settings, Snapshot, Tell
-from whalejax.swarm_runtime.registry import Member, Registry, facts_of
+from whalejax.swarm_runtime.registry import PeerRecord, Registry, facts_of
 from whalejax.swarm_runtime.trainer import Trainer, as_told
 from whalejax.wire.connection import listen
 from whalejax.wire.keys import Key
 from whalejax.wire.messages import A, Question
-from whalejax.wire.service import Address, Caller, Gone, Handlers, Refused, Service
+from whalejax.wire.service import (
+    Address,
+    Caller,
+    Handlers,
+    RefusedRequestError,
+    Service,
+    UnreachableProcessError,
+)
 from whalejax.wire.swarm_messages import (
     Announce,
+    AnnouncementReceived,
     AskTerms,
     Batch,
-    Enlist,
-    Enlisted,
+    EnlistTrainer,
     FetchState,
-    Heard,
     Join,
     Led,
+    PeerWelcome,
     Ping,
     Pong,
     Reach,
-    Show,
-    Shown,
-    Stop,
+    ShowSwarm,
+    StopPeer,
+    SwarmStatus,
     Take,
     Terms,
-    Welcome,
+    TrainerEnlisted,
 )
 
 
@@ -58,7 +65,7 @@ _MOST_THREADS: Final = 64
 _MOST_WORDS: Final = 2000
 
 
-class Serving:
+class RegistryServer:
     """A registry and a trainer that answer at one address.
 
     Attributes:
@@ -69,7 +76,7 @@ class Serving:
 
     def __init__(
         self,
-        cut: Cut,
+        cut: StagedJob,
         key: Key,
         settings: Settings,
         *,
@@ -142,10 +149,10 @@ class Serving:
             FetchState: self.trainer.give_state,
             Join: self._join,
             Announce: self._announce,
-            Enlist: self._enlist,
+            EnlistTrainer: self._enlist,
             Take: self.trainer.sharing.give,
             Led: self.trainer.sharing.take_in,
-            Show: self._show,
+            ShowSwarm: self._show,
             AskTerms: self._terms,
         }
 
@@ -171,7 +178,7 @@ class Serving:
         members = self.registry.members(time.monotonic())
         addresses = [m.address for m in members]
         addresses += self.trainer.sharing.addresses()
-        self._all(addresses, Stop(why=why, failed=failed), REACH_SECONDS)
+        self._all(addresses, StopPeer(why=why, failed=failed), REACH_SECONDS)
 
     def _all(
         self,
@@ -184,7 +191,7 @@ class Serving:
         def one(address: Address) -> A | None:
             try:
                 return self._caller.ask(address, question, seconds=seconds)
-            except (Gone, Refused):
+            except (UnreachableProcessError, RefusedRequestError):
                 return None
 
         with ThreadPoolExecutor(max(1, min(len(addresses), _MOST_THREADS))) as pool:
@@ -211,11 +218,11 @@ class Serving:
         """Why a process does not answer; empty where it does."""
         try:
             self._caller.ask(address, Ping(), seconds=REACH_SECONDS)
-        except (Gone, Refused) as error:
+        except (UnreachableProcessError, RefusedRequestError) as error:
             return str(error)
         return ""
 
-    def _neighbours(self, address: Address) -> list[Member]:
+    def _neighbours(self, address: Address) -> list[PeerRecord]:
         """Some peers of each stage, with which a newcomer exchanges tensors."""
         members = self.registry.members(time.monotonic())
         others = [m for m in members if m.address != address]
@@ -231,7 +238,7 @@ class Serving:
         self,
         what: str,
         address: Address,
-        others: Sequence[Member],
+        others: Sequence[PeerRecord],
         outward: Mapping[str, str],
     ) -> None:
         """Refuse a newcomer that most others do not reach, or that reaches not them.
@@ -266,38 +273,38 @@ class Serving:
         if 2 * len(problems) <= len(there):
             self._tell("note", why=f"{text}. What they exchange is computed elsewhere")
             return
-        raise Refused(
+        raise RefusedRequestError(
             "failed",
             f"{text}. Peers take tensors from each other and from trainers: give "
             "--host an address of that machine that all machines of the swarm reach, "
             "and open its port",
         )
 
-    def _join(self, asked: Join) -> Welcome:
+    def _join(self, asked: Join) -> PeerWelcome:
         name, stage, address = asked.name, asked.stage, asked.address
         self.registry.admit(name, address, stage, asked.facts)
         # That may have taken longer than a lease.
         member = self.registry.join(name, address, stage, time.monotonic())
-        return Welcome(
+        return PeerWelcome(
             stage=member.stage,
             incarnation=member.incarnation,
             run=self.trainer.run_id,
         )
 
-    def _announce(self, asked: Announce) -> Heard:
+    def _announce(self, asked: Announce) -> AnnouncementReceived:
         told = asked.fields
         name = told.pop("name")
         if self.registry.is_free(name):
-            return Heard(known=False, free=True)
+            return AnnouncementReceived(known=False, free=True)
         found = self.registry.announce(name, time.monotonic(), **told)
-        return Heard(known=found is not None, free=False)
+        return AnnouncementReceived(known=found is not None, free=False)
 
-    def _enlist(self, asked: Enlist) -> Enlisted:
+    def _enlist(self, asked: EnlistTrainer) -> TrainerEnlisted:
         """One more trainer."""
         name, (host, port) = asked.name, asked.address
         self.registry.check(f"trainer {name}", asked.facts)
         if why := self._ping((host, port)):
-            raise Refused(
+            raise RefusedRequestError(
                 "failed",
                 f"trainer {name} says that it listens at {host}:{port}, which cannot "
                 f"be reached from here ({why}). Give --host an address of that machine "
@@ -307,7 +314,7 @@ class Serving:
         if others:
             self._check_links("trainer", (host, port), others, {})
         self.trainer.sharing.enlist(name, (host, port))
-        return Enlisted(run=self.trainer.run_id)
+        return TrainerEnlisted(run=self.trainer.run_id)
 
     def _terms(self, asked: AskTerms) -> Terms:
         """Returns the terms that a newcomer needs to cut the job alike."""
@@ -326,12 +333,12 @@ class Serving:
             call_seconds=self._settings.call_seconds,
         )
 
-    def _show(self, asked: Show) -> Shown:
+    def _show(self, asked: ShowSwarm) -> SwarmStatus:
         del asked
         trainer, now = self.trainer, time.monotonic()
         show = functools.partial(_peer_status, trainer=trainer)
         ledger = trainer.ledger
-        return Shown(
+        return SwarmStatus(
             wire=self._wires[0],
             sum_wire=self._wires[1],
             stages=trainer.cut.stages,
@@ -365,7 +372,7 @@ def open_listener(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _peer_status(member: Member, *, trainer: Trainer) -> dict[str, Any]:
+def _peer_status(member: PeerRecord, *, trainer: Trainer) -> dict[str, Any]:
     synced = trainer.fleet.has(member)
     return {
         "name": member.name,

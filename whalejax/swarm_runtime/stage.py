@@ -20,7 +20,7 @@ import numpy as np
 
 from whalejax.adapters.leaves import is_key
 from whalejax.jaxpr.steps import FixedValue, Operand
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.cut import StagedJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class StageState:
 
     Attributes:
         step: steps done.
-        leaves: arrays on the device, as ``Cut.held`` numbers them.
+        leaves: arrays on the device, as ``StagedJob.leaf_numbers`` numbers them.
         late: parameters before the last of these steps, with which the next one is
             computed where updates are delayed; empty where they are not.
     """
@@ -40,7 +40,7 @@ class StageState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backward:
+class BackwardResult:
     """Results of a micro-batch's backward pass.
 
     Attributes:
@@ -54,7 +54,7 @@ class Backward:
     gradients: tuple[np.ndarray, ...]
 
 
-class Stage:
+class StagePrograms:
     """One stage of a cut.
 
     Attributes:
@@ -65,7 +65,7 @@ class Stage:
         params: numbers of the parameters that it owns.
     """
 
-    def __init__(self, cut: Cut, number: int) -> None:
+    def __init__(self, cut: StagedJob, number: int) -> None:
         """Trace; compile nothing yet."""
         self.cut, self.number = cut, number
         self.last = number == cut.stages - 1
@@ -175,7 +175,7 @@ class Stage:
         batch: Sequence[np.ndarray],
         imports: Sequence[np.ndarray],
         cotangents: Sequence[np.ndarray],
-    ) -> Backward:
+    ) -> BackwardResult:
         """Returns gradients and cotangents of a micro-batch; the forward pass is
         recomputed.
 
@@ -195,7 +195,7 @@ class Stage:
         results = [np.asarray(x) for x in program([values[n] for n in reads])]
         first, second = len(names.sums), len(names.sums) + len(names.returns)
         made = dict(zip(self.place.params, results[second:], strict=True))
-        return Backward(
+        return BackwardResult(
             sums=tuple(results[:first]),
             returns=tuple(results[first:second]),
             gradients=tuple(
@@ -305,12 +305,12 @@ class StageUpdate:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: StagePrograms,
         state: StageState,
         sums: Sequence[np.ndarray],
         gradients: Sequence[np.ndarray],
     ) -> None:
-        """Run nothing yet; see ``Stage.update``."""
+        """Run nothing yet; see ``StagePrograms.update``."""
         self._stage, self._state = stage, state
         inputs = stage.cut.update.steps.inputs
         owned = dict(zip(stage.params, gradients, strict=True))
@@ -366,18 +366,18 @@ class StageUpdate:
 _READYING = threading.Lock()
 
 
-def ready_stage(cut: Cut, number: int) -> Stage:
+def ready_stage(cut: StagedJob, number: int) -> StagePrograms:
     """A stage whose programs are compiled; peers of one process share it."""
     with _READYING:
-        known: dict[int, Stage] = cut.ready
+        known: dict[int, StagePrograms] = cut.ready
         if number not in known:
-            stage = Stage(cut, number)
+            stage = StagePrograms(cut, number)
             warm_up(stage)
             known[number] = stage
         return known[number]
 
 
-def warm_up(stage: Stage) -> None:
+def warm_up(stage: StagePrograms) -> None:
     """Compile what a step takes, on zeros that are thrown away."""
     cut = stage.cut
     nothing = [np.zeros(shape, dtype) for shape, dtype in cut.raw_avals(stage.number)]

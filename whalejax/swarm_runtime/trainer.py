@@ -24,10 +24,10 @@ import numpy as np
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.ledger import Ledger, Write
-from whalejax.swarm_runtime.commit import Commit
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.commit import SwarmStepCommit
+from whalejax.swarm_runtime.cut import StagedJob
 from whalejax.swarm_runtime.leading.shares import OWN
-from whalejax.swarm_runtime.leading.sharing import Sharing
+from whalejax.swarm_runtime.leading.sharing import TrainerPool
 from whalejax.swarm_runtime.leading.state import (
     Settings,
     Snapshot,
@@ -37,14 +37,14 @@ from whalejax.swarm_runtime.leading.state import (
 )
 from whalejax.swarm_runtime.passage import (
     Counts,
-    Passage,
+    MicroBatchRoute,
     StageLost,
     StepContext,
-    Stopped,
+    StopRequested,
 )
-from whalejax.swarm_runtime.registry import Member, Registry
-from whalejax.wire.service import Caller, Gone, Refused
-from whalejax.wire.swarm_messages import Batch, Move, Tensors
+from whalejax.swarm_runtime.registry import PeerRecord, Registry
+from whalejax.wire.service import Caller, RefusedRequestError, UnreachableProcessError
+from whalejax.wire.swarm_messages import Batch, MovePeer, Tensors
 
 
 LOOK_SECONDS: Final = 0.05
@@ -61,7 +61,7 @@ class _Computed:
     """
 
     context: StepContext
-    passages: Sequence[Passage]
+    passages: Sequence[MicroBatchRoute]
     sums: tuple[np.ndarray, ...]
 
 
@@ -75,7 +75,7 @@ class Trainer(TrainerState):
 
     def __init__(
         self,
-        cut: Cut,
+        cut: StagedJob,
         registry: Registry,
         caller: Caller,
         settings: Settings,
@@ -121,7 +121,7 @@ class Trainer(TrainerState):
             clock=clock,
         )
         self._write, self._rebalance = write, rebalance
-        self.sharing = Sharing(self.fleet, caller, tell, registry.lease.seconds)
+        self.sharing = TrainerPool(self.fleet, caller, tell, registry.lease.seconds)
         self._wire, self._sum_wire = wire, sum_wire
         self.ledger: Ledger | None = None
         self._seconds = 0.0
@@ -137,12 +137,16 @@ class Trainer(TrainerState):
         """Leaves of a micro-batch of the step that is under way."""
         self._check_now(asked, ahead=int(self.cut.delayed_updates))
         if not 0 <= asked.number < self.cut.count:
-            raise Refused("stale", f"there is no micro-batch {asked.number}")
+            raise RefusedRequestError(
+                "stale", f"there is no micro-batch {asked.number}"
+            )
         with self._lock:
             leaves = self.cut.micro_batch(asked.step, asked.number)
         places = asked.places
         if any(not 0 <= p < len(leaves) for p in places):
-            raise Refused("stale", f"a batch has {len(leaves)} leaves, not {places}")
+            raise RefusedRequestError(
+                "stale", f"a batch has {len(leaves)} leaves, not {places}"
+            )
         arrays = tuple(leaves[p] for p in places)
         return Tensors(arrays=arrays)
 
@@ -228,7 +232,7 @@ class Trainer(TrainerState):
             with self._lock:
                 self._is_summing = False
 
-    def _sum_and_apply(self, computed: _Computed) -> Commit:
+    def _sum_and_apply(self, computed: _Computed) -> SwarmStepCommit:
         """Sum and apply a step; where updates are delayed, beside the next one."""
         if not self.cut.delayed_updates:
             return self._committed(computed)
@@ -250,7 +254,7 @@ class Trainer(TrainerState):
     def _compute_step(self, context: StepContext) -> _Computed:
         """Take the micro-batches of a step through all stages and back."""
         count = self.cut.count
-        passages = [Passage(context, number) for number in range(count)]
+        passages = [MicroBatchRoute(context, number) for number in range(count)]
         self.ledger = context.ledger
         with self._lock:
             self.cut.micro_batch(context.step, 0)  # An error of the data ends the run.
@@ -264,18 +268,18 @@ class Trainer(TrainerState):
             self._changed.clear()
             self._changed.wait(LOOK_SECONDS)
 
-    def _committed(self, computed: _Computed) -> Commit:
+    def _committed(self, computed: _Computed) -> SwarmStepCommit:
         """Sum the gradients of a step and apply them."""
         with threads(self.cut.stages, computed.context.stop) as pool:
-            commit = Commit(computed.context, computed.passages, pool)
+            commit = SwarmStepCommit(computed.context, computed.passages, pool)
             commit.run(computed.sums)
         return commit
 
-    def _overlapped(self, computed: _Computed) -> tuple[Commit, _Computed]:
+    def _overlapped(self, computed: _Computed) -> tuple[SwarmStepCommit, _Computed]:
         """Sum and apply a step while the next is computed with the same parameters."""
         context = self._context(self.step + 1)
 
-        def commit() -> Commit:
+        def commit() -> SwarmStepCommit:
             try:
                 return self._committed(computed)
             except BaseException:
@@ -286,7 +290,7 @@ class Trainer(TrainerState):
             committing = pool.submit(commit)
             try:
                 following = self._compute_step(context)
-            except Stopped:
+            except StopRequested:
                 committing.result()  # It says why.
                 raise
             return committing.result(), following
@@ -343,7 +347,9 @@ class Trainer(TrainerState):
             self.step += 1
             self._keeps = True
 
-    def _travel(self, context: StepContext, passages: Sequence[Passage]) -> None:
+    def _travel(
+        self, context: StepContext, passages: Sequence[MicroBatchRoute]
+    ) -> None:
         """Take all micro-batches through; what the first error was is raised.
 
         Those that further trainers lead are taken through by them.
@@ -380,13 +386,15 @@ class Trainer(TrainerState):
             self._computing = None
             self.sharing.close()
         if errors:
-            raise next((e for e in errors if not isinstance(e, Stopped)), errors[0])
+            raise next(
+                (e for e in errors if not isinstance(e, StopRequested)), errors[0]
+            )
         if context.stop.is_set():
-            raise Stopped
+            raise StopRequested
         self._make_again(context, passages, count)
 
     def _make_again(
-        self, context: StepContext, passages: Sequence[Passage], count: int
+        self, context: StepContext, passages: Sequence[MicroBatchRoute], count: int
     ) -> None:
         """Computes results again that were lost since they were made, several
         at once.
@@ -402,7 +410,7 @@ class Trainer(TrainerState):
             errors = [one.exception() for one in again]
         found = [error for error in errors if error is not None]
         if found:
-            raise next((e for e in found if not isinstance(e, Stopped)), found[0])
+            raise next((e for e in found if not isinstance(e, StopRequested)), found[0])
 
     @property
     def is_computing(self) -> bool:
@@ -494,7 +502,7 @@ class Trainer(TrainerState):
 
     # Moves.
 
-    def move(self, member: Member, target: int) -> None:
+    def move(self, member: PeerRecord, target: int) -> None:
         """Have a peer serve another stage; it is asked for no step meanwhile.
 
         What it has of the step under way is computed again by others.
@@ -512,10 +520,10 @@ class Trainer(TrainerState):
             try:
                 self.caller.ask(
                     member.address,
-                    Move(stage=target),
+                    MovePeer(stage=target),
                     seconds=self.settings.state_seconds,
                 )
-            except (Gone, Refused) as error:
+            except (UnreachableProcessError, RefusedRequestError) as error:
                 with self._lock:
                     self.moving.pop(member.name, None)
                 self.tell("failed", peer=member.name, why=str(error))
@@ -602,7 +610,7 @@ def threads(count: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
     pool.shutdown()
 
 
-def _summed(passages: Sequence[Passage]) -> tuple[np.ndarray, ...]:
+def _summed(passages: Sequence[MicroBatchRoute]) -> tuple[np.ndarray, ...]:
     """Total, weight and metrics of all micro-batches, added in their order."""
     total: list[np.ndarray] = []
     for passage in passages:

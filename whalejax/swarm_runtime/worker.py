@@ -16,35 +16,35 @@ from typing import Any, Final
 
 import numpy as np
 
-from whalejax.swarm_runtime.stage import Stage, StageState
+from whalejax.swarm_runtime.stage import StagePrograms, StageState
 from whalejax.swarm_runtime.wire import coding
 from whalejax.swarm_runtime.wire.states import digest_of, downloaded, packed, piece
 from whalejax.swarm_runtime.working.holding import Part, at
 from whalejax.swarm_runtime.working.summing import SumHolder
 from whalejax.wire.connection import SLOWEST_BYTES_PER_SECOND
-from whalejax.wire.service import Gone, Handlers, Refused
+from whalejax.wire.service import Handlers, RefusedRequestError, UnreachableProcessError
 from whalejax.wire.swarm_messages import (
     Address,
     At,
-    Backward,
+    BackwardCall,
     Batch,
-    Call,
     Fetch,
     FetchState,
     Forward,
     Gradients,
+    PeersReached,
     Ping,
     Pong,
     Reach,
-    Reached,
     Receipt,
+    StageCall,
+    StageValues,
     StateChunk,
     Sum,
     SumPart,
     Sync,
     Tensors,
-    Told,
-    Update,
+    UpdateStage,
 )
 
 
@@ -67,12 +67,12 @@ class Worker(SumHolder):
         return {
             Ping: lambda _: Pong(name=self.name),
             Forward: self._forward,
-            Backward: self._backward,
+            BackwardCall: self._backward,
             Fetch: self._fetch,
             Sum: self._sum,
             Gradients: self._send_gradients,
             SumPart: self._send_part,
-            Update: self._update,
+            UpdateStage: self._update,
             Sync: self._sync,
             FetchState: self._send_state,
             Reach: self._reach,
@@ -80,12 +80,12 @@ class Worker(SumHolder):
 
     # Micro-batches.
 
-    def _computes_with(self, asked: Call) -> tuple[Stage, StageState]:
+    def _computes_with(self, asked: StageCall) -> tuple[StagePrograms, StageState]:
         """The stage, and its state as the step of a call is computed with it."""
         stage, state = self._at(asked, asked.stage)
         step, delay = asked.step, int(self.cut.delayed_updates)
         if not state.step <= step <= state.step + delay:
-            raise Refused(
+            raise RefusedRequestError(
                 "stale", f"step {step} is not computed with the state of {state.step}"
             )
         return stage, stage.at(state, step)
@@ -105,7 +105,7 @@ class Worker(SumHolder):
         self._keep(asked, stage, lambda: self._tensors.update({key: coded}))
         return _receipt(time.monotonic() - begun, lost)
 
-    def _backward(self, asked: Backward) -> Receipt:
+    def _backward(self, asked: BackwardCall) -> Receipt:
         stage, state = self._computes_with(asked)
         step, number = state.step, asked.number
         self._hook("backward", step)
@@ -141,7 +141,7 @@ class Worker(SumHolder):
         lost = coding.squared([a - b for a, b in pairs])
         return sent, lost / whole if whole else 0.0
 
-    def _call_inputs(self, stage: Stage, asked: Call) -> tuple[Part, Part]:
+    def _call_inputs(self, stage: StagePrograms, asked: StageCall) -> tuple[Part, Part]:
         """Leaves of the micro-batch, and what earlier stages made of it."""
         step, number = asked.step, asked.number
         sources = asked.sources
@@ -159,7 +159,7 @@ class Worker(SumHolder):
             batch[n - first] = leaf
         return batch, held[count:]
 
-    def _leaves(self, stage: Stage, asked: Call) -> Part:
+    def _leaves(self, stage: StagePrograms, asked: StageCall) -> Part:
         """Leaves of the micro-batch that the stage reads, from the trainer."""
         first = self.cut.params + self.cut.rest
         places = [n - first for n in stage.place.batch]
@@ -168,10 +168,12 @@ class Worker(SumHolder):
         question = Batch(**at(asked), number=asked.number, places=places)
         answer = self._pull(asked.batch, question, "the trainer", "")
         if len(answer.arrays) != len(places):
-            raise Refused("shape", "the trainer sent another batch than this job has")
+            raise RefusedRequestError(
+                "shape", "the trainer sent another batch than this job has"
+            )
         return list(answer.arrays)
 
-    def _imports(self, stage: Stage, asked: Call) -> Part:
+    def _imports(self, stage: StagePrograms, asked: StageCall) -> Part:
         found: list[Any] = [None] * len(stage.imports)
         wanted = self.cut.sources(stage.number)
         for source, name, address, attempt in asked.sources:
@@ -184,10 +186,12 @@ class Worker(SumHolder):
             for place, value in zip(places, values, strict=True):
                 found[place] = value
         if any(x is None for x in found):
-            raise Refused("stale", f"stage {stage.number} was given too few sources")
+            raise RefusedRequestError(
+                "stale", f"stage {stage.number} was given too few sources"
+            )
         return found
 
-    def _cotangents(self, stage: Stage, asked: Backward) -> Part:
+    def _cotangents(self, stage: StagePrograms, asked: BackwardCall) -> Part:
         """Returns the cotangents of exports, summed over the stages that read them."""
         sums: dict[Any, np.ndarray] = {}
         for source, name, address, attempt in asked.cotangents:
@@ -202,15 +206,17 @@ class Worker(SumHolder):
                 sums[value] = sums[value] + array if value in sums else array
         sent = stage.place.sent
         if any(v not in sums for v in sent):
-            raise Refused("stale", f"stage {stage.number} was given too few cotangents")
+            raise RefusedRequestError(
+                "stale", f"stage {stage.number} was given too few cotangents"
+            )
         return [sums[v] for v in sent]
 
     def _fetched(
         self,
-        asked: Call,
+        asked: StageCall,
         phase: str,
         stage_of: int,
-        stage: Stage,
+        stage: StagePrograms,
         name: str,
         address: Address,
         attempt: int,
@@ -254,13 +260,13 @@ class Worker(SumHolder):
         with self._lock:
             held, stage = self._tensors.get(key), self.stage
             if held is None or stage is None or not self._is_of_now(asked):
-                raise Refused(
+                raise RefusedRequestError(
                     "missing",
                     f"{self.name} does not hold {phase} of micro-batch {key[2]} of "
                     f"step {key[0]}, attempt {key[3]}",
                 )
         if not 0 <= target < self.cut.stages:
-            raise Refused(
+            raise RefusedRequestError(
                 "stale",
                 f"{self.name} was asked for what stage {target} reads; there are "
                 f"stages 0 to {self.cut.stages - 1}",
@@ -279,7 +285,7 @@ class Worker(SumHolder):
 
     # The update.
 
-    def _update(self, asked: Update) -> Told:
+    def _update(self, asked: UpdateStage) -> StageValues:
         step, level = asked.step, asked.level
         round_ = asked.round
         stage, state = self._at(asked, asked.stage)
@@ -299,11 +305,13 @@ class Worker(SumHolder):
             with self._lock:
                 found = self._updates.get((step, round_))
             if found is None:
-                raise Refused("missing", f"{self.name} began no update of step {step}")
+                raise RefusedRequestError(
+                    "missing", f"{self.name} began no update of step {step}"
+                )
             update = found
             heard = dict(zip(asked.heard, asked.arrays, strict=True))
         said = self._run_on_device(lambda: update.run(level, heard))
-        answer = Told(numbers=[*said], digest="", arrays=tuple(said.values()))
+        answer = StageValues(numbers=[*said], digest="", arrays=tuple(said.values()))
         after = None
         if level == self.cut.update.rounds - 1:
             after = update.finished()
@@ -322,7 +330,7 @@ class Worker(SumHolder):
         return answer
 
     def _check_state(
-        self, stage: Stage, before: StageState, after: Sequence[np.ndarray]
+        self, stage: StagePrograms, before: StageState, after: Sequence[np.ndarray]
     ) -> None:
         """Refuse a new state that is not finite where the one before was."""
         if all(map(_is_finite, after)):
@@ -335,13 +343,15 @@ class Worker(SumHolder):
 
     # The state.
 
-    def _sync(self, asked: Sync) -> Told:
+    def _sync(self, asked: Sync) -> StageValues:
         """Be at a step of a generation; what is not there is pulled from a mate."""
         generation, step = asked.generation, asked.step
         with self._lock:
             stage, state = self.stage, self._states.get(step)
             if stage is None or stage.number != asked.stage:
-                raise Refused("stale", f"{self.name} does not serve {asked.stage}")
+                raise RefusedRequestError(
+                    "stale", f"{self.name} does not serve {asked.stage}"
+                )
             self._check_newer(asked)
             self._syncs += 1
             number = self._syncs
@@ -362,7 +372,7 @@ class Worker(SumHolder):
         with self._lock:
             self._check_newer(asked)
             if stage is not self.stage or number != self._syncs:
-                raise Refused(
+                raise RefusedRequestError(
                     "stale",
                     f"{self.name} was given another stage or step while it took the "
                     f"state of stage {stage.number} at step {step}",
@@ -376,16 +386,16 @@ class Worker(SumHolder):
         """Refuse to go back to a generation that is over, or to another run."""
         run, generation = asked.run, asked.generation
         if run != self.run or generation < self.generation:
-            raise Refused(
+            raise RefusedRequestError(
                 "stale",
                 f"{self.name} is in generation {self.generation} of run {self.run!r}, "
                 f"and was asked for generation {generation} of run {run!r}",
             )
 
-    def _downloaded(self, stage: Stage, asked: Sync) -> StageState:
+    def _downloaded(self, stage: StagePrograms, asked: Sync) -> StageState:
         """The state of a mate, or of the trainer; the next one where one fails."""
         step, sources = asked.step, asked.sources
-        failed: Refused | None = None
+        failed: RefusedRequestError | None = None
         for name, address, _, _ in sources:
 
             def ask(
@@ -399,7 +409,7 @@ class Worker(SumHolder):
             try:
                 arrays = downloaded(ask, self.cut, stage.number, name)
                 return stage.typed(arrays, step)
-            except Refused as error:
+            except RefusedRequestError as error:
                 failed = error
         assert failed is not None
         raise failed
@@ -414,7 +424,7 @@ class Worker(SumHolder):
                 or stage.number != asked.stage
                 or not self._is_of_now(asked)
             ):
-                raise Refused(
+                raise RefusedRequestError(
                     "missing",
                     f"{self.name} does not hold the state of stage "
                     f"{asked.stage} at step {step}",
@@ -433,13 +443,13 @@ class Worker(SumHolder):
 
     # Other peers.
 
-    def _reach(self, asked: Reach) -> Reached:
+    def _reach(self, asked: Reach) -> PeersReached:
         """Returns the peers that do not answer this one, and why."""
 
         def why(one: tuple[str, Address]) -> str:
             try:
                 self._caller.ask(one[1], Ping(), seconds=REACH_SECONDS)
-            except (Gone, Refused) as error:
+            except (UnreachableProcessError, RefusedRequestError) as error:
                 return str(error)
             return ""
 
@@ -447,7 +457,7 @@ class Worker(SumHolder):
         with ThreadPoolExecutor(max(1, min(len(peers), _MOST_PINGS))) as pool:
             found = zip(peers, pool.map(why, peers), strict=True)
             unreached = {one[0]: text for one, text in found if text}
-        return Reached(unreached=unreached)
+        return PeersReached(unreached=unreached)
 
 
 def _bytes(aval: Any) -> int:
@@ -462,5 +472,5 @@ def _receipt(seconds: float, lost: float, *arrays: np.ndarray) -> Receipt:
     return Receipt(seconds=seconds, lost=lost, arrays=arrays)
 
 
-def _applied(digest: str) -> Told:
-    return Told(numbers=[], digest=digest)
+def _applied(digest: str) -> StageValues:
+    return StageValues(numbers=[], digest=digest)

@@ -108,7 +108,7 @@ class Aux:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class ReportedValue:
     """Reported value of several micro-batches, with its combination.
 
     Attributes:
@@ -135,8 +135,8 @@ class Merged:
 
 
 def is_merged(value: Any) -> bool:
-    """Whether a value among metrics is a ``Merged``, to be taken as one leaf."""
-    return isinstance(value, Merged)
+    """Whether a value among metrics is a ``ReportedValue``, to be taken as one leaf."""
+    return isinstance(value, ReportedValue)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class LossResult:
         total: real floating-point scalar.
         weight: real scalar; 1.0 where the loss is a plain mean over samples.
         weighted: the user gave the weight.
-        metrics: values to report, by name; ``Merged`` where they are no means.
+        metrics: values to report, by name; ``ReportedValue`` where they are no means.
         variables: updated collections; empty where none were returned.
         rest: the model's untrained leaves after the call; set by the adapter.
     """
@@ -349,9 +349,9 @@ def _reported(aux: Aux) -> Mapping[str, Any]:
             )
     return {
         **aux.metrics,
-        **{name: Merged(value, "mean") for name, value in aux.means.items()},
-        **{name: Merged(value, "sum") for name, value in aux.sums.items()},
-        **{name: Merged(value, "concat") for name, value in aux.samples.items()},
+        **{name: ReportedValue(value, "mean") for name, value in aux.means.items()},
+        **{name: ReportedValue(value, "sum") for name, value in aux.sums.items()},
+        **{name: ReportedValue(value, "concat") for name, value in aux.samples.items()},
     }
 
 
@@ -368,7 +368,7 @@ def check_rows(metrics: Mapping[str, Any], size: int) -> None:
     import jax
 
     for name, metric in metrics.items():
-        if not isinstance(metric, Merged) or metric.how != "concat":
+        if not isinstance(metric, ReportedValue) or metric.how != "concat":
             continue
         shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(metric.value)]
         wrong = [shape for shape in shapes if shape[0] != size]
@@ -449,10 +449,10 @@ def _register_pytrees() -> None:
         ),
     )
     jax.tree_util.register_pytree_with_keys(
-        Merged,
+        ReportedValue,
         lambda merged: (
             ((jax.tree_util.GetAttrKey("value"), merged.value),),
             (merged.how, merged.axis, merged.outer, merged.inner, merged.truths),
         ),
-        lambda how, parts: Merged(next(iter(parts)), *how),
+        lambda how, parts: ReportedValue(next(iter(parts)), *how),
     )

@@ -44,7 +44,7 @@ class Answer:
     words: str
 
 
-class Request(Protocol):
+class CompileTask(Protocol):
     """Request to a process of its own."""
 
     @property
@@ -54,7 +54,7 @@ class Request(Protocol):
 
 
 def run(
-    request: Request,
+    request: CompileTask,
     *,
     limit_seconds: float,
     extra_paths: Sequence[str] = (),
@@ -119,7 +119,7 @@ _UNTIMED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 are better left to the library: the compiler's own first guess fails for some sizes."""
 
 
-def _pickled(request: Request) -> bytes:
+def _pickled(request: CompileTask) -> bytes:
     """The settings of JAX that decide what is traced, and then the request."""
     import jax
 

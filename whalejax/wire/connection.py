@@ -74,11 +74,11 @@ _TICK_SECONDS: Final = 0.2
 _LOST: Final = (ssl.SSLError, OSError, ValueError)
 
 
-class Closed(WireError):
+class ConnectionClosedError(WireError):
     """The other side has ended the connection."""
 
 
-class TooLate(WireError):
+class WireTimeoutError(WireError):
     """Something did not come in time."""
 
 
@@ -193,7 +193,7 @@ class Channel:
             WireError: it is larger than a receiver takes, or the other side is gone.
         """
         if self._why:
-            raise Closed(self._why)
+            raise ConnectionClosedError(self._why)
         part = memoryview(b"".join(self._frame(message)))
         with self._changed:
             if not self._posted:
@@ -216,19 +216,21 @@ class Channel:
         now.
         """
         if self._why:
-            raise Closed(self._why)
+            raise ConnectionClosedError(self._why)
         try:
             with self._using:
                 return self._link.send(part)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
             return 0
         except _LOST as error:
-            raise Closed(f"{self.peer} is gone ({_words(error)})") from None
+            raise ConnectionClosedError(
+                f"{self.peer} is gone ({_words(error)})"
+            ) from None
 
     def _wait_to_write(self, end: float, gives_up: Callable[[], bool]) -> None:
         left = end - time.monotonic()
         if left <= 0 or gives_up():
-            raise TooLate(f"{self.peer} took nothing in time")
+            raise WireTimeoutError(f"{self.peer} took nothing in time")
         with contextlib.suppress(OSError, ValueError):  # Then writing says so.
             poll = select.poll()
             poll.register(self._link, select.POLLOUT)
@@ -240,7 +242,7 @@ class Channel:
             return  # Who sends sees to it afterwards.
         try:
             is_done = self._flush()
-        except Closed as error:
+        except ConnectionClosedError as error:
             self._end(str(error))
             return
         finally:
@@ -286,7 +288,7 @@ class Channel:
                 now = time.monotonic()
                 # One that has begun is waited for.
                 if now >= until or (now >= end and self._in_header):
-                    raise TooLate(f"{self.peer} sent nothing in time")
+                    raise WireTimeoutError(f"{self.peer} sent nothing in time")
                 left = end - now if now < end else _TICK_SECONDS
                 self._changed.wait(min(left, until - now))
         found = self.next(takes)
@@ -303,7 +305,7 @@ class Channel:
         with self._changed:
             if not self._frames:
                 if self._why:
-                    raise Closed(self._why)
+                    raise ConnectionClosedError(self._why)
                 return None
             text, data = self._frames.popleft()
             self._waiting_bytes -= len(text) + len(data)
@@ -345,9 +347,11 @@ class Channel:
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
                 return
             except _LOST as error:
-                raise Closed(f"{self.peer} is gone ({_words(error)})") from None
+                raise ConnectionClosedError(
+                    f"{self.peer} is gone ({_words(error)})"
+                ) from None
             if not count:
-                raise Closed(f"{self.peer} has ended the connection")
+                raise ConnectionClosedError(f"{self.peer} has ended the connection")
             budget -= count
             self._wants[0] = self._wants[0][count:]
             while self._wants and not self._wants[0].nbytes:
@@ -443,7 +447,7 @@ class Channel:
             socket.socket.shutdown(self._link, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection; a thread that waits in it raises ``Closed``."""
+        """End the connection; a thread that waits in it raises ``ConnectionClosedError``."""
         self._end("this process has ended the connection")
 
 
@@ -475,11 +479,13 @@ def dial(
     try:
         plain = socket.create_connection(address, timeout=max(seconds, 0.01))
     except TimeoutError:
-        raise TooLate(f"{where} answered nothing in {seconds:.0f} s") from None
+        raise WireTimeoutError(f"{where} answered nothing in {seconds:.0f} s") from None
     except OSError as error:
-        raise Closed(f"{where}: {error.strerror or error}") from None
+        raise ConnectionClosedError(f"{where}: {error.strerror or error}") from None
     except (ValueError, OverflowError) as error:  # No name of a host, or no port.
-        raise Closed(f"{visible(where)[:80]} is no address ({error})") from None
+        raise ConnectionClosedError(
+            f"{visible(where)[:80]} is no address ({error})"
+        ) from None
     link: socket.socket = plain
     try:
         at_once(plain)
@@ -498,7 +504,7 @@ def dial(
         channel = Channel(link, name, most_bytes, notify)
     except TimeoutError:
         link.close()
-        raise TooLate(f"{where} answered nothing in time") from None
+        raise WireTimeoutError(f"{where} answered nothing in time") from None
     except (ssl.SSLError, OSError, WireError) as error:
         link.close()
         raise _dialled_wrong(error, where) from None
@@ -520,7 +526,7 @@ def _pulled(link: socket.socket, end: float) -> bytes:
         link.settimeout(max(end - time.monotonic(), 0.01))
         some = link.recv(size - len(found))
         if not some:
-            raise Closed("it has ended the connection")
+            raise ConnectionClosedError("it has ended the connection")
         found += some
         if len(found) == _HEADER.size:
             size += min(_HEADER.unpack(found)[0], CONTROL_BYTES)
@@ -536,7 +542,7 @@ def _check_admission(said: Admission, where: str) -> None:
     if said.refused and said.is_final:
         raise WrongKey(f"{where} refused the key of this process: {said.refused}")
     if said.refused:
-        raise Closed(f"{where}: {said.refused}")
+        raise ConnectionClosedError(f"{where}: {said.refused}")
 
 
 def _dialled_wrong(error: Exception, where: str) -> WireError:
@@ -551,9 +557,9 @@ def _dialled_wrong(error: Exception, where: str) -> WireError:
                 f"{where} is no process of a run of this version: it does not speak "
                 f"{PROTOCOL!r} over TLS 1.3 ({_words(error)})"
             )
-    if isinstance(error, WireError) and not isinstance(error, Closed):
+    if isinstance(error, WireError) and not isinstance(error, ConnectionClosedError):
         return OtherProtocol(f"{where} is no process of a run of this version: {error}")
-    return Closed(f"{where}: {_words(error)}")
+    return ConnectionClosedError(f"{where}: {_words(error)}")
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:

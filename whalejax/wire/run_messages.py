@@ -115,7 +115,7 @@ class Left(Report):
     step: Whole
 
 
-class Written(Report):
+class CheckpointWritten(Report, tag="written"):
     step: Whole
 
 
@@ -172,7 +172,7 @@ OfMember: TypeAlias = (
     | Suspect
     | Leaving
     | Left
-    | Written
+    | CheckpointWritten
     | Finished
     | Saved
     | NotSaved
@@ -195,17 +195,17 @@ class ReductionDecision(Message, tag="added_up"):
     hosts: Count
 
 
-class Welcome(Message):
+class MemberWelcome(Message, tag="welcome"):
     run: Text
     name: Text
     beat_seconds: Seconds
 
 
-class Refused(Message):
+class RegistrationRefused(Message, tag="refused"):
     why: Text
 
 
-class Heard(Message):
+class ReportReceived(Message, tag="heard"):
     goodput: Seconds
     number: Whole
 
@@ -230,7 +230,7 @@ class Stop(Message):
     well: bool
 
 
-class Over(Message):
+class RunEnded(Message, tag="over"):
     why: Text
     well: bool
 
@@ -245,13 +245,13 @@ class Done(Message):
 
 ToMember: TypeAlias = (
     ReductionDecision
-    | Welcome
-    | Refused
-    | Heard
+    | MemberWelcome
+    | RegistrationRefused
+    | ReportReceived
     | Prepare
     | Begin
     | Stop
-    | Over
+    | RunEnded
     | Keep
     | Done
 )
@@ -302,7 +302,7 @@ class Resize(Message):
     devices: list[Text] | None = None
 
 
-class Resized(Message):
+class ResizeDone(Message, tag="resized"):
     size: Whole
 
 
@@ -335,18 +335,20 @@ class Finish(Message):
     why: Text
 
 
-ToAgent: TypeAlias = Enlisted | Refused | Start | Release | Kill | Noted | Finish
+ToAgent: TypeAlias = (
+    Enlisted | RegistrationRefused | Start | Release | Kill | Noted | Finish
+)
 
 
 # What members say to each other.
 
 
-class Hello(Message):
+class PeerHello(Message, tag="hello"):
     generation: Whole
     name: Text
 
 
-class Part(Message):
+class GradientPart(Message, tag="part"):
     generation: Whole
     step: Whole
     nodes: list[Node]
@@ -366,14 +368,16 @@ class State(Message):
     arrays: Arrays = ()
 
 
-ToPeer: TypeAlias = Part | Total | State
+ToPeer: TypeAlias = GradientPart | Total | State
 
 TO_SUPERVISOR: Final = Messages[OfMember | OfAgent | Resize](
     *get_args(OfMember), *get_args(OfAgent), Resize
 )
-TO_SCHEDULER: Final = Messages[Resized | Refused](Resized, Refused)
+TO_SCHEDULER: Final = Messages[ResizeDone | RegistrationRefused](
+    ResizeDone, RegistrationRefused
+)
 TO_MEMBER: Final = Messages[ToMember](*get_args(ToMember))
 TO_AGENT: Final = Messages[ToAgent](*get_args(ToAgent))
-HELLO: Final = Messages(Hello)
+HELLO: Final = Messages(PeerHello)
 """Begins a connection between members."""
 TO_PEER: Final = Messages[ToPeer](*get_args(ToPeer))

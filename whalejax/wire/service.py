@@ -20,9 +20,9 @@ from whalejax.wire.connection import (
     FRAME_SECONDS,
     SLOWEST_BYTES_PER_SECOND,
     Channel,
-    Closed,
+    ConnectionClosedError,
     OtherProtocol,
-    TooLate,
+    WireTimeoutError,
     WrongKey,
     dial,
 )
@@ -47,7 +47,7 @@ Handlers = Mapping[type[Question[Any]], Callable[[Any], Message]]
 """By type of question, what answers it."""
 
 
-class Refused(WhaleError):
+class RefusedRequestError(WhaleError):
     """A question was answered with words.
 
     Attributes:
@@ -65,7 +65,7 @@ class Refused(WhaleError):
         self.code, self.why, self.blame = code, why, blame
 
 
-class Gone(WhaleError):
+class UnreachableProcessError(WhaleError):
     """A process did not answer, or not in time.
 
     Attributes:
@@ -79,7 +79,7 @@ class Gone(WhaleError):
 
 
 class Declined(Message, tag="refused"):
-    """Words in place of an answer; see ``Refused``."""
+    """Words in place of an answer; see ``RefusedRequestError``."""
 
     code: Text
     why: Text
@@ -146,7 +146,7 @@ class Service:
     def _answer(self, question: Question[Any]) -> Message:
         try:
             return self._handlers[type(question)](question)
-        except Refused as error:
+        except RefusedRequestError as error:
             return _words(error.code, error.why, error.blame)
         except Exception as error:  # Whatever a program raises, who asked is told.
             return _words("failed", f"{type(error).__name__}: {error}", "")
@@ -157,7 +157,7 @@ def _send(channel: Channel, answer: Message) -> None:
     size = sum(x.nbytes for x in getattr(answer, "arrays", ()))
     try:
         channel.send(answer, seconds=FRAME_SECONDS + size / SLOWEST_BYTES_PER_SECOND)
-    except (Closed, TooLate):
+    except (ConnectionClosedError, WireTimeoutError):
         raise
     except WireError as error:
         channel.send(_words("failed", str(error), ""))
@@ -238,19 +238,19 @@ class Caller:
                 self._put_back(address, channel)
                 where = f"{address[0]}:{address[1]}"
                 why = f"{where} answered {question.kind!r} wrongly: {error}"
-                raise Refused("answer", why) from None
+                raise RefusedRequestError("answer", why) from None
             except WireError as error:
                 channel.close()
                 with self._lock:
                     self._busy.discard(channel)
-                if fresh or isinstance(error, TooLate):
+                if fresh or isinstance(error, WireTimeoutError):
                     raise self._unreachable_error(
                         address, question.kind, seconds, error
                     ) from None
                 continue  # It had been ended while idle; each question may come twice.
             self._put_back(address, channel)
             if isinstance(answer, Declined):
-                raise Refused(answer.code, answer.why, answer.blame)
+                raise RefusedRequestError(answer.code, answer.why, answer.blame)
             return cast(A, answer)
 
     def _put_back(self, address: Address, channel: Channel) -> None:
@@ -264,7 +264,9 @@ class Caller:
     def _channel(self, address: Address, end: float) -> tuple[Channel, bool]:
         with self._lock:
             if self._closed:
-                raise Gone(f"{address[0]}:{address[1]}: this process ends", late=False)
+                raise UnreachableProcessError(
+                    f"{address[0]}:{address[1]}: this process ends", late=False
+                )
             idle = self._idle.get(address)
             if idle:
                 self._busy.add(idle[-1])
@@ -282,10 +284,10 @@ class Caller:
 
     def _unreachable_error(
         self, address: Address, what: str, seconds: float, error: WireError
-    ) -> Gone:
-        late = isinstance(error, TooLate)
+    ) -> UnreachableProcessError:
+        late = isinstance(error, WireTimeoutError)
         why = f"no answer in {seconds:.1f} s" if late else str(error)
-        return Gone(
+        return UnreachableProcessError(
             f"{address[0]}:{address[1]} ({what}): {why}",
             late=late,
             hopeless=isinstance(error, WrongKey | OtherProtocol),
@@ -299,7 +301,7 @@ class Caller:
             channel.close()
 
     def close(self) -> None:
-        """End all connections; questions that wait for an answer raise ``Gone``."""
+        """End all connections; questions that wait for an answer raise ``UnreachableProcessError``."""
         with self._lock:
             self._closed = True
             addresses, busy = [*self._idle], [*self._busy]

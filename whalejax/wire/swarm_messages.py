@@ -82,7 +82,7 @@ class GradientSlices(Message):
         _check_as_many(self.numbers, self.attempts)
 
 
-class Told(Message):
+class StageValues(Message, tag="told"):
     numbers: Wholes
     digest: Text
     arrays: Arrays = ()
@@ -94,11 +94,11 @@ class StateChunk(Message):
     arrays: Arrays = ()
 
 
-class Moved(Message):
+class PeerMoved(Message, tag="moved"):
     stage: Whole
 
 
-class Reached(Message):
+class PeersReached(Message, tag="reached"):
     unreached: Facts
 
 
@@ -106,18 +106,18 @@ class StopHeard(Message):
     pass
 
 
-class Welcome(Message):
+class PeerWelcome(Message, tag="welcome"):
     stage: Whole
     incarnation: Whole
     run: Text
 
 
-class Heard(Message):
+class AnnouncementReceived(Message, tag="heard"):
     known: bool
     free: bool
 
 
-class Enlisted(Message):
+class TrainerEnlisted(Message, tag="enlisted"):
     run: Text
 
 
@@ -133,11 +133,11 @@ class GivenShare(Message):
     peers: ServingPeers = []
 
 
-class Taken(Message):
+class MicroBatchAccepted(Message, tag="taken"):
     pass
 
 
-class Shown(Message):
+class SwarmStatus(Message, tag="shown"):
     wire: Text
     sum_wire: Text
     sum_error: Size | None
@@ -192,7 +192,7 @@ class FetchState(At, Question[StateChunk]):
     place: Whole
 
 
-class Stop(Question[StopHeard]):
+class StopPeer(Question[StopHeard], tag="stop"):
     why: Text
     failed: bool
 
@@ -200,7 +200,7 @@ class Stop(Question[StopHeard]):
 # Questions to a peer.
 
 
-class Call(At):
+class StageCall(At):
     """Call on the state after ``state`` steps."""
 
     state: Whole
@@ -211,11 +211,11 @@ class Call(At):
     sources: Sources
 
 
-class Forward(Call, Question[Receipt]):
+class Forward(StageCall, Question[Receipt]):
     pass
 
 
-class Backward(Call, Question[Receipt]):
+class BackwardCall(StageCall, Question[Receipt], tag="backward"):
     cotangents: Sources
 
 
@@ -249,7 +249,7 @@ class SumPart(At, Question[Tensors]):
     round: Whole
 
 
-class Update(At, Question[Told]):
+class UpdateStage(At, Question[StageValues], tag="update"):
     stage: Whole
     round: Whole
     level: Whole
@@ -261,31 +261,31 @@ class Update(At, Question[Told]):
         _check_holders(self.peers)
 
 
-class Sync(At, Question[Told]):
+class Sync(At, Question[StageValues]):
     stage: Whole
     keeps: bool
     sources: Holders
 
 
-class Move(Question[Moved]):
+class MovePeer(Question[PeerMoved], tag="move"):
     stage: Whole
 
 
-class Reach(Question[Reached]):
+class Reach(Question[PeersReached]):
     peers: Addresses
 
 
 # Questions to the process with the registry and the first trainer.
 
 
-class Join(Question[Welcome]):
+class Join(Question[PeerWelcome]):
     name: Text
     address: Address
     stage: Whole
     facts: Facts
 
 
-class Announce(Question[Heard]):
+class Announce(Question[AnnouncementReceived]):
     name: Text
     incarnation: Whole
     stage: Whole
@@ -298,7 +298,7 @@ class Announce(Question[Heard]):
     ready: bool
 
 
-class Enlist(Question[Enlisted]):
+class EnlistTrainer(Question[TrainerEnlisted], tag="enlist"):
     name: Text
     address: Address
     facts: Facts
@@ -311,7 +311,7 @@ class Take(Question[GivenShare]):
     leaving: bool
 
 
-class Led(At, Question[Taken]):
+class Led(At, Question[MicroBatchAccepted]):
     name: Text
     number: Whole
     times: Whole
@@ -320,7 +320,7 @@ class Led(At, Question[Taken]):
     arrays: Arrays = ()
 
 
-class Show(Question[Shown]):
+class ShowSwarm(Question[SwarmStatus], tag="show"):
     pass
 
 

@@ -39,7 +39,7 @@ from whalejax.planner.terms import precision_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SettingChange:
     """One setting that differs, in words before and after."""
 
     what: str
@@ -48,7 +48,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shift:
+class QuantityChange:
     """One quantity before and after.
 
     Attributes:
@@ -133,11 +133,11 @@ class PlanDiff:
         traffic: Changes of a step's traffic, by kind of collective, axes and contents.
     """
 
-    changes: tuple[Change, ...]
-    step: Shift
-    memory: Shift
-    time_terms: tuple[Shift, ...]
-    memory_terms: tuple[Shift, ...]
+    changes: tuple[SettingChange, ...]
+    step: QuantityChange
+    memory: QuantityChange
+    time_terms: tuple[QuantityChange, ...]
+    memory_terms: tuple[QuantityChange, ...]
     leaves: tuple[LeafShift, ...]
     traffic: tuple[TrafficShift, ...]
 
@@ -208,8 +208,8 @@ def signed(more: float, form: Callable[[float], str]) -> str:
 
 def _total(
     name: str,
-    whole: Shift,
-    terms: Sequence[Shift],
+    whole: QuantityChange,
+    terms: Sequence[QuantityChange],
     form: Callable[[float], str],
     width: int | None,
 ) -> list[Line]:
@@ -254,10 +254,10 @@ def diff(before: PlanData, after: PlanData) -> PlanDiff:
         )
     return PlanDiff(
         changes=_changes(before, after),
-        step=Shift(
+        step=QuantityChange(
             what="step", before=before.time.step_seconds, after=after.time.step_seconds
         ),
-        memory=Shift(
+        memory=QuantityChange(
             what="memory",
             before=before.memory.total_bytes,
             after=after.memory.total_bytes,
@@ -273,19 +273,21 @@ def _held(plan: PlanData) -> dict[str, float]:
     return {**plan.memory.by_name(), "host": plan.memory.host_bytes}
 
 
-def _shifts(before: dict[str, float], after: dict[str, float]) -> tuple[Shift, ...]:
+def _shifts(
+    before: dict[str, float], after: dict[str, float]
+) -> tuple[QuantityChange, ...]:
     found = [
-        Shift(what=name, before=before.get(name, 0), after=after.get(name, 0))
+        QuantityChange(what=name, before=before.get(name, 0), after=after.get(name, 0))
         for name in dict.fromkeys([*before, *after])
     ]
     changed = (shift for shift in found if shift.more)
     return tuple(sorted(changed, key=lambda shift: -abs(shift.more)))
 
 
-def _changes(before: PlanData, after: PlanData) -> tuple[Change, ...]:
+def _changes(before: PlanData, after: PlanData) -> tuple[SettingChange, ...]:
     pairs = zip(_settings(before), _settings(after), strict=True)
     found = [
-        Change(what=what, before=old, after=new)
+        SettingChange(what=what, before=old, after=new)
         for (what, old), (_, new) in pairs
         if old != new
     ]
@@ -293,7 +295,9 @@ def _changes(before: PlanData, after: PlanData) -> tuple[Change, ...]:
     for name in dict.fromkeys([*old, *new]):
         if old.get(name) != new.get(name):
             words = (f"{name}: {t[name]}" if name in t else "" for t in (old, new))
-            found.append(Change(what="axes", before=next(words), after=next(words)))
+            found.append(
+                SettingChange(what="axes", before=next(words), after=next(words))
+            )
     return tuple(found)
 
 

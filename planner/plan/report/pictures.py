@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from whalejax.display.timelines import StepTimeline
 
 
-class Pictured(PlanData):
+class PlanDisplay(PlanData):
     """Notebook displays and saved pages of a plan."""
 
     __slots__ = ()
@@ -96,7 +96,7 @@ class Pictured(PlanData):
         return sliders.sliders(self, batches, clusters)
 
 
-class PicturedGoodput(ABC):
+class GoodputDisplay(ABC):
     """Notebook displays and saved pages of goodput on paper."""
 
     __slots__ = ()
@@ -121,7 +121,7 @@ class PicturedGoodput(ABC):
         return goodput.GoodputChart(str(self), dict(self.ways()))
 
 
-class PicturedSquareCube(ABC):
+class SquareCubeDisplay(ABC):
     """Notebook displays and saved pages of the square-cube law on a plan."""
 
     __slots__ = ()

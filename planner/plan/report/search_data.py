@@ -32,7 +32,7 @@ from whalejax.planner.plan.report.why import layout_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class InfeasibleCluster:
     """A cluster on which there is no plan.
 
     Attributes:
@@ -65,7 +65,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weighed:
+class ClusterCandidate:
     """A plan that was weighed on one of the clusters, and what it costs.
 
     Attributes:
@@ -109,7 +109,7 @@ class Weighed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class FoundData(Sequence[Plan]):
+class SearchData(Sequence[Plan]):
     """Plans of one model on several clusters, best first; ``wh.search`` makes it.
 
     A sequence: ``found[0]`` is the best plan. ``print`` shows a table.
@@ -124,8 +124,8 @@ class FoundData(Sequence[Plan]):
 
     plans: tuple[Plan, ...]
     names: tuple[str, ...]
-    refused: tuple[Refused, ...] = ()
-    weighed: tuple[Weighed, ...] = ()
+    refused: tuple[InfeasibleCluster, ...] = ()
+    weighed: tuple[ClusterCandidate, ...] = ()
     notes: tuple[str, ...] = ()
 
     @overload

@@ -7,15 +7,15 @@ from typing import Any
 
 from whalejax.membership.events import (
     AgentJoined,
-    Begin,
     Effect,
     Event,
-    Exited,
-    Heard,
+    MemberMessageEvent,
+    ProcessExitEvent,
     ReductionProposed,
-    Register,
+    RegisterEvent,
     Resume,
     Started,
+    StartsAllowedEvent,
     Terminate,
     Tick,
     Unrunnable,
@@ -23,11 +23,11 @@ from whalejax.membership.events import (
 from whalejax.membership.generations import settle
 from whalejax.membership.members import refusal
 from whalejax.membership.react import react
-from whalejax.membership.run import Run
+from whalejax.membership.run import ElasticRun
 from whalejax.membership.settings import SupervisorSettings
 
 
-class Driven(Run):
+class Driven(ElasticRun):
     """A run, with the turns of a loop.
 
     Attributes:
@@ -58,7 +58,7 @@ class Driven(Run):
         return found
 
     def begin(self, now: float) -> None:
-        self.take(now, Begin())
+        self.take(now, StartsAllowedEvent())
 
     def go_on(
         self,
@@ -75,11 +75,11 @@ class Driven(Run):
     def register(self, now: float, message: Any, name: str, slot: Any) -> str:
         why = refusal(self, name, message)
         if not why:
-            self.turn(now, Register(name, slot, message))
+            self.turn(now, RegisterEvent(name, slot, message))
         return why
 
     def heard(self, now: float, name: str, message: Any) -> None:
-        self.turn(now, Heard(name, message))
+        self.turn(now, MemberMessageEvent(name, message))
 
     def started(
         self, now: float, name: str, slot: int, pid: int, *, agent: str = ""
@@ -87,7 +87,7 @@ class Driven(Run):
         self.take(now, Started(name=name, slot=slot, pid=pid, agent=agent))
 
     def exited(self, now: float, name: str, status: int | None, log: str = "") -> None:
-        self.turn(now, Exited(name=name, status=status, log=log))
+        self.turn(now, ProcessExitEvent(name=name, status=status, log=log))
 
     def refused(self, now: float, name: str, why: str) -> None:
         self.take(now, Unrunnable(name=name, why=why))
@@ -114,7 +114,7 @@ checkpoint adding_up formed draining well over""".split()
 MEMBER = "slot pid began agent machine token status leaving".split()
 
 
-def written(run: Run) -> dict[str, Any]:
+def written(run: ElasticRun) -> dict[str, Any]:
     """What a journal must tell of a run."""
     members = {
         name: {key: getattr(member, key) for key in MEMBER}

@@ -16,10 +16,10 @@ from whalejax.journals import journal
 from whalejax.membership.assignment import check_tiles
 from whalejax.membership.events import (
     End,
-    Kill,
-    Release,
+    KillEffect,
+    ReleaseEffect,
     Send,
-    Start,
+    StartEffect,
     StepCommit,
     WriteEvent,
 )
@@ -352,9 +352,9 @@ class World:
 
     def do_one(self, effect: Any) -> None:
         match effect:
-            case Start(slot=slot):
+            case StartEffect(slot=slot):
                 self.start(slot)
-            case Kill(name=name):
+            case KillEffect(name=name):
                 member = self.members[name]
                 self.later(0.01, lambda m=member: self.exit(m, -9))
             case Send(name=name, message=message) if name in self.members:
@@ -365,7 +365,7 @@ class World:
                     member.heard_at - self.now,
                     lambda m=member, x=message: m.hear(x),
                 )
-            case Release(name=name):
+            case ReleaseEffect(name=name):
                 self.release(self.members[name])
             case StepCommit():
                 self.commits.append(effect)

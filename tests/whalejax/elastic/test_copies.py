@@ -19,14 +19,14 @@ from whalejax.elastic.shard_copies import copies, copying
 from whalejax.elastic.shard_copies import machines as copy_machines
 from whalejax.elastic.shard_copies.copies import (
     BadCopies,
-    Copied,
     Copies,
     CopyFile,
+    ShardCopySet,
     copy_file,
     read_copies,
     whole_sets,
 )
-from whalejax.elastic.shard_copies.copying import Copying
+from whalejax.elastic.shard_copies.copying import ShardCopyManager
 from whalejax.elastic.shard_copies.machines import (
     CopyExchange,
     CopyHolder,
@@ -39,7 +39,7 @@ from whalejax.elastic.supervisor.memory_folder import (
     memory_folders,
     remove_copies,
 )
-from whalejax.wire.service import Gone, Refused
+from whalejax.wire.service import RefusedRequestError, UnreachableProcessError
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -65,8 +65,8 @@ def opens(folder: Path) -> Callable[[str], CopyFile]:
     return lambda name: copy_file(folder / name)
 
 
-def copied(folder: Path, made: SpreadPrograms, state: Any, step: int) -> Copied:
-    one = Copied(step=step, generation=3, count=1)
+def copied(folder: Path, made: SpreadPrograms, state: Any, step: int) -> ShardCopySet:
+    one = ShardCopySet(step=step, generation=3, count=1)
     there = Copies(folder)
     there.begin(state, made.plan, one, 0)
     there.wait()
@@ -123,8 +123,8 @@ def test_the_newest_set_is_taken_and_older_ones_go(
     monkeypatch.setattr(copying, "memory_folder", lambda key, run: key / "c")
     told: list[str] = []
 
-    def makes_of(generation: int) -> Copying:
-        return Copying(
+    def makes_of(generation: int) -> ShardCopyManager:
+        return ShardCopyManager(
             made.step,
             tmp_path,
             generation,
@@ -208,7 +208,7 @@ def test_a_machine_that_is_lost_leaves_its_copies_on_another(
     first, second = machines
     state = made.restore_or_init(None)
     state, _ = made.step(state, made.batch(0))
-    one = Copied(step=1, generation=3, count=1)
+    one = ShardCopySet(step=1, generation=3, count=1)
     there = Copies(tmp_path / "a")
     there.begin(
         state, made.plan, one, 0, send=lambda path: first.send(path, holder(second))
@@ -246,7 +246,7 @@ def test_machines_are_asked_for_copies_alone(
         with pytest.raises(OSError, match="did not come"):
             first.file(name, holder(second))
         fields = {"name": name, "place": 0, "last": True}
-        with pytest.raises((Gone, Refused)):
+        with pytest.raises((UnreachableProcessError, RefusedRequestError)):
             question = Put(**fields, arrays=(BYTE,))
             first._caller.ask((second.host, second.port), question, seconds=10.0)
     fields = {"name": "1-1-0of1", "place": 0, "last": True}
@@ -255,9 +255,9 @@ def test_machines_are_asked_for_copies_alone(
     def put(fields: dict[str, Any], array: np.ndarray) -> None:
         first._caller.ask(address, Put(**fields, arrays=(array,)), seconds=10.0)
 
-    with pytest.raises(Refused, match="one array of bytes"):
+    with pytest.raises(RefusedRequestError, match="one array of bytes"):
         put(fields, np.zeros(1))
-    with pytest.raises(Refused, match="what comes before 5"):
+    with pytest.raises(RefusedRequestError, match="what comes before 5"):
         late = {**fields, "place": 5}
         (tmp_path / "b" / ".1-1-0of1.put").write_bytes(b"x")
         put(late, BYTE)

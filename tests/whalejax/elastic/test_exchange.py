@@ -12,7 +12,7 @@ from tests.whalejax.keys import KEY
 from whalejax.elastic.exchange import SMALL_BYTES, check_arrays, exchanged
 from whalejax.elastic.peers import Peers
 from whalejax.meshes.errors import WhaleError
-from whalejax.wire.run_messages import Part
+from whalejax.wire.run_messages import GradientPart
 
 
 def look() -> None:
@@ -75,10 +75,10 @@ def test_all_members_come_to_the_same_sums(size: int) -> None:
     ids=str,
 )
 def test_other_arrays_than_agreed_on_are_refused(arrays: Any) -> None:
-    said = Part(generation=0, step=0, nodes=[], arrays=arrays)
+    said = GradientPart(generation=0, step=0, nodes=[], arrays=arrays)
     with pytest.raises(
         WhaleError, match=r"b sent . arrays for part \(.*\); expected 1 \(float32\[6\]"
     ):
         check_arrays(said, [(6, F32)], "b")
-    good = Part(generation=0, step=0, nodes=[], arrays=(np.ones(6, "f4"),))
+    good = GradientPart(generation=0, step=0, nodes=[], arrays=(np.ones(6, "f4"),))
     check_arrays(good, [(6, F32)], "b")

@@ -23,7 +23,7 @@ from tests.whalejax.elastic.runs import START as SUPERVISE
 from whalejax.distributed.standard_streams import BackgroundLines
 from whalejax.elastic import launching
 from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
-from whalejax.elastic.launching import _Ends
+from whalejax.elastic.launching import _SignalForwarder
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
 from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.journals import journal
@@ -291,7 +291,7 @@ def test_a_signal_waits_until_the_supervisor_can_hear_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    ends = _Ends()
+    ends = _SignalForwarder()
     first = Child()
     ends.child = first  # type: ignore[assignment]
     ends._pass_on(signal.SIGTERM, None)
@@ -321,7 +321,7 @@ def test_a_supervisor_that_is_frozen_as_it_starts_again_is_ended_in_time(
     monkeypatch.setattr(launching, "_AGAIN_PULSE_SECONDS", 0.2)
     settings = SupervisorSettings(least=1, most=1)
     run = Supervised(command=(), folder=Path(), settings=settings, again=True)
-    status = launching._run_once(run, _Ends())
+    status = launching._run_once(run, _SignalForwarder())
     assert status == -signal.SIGKILL
 
 
@@ -329,7 +329,7 @@ def test_the_third_interrupt_ends_all_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    ends, child = _Ends(), Child()
+    ends, child = _SignalForwarder(), Child()
     ends.child, ends.hears = child, True  # type: ignore[assignment]
     ends._pass_on(signal.SIGTERM, None)
     assert not capsys.readouterr().err

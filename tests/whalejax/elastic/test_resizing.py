@@ -9,7 +9,7 @@ import pytest
 from tests.whalejax.elastic.simulated import World
 from tests.whalejax.elastic.test_restarting import Scripts
 from tests.whalejax.elastic.test_spread import commit
-from whalejax.membership.events import Resize
+from whalejax.membership.events import ResizeEvent
 from whalejax.membership.resizing import resize_refusal
 from whalejax.membership.run import AT_STEPS
 from whalejax.membership.settings import SupervisorSettings
@@ -17,7 +17,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 def resize(world: World, size: int, *devices: str) -> None:
-    world.membership.take(world.now, Resize(size, devices or None))
+    world.membership.take(world.now, ResizeEvent(size, devices or None))
     world.do()
 
 
@@ -110,14 +110,14 @@ def test_a_world_of_collectives_stops_at_a_step_for_another_size() -> None:
     there.join(1.0, "m1", "m2", "m3")
     assert there.begun == [["m1", "m2", "m3"]]
     commit(there, 2.0, 1)
-    turns(there, 3.0, Resize(2))
+    turns(there, 3.0, ResizeEvent(2))
     assert sorted(there.kills) == ["m1", "m2", "m3"]  # Their state is saved.
     assert sorted(there.started()) == ["m4", "m5"]
     there.join(5.0, "m4", "m5")
     turns(there, 6.0)
     assert sorted(there.begun[1]) == ["m4", "m5"]
     commit(there, 7.0, 2)
-    turns(there, 8.0, Resize(3))
+    turns(there, 8.0, ResizeEvent(3))
     assert there.started() == ["m6"]
     there.join(10.0, "m6")
     turns(there, 10.0)
@@ -134,7 +134,7 @@ def test_scripts_that_do_not_stop_are_not_resized() -> None:
     assert "cannot be stopped at a step" in why
 
 
-def turns(there: Scripts, now: float, *events: Resize) -> None:
+def turns(there: Scripts, now: float, *events: ResizeEvent) -> None:
     for event in events:
         there.membership.take(now, event)
     there.do(now)

@@ -20,7 +20,7 @@ from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.runs import ROOT, Run
 from tests.whalejax.messages import received
 from whalejax.elastic.placing import await_placement
-from whalejax.membership.events import End, Kill, Send, Start
+from whalejax.membership.events import End, KillEffect, Send, StartEffect
 from whalejax.membership.run import IN_GENERATIONS, MODE
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
@@ -76,11 +76,11 @@ class Scripts:
         while effects := self.membership.effects():
             for effect in effects:
                 match effect:
-                    case Start(slot=slot):
+                    case StartEffect(slot=slot):
                         self.count += 1
                         name = f"m{self.count}"
                         self.membership.started(now, name, slot, self.count)
-                    case Kill(name=name):
+                    case KillEffect(name=name):
                         self.kills.append(name)
                     case End():
                         self.end = effect

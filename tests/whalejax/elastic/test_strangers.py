@@ -32,7 +32,7 @@ from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import (
     _HEADER,
     Channel,
-    Closed,
+    ConnectionClosedError,
     WrongKey,
     dial,
     listen,
@@ -44,10 +44,10 @@ from whalejax.wire.run_messages import (
     TO_MEMBER,
     TO_PEER,
     TO_SUPERVISOR,
-    Hello,
-    Part,
+    GradientPart,
+    MemberWelcome,
+    PeerHello,
     Total,
-    Welcome,
 )
 
 
@@ -146,7 +146,9 @@ def test_members_have_a_limit_of_their_own() -> None:
         for channel in channels:
             channel.send(A)
             assert channel.receive(TO_PEER, seconds=SECONDS) == A
-        with pytest.raises(Closed, match="it has 2 connections, as many as it takes"):
+        with pytest.raises(
+            ConnectionClosedError, match="it has 2 connections, as many as it takes"
+        ):
             dial(address, KEY, seconds=SECONDS)
         channels[0].close()
         until(lambda: len(acceptor._channels) < 2)
@@ -272,9 +274,9 @@ def test_malformed_frames_change_nothing_between_members(count: int) -> None:
         else:
             with socket.create_connection(address) as link:
                 link.sendall(drawn.randbytes(drawn.randrange(1, 300)))
-    sent = Part(generation=3, step=1, nodes=[(0, 8)], arrays=(np.arange(4.0),))
+    sent = GradientPart(generation=3, step=1, nodes=[(0, 8)], arrays=(np.arange(4.0),))
     other.send("a", sent, look)
-    (array,) = one.take("b", Part, 1, look).arrays
+    (array,) = one.take("b", GradientPart, 1, look).arrays
     np.testing.assert_array_equal(array, np.arange(4.0))
     assert not one.broken and not one._inbox
     one.close()
@@ -305,8 +307,8 @@ def test_members_leave_no_connection_behind() -> None:
         thread.join()
     until(lambda: threading.active_count() == threads)
     late = dial((one.host, one.port), KEY, most_bytes=DATA_BYTES)
-    late.send(Hello(generation=2, name="b"))
-    with pytest.raises(Closed):
+    late.send(PeerHello(generation=2, name="b"))
+    with pytest.raises(ConnectionClosedError):
         late.receive(TO_PEER, seconds=SECONDS)
     late.close()
     one.close()
@@ -318,13 +320,13 @@ def test_members_leave_no_connection_behind() -> None:
 def test_a_connection_that_takes_the_place_of_another_is_used() -> None:
     one = Peers(KEY)
     one.generation, one._name = 1, "a"
-    hello = Hello(generation=1, name="b")
+    hello = PeerHello(generation=1, name="b")
     first = dial((one.host, one.port), KEY, most_bytes=DATA_BYTES)
     first.send(hello)
     until(lambda: one._channels)
     second = dial((one.host, one.port), KEY, most_bytes=DATA_BYTES)
     second.send(hello)
-    with pytest.raises(Closed):
+    with pytest.raises(ConnectionClosedError):
         first.receive(TO_PEER, seconds=SECONDS)
     second.send(Total(generation=1, step=0))
     assert one.take("b", Total, 0, look).kind == "total"
@@ -346,7 +348,7 @@ def test_a_listener_that_is_killed_has_not_refused_the_key(tmp_path: Path) -> No
 
     def serve(channel: Channel) -> None:
         if not channel.is_closed and channel.next(TO_SUPERVISOR) is not None:
-            channel.post(Welcome(run="r", name="x1", beat_seconds=1.0))
+            channel.post(MemberWelcome(run="r", name="x1", beat_seconds=1.0))
 
     def serves() -> None:
         for said in (0, 200):  # Before anything was said, and after a part.
@@ -386,7 +388,7 @@ def test_a_refused_key_is_told_by_type() -> None:
     [("127.0.0.1", 1 << 20), ("ab\0cd", 1), ("a" * 300, 1), ("127.0.0.1", -1)],
 )
 def test_what_is_no_address_is_said(address: tuple[str, int]) -> None:
-    with pytest.raises(Closed, match=address[0][:2]) as raised:
+    with pytest.raises(ConnectionClosedError, match=address[0][:2]) as raised:
         dial(address, KEY, seconds=1.0)
     assert len(str(raised.value)) < 200 and "\0" not in str(raised.value)
 

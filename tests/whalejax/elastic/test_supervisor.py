@@ -34,10 +34,10 @@ from whalejax.journals.journal import FOLDER
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock, is_held
-from whalejax.wire.connection import Channel, Closed, dial
+from whalejax.wire.connection import Channel, ConnectionClosedError, dial
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import Message, WireError
-from whalejax.wire.run_messages import TO_MEMBER, Heard, Ready, Saved
+from whalejax.wire.run_messages import TO_MEMBER, Ready, ReportReceived, Saved
 
 
 class Live:
@@ -138,7 +138,7 @@ def test_a_report_without_a_number_is_refused(tmp_path: Path) -> None:
     with live(tmp_path) as there:
         one, _ = there.join()
         one.send(received("ready", {}))
-        with pytest.raises(Closed):
+        with pytest.raises(ConnectionClosedError):
             until(one, "prepare")
 
 
@@ -425,7 +425,7 @@ def test_reports_that_are_acknowledged_as_they_are_repeated_end_no_member(
             if message.kind != "beat":
                 sent.append(message.number)
             if sent == [1]:
-                control._hear(Heard(goodput=1.0, number=300))
+                control._hear(ReportReceived(goodput=1.0, number=300))
 
     for step in range(300):
         control.post(Saved(step=step, path=""))

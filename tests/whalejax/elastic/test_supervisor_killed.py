@@ -10,9 +10,9 @@ from tests.whalejax.elastic.driven import written
 from tests.whalejax.elastic.simulated import World
 from tests.whalejax.messages import received
 from whalejax.membership.endings import Ending
-from whalejax.membership.events import Start
+from whalejax.membership.events import StartEffect
 from whalejax.membership.history import replay_events
-from whalejax.membership.run import Run
+from whalejax.membership.run import ElasticRun
 
 
 def begun(world: World) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ def test_the_journal_is_one_function_of_its_events() -> None:
     def told(events: list[dict[str, Any]]) -> dict[str, Any]:
         return written(replay_events(world.settings, events))
 
-    assert told([]) == written(Run(settings=world.settings))
+    assert told([]) == written(ElasticRun(settings=world.settings))
     assert told(lines) == world.membership.written()
     for number in range(len(lines)):
         # Nothing but the events counts, and they are kept as they are.
@@ -201,7 +201,7 @@ def test_scripts_stay_scripts() -> None:
     world.membership.exited(1.0, "m1", -9)
     world.membership.tick(2.0)
     effects = world.membership.effects()
-    assert [e.slot for e in effects if isinstance(e, Start)] == [0]
+    assert [e.slot for e in effects if isinstance(e, StartEffect)] == [0]
     # One whose status nobody can know has said that it was done.
     world = World(30, most=1)
     world.membership.go_on(0.0, told, {})

@@ -10,8 +10,8 @@ import pytest
 
 from whalejax.distributed.launch_env import (
     ENDS_FOR_ANOTHER,
-    Blamed,
-    Introduced,
+    BlameReport,
+    DeviceReport,
     Joining,
 )
 from whalejax.membership.fixed import (
@@ -22,7 +22,7 @@ from whalejax.membership.fixed import (
 )
 
 
-CPU: Final = Introduced(kind="cpu", devices=1)
+CPU: Final = DeviceReport(kind="cpu", devices=1)
 
 
 def run_of(processes: int, *, stops: bool = True) -> FixedRun:
@@ -69,7 +69,7 @@ def test_who_failed_first(
 ) -> None:
     run = run_of(3)
     for number, (other, why) in blames.items():
-        assert run.hear(number, Blamed(rank=other, why=why))
+        assert run.hear(number, BlameReport(rank=other, why=why))
     for number, status in ends.items():
         run.end(1.0, number, status)
     assert 0 < run.seconds_left(1.0) <= SOON_SECONDS
@@ -144,7 +144,7 @@ def test_where_the_rest_go_on_only_rank_0_ends_all() -> None:
 
 def test_what_cannot_be_true_is_no_report() -> None:
     run = run_of(2)
-    assert not run.hear(1, Blamed(rank=1, why="itself"))
-    assert not run.hear(1, Blamed(rank=2, why="nobody"))
+    assert not run.hear(1, BlameReport(rank=1, why="itself"))
+    assert not run.hear(1, BlameReport(rank=2, why="nobody"))
     run.end(1.0, 0, ENDS_FOR_ANOTHER)
     assert run.who_failed(runs)[0] == 0

@@ -30,12 +30,12 @@ from whalejax.scheduler.live.planning import Planning
 from whalejax.scheduler.live.requests import (
     Add,
     Answer,
-    Change,
-    Done,
+    JobChange,
     JobReport,
     Jobs,
-    Refused,
-    Show,
+    RequestDone,
+    RequestRefused,
+    ShowJobs,
     encoded,
 )
 
@@ -71,12 +71,12 @@ def job(folder: Path, name: str = "one", **fields: Any) -> Add:
 
 
 def refused(answer: Answer) -> str:
-    assert isinstance(answer, Refused), answer
+    assert isinstance(answer, RequestRefused), answer
     return answer.why
 
 
 def jobs(service: JobService) -> Jobs:
-    answer = service.answer(Show())
+    answer = service.answer(ShowJobs())
     assert isinstance(answer, Jobs)
     return answer
 
@@ -95,7 +95,7 @@ def plan(service: JobService, name: str, *speeds: float) -> None:
 
 def test_a_name_is_a_job_s_own(opened: Any, tmp_path: Path) -> None:
     service = opened()
-    assert service.answer(job(tmp_path)) == Done()
+    assert service.answer(job(tmp_path)) == RequestDone()
     why = refused(service.answer(job(tmp_path)))
     assert "a job is named 'one' already (it is there); give another --name" in why
     assert [one.name for one in jobs(service).jobs] == ["one"]
@@ -117,9 +117,9 @@ def test_a_job_that_has_ended_cannot_be_changed(opened: Any, tmp_path: Path) -> 
     service.answer(job(tmp_path))
     service._book.record("ended", name="one", how="complete", why="")
     for what in ("cancel", "pause", "resume"):
-        why = refused(service.answer(Change(name="one", what=what)))
+        why = refused(service.answer(JobChange(name="one", what=what)))
         assert f"job 'one' has ended (complete); there is nothing to {what}" in why
-    why = refused(service.answer(Change(name="two", what="cancel")))
+    why = refused(service.answer(JobChange(name="two", what="cancel")))
     assert "there is no job 'two'; there are: one" in why
 
 
@@ -128,15 +128,19 @@ def test_jobs_are_paused_resumed_and_cancelled_once(
 ) -> None:
     service = opened()
     service.answer(job(tmp_path))
-    assert "is not paused" in refused(service.answer(Change(name="one", what="resume")))
-    assert service.answer(Change(name="one", what="pause")) == Done()
+    assert "is not paused" in refused(
+        service.answer(JobChange(name="one", what="resume"))
+    )
+    assert service.answer(JobChange(name="one", what="pause")) == RequestDone()
     assert jobs(service).jobs[0].status == "paused"
-    assert "paused already" in refused(service.answer(Change(name="one", what="pause")))
+    assert "paused already" in refused(
+        service.answer(JobChange(name="one", what="pause"))
+    )
     service = opened()  # Another one takes it back from the journal.
     assert jobs(service).jobs[0].status == "paused"
-    assert service.answer(Change(name="one", what="resume")) == Done()
-    assert service.answer(Change(name="one", what="cancel")) == Done()
-    why = refused(service.answer(Change(name="one", what="cancel")))
+    assert service.answer(JobChange(name="one", what="resume")) == RequestDone()
+    assert service.answer(JobChange(name="one", what="cancel")) == RequestDone()
+    why = refused(service.answer(JobChange(name="one", what="cancel")))
     assert "was cancelled, and ends behind a step" in why
     service.turn(0.0)
     assert jobs(service).jobs[0].status == "cancelled"
@@ -164,7 +168,7 @@ def test_jobs_keep_the_cluster_that_they_were_planned_for(
     opened().answer(job(tmp_path))
     with pytest.raises(JobError, match=r"has jobs on .* that have not ended \(one\)"):
         opened("cpu:2")
-    opened().answer(Change(name="one", what="cancel"))
+    opened().answer(JobChange(name="one", what="cancel"))
     service = opened()
     service.turn(0.0)
     assert opened("cpu:2")._book.cluster == cluster("cpu:2").describe()
@@ -233,7 +237,7 @@ def test_a_full_disk_loses_nothing_and_is_told(
 
     monkeypatch.setattr("whalejax.journals.journal.os.write", fails)
     answer = service.answer(job(tmp_path))
-    assert isinstance(answer, Done) and "No space left on device" in answer.note
+    assert isinstance(answer, RequestDone) and "No space left on device" in answer.note
     plan(service, "one", 1.0)
     service._planning.withdraw("one")
     service._schedule.add(service._table(service._book.jobs["one"]), 80.0)
@@ -288,7 +292,7 @@ def test_another_version_is_named_on_both_sides(tmp_path: Path) -> None:
             local_socket._short(tmp_path / SOCKET) as path,
         ):
             link.connect(path)
-            link.sendall(encoded(Show()).replace(b"show", b"shoo"))
+            link.sendall(encoded(ShowJobs()).replace(b"show", b"shoo"))
             assert b"sent no message of ours" in link.recv(4096)
     finally:
         listening.close()
@@ -303,7 +307,7 @@ def test_a_scheduler_of_another_version_is_named(
         listening.listen()
         monkeypatch.setattr(local_socket, "_line", lambda link: b"whalejax-jobs/2 {}\n")
         with pytest.raises(JobError, match="the scheduler speaks 'whalejax-jobs/2'"):
-            ask(tmp_path, Show())
+            ask(tmp_path, ShowJobs())
 
 
 def test_nobody_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

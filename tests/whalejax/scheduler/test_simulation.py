@@ -10,8 +10,8 @@ import pytest
 
 from whalejax.scheduler.allocation import JobState
 from whalejax.scheduler.job_table import JobError, JobOption, Place, ScheduledJob
-from whalejax.scheduler.schedule import Schedule, elastic, first_come_first_served
-from whalejax.scheduler.simulation import Simulated, simulate
+from whalejax.scheduler.schedule import JobSchedule, elastic, first_come_first_served
+from whalejax.scheduler.simulation import JobSimulation, simulate
 
 
 EIGHT = {"": 8}
@@ -62,7 +62,7 @@ def test_a_resize_costs_its_seconds() -> None:
     assert record.end == pytest.approx(40) and record.resizes == 0
 
 
-def played(seed: int, objective: str) -> tuple[Simulated, Simulated]:
+def played(seed: int, objective: str) -> tuple[JobSimulation, JobSimulation]:
     draw = random.Random(seed)
     jobs, now = [], 0.0
     for number in range(40):
@@ -144,7 +144,7 @@ def test_further_devices_take_part_later_and_the_job_goes_on_meanwhile() -> None
 
 
 def test_it_is_decided_where_something_happens_and_every_so_often() -> None:
-    schedule = Schedule(EIGHT, elastic(EIGHT, "throughput", 600.0), every=60.0)
+    schedule = JobSchedule(EIGHT, elastic(EIGHT, "throughput", 600.0), every=60.0)
     assert schedule.decide(0.0) == [] and schedule.next_at == 60.0
     schedule.add(job("a", 400), 400.0)
     assert schedule.next_at < 1.0

@@ -11,12 +11,12 @@ import numpy as np
 
 from tests.whalejax.keys import KEY
 from tests.whalejax.swarm import swarm_jobs as jobs
-from whalejax.swarm_runtime.cut import Cut
-from whalejax.swarm_runtime.leading.further import FurtherTrainer
+from whalejax.swarm_runtime.cut import StagedJob
+from whalejax.swarm_runtime.leading.further import SecondaryTrainer
 from whalejax.swarm_runtime.leading.state import Settings
 from whalejax.swarm_runtime.peer import Peer
-from whalejax.swarm_runtime.registry import Member
-from whalejax.swarm_runtime.serving import Serving
+from whalejax.swarm_runtime.registry import PeerRecord
+from whalejax.swarm_runtime.serving import RegistryServer
 
 
 PEERS: Final = 6
@@ -35,7 +35,7 @@ class Swarm:
 
     def __init__(
         self,
-        cut: Cut,
+        cut: StagedJob,
         *,
         steps: int,
         wire: str = "f32",
@@ -45,7 +45,7 @@ class Swarm:
         self.cut, self.wire, self.sum_wire = cut, wire, sum_wire
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.peers: list[Peer] = []
-        self.trainers: list[FurtherTrainer] = []
+        self.trainers: list[SecondaryTrainer] = []
         self._waiting: dict[str, Callable[[], Any]] = {}
         lease = settings.pop("lease_seconds", _SECONDS)
         more = settings.pop("more", {})
@@ -56,7 +56,7 @@ class Swarm:
             "spare_seconds": _SECONDS,
             **settings,
         }
-        self.serving = Serving(
+        self.serving = RegistryServer(
             cut,
             KEY,
             Settings(steps=steps, **settings),
@@ -93,18 +93,18 @@ class Swarm:
         peer.start()
         return peer
 
-    def lead(self, **options: Any) -> FurtherTrainer:
+    def lead(self, **options: Any) -> SecondaryTrainer:
         """One more trainer, which is there when this returns."""
         wires = {"wire": self.wire, "sum_wire": self.sum_wire}
         options = {**wires, "call_seconds": _SECONDS, **options}
-        found = FurtherTrainer(
+        found = SecondaryTrainer(
             options.pop("cut", self.cut), KEY, self.serving.address, **options
         )
         self.trainers.append(found)
         found.start()
         return found
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[PeerRecord]:
         """The peers, as they last announced themselves."""
         return self.serving.trainer.fleet.members()
 
@@ -123,7 +123,9 @@ class Swarm:
 
 
 @contextlib.contextmanager
-def swarm(cut: Cut | None = None, *, steps: int, **settings: Any) -> Iterator[Swarm]:
+def swarm(
+    cut: StagedJob | None = None, *, steps: int, **settings: Any
+) -> Iterator[Swarm]:
     """A swarm, which is ended in any case."""
     found = Swarm(jobs.cut() if cut is None else cut, steps=steps, **settings)
     try:

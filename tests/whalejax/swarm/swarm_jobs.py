@@ -13,7 +13,7 @@ import optax
 import whalejax as wh
 from whalejax import jobs
 from whalejax.meshes import cluster
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.cut import StagedJob
 
 
 SIZE: Final = 24
@@ -59,9 +59,9 @@ def make(clip: float | None = None) -> wh.Job:
 
 
 @functools.cache
-def cut(clip: float | None = None) -> Cut:
+def cut(clip: float | None = None) -> StagedJob:
     """The job in stages; peers of all tests share its programs."""
-    return Cut(make(clip), stages=STAGES, micro_batches=COUNT)
+    return StagedJob(make(clip), stages=STAGES, micro_batches=COUNT)
 
 
 @functools.cache

@@ -18,25 +18,25 @@ import pytest
 import whalejax as wh
 from tests.whalejax.keys import KEY
 from whalejax.swarm.ledger import Ledger
-from whalejax.swarm_runtime.commit import Commit
+from whalejax.swarm_runtime.commit import SwarmStepCommit
 from whalejax.swarm_runtime.fleet import Fleet
-from whalejax.swarm_runtime.leading.state import Pull, Settings
-from whalejax.swarm_runtime.moving import Mover
-from whalejax.swarm_runtime.passage import Counts, Passage, StepContext
+from whalejax.swarm_runtime.leading.state import Settings, SnapshotDownload
+from whalejax.swarm_runtime.moving import StageMover
+from whalejax.swarm_runtime.passage import Counts, MicroBatchRoute, StepContext
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.registry import Registry
 from whalejax.swarm_runtime.trainer import Trainer
 from whalejax.wire.messages import Message
-from whalejax.wire.service import Gone, Refused
+from whalejax.wire.service import RefusedRequestError, UnreachableProcessError
 from whalejax.wire.swarm_messages import (
+    AnnouncementReceived,
     Batch,
-    Heard,
+    PeerWelcome,
     Pong,
     Receipt,
+    StageValues,
     StateChunk,
     Summed,
-    Told,
-    Welcome,
 )
 
 
@@ -113,18 +113,18 @@ def context_of(
 def test_the_limit_of_attempts_is_that_of_each_part() -> None:
     """With sixty stages there are 119 calls, and none is a second attempt."""
     context = context_of(60)
-    Passage(context, 0).run()
+    MicroBatchRoute(context, 0).run()
     assert all(context.ledger.is_complete(stage) for stage in range(60))
 
 
 def test_the_state_that_most_mates_have_is_kept() -> None:
     told: list[str] = []
     context = context_of(1, 3, lambda kind, **more: told.append(more["peer"]))
-    commit = Commit(context, [], None)  # type: ignore[arg-type]
+    commit = SwarmStepCommit(context, [], None)  # type: ignore[arg-type]
     commit._members[0] = context.fleet.synced(0)
     names = [member.name for member in commit._members[0]]
     answers = {
-        name: Told(numbers=[], digest=digest)
+        name: StageValues(numbers=[], digest=digest)
         for name, digest in zip(names, ("other", "same", "same"), strict=True)
     }
     commit._majority_values(0, 0, answers)
@@ -144,7 +144,7 @@ def test_a_run_whose_last_state_is_lost_does_not_end_as_if_all_were_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def ask(*given: Any, **more: Any) -> Message:
-        raise Gone("host:1 (state): no answer", late=True)
+        raise UnreachableProcessError("host:1 (state): no answer", late=True)
 
     trainer = trainer_with(ask)
 
@@ -165,22 +165,24 @@ def test_a_run_whose_last_state_is_lost_does_not_end_as_if_all_were_well(
     [
         StateChunk(count=10**12, digest="", arrays=(np.zeros(STATE, np.uint8),)),
         StateChunk(count=10**12, digest=""),
-        Refused("answer", "h:1 answered 'fetch_state' wrongly: it lacks count"),
+        RefusedRequestError(
+            "answer", "h:1 answered 'fetch_state' wrongly: it lacks count"
+        ),
     ],
     ids=["endless", "without pieces", "without fields"],
 )
 def test_a_peer_that_sends_no_state_is_passed_over(
-    answer: StateChunk | Refused,
+    answer: StateChunk | RefusedRequestError,
 ) -> None:
     asked: list[str] = []
 
     def ask(address: Any, question: Any, **more: Any) -> Message:
         asked.append(question.kind)
-        if isinstance(answer, Refused):
+        if isinstance(answer, RefusedRequestError):
             raise answer
         return answer
 
-    assert trainer_with(ask)._state_of(0, Pull()) is None
+    assert trainer_with(ask)._state_of(0, SnapshotDownload()) is None
     assert len(asked) <= 2
 
 
@@ -207,14 +209,14 @@ def test_a_peer_that_does_not_reach_its_mates_is_dropped_and_they_are_not(
             return Pong(name="")
         others = [*question.sources, *getattr(question, "cotangents", ())]
         if name_of(address, 2) == "p1.1" and others:
-            raise Refused("source", "No route to host", others[0][1])
+            raise RefusedRequestError("source", "No route to host", others[0][1])
         return receipt()
 
     context = context_of(3, 2, tell, ask)
     # Whoever is asked first, so that the order of the wiring does not matter.
     for _ in range(number):
         context.fleet.choose(1, 1.0)
-    passage = Passage(context, 0)
+    passage = MicroBatchRoute(context, 0)
     passage.run()
     names = {m.name for m in context.fleet.usable()}
     assert all(one["dropped"] == one["peer"] == "p1.1" for one in told)
@@ -228,13 +230,15 @@ def test_a_peer_that_does_not_reach_its_mates_is_dropped_and_they_are_not(
 def test_a_peer_that_does_not_reach_the_trainer_is_dropped() -> None:
     def ask(address: Any, *given: Any, **more: Any) -> Message:
         if name_of(address, 2) == "p0.1":
-            raise Refused("source", "the trainer did not give batch: No route to host")
+            raise RefusedRequestError(
+                "source", "the trainer did not give batch: No route to host"
+            )
         return receipt()
 
     context = context_of(1, 2, ask=ask)
     for _ in range(3):  # Each of the two is asked.
         context.ledger = Ledger(step=0, stages=1, micro_batches=1)
-        Passage(context, 0).run()
+        MicroBatchRoute(context, 0).run()
     assert [m.name for m in context.fleet.synced(0)] == ["p0.0"]
 
 
@@ -264,7 +268,7 @@ def test_who_waited_for_a_peer_that_stood_still_is_not_dropped_for_it() -> None:
 
 def test_a_peer_that_is_gone_is_blamed_and_not_who_reports_it() -> None:
     def ask(*given: Any, **more: Any) -> Message:
-        raise Gone("host:1 (ping): no answer", late=True)
+        raise UnreachableProcessError("host:1 (ping): no answer", late=True)
 
     context = context_of(2, 2, ask=ask)
     first, gone = context.member("p1.0"), context.member("p0.0")
@@ -275,10 +279,10 @@ def test_a_peer_that_is_gone_is_blamed_and_not_who_reports_it() -> None:
 
 def test_the_error_after_the_last_attempt_names_the_peer() -> None:
     def ask(*given: Any, **more: Any) -> Message:
-        raise Refused("missing", "it holds nothing")
+        raise RefusedRequestError("missing", "it holds nothing")
 
     with pytest.raises(wh.WhaleError, match=r"tried 100 times.*p0\.0: it holds noth"):
-        Passage(context_of(1, ask=ask), 0).run()
+        MicroBatchRoute(context_of(1, ask=ask), 0).run()
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "sum", "update"])
@@ -291,7 +295,7 @@ def test_an_error_that_all_peers_raise_ends_the_run_soon(kind: str) -> None:
         name = name_of(address, 3)
         if question.kind == kind and name in broken:
             asked.append(name)
-            raise Refused("failed", "ZeroDivisionError: of the model")
+            raise RefusedRequestError("failed", "ZeroDivisionError: of the model")
         if question.kind == "update":
             return has_state()
         return added() if question.kind == "sum" else receipt()
@@ -319,11 +323,11 @@ def added(*given: Any, **more: Any) -> Message:
     return Summed(numbers=[0], attempts=[1], lost=0.0, whole=0.0)
 
 
-def summing(context: StepContext) -> Commit:
+def summing(context: StepContext) -> SwarmStepCommit:
     """A commit whose micro-batch has its way behind it."""
-    passage = Passage(context, 0)
+    passage = MicroBatchRoute(context, 0)
     passage.run()
-    return Commit(context, [passage], ThreadPoolExecutor(1))
+    return SwarmStepCommit(context, [passage], ThreadPoolExecutor(1))
 
 
 def test_peers_that_are_lost_while_lost_parts_are_made_again_end_nothing() -> None:
@@ -360,9 +364,11 @@ def test_what_is_made_again_meanwhile_is_assigned_by_the_ledger_alone() -> None:
 
 def test_an_overflow_is_the_models_when_a_second_peer_has_it() -> None:
     context = context_of(1, 2)
-    commit = Commit(context, [], ThreadPoolExecutor(1))
+    commit = SwarmStepCommit(context, [], ThreadPoolExecutor(1))
     first, second = context.fleet.synced(0)
-    error = Refused("overflow", "the sum of step 0, stage 0: 3 of 4 are not finite")
+    error = RefusedRequestError(
+        "overflow", "the sum of step 0, stage 0: 3 of 4 are not finite"
+    )
     commit._failed(0, first, "sum", error)
     assert [m.name for m in context.fleet.synced(0)] == [second.name]
     with pytest.raises(wh.WhaleError, match=r"step 0, stage 0: the sum.*not applied"):
@@ -372,7 +378,7 @@ def test_an_overflow_is_the_models_when_a_second_peer_has_it() -> None:
 def test_the_last_failure_of_a_sum_is_said() -> None:
     def ask(address: Any, question: Any, **more: Any) -> Message:
         if question.kind == "sum":
-            raise Refused("missing", "it holds no gradient")
+            raise RefusedRequestError("missing", "it holds no gradient")
         return receipt()
 
     commit = summing(context_of(1, ask=ask))
@@ -400,7 +406,7 @@ def test_a_batch_of_another_step_is_not_computed() -> None:
     trainer = trainer_with(receipt)
     at = {"run": trainer.run_id, "generation": 0, "number": 0, "places": []}
     for change in ({"step": 10**12}, {"step": 0, "run": "other"}):
-        with pytest.raises(Refused, match="the trainer is at") as found:
+        with pytest.raises(RefusedRequestError, match="the trainer is at") as found:
             trainer.give_batch(Batch(**{**at, **change}))
         assert found.value.code == "stale"
 
@@ -476,7 +482,7 @@ def settled(trainer: Trainer) -> None:
 
 
 def has_state(digest: str = "d") -> Message:
-    return Told(numbers=[], digest=digest)
+    return StageValues(numbers=[], digest=digest)
 
 
 def test_a_peer_that_refuses_is_asked_again_after_growing_pauses() -> None:
@@ -484,7 +490,7 @@ def test_a_peer_that_refuses_is_asked_again_after_growing_pauses() -> None:
 
     def ask(*given: Any, **more: Any) -> Message:
         asked.append(clock.now)
-        raise Refused("stale", "p0 is in generation 1 of another run")
+        raise RefusedRequestError("stale", "p0 is in generation 1 of another run")
 
     trainer, _, clock, told = newcomers(ask, [0])
     for tenth in range(100):
@@ -595,7 +601,7 @@ def test_a_snapshot_is_given_up_when_its_source_is_gone() -> None:
         if question.kind == "fetch_state":
             asked.set()
             free.wait(300)
-            raise Gone("it stands still", late=True)
+            raise UnreachableProcessError("it stands still", late=True)
         return has_state()
 
     trainer, _, clock, told = newcomers(ask, [0], snapshot_every=1)
@@ -626,7 +632,7 @@ def test_a_peer_that_has_failed_is_no_mate_of_one_that_may_move(
     trainer.fleet.failed(first, 1.0, 0.0, ban=True)
     moves: list[str] = []
     monkeypatch.setattr(trainer, "move", lambda member, target: moves.append(member))
-    Mover(2, period=1e-6)(trainer)
+    StageMover(2, period=1e-6)(trainer)
     assert not moves and told.count("joined") == 3
 
 
@@ -661,7 +667,7 @@ def test_a_stage_that_nobody_serves_is_given_a_newcomer_of_another(others: int) 
 
 def test_the_last_of_a_stage_is_not_let_go_while_it_is_banned() -> None:
     def ask(*given: Any, **more: Any) -> Message:
-        raise Gone("host:1 (state): no answer", late=True)
+        raise UnreachableProcessError("host:1 (state): no answer", late=True)
 
     trainer = trainer_with(ask)
     (member,) = trainer.fleet.synced(0)
@@ -687,11 +693,11 @@ def peer_with(ask: Callable[..., Message]) -> Peer:
 
 
 def heard(*, known: bool = True, free: bool = False) -> Message:
-    return Heard(known=known, free=free)
+    return AnnouncementReceived(known=known, free=free)
 
 
 def welcome() -> Message:
-    return Welcome(stage=1, incarnation=1, run="run")
+    return PeerWelcome(stage=1, incarnation=1, run="run")
 
 
 def test_a_peer_that_leaves_stays_as_long_as_the_step_takes(
@@ -709,18 +715,23 @@ def test_a_peer_that_leaves_stays_as_long_as_the_step_takes(
 
 
 def test_a_host_named_like_a_key_is_asked_again() -> None:
-    answers: list[Any] = [Gone("monkey-1:9: Connection refused", late=False), welcome()]
+    answers: list[Any] = [
+        UnreachableProcessError("monkey-1:9: Connection refused", late=False),
+        welcome(),
+    ]
 
     def ask(*given: Any, **more: Any) -> Message:
         found = answers.pop(0)
-        if isinstance(found, Gone):
+        if isinstance(found, UnreachableProcessError):
             raise found
         return found
 
     peer = peer_with(ask)
     peer._join()
     assert peer.worker.run == "run" and not answers
-    answers.append(Gone("h:9: refused the key", late=False, hopeless=True))
+    answers.append(
+        UnreachableProcessError("h:9: refused the key", late=False, hopeless=True)
+    )
     with pytest.raises(wh.WhaleError, match="its key file"):
         peer._join()
     peer.close()
@@ -728,9 +739,9 @@ def test_a_host_named_like_a_key_is_asked_again() -> None:
 
 def test_a_registry_that_forgot_a_peer_and_is_away_ends_nothing() -> None:
     answers: list[Any] = [
-        Refused("failed", "a moment"),
+        RefusedRequestError("failed", "a moment"),
         heard(known=False),
-        Gone("monkey-1:9 (join): no answer", late=True),
+        UnreachableProcessError("monkey-1:9 (join): no answer", late=True),
         heard(known=False),
         welcome(),
     ]

@@ -14,14 +14,19 @@ from tests.whalejax.messages import SWARM, Loose
 from whalejax.swarm_runtime.wire.states import downloaded
 from whalejax.wire.connection import listen
 from whalejax.wire.messages import Message, Question, answer_type
-from whalejax.wire.service import Caller, Gone, Refused, Service
+from whalejax.wire.service import (
+    Caller,
+    RefusedRequestError,
+    Service,
+    UnreachableProcessError,
+)
 from whalejax.wire.swarm_messages import (
     At,
-    Call,
     FetchState,
     Ping,
     Pong,
-    Show,
+    ShowSwarm,
+    StageCall,
     StateChunk,
 )
 
@@ -33,7 +38,7 @@ STATE = FetchState(run="r", generation=0, step=0, stage=0, place=0)
 def asked() -> Iterator[Any]:
     """Asks a process that answers with what it is given; closed afterwards."""
     answers: list[Message] = []
-    handlers = {kind: lambda _: answers[-1] for kind in (Ping, FetchState, Show)}
+    handlers = {kind: lambda _: answers[-1] for kind in (Ping, FetchState, ShowSwarm)}
     service = Service(listen(), KEY, handlers)
     caller = Caller(KEY)
 
@@ -43,7 +48,7 @@ def asked() -> Iterator[Any]:
 
     yield ask
     caller.close()
-    with pytest.raises(Gone, match="this process ends"):
+    with pytest.raises(UnreachableProcessError, match="this process ends"):
         ask(Ping(), answers[-1])
     service.close()
 
@@ -51,7 +56,7 @@ def asked() -> Iterator[Any]:
 def test_each_question_has_an_answer() -> None:
     kinds = SWARM.kinds.values()
     questions = [one for one in kinds if issubclass(one, Question)]
-    assert {*map(answer_type, questions)} == {*kinds} - {*questions, At, Call}
+    assert {*map(answer_type, questions)} == {*kinds} - {*questions, At, StageCall}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,9 @@ def test_each_question_has_an_answer() -> None:
 def test_answers_that_are_none_are_refused(
     asked: Any, kind: str, fields: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(Refused, match=f"'fetch_state' wrongly: .*{said}") as found:
+    with pytest.raises(
+        RefusedRequestError, match=f"'fetch_state' wrongly: .*{said}"
+    ) as found:
         asked(STATE, Loose({"kind": kind, **fields}))
     assert found.value.code == "answer"
     assert asked(Ping(), Pong(name="x")).name == "x"
@@ -77,10 +84,12 @@ def test_an_answer_that_is_too_large_is_said(
 ) -> None:
     monkeypatch.setattr("whalejax.wire.messages.MOST_ARRAY_BYTES", 100)
     large = StateChunk(count=1, digest="", arrays=(np.zeros(101, np.uint8),))
-    with pytest.raises(Refused, match="101 of arrays.*Send it in parts"):
+    with pytest.raises(RefusedRequestError, match="101 of arrays.*Send it in parts"):
         asked(STATE, large)
     many = StateChunk(count=1, digest="", arrays=(np.zeros(0, np.uint8),) * 4097)
-    with pytest.raises(Refused, match="4097 arrays, of at most 4096.*Send it in par"):
+    with pytest.raises(
+        RefusedRequestError, match="4097 arrays, of at most 4096.*Send it in par"
+    ):
         asked(STATE, many)
 
 
@@ -106,6 +115,6 @@ def test_what_is_no_state_of_a_stage_is_refused(
         asked.append(place)
         return StateChunk(count=count, digest=digest, arrays=tuple(arrays))
 
-    with pytest.raises(Refused, match=r"state of stage 3.*") as found:
+    with pytest.raises(RefusedRequestError, match=r"state of stage 3.*") as found:
         downloaded(ask, layout, 3, "p")
     assert found.value.blame == "p" and asked == [0]

@@ -28,7 +28,7 @@ from whalejax.swarm_runtime.wire.registering import told_address
 from whalejax.wire.connection import listen
 from whalejax.wire.keys import Key, make_key
 from whalejax.wire.service import Address
-from whalejax.wire.swarm_messages import AskTerms, Show
+from whalejax.wire.swarm_messages import AskTerms, ShowSwarm
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -252,7 +252,7 @@ def test_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
             found.join(stage)
         found.run()
         address: Address = found.serving.address
-        told = swarm._query_registry(address, KEY, Show()).fields
+        told = swarm._query_registry(address, KEY, ShowSwarm()).fields
     text = swarm.as_text(told)
     assert "step 1 of 1, generation 0" in text and "wire f32" in text
     assert all(f"stage {stage}: 1 peers" in text for stage in range(jobs.STAGES))

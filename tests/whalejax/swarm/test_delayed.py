@@ -16,7 +16,7 @@ import whalejax as wh
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Fault, Swarm, same, swarm
 from whalejax.swarm_runtime.checkpoints import Checkpoints
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.cut import StagedJob
 from whalejax.swarm_runtime.stage import StageState, ready_stage
 from whalejax.swarm_runtime.wire.states import digest_of
 
@@ -42,9 +42,9 @@ def batch(step: int, size: int) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def cut() -> Cut:
+def cut() -> StagedJob:
     job = wh.Job(loss_fn, jobs.make_model, batch, TX, batch_size=jobs.SIZE)
-    return Cut(job, stages=jobs.STAGES, micro_batches=COUNT, delayed_updates=True)
+    return StagedJob(job, stages=jobs.STAGES, micro_batches=COUNT, delayed_updates=True)
 
 
 def gradient(params: list[Any], step: int, number: int) -> list[Any]:

@@ -10,7 +10,7 @@ import pytest
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Fault, Swarm, same, swarm
 from whalejax.swarm.ledger import committed, count_lost_and_doubled
-from whalejax.swarm_runtime.working.summing import Total
+from whalejax.swarm_runtime.working.summing import GradientSum
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -50,16 +50,16 @@ def alike(found: Swarm) -> None:
 
 def test_what_is_added_twice_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the peers of each stage say that they added."""
-    add, journal = Total.add, Journal()
+    add, journal = GradientSum.add, Journal()
 
-    def twice(self: Total, numbers: list[int], *given: Any) -> None:
+    def twice(self: GradientSum, numbers: list[int], *given: Any) -> None:
         for _ in range(1 + (numbers == [2])):
             add(self, numbers, *given)
 
     with swarm(steps=1, more={"write": journal}) as found:
         for stage in range(jobs.STAGES):
             found.join(stage)
-        monkeypatch.setattr(Total, "add", twice)
+        monkeypatch.setattr(GradientSum, "add", twice)
         found.run()
     assert count_lost_and_doubled(journal.lines) == (0, jobs.STAGES)
     lines = [dict(x) for x in journal.lines]

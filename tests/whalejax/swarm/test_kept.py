@@ -17,7 +17,7 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main
 from whalejax.cli.swarm_options import SwarmServeCommand
 from whalejax.cli.swarm_processes import _words
-from whalejax.processes.keeper import Keeper, Program
+from whalejax.processes.keeper import Keeper, KeptCommand
 
 
 # JAX may be there; nothing is shared.
@@ -31,7 +31,7 @@ def keeper(folder: Path, leader: str, *others: str) -> tuple[Keeper, list[str]]:
     said: list[str] = []
     names = ["registry", *(f"peer-{n + 1}" for n in range(len(others)))]
     programs = [
-        Program(name=name, command=("sh", "-c", text))
+        KeptCommand(name=name, command=("sh", "-c", text))
         for name, text in zip(names, (leader, *others), strict=True)
     ]
     return Keeper(programs, folder, said.append), said
@@ -89,7 +89,7 @@ def test_options_are_given_on() -> None:
 def test_peers_of_other_hosts_are_started_by_a_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs: list[Program] = []
+    programs: list[KeptCommand] = []
 
     class Seen(Keeper):
         def __init__(self, given: Any, *_: Any) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import same, swarm
-from whalejax.swarm_runtime.leading.state import Pace
-from whalejax.swarm_runtime.moving import Mover
+from whalejax.swarm_runtime.leading.state import TransferRates
+from whalejax.swarm_runtime.moving import StageMover
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.trainer import Trainer
 from whalejax.wire.messages import Message
@@ -33,7 +33,7 @@ def test_a_peer_moves_to_the_stage_that_lacks_one(
     monkeypatch.setattr(
         "whalejax.swarm_runtime.fleet.Fleet.seconds_per_task", lambda self, member: 1.0
     )
-    mover, may_move = Mover(jobs.STAGES, period=1e-6), threading.Event()
+    mover, may_move = StageMover(jobs.STAGES, period=1e-6), threading.Event()
 
     def between(trainer: Trainer) -> None:
         if trainer.is_computing:
@@ -63,8 +63,14 @@ def test_a_peer_moves_to_the_stage_that_lacks_one(
         assert same(found.run(), jobs.losses(STEPS))
         moves = [told for kind, told in found.told if kind == "moved"]
         assert [(m["source"], m["target"]) for m in moves] in ([(0, 1)], [(0, 2)])
-        assert found.serving.trainer.pace.bytes_per_second != Pace().bytes_per_second
-        assert found.serving.trainer.pace.compile_seconds != Pace().compile_seconds
+        assert (
+            found.serving.trainer.pace.bytes_per_second
+            != TransferRates().bytes_per_second
+        )
+        assert (
+            found.serving.trainer.pace.compile_seconds
+            != TransferRates().compile_seconds
+        )
         counts = [0] * jobs.STAGES
         for peer in found.peers:
             counts[serves(peer)] += 1
@@ -97,7 +103,7 @@ def test_a_peer_moves_while_a_step_is_computed(
     monkeypatch.setattr(
         "whalejax.swarm_runtime.fleet.Fleet.seconds_per_task", lambda self, member: 1.0
     )
-    mover, calls = Mover(jobs.STAGES, period=1e-6), itertools.count()
+    mover, calls = StageMover(jobs.STAGES, period=1e-6), itertools.count()
     held: list[int] = []
 
     def rebalance(trainer: Trainer) -> None:

@@ -27,7 +27,7 @@ from whalejax.planner.plan.square_cube_of_plan import (
     stage_works,
 )
 from whalejax.planner.swarm_data import closed_form_seconds, wire_bytes
-from whalejax.swarm.churn import ChurnEvent, Happening
+from whalejax.swarm.churn import ChurnEvent, PeerEventKind
 from whalejax.swarm.planning import LATENCY_SECONDS, setting_of
 from whalejax.swarm.quantize import packed_bytes
 from whalejax.swarm.simulator import simulate
@@ -232,7 +232,7 @@ def test_charts_of_the_law_and_of_a_simulated_run(
     assert by_width == sorted(by_width)
     setting, link = setting_of(plan)
     trace = [
-        ChurnEvent(time=0.0, event=Happening.JOIN, peer=f"p{n}", link=link)
+        ChurnEvent(time=0.0, event=PeerEventKind.JOIN, peer=f"p{n}", link=link)
         for n in range(6)
     ]
     found = simulate(setting, trace, 20.0)
@@ -248,7 +248,7 @@ def test_latency_makes_nobody_time_out(plan: wh.Plan) -> None:
     """A call of a millisecond takes 40 ms on its way."""
     setting, link = setting_of(plan, micro_batches=24)
     trace = [
-        ChurnEvent(time=0.0, event=Happening.JOIN, peer=f"p{n}", link=link)
+        ChurnEvent(time=0.0, event=PeerEventKind.JOIN, peer=f"p{n}", link=link)
         for n in range(6)
     ]
     assert simulate(setting, trace, 10.0).late == 0
@@ -259,7 +259,7 @@ def test_the_closed_form_is_close_to_the_simulator(plan: wh.Plan) -> None:
     assert swarm is not None
     setting, link = setting_of(plan, micro_batches=400)
     trace = [
-        ChurnEvent(time=0.0, event=Happening.JOIN, peer=f"p{n}", link=link)
+        ChurnEvent(time=0.0, event=PeerEventKind.JOIN, peer=f"p{n}", link=link)
         for n in range(6)
     ]
     closed = closed_form_seconds(swarm, 400, 12)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.rebalancing import (
-    Move,
     MoveCost,
     PeerLoad,
+    PeerMove,
     Rebalancer,
     Rule,
     best_counts,
@@ -26,7 +26,7 @@ from whalejax.swarm.rebalancing import (
 )
 
 
-Choose = Callable[[list[PeerLoad], int], Move | None]
+Choose = Callable[[list[PeerLoad], int], PeerMove | None]
 CHEAP = MoveCost(state_bytes=10**6, bytes_per_second=1e7)
 
 
@@ -123,7 +123,7 @@ def test_the_rule_of_the_paper() -> None:
             ("e", 2, 0.25),
         )
     ]
-    assert paper_move(peers, 3) == Move(
+    assert paper_move(peers, 3) == PeerMove(
         peer="e", source=2, target=0, speed_before=1.0, speed_after=1.0
     )
 
@@ -154,7 +154,7 @@ def test_newcomers_go_to_the_slowest_stage() -> None:
 
 def moves(
     rebalancer: Rebalancer, counts: tuple[int, ...], looks: int, cost: MoveCost = CHEAP
-) -> list[Move]:
+) -> list[PeerMove]:
     """What is moved when each move is carried out before the next look."""
     peers = {peer.peer: peer for peer in alike(counts)}
     made = []

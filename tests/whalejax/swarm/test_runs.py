@@ -12,7 +12,7 @@ import pytest
 import whalejax as wh
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import PEERS, Swarm, same, swarm
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.cut import StagedJob
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -75,7 +75,7 @@ def test_layers_that_share_weights_stay_in_one_stage() -> None:
         return {f"w{n}": made[f"w{n}"] for n in range(3)}
 
     job = wh.Job(loss_fn, make_model, jobs.batch, optax.sgd(0.1), batch_size=jobs.SIZE)
-    cut = Cut(job, stages=jobs.STAGES, micro_batches=jobs.COUNT)
+    cut = StagedJob(job, stages=jobs.STAGES, micro_batches=jobs.COUNT)
     assert [cut.readers(n) for n in range(3)] == [[0], [1], [2]]
     params = jax.jit(make_model)(jax.random.key(0))
     wanted = []

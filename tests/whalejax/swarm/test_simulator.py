@@ -15,7 +15,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.churn import (
     Churn,
     ChurnEvent,
-    Happening,
+    PeerEventKind,
     PeerLink,
     draw,
     read_csv,
@@ -23,7 +23,7 @@ from whalejax.swarm.churn import (
 )
 from whalejax.swarm.rebalancing import Rule
 from whalejax.swarm.simulator import (
-    Setting,
+    SimulationSettings,
     StageCost,
     peer_speed,
     simulate,
@@ -40,16 +40,16 @@ LINK: Final = PeerLink(
 
 def here(count: int, *, link: PeerLink = UNBOUND) -> list[ChurnEvent]:
     return [
-        ChurnEvent(time=0.0, event=Happening.JOIN, peer=f"p{n}", link=link)
+        ChurnEvent(time=0.0, event=PeerEventKind.JOIN, peer=f"p{n}", link=link)
         for n in range(count)
     ]
 
 
-def at(time: float, event: Happening, peer: str, speed: float = 1.0) -> ChurnEvent:
+def at(time: float, event: PeerEventKind, peer: str, speed: float = 1.0) -> ChurnEvent:
     return ChurnEvent(time=time, event=event, peer=peer, speed=speed)
 
 
-SETTING: Final = Setting(stages=(FIRST, FIRST, LAST), micro_batches=24)
+SETTING: Final = SimulationSettings(stages=(FIRST, FIRST, LAST), micro_batches=24)
 
 
 def test_a_full_pipeline_is_as_fast_as_its_slowest_stage() -> None:
@@ -80,7 +80,7 @@ def test_a_tensor_goes_over_both_links_at_once() -> None:
         ),
         dataclasses.replace(LAST, backward_bytes=(border, border)),
     )
-    setting = Setting(stages=stages, micro_batches=1)
+    setting = SimulationSettings(stages=stages, micro_batches=1)
     found = simulate(setting, here(3, link=LINK), 100.0)
     latencies = 4 * 4 + 2
     assert found.step_seconds[0] == pytest.approx(12.0 + 4 * 8.0 + latencies * 0.01)
@@ -88,7 +88,7 @@ def test_a_tensor_goes_over_both_links_at_once() -> None:
 
 def test_the_slowest_peer_of_a_stage_applies_last() -> None:
     costs = [dataclasses.replace(c, update_seconds=0.5) for c in SETTING.stages]
-    trace = [*here(3), *(at(0.0, Happening.JOIN, f"s{n}", 0.25) for n in range(3))]
+    trace = [*here(3), *(at(0.0, PeerEventKind.JOIN, f"s{n}", 0.25) for n in range(3))]
     plain = simulate(SETTING, trace, 400.0).step_seconds[0]
     setting = dataclasses.replace(SETTING, stages=tuple(costs))
     found = simulate(setting, trace, 400.0).step_seconds[0]
@@ -113,8 +113,8 @@ def test_delayed_updates_take_the_longer_of_two_times(part: float) -> None:
 
 
 def test_fast_peers_are_given_more() -> None:
-    setting = Setting(stages=(LAST,), micro_batches=100, in_flight=4)
-    trace = [*here(1), at(0.0, Happening.JOIN, "fast", 3.0)]
+    setting = SimulationSettings(stages=(LAST,), micro_batches=100, in_flight=4)
+    trace = [*here(1), at(0.0, PeerEventKind.JOIN, "fast", 3.0)]
     found = simulate(setting, trace, 400.0)
     # Together they compute one micro-batch a second.
     assert found.step_seconds[1] == pytest.approx(100, rel=0.05)
@@ -135,11 +135,13 @@ def test_gradients_are_added_up_over_links() -> None:
     assert found - plain == pytest.approx(3.0 + 0.5)
 
 
-@pytest.mark.parametrize("how", [Happening.KILL, Happening.STOP, Happening.LEAVE])
-def test_a_death_costs_what_it_held_and_nothing_is_lost(how: Happening) -> None:
+@pytest.mark.parametrize(
+    "how", [PeerEventKind.KILL, PeerEventKind.STOP, PeerEventKind.LEAVE]
+)
+def test_a_death_costs_what_it_held_and_nothing_is_lost(how: PeerEventKind) -> None:
     found = simulate(SETTING, [*here(6), at(30.0, how, "p0")], 600.0)
     assert found.changes == 1 and len(found.step_seconds) >= 5
-    recomputed = 0 if how is Happening.LEAVE else 1
+    recomputed = 0 if how is PeerEventKind.LEAVE else 1
     assert (found.recomputed > 0) == bool(recomputed)
     assert found.empty_seconds == 0
 
@@ -150,7 +152,7 @@ def test_a_death_during_the_sum_opens_the_step_again() -> None:
     quiet = simulate(setting, here(6, link=LINK), 300.0)
     began = quiet.step_seconds[0] - 10.0  # while 20 s of sums are under way
     found = simulate(
-        setting, [*here(6, link=LINK), at(began, Happening.KILL, "p0")], 300.0
+        setting, [*here(6, link=LINK), at(began, PeerEventKind.KILL, "p0")], 300.0
     )
     assert found.recomputed > 0
     assert found.step_seconds[0] > quiet.step_seconds[0]
@@ -158,7 +160,7 @@ def test_a_death_during_the_sum_opens_the_step_again() -> None:
 
 def test_a_stage_that_lost_its_last_peer_is_given_another() -> None:
     """Two peers are in the first stage, and one in each other."""
-    trace = [*here(4), at(30.0, Happening.KILL, "p1")]
+    trace = [*here(4), at(30.0, PeerEventKind.KILL, "p1")]
     found = simulate(SETTING, trace, 1200.0)
     assert found.moves == 1 and found.micro_batches > 200
     # Its announcement holds for 10 s; 10 s later somebody is sent, and 30 s are lost.
@@ -170,9 +172,9 @@ def test_a_stage_that_lost_its_last_peer_is_given_another() -> None:
 def test_a_swarm_without_enough_peers_waits_and_goes_on() -> None:
     trace = [
         *here(4),
-        at(30.0, Happening.KILL, "p1"),
-        at(31.0, Happening.KILL, "p2"),
-        at(400.0, Happening.JOIN, "new"),
+        at(30.0, PeerEventKind.KILL, "p1"),
+        at(31.0, PeerEventKind.KILL, "p2"),
+        at(400.0, PeerEventKind.JOIN, "new"),
     ]
     waits = simulate(SETTING, trace, 399.0)
     assert waits.micro_batches < 24 and waits.empty_seconds > 300
@@ -186,7 +188,7 @@ def test_a_newcomer_takes_the_state_beside_a_step(size: int) -> None:
     costs = [dataclasses.replace(c, state_bytes=size) for c in SETTING.stages]
     setting = dataclasses.replace(SETTING, stages=tuple(costs))
     quiet = simulate(setting, here(3, link=LINK), 1000.0).step_seconds
-    joins = dataclasses.replace(at(5.0, Happening.JOIN, "new"), link=LINK)
+    joins = dataclasses.replace(at(5.0, PeerEventKind.JOIN, "new"), link=LINK)
     # In the first step there is nothing to take: each peer makes its state.
     later = dataclasses.replace(joins, time=quiet[0] + 5.0)
     found = simulate(setting, [*here(3, link=LINK), later], 1000.0)
@@ -201,7 +203,7 @@ def test_many_wait_for_one_once_it_has_lost_as_much() -> None:
     costs = [dataclasses.replace(c, state_bytes=150_000_000) for c in SETTING.stages]
     setting = dataclasses.replace(SETTING, stages=tuple(costs), micro_batches=240)
     quiet = simulate(setting, here(30, link=LINK), 1500.0).step_seconds
-    joins = dataclasses.replace(at(105.0, Happening.JOIN, "new"), link=LINK)
+    joins = dataclasses.replace(at(105.0, PeerEventKind.JOIN, "new"), link=LINK)
     found = simulate(setting, [*here(30, link=LINK), joins], 1500.0)
     assert found.step_seconds[:7] == pytest.approx(quiet[:7])
     assert max(found.step_seconds) == pytest.approx(150.0, rel=0.01)
@@ -211,8 +213,8 @@ def test_many_wait_for_one_once_it_has_lost_as_much() -> None:
 @pytest.mark.parametrize("every", [2, 100])
 def test_all_go_back_where_a_stage_lost_its_last_peer(every: int) -> None:
     """It is the fourth step; the newest snapshot is of step 2, or of none."""
-    joins = at(400.0, Happening.JOIN, "new")
-    trace = [*here(3), at(330.0, Happening.KILL, "p1"), joins]
+    joins = at(400.0, PeerEventKind.JOIN, "new")
+    trace = [*here(3), at(330.0, PeerEventKind.KILL, "p1"), joins]
     setting = dataclasses.replace(SETTING, snapshot_every=every)
     found = simulate(setting, trace, 500.0)
     assert found.went_back == 1
@@ -241,18 +243,18 @@ def test_a_step_with_delayed_updates_begins_once_after_a_snapshot(size: int) -> 
 def test_a_peer_may_come_back_under_its_name() -> None:
     trace = [
         *here(6),
-        at(30.0, Happening.KILL, "p0"),
-        at(40.0, Happening.JOIN, "p0"),
-        at(41.0, Happening.JOIN, "p1"),  # it is there already
-        at(90.0, Happening.STOP, "p0"),
-        at(90.0, Happening.LEAVE, "nobody"),
+        at(30.0, PeerEventKind.KILL, "p0"),
+        at(40.0, PeerEventKind.JOIN, "p0"),
+        at(41.0, PeerEventKind.JOIN, "p1"),  # it is there already
+        at(90.0, PeerEventKind.STOP, "p0"),
+        at(90.0, PeerEventKind.LEAVE, "nobody"),
     ]
     found = simulate(SETTING, trace, 900.0)
     assert found.present_seconds["p0"] == pytest.approx(30 + 50)
 
 
 def test_a_peer_that_slows_down_is_given_less() -> None:
-    trace = [*here(6), at(1.0, Happening.SPEED, "p0", 0.25)]
+    trace = [*here(6), at(1.0, PeerEventKind.SPEED, "p0", 0.25)]
     setting = dataclasses.replace(SETTING, micro_batches=96, rule=Rule.NONE)
     found = simulate(setting, trace, 3000.0)
     # 1.25 of 2 peers are left of its stage; an equal share would take 4 / 2 as long.
@@ -304,7 +306,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 HAPPENINGS = st.lists(
     st.tuples(
         st.floats(0.1, 150.0),
-        st.sampled_from(list(Happening)),
+        st.sampled_from(list(PeerEventKind)),
         st.sampled_from([f"p{n}" for n in range(7)]),
         st.sampled_from((0.2, 1.0, 3.0)),
     ),
@@ -315,7 +317,7 @@ HAPPENINGS = st.lists(
 @settings(max_examples=25, deadline=None)
 @given(HAPPENINGS, st.sampled_from(list(Rule)), st.integers(1, 2))
 def test_any_order_of_events_keeps_the_ledger_whole(
-    events: list[tuple[float, Happening, str, float]], rule: Rule, trainers: int
+    events: list[tuple[float, PeerEventKind, str, float]], rule: Rule, trainers: int
 ) -> None:
     """Each commit checks its partition; and with peers in all stages it goes on."""
     trace = [*here(5, link=LINK), *(at(*event) for event in events)]
@@ -327,9 +329,9 @@ def test_any_order_of_events_keeps_the_ledger_whole(
     late = [t for t, _ in found.timeline if t > 700.0]
     alive = set[str]()
     for event in sorted(trace, key=lambda event: event.time):
-        if event.event is Happening.JOIN:
+        if event.event is PeerEventKind.JOIN:
             alive.add(event.peer)
-        elif event.event is not Happening.SPEED:
+        elif event.event is not PeerEventKind.SPEED:
             alive.discard(event.peer)
     if rule is not Rule.NONE and len(alive) >= 3:
         assert late, found
@@ -337,8 +339,8 @@ def test_any_order_of_events_keeps_the_ledger_whole(
 
 def test_a_newcomer_that_waits_for_the_step_fills_a_stage_that_stops_it() -> None:
     """It comes back while it leaves, and then a stage loses its only peer."""
-    gone = [at(1.0, Happening.LEAVE, "p0"), at(1.0, Happening.JOIN, "p0")]
-    gone += [at(1.0, Happening.LEAVE, name) for name in ("p1", "p2")]
+    gone = [at(1.0, PeerEventKind.LEAVE, "p0"), at(1.0, PeerEventKind.JOIN, "p0")]
+    gone += [at(1.0, PeerEventKind.LEAVE, name) for name in ("p1", "p2")]
     for rule in (Rule.PAPER, Rule.OPTIMUM):
         setting = dataclasses.replace(SETTING, micro_batches=8, rule=rule, period=20.0)
         found = simulate(setting, [*here(5, link=LINK), *gone], 300.0)
@@ -352,8 +354,8 @@ def test_traces_are_written_down_and_read_back(tmp_path: Path) -> None:
     assert read_csv(path) == trace
     path.write_text("time,event,peer\n0,join,a\n5.5,kill,a\n")
     assert read_csv(path) == (
-        at(0.0, Happening.JOIN, "a"),
-        at(5.5, Happening.KILL, "a"),
+        at(0.0, PeerEventKind.JOIN, "a"),
+        at(5.5, PeerEventKind.KILL, "a"),
     )
 
 
@@ -377,7 +379,7 @@ def test_every_wrong_line_of_a_trace_is_named(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked_together() -> None:
-    wrong = Setting(
+    wrong = SimulationSettings(
         stages=(dataclasses.replace(FIRST, backward_seconds=0.0),),
         micro_batches=0,
         period=0.0,

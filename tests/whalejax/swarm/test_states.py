@@ -17,7 +17,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint import save
 from whalejax.swarm_runtime.leading.state import Settings
 from whalejax.swarm_runtime.peer import Peer
-from whalejax.swarm_runtime.running import Place, Run
+from whalejax.swarm_runtime.running import SwarmRun, SwarmRunPaths
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -134,10 +134,10 @@ def test_a_newcomer_that_stands_still_stops_nobody() -> None:
 
 
 def run(folder: Path, steps: int, every: int = 2) -> list[float]:
-    place = Place(save=folder, key=folder.parent / "key", save_every=every)
+    place = SwarmRunPaths(save=folder, key=folder.parent / "key", save_every=every)
     settings = Settings(steps=steps, snapshot_every=every)
     told: list[str] = []
-    found = Run(
+    found = SwarmRun(
         jobs.cut(), place, settings, lambda kind, **_: told.append(kind), peers=3
     )
     return [float(metrics["loss"]) for _, metrics in found.run()]
@@ -170,8 +170,8 @@ def test_a_full_disk_ends_no_step(
     monkeypatch.setattr("whalejax.swarm_runtime.running.RETRY_SECONDS", (0.0, 0.0))
     monkeypatch.setattr("whalejax.journals.journal.os.write", full)
     told: list[tuple[str, dict[str, Any]]] = []
-    place = Place(save=tmp_path / "s", key=tmp_path / "key", save_every=1)
-    found = Run(
+    place = SwarmRunPaths(save=tmp_path / "s", key=tmp_path / "key", save_every=1)
+    found = SwarmRun(
         jobs.cut(),
         place,
         Settings(steps=2, snapshot_every=1),
@@ -199,9 +199,9 @@ def test_the_last_checkpoint_is_tried_again(
     monkeypatch.setattr("whalejax.swarm_runtime.checkpoints.save", sometimes)
     monkeypatch.setattr("whalejax.swarm_runtime.running.RETRY_SECONDS", (0.0, 0.0))
     told: list[str] = []
-    found = Run(
+    found = SwarmRun(
         jobs.cut(),
-        Place(save=tmp_path / "s", key=tmp_path / "key", save_every=5),
+        SwarmRunPaths(save=tmp_path / "s", key=tmp_path / "key", save_every=5),
         Settings(steps=2, snapshot_every=5),
         lambda kind, **more: told.append(kind),
         peers=3,

@@ -25,13 +25,19 @@ from tests.whalejax.wire.test_connections import push
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.swarm_runtime import serving
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.cut import StagedJob
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.registry import Registry, facts_of
-from whalejax.swarm_runtime.stage import Backward, Stage
+from whalejax.swarm_runtime.stage import BackwardResult, StagePrograms
 from whalejax.wire.connection import _HEADER, dial
 from whalejax.wire.messages import DATA_BYTES, Message, Messages, Question, WireError
-from whalejax.wire.service import Address, Caller, Declined, Gone, Refused
+from whalejax.wire.service import (
+    Address,
+    Caller,
+    Declined,
+    RefusedRequestError,
+    UnreachableProcessError,
+)
 from whalejax.wire.swarm_messages import Join, Ping
 
 
@@ -70,7 +76,7 @@ def test_the_registry_refuses(
     facts: dict[str, str], stage: int, reach: str, said: str
 ) -> None:
     registry = Registry({"plan": "a"}, stages=3, reach=lambda address: reach)
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(RefusedRequestError, match=said):
         registry.admit("p", ("h", 1), stage, facts)
     assert registry.members(0.0) == []
 
@@ -120,21 +126,23 @@ class Wrong:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
-    def backward(self, *given: Any) -> Backward:
+    def backward(self, *given: Any) -> BackwardResult:
         found = self._stage.backward(*given)
         self._left -= 1
         return found if self._left < 0 else self._change(found)
 
 
-def not_finite(found: Backward) -> Backward:
+def not_finite(found: BackwardResult) -> BackwardResult:
     first, *others = found.gradients
     wrong = np.full_like(first, np.nan)
-    return Backward(sums=found.sums, returns=found.returns, gradients=(wrong, *others))
+    return BackwardResult(
+        sums=found.sums, returns=found.returns, gradients=(wrong, *others)
+    )
 
 
-def other_shape(found: Backward) -> Backward:
+def other_shape(found: BackwardResult) -> BackwardResult:
     returns = tuple(x[:1] for x in found.returns)
-    return Backward(sums=found.sums, returns=returns, gradients=found.gradients)
+    return BackwardResult(sums=found.sums, returns=returns, gradients=found.gradients)
 
 
 @pytest.mark.parametrize("change", [not_finite, other_shape])
@@ -200,9 +208,9 @@ def test_a_peer_with_a_mate_that_makes_nothing_finite_is_left_alone() -> None:
         assert 0 < len(refused) <= found.cut.count
 
 
-def huge(found: Backward) -> Backward:
+def huge(found: BackwardResult) -> BackwardResult:
     gradients = tuple(np.full_like(x, 3e38) for x in found.gradients)
-    return Backward(sums=found.sums, returns=found.returns, gradients=gradients)
+    return BackwardResult(sums=found.sums, returns=found.returns, gradients=gradients)
 
 
 def test_sums_that_overflow_are_neither_applied_nor_kept() -> None:
@@ -227,7 +235,9 @@ def cut_off(peer: Peer, *kinds: str) -> None:
 
     def asks(address: Any, question: Any, **more: Any) -> Message:
         if question.kind in kinds:
-            raise Gone(f"{address[0]}:{address[1]}: No route to host", late=False)
+            raise UnreachableProcessError(
+                f"{address[0]}:{address[1]}: No route to host", late=False
+            )
         return ask(address, question, **more)
 
     peer._caller.ask = asks  # type: ignore[method-assign]
@@ -365,7 +375,7 @@ def test_other_initial_values_are_other_facts() -> None:
         return {name: 3 * value for name, value in jobs.make_model(key).items()}
 
     job = dataclasses.replace(jobs.make(), make_model=other)
-    facts = Cut(job, stages=jobs.STAGES, micro_batches=jobs.COUNT).facts()
+    facts = StagedJob(job, stages=jobs.STAGES, micro_batches=jobs.COUNT).facts()
     own = jobs.cut().facts()
     assert [name for name in own if own[name] != facts[name]] == ["initial values"]
 
@@ -379,7 +389,7 @@ def test_what_a_swarm_cannot_train_is_said() -> None:
 
     job = dataclasses.replace(jobs.make(), loss_fn=tied)
     with pytest.raises(PlanError, match=r"w0 is read by stages 0, 2.*tied_embedding"):
-        Cut(job, stages=3, micro_batches=2)
+        StagedJob(job, stages=3, micro_batches=2)
 
     def scanned(model: Any, batch: Any) -> Any:
         layers = jnp.stack([model[f"w{i}"] for i in range(jobs.DEPTH)])
@@ -390,7 +400,7 @@ def test_what_a_swarm_cannot_train_is_said() -> None:
 
     job = dataclasses.replace(jobs.make(), loss_fn=scanned)
     with pytest.raises(PlanError):
-        Cut(job, stages=3, micro_batches=2)
+        StagedJob(job, stages=3, micro_batches=2)
 
 
 def test_a_stage_whose_messages_are_too_large_is_refused(
@@ -411,4 +421,4 @@ def test_a_stage_is_compiled_once_for_all_peers_of_a_process() -> None:
     with swarm(steps=1) as found:
         one, other = found.join(0), found.join(0)
         assert one.worker.stage is other.worker.stage
-        assert isinstance(cut.ready[0], Stage)
+        assert isinstance(cut.ready[0], StagePrograms)

@@ -17,11 +17,16 @@ from tests.whalejax.swarm.fleets import Swarm, same, swarm
 from tests.whalejax.swarm.test_faults import Journal, counted_once
 from tests.whalejax.swarm.test_processes import processes
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm_runtime.cut import Cut
-from whalejax.swarm_runtime.leading.further import FurtherTrainer
-from whalejax.swarm_runtime.leading.shares import ATTEMPTS, OWN, Share, Shares
-from whalejax.wire.service import Refused
-from whalejax.wire.swarm_messages import Led, Reach, Reached, Show
+from whalejax.swarm_runtime.cut import StagedJob
+from whalejax.swarm_runtime.leading.further import SecondaryTrainer
+from whalejax.swarm_runtime.leading.shares import (
+    ATTEMPTS,
+    OWN,
+    MicroBatchLease,
+    MicroBatchQueue,
+)
+from whalejax.wire.service import RefusedRequestError
+from whalejax.wire.swarm_messages import Led, PeersReached, Reach, ShowSwarm
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -139,7 +144,7 @@ def test_what_the_wire_loses_is_told(count: int) -> None:
         errors = [metrics["wire_error"] for _, metrics in found.serving.run()]
         assert len(errors) == 2
         assert all(1e-4 < error < 0.02 for error in errors)
-        shown = found.serving._show(Show()).fields
+        shown = found.serving._show(ShowSwarm()).fields
         assert shown["wire_error"] == errors[-1]
         assert shown["sum_error"] is None
 
@@ -216,7 +221,7 @@ def test_what_comes_for_a_share_that_another_has_is_refused() -> None:
             "made": [],
             "why": "",
         }
-        with pytest.raises(Refused, match="not with a any more") as refused:
+        with pytest.raises(RefusedRequestError, match="not with a any more") as refused:
             sharing.take_in(Led(**fields))
         assert refused.value.code == "stale"
         seen: list[str] = []
@@ -225,7 +230,7 @@ def test_what_comes_for_a_share_that_another_has_is_refused() -> None:
             for more in ({}, {"step": 1}, {"number": 99}, {"why": "x"}):
                 try:
                     sharing.take_in(Led(**{**fields, **more}))
-                except Refused as error:
+                except RefusedRequestError as error:
                     seen.append(error.code)
 
         found.peers[0].worker._hook = hook
@@ -236,12 +241,14 @@ def test_what_comes_for_a_share_that_another_has_is_refused() -> None:
 
 def test_a_trainer_of_another_job_seed_or_key_is_refused() -> None:
     with swarm(steps=1) as found:
-        other = Cut(jobs.make(), stages=jobs.STAGES, micro_batches=jobs.COUNT, seed=1)
+        other = StagedJob(
+            jobs.make(), stages=jobs.STAGES, micro_batches=jobs.COUNT, seed=1
+        )
         with pytest.raises(WhaleError, match=r"trainer .* differs: .*seed"):
             found.lead(cut=other)
         with pytest.raises(WhaleError, match=r"wire is int8 there and f32 here"):
             found.lead(wire="int8")
-        trainer = FurtherTrainer(jobs.cut(), OTHER, found.serving.address)
+        trainer = SecondaryTrainer(jobs.cut(), OTHER, found.serving.address)
         with pytest.raises(WhaleError, match="--key"):
             trainer.start()
         trainer.close()
@@ -253,9 +260,9 @@ def test_a_trainer_that_peers_do_not_reach_is_refused(
     with swarm(steps=1) as found:
         found.join(0)
 
-        def reach(asked: Reach) -> Reached:
+        def reach(asked: Reach) -> PeersReached:
             (name, _), *_ = asked.peers
-            return Reached(unreached={name: "no route"})
+            return PeersReached(unreached={name: "no route"})
 
         service = found.peers[0]._service
         handlers = {**service._handlers, Reach: reach}
@@ -265,9 +272,9 @@ def test_a_trainer_that_peers_do_not_reach_is_refused(
 
 
 def test_shares_are_given_out_again_under_higher_numbers() -> None:
-    shares = Shares(3, threading.Event())
+    shares = MicroBatchQueue(3, threading.Event())
     own = shares.take(OWN, 2)
-    assert own == Share(number=0, times=0, trainer=OWN)
+    assert own == MicroBatchLease(number=0, times=0, trainer=OWN)
     first, second = shares.take("a", 2), shares.take("a", 2)
     assert first is not None
     assert second is not None
@@ -276,7 +283,7 @@ def test_shares_are_given_out_again_under_higher_numbers() -> None:
     assert shares.lose("a", but={(second.number, second.times)}) == [1]
     again = shares.take("b", 2)
     assert again is not None
-    assert again == Share(number=1, times=1, trainer="b")
+    assert again == MicroBatchLease(number=1, times=1, trainer="b")
     assert not {*first.attempts} & {*again.attempts[:10]}
     assert again.attempts.start == ATTEMPTS + 1
     assert not shares.finish(first, lambda: pytest.fail("it is not its any more"))

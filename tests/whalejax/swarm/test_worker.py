@@ -14,9 +14,9 @@ from whalejax.planner.swarm_data import BLOCK, SUM_WIRES, sum_bytes
 from whalejax.swarm_runtime.stage import StageState
 from whalejax.swarm_runtime.wire.states import digest_of, piece
 from whalejax.swarm_runtime.worker import Worker
-from whalejax.swarm_runtime.working.summing import Total
+from whalejax.swarm_runtime.working.summing import GradientSum
 from whalejax.wire.messages import Message
-from whalejax.wire.service import Refused
+from whalejax.wire.service import RefusedRequestError
 from whalejax.wire.swarm_messages import Fetch, FetchState, Forward, Summed, Tensors
 
 
@@ -64,13 +64,19 @@ def sync(worker: Worker, **change: Any) -> str:
 def test_another_run_is_entered_by_joining_alone() -> None:
     worker = worker_of()
     sync(worker, generation=7)
-    with pytest.raises(Refused, match="in generation 7 of run 'run'.*generation 6"):
+    with pytest.raises(
+        RefusedRequestError, match="in generation 7 of run 'run'.*generation 6"
+    ):
         sync(worker, generation=6)
-    with pytest.raises(Refused, match="was asked for generation 8 of run 'other'"):
+    with pytest.raises(
+        RefusedRequestError, match="was asked for generation 8 of run 'other'"
+    ):
         sync(worker, run="other", generation=8)
     worker.enter("other")
     assert sync(worker, run="other", keeps=True) == digest_of(RAW)
-    with pytest.raises(Refused, match="of run 'other', and was asked for step 0"):
+    with pytest.raises(
+        RefusedRequestError, match="of run 'other', and was asked for step 0"
+    ):
         worker._at(FetchState(**{**AT, "generation": 7}, stage=0, place=0))
 
 
@@ -84,7 +90,9 @@ def test_a_state_that_comes_too_late_is_not_kept(change: str) -> None:
         return piece(RAW[0].view(np.uint8), question.place, digest_of(RAW))
 
     worker, sources = worker_of(ask), [["q", ["h", 1], [], []]]
-    with pytest.raises(Refused, match="was given another stage or step") as found:
+    with pytest.raises(
+        RefusedRequestError, match="was given another stage or step"
+    ) as found:
         sync(worker, sources=sources)
     assert found.value.code == "stale"
     assert worker.step == (1 if change == "a newer state" else -1)
@@ -99,7 +107,7 @@ def test_inputs_of_a_generation_that_is_over_are_not_kept() -> None:
     sync(worker)
     call = {"state": 0, "stage": 0, "number": 0, "attempt": 1, "sources": []}
     assert worker.stage is not None
-    with pytest.raises(Refused, match="has gone on while it computed"):
+    with pytest.raises(RefusedRequestError, match="has gone on while it computed"):
         worker._call_inputs(worker.stage, Forward(**AT, **call, batch=("h", 1)))
     assert not worker._inputs
 
@@ -110,7 +118,9 @@ def test_what_no_stage_reads_is_not_given() -> None:
     key = {"phase": "forward", "number": 0, "attempt": 1}
     worker._tensors[0, "forward", 0, 1] = []
     for target in (-1, 2):
-        with pytest.raises(Refused, match=f"stage {target} reads; there are"):
+        with pytest.raises(
+            RefusedRequestError, match=f"stage {target} reads; there are"
+        ):
             worker._fetch(Fetch(**AT, **key, target=target))
 
 
@@ -129,13 +139,13 @@ def test_a_sum_says_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
     added = {"numbers": [*range(COUNT)], "attempts": [1] * COUNT}
     assert answer.fields == {**added, "lost": 0.0, "whole": 0.0}
     assert np.array_equal(worker._parts[0, 1][0], COUNT * RAW[0])
-    add = Total.add
+    add = GradientSum.add
 
-    def twice(self: Total, numbers: list[int], *given: Any) -> None:
+    def twice(self: GradientSum, numbers: list[int], *given: Any) -> None:
         for _ in range(1 + (numbers == [2])):
             add(self, numbers, *given)
 
-    monkeypatch.setattr(Total, "add", twice)
+    monkeypatch.setattr(GradientSum, "add", twice)
     assert summed(worker, RAW[0]).fields["numbers"] == [0, 1, 2, 2, 3, 4, 5]
 
 
@@ -143,14 +153,18 @@ def test_sums_and_states_that_are_not_finite_are_not_kept() -> None:
     worker = worker_of()
     sync(worker)
     huge = np.full(SIZE, 3e38, np.float32)
-    with pytest.raises(Refused, match="sum of the gradients of step 0, stage 0") as one:
+    with pytest.raises(
+        RefusedRequestError, match="sum of the gradients of step 0, stage 0"
+    ) as one:
         summed(worker, huge)
     assert one.value.code == "overflow" and not worker._parts
     before = StageState(step=0, leaves=(huge, np.full(SIZE, np.inf)))
     infinite = np.full(SIZE, np.inf, np.float32)
     stage = stage_of()
     worker._check_state(stage, before, [huge, infinite])  # As it was before.
-    with pytest.raises(Refused, match="the state after step 0, stage 0.*4 of 4 values"):
+    with pytest.raises(
+        RefusedRequestError, match="the state after step 0, stage 0.*4 of 4 values"
+    ):
         worker._check_state(stage, before, [infinite, infinite])
 
 
@@ -210,6 +224,8 @@ def test_a_sum_that_its_format_cannot_hold_says_so() -> None:
     worker = worker_of()
     worker.sum_wire = "f16"
     sync(worker)
-    with pytest.raises(Refused, match=r"in f16: .*not finite.*--sum-wire int8") as one:
+    with pytest.raises(
+        RefusedRequestError, match=r"in f16: .*not finite.*--sum-wire int8"
+    ) as one:
         summed(worker, np.full(SIZE, 6e4, np.float32))
     assert one.value.code == "overflow" and not worker._parts

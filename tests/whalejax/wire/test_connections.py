@@ -24,9 +24,9 @@ from whalejax.wire import connection as connections
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import (
     Channel,
-    Closed,
+    ConnectionClosedError,
     OtherProtocol,
-    TooLate,
+    WireTimeoutError,
     WrongKey,
     dial,
     listen,
@@ -81,7 +81,7 @@ class Listener:
         try:
             while (said := channel.next(TAKES)) is not None:
                 self.came.append(said)
-        except Closed as error:
+        except ConnectionClosedError as error:
             self.ended.append(str(error))
         except WireError as error:
             self.ended.append(str(error))
@@ -137,9 +137,9 @@ def test_messages_go_both_ways() -> None:
         other.send(Values(n=4))
         one.shut_down()  # What came before can still be received.
         until(lambda: one.is_closed)
-        with contextlib.suppress(Closed):
+        with contextlib.suppress(ConnectionClosedError):
             assert one.receive(TAKES, seconds=SECONDS).n == 4
-        with pytest.raises(Closed):
+        with pytest.raises(ConnectionClosedError):
             one.receive(TAKES, seconds=SECONDS)
 
 
@@ -372,7 +372,7 @@ def test_half_a_message_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "FRAME_SECONDS", 0.01)
     with pair() as (one, other):
         push(one, connections._HEADER.pack(10, 0) + b"abc")
-        with pytest.raises(Closed, match="sent half a message"):
+        with pytest.raises(ConnectionClosedError, match="sent half a message"):
             other.receive(TAKES, seconds=SECONDS)
 
 
@@ -381,10 +381,10 @@ def test_the_deadline_is_that_of_the_whole_message() -> None:
     with pair() as (one, other):
         push(one, connections._HEADER.pack(10, 0) + b"abc")
         until(lambda: not other._in_header)
-        with pytest.raises(TooLate):
+        with pytest.raises(WireTimeoutError):
             other.receive(TAKES, seconds=0.0, until=time.monotonic() + 0.01)
     with pair() as (one, other):
-        with pytest.raises(TooLate, match="sent nothing in time"):
+        with pytest.raises(WireTimeoutError, match="sent nothing in time"):
             other.receive(TAKES, seconds=0.01)
 
 
@@ -402,7 +402,7 @@ def test_who_reads_nothing_keeps_nobody_waiting() -> None:
         until(lambda: len(found.acceptor._channels) == 2)
         (to_fast,) = found.acceptor._channels - {to_slow}
         said = 0
-        with pytest.raises(Closed, match="takes nothing"):
+        with pytest.raises(ConnectionClosedError, match="takes nothing"):
             while True:
                 to_slow.post(Values(n=said, text="x" * 100_000))
                 to_fast.post(Values(n=said))
@@ -420,7 +420,7 @@ def test_who_takes_nothing_is_given_up_by_who_waits() -> None:
         other._is_paused = True
         other._loop.call(other._watch)
         big = Values(arrays=(np.zeros(1 << 22),))
-        with pytest.raises(TooLate, match="took nothing"):
+        with pytest.raises(WireTimeoutError, match="took nothing"):
             one.send(big, gives_up=lambda: True)
 
 
@@ -444,9 +444,12 @@ def test_who_sends_more_than_is_read_waits() -> None:
 
 
 def test_an_address_that_answers_nothing_is_given_up() -> None:
-    with listen() as listening, pytest.raises(TooLate, match="answered nothing"):
+    with (
+        listen() as listening,
+        pytest.raises(WireTimeoutError, match="answered nothing"),
+    ):
         dial(listening.getsockname(), KEY, seconds=0.05)
-    with pytest.raises(Closed):
+    with pytest.raises(ConnectionClosedError):
         dial(("127.0.0.1", 1), KEY)
 
 
@@ -520,7 +523,7 @@ def test_a_revoked_certificate_is_refused_and_its_connections_end(
         until(lambda: len(found.acceptor._channels) == 2)
         assert {c.name for c in found.acceptor._channels} == {"a", "b"}
         revoke_key(tmp_path / "key", "a")
-        with pytest.raises(Closed):
+        with pytest.raises(ConnectionClosedError):
             channels[0].receive(TAKES, seconds=SECONDS)
         with pytest.raises(
             WrongKey,

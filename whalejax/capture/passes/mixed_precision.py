@@ -118,7 +118,7 @@ def narrowed(
     Returns:
         The program; inputs and results have the types that they had.
     """
-    narrower = _Narrower(precisions)
+    narrower = _PrecisionRewriter(precisions)
     body = _compat.open_jaxpr(jaxpr)[0]
 
     def program(*leaves: Any) -> list[Any]:
@@ -200,7 +200,7 @@ class _Scope:
                 self.numbers[result] = number
 
 
-class _Narrower:
+class _PrecisionRewriter:
     """Runs a program anew, in 16 bits where that is asked for.
 
     Args:

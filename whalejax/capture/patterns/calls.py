@@ -39,7 +39,7 @@ LOGITS: Final = "whalejax_logits_"
 stands how many of its inputs, the first ones, have gradients."""
 
 
-Found = Callable[[Any, set[Any]], tuple[list[rebuild.Call], list[str]]]
+Found = Callable[[Any, set[Any]], tuple[list[rebuild.EquationReplacement], list[str]]]
 """From an open jaxpr and its trained variables to calls, and why others are none."""
 
 
@@ -272,7 +272,7 @@ class _Builder:
         items = rebuild.arranged(body, calls)
         inside: dict[int, _Arranged] = {}
         for equation in items:
-            if isinstance(equation, rebuild.Call):
+            if isinstance(equation, rebuild.EquationReplacement):
                 continue
             kind = _compat.recursion(equation)
             if kind in ("remat", "scan"):
@@ -305,7 +305,9 @@ def _run(jaxpr: Any, values: Sequence[Any], arranged: _Arranged) -> list[Any]:
     return rebuild.run(jaxpr, values, each, items=arranged.items)
 
 
-def _attentions(body: Any, trained: set[Any]) -> tuple[list[rebuild.Call], list[str]]:
+def _attentions(
+    body: Any, trained: set[Any]
+) -> tuple[list[rebuild.EquationReplacement], list[str]]:
     found, reasons = recognised(body, trained)
     maker = {v: e for e in body.eqns for v in e.outvars}
     calls = [
@@ -315,7 +317,9 @@ def _attentions(body: Any, trained: set[Any]) -> tuple[list[rebuild.Call], list[
     return calls, reasons
 
 
-def _losses(body: Any, trained: set[Any]) -> tuple[list[rebuild.Call], list[str]]:
+def _losses(
+    body: Any, trained: set[Any]
+) -> tuple[list[rebuild.EquationReplacement], list[str]]:
     calls = [
         _call(
             f"{LOGITS}{2 + sum(one.trained)}",
@@ -346,7 +350,7 @@ def _call(
     outputs: tuple[Any, ...],
     equations: Sequence[Any],
     scope: Any,
-) -> rebuild.Call:
+) -> rebuild.EquationReplacement:
     """A call by name of some equations."""
 
     def body(*values: Any) -> list[Any]:
@@ -354,7 +358,7 @@ def _call(
         return rebuild.compute(equations, known, outputs)
 
     body.__name__ = name
-    return rebuild.Call(
+    return rebuild.EquationReplacement(
         inputs=inputs, outputs=outputs, function=jax.jit(body), equation=scope
     )
 

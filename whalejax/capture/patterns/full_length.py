@@ -28,7 +28,7 @@ from whalejax.capture.sorted_rows import sorts_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Long:
+class FullLengthValue:
     """A value at full length.
 
     Attributes:
@@ -54,7 +54,7 @@ class Long:
 
     def like(self, other: Any) -> Any:
         """Another operand of an operation on each element, as long as this value."""
-        if isinstance(other, Long):
+        if isinstance(other, FullLengthValue):
             if (other.dim, other.length) == (self.dim, self.length):
                 return other.whole
             other = other.cut()
@@ -69,9 +69,9 @@ class Long:
         config = [(0, more * (d == dim), 0) for d in range(value.ndim)]
         return lax.pad(value, jnp.zeros((), value.dtype), config)
 
-    def now(self, whole: Any, dim: int) -> Long:
+    def now(self, whole: Any, dim: int) -> FullLengthValue:
         """Returns a result that was computed at full length."""
-        return Long(whole=whole, dim=dim, length=self.length)
+        return FullLengthValue(whole=whole, dim=dim, length=self.length)
 
 
 def lengthened(jaxpr: Any, cuts: frozenset[Position]) -> Any:
@@ -91,7 +91,7 @@ def lengthened(jaxpr: Any, cuts: frozenset[Position]) -> Any:
 
 
 def _cut(value: Any) -> Any:
-    return value.cut() if isinstance(value, Long) else value
+    return value.cut() if isinstance(value, FullLengthValue) else value
 
 
 _CUTS = frozenset(("slice", "dynamic_slice"))
@@ -178,9 +178,9 @@ class _Runner:
         if _compat.recursion(equation) == "inline" and not sorts_rows(equation):
             inner = _compat.inner_jaxprs(equation)[0]
             within = any(p[: len(position)] == position for p in self.cuts)
-            if within or any(isinstance(x, Long) for x in operands):
+            if within or any(isinstance(x, FullLengthValue) for x in operands):
                 return self.run(inner, operands, (*position, 0))
-        if any(isinstance(x, Long) for x in operands):
+        if any(isinstance(x, FullLengthValue) for x in operands):
             found = _of_long(equation, operands)
             if found is not None:
                 return [found]
@@ -190,7 +190,7 @@ class _Runner:
 
     def _postpone_cut(
         self, equation: Any, operands: Sequence[Any], position: Position
-    ) -> Long | None:
+    ) -> FullLengthValue | None:
         """Returns the result of a cut that is postponed."""
         one = _one_cut(equation)
         if one is None or one[1:3] not in self.lengths:
@@ -199,11 +199,11 @@ class _Runner:
         value = operands[0]
         if position in self.cuts and start == 0:
             zero = jnp.zeros((), value.dtype)
-            long = Long(whole=value, dim=dim, length=after)
+            long = FullLengthValue(whole=value, dim=dim, length=after)
             return long.now(long.filled(zero), dim)
         if _compat.is_inexact(value.dtype):
             return None
-        long = Long(whole=value, dim=dim, length=after)
+        long = FullLengthValue(whole=value, dim=dim, length=after)
         (short,) = _compat.bind(equation, operands)
         return long.now(long.lengthen(short, dim), dim)
 
@@ -218,8 +218,8 @@ def _of_long(equation: Any, operands: Sequence[Any]) -> Any:
     return None if rule is None else rule(equation, operands)
 
 
-def _first(operands: Sequence[Any]) -> Long:
-    return next(x for x in operands if isinstance(x, Long))
+def _first(operands: Sequence[Any]) -> FullLengthValue:
+    return next(x for x in operands if isinstance(x, FullLengthValue))
 
 
 def _elementwise(equation: Any, operands: Sequence[Any]) -> Any:
@@ -232,7 +232,7 @@ def _elementwise(equation: Any, operands: Sequence[Any]) -> Any:
     return result.now(result.filled(0), long.dim) if shared else result
 
 
-def _shared(operand: Any, long: Long) -> bool:
+def _shared(operand: Any, long: FullLengthValue) -> bool:
     """All tokens read the same of it, so that its gradient is a sum over them."""
     shape = jnp.shape(operand)
     same = len(shape) != long.whole.ndim or shape[long.dim] == 1
@@ -306,16 +306,16 @@ def _product(equation: Any, operands: Sequence[Any]) -> Any:
         "dimension_numbers"
     ]
     insides, batches = (left_in, right_in), (left_batch, right_batch)
-    side = 0 if isinstance(operands[0], Long) else 1
+    side = 0 if isinstance(operands[0], FullLengthValue) else 1
     long, other = operands[side], operands[1 - side]
     if long.dim in insides[side]:
         return None
     if long.dim in batches[side]:
         place = batches[side].index(long.dim)
         theirs = batches[1 - side][place]
-        if isinstance(other, Long) and other.dim == theirs:
+        if isinstance(other, FullLengthValue) and other.dim == theirs:
             other = other.whole
-        elif isinstance(other, Long):
+        elif isinstance(other, FullLengthValue):
             return None
         else:
             other = long.lengthen(other, theirs)
@@ -337,7 +337,10 @@ def _gather(equation: Any, operands: Sequence[Any]) -> Any:
     """Indices of more tokens, and an operand that shares their dimension."""
     operand, indices = operands
     numbers = equation.params["dimension_numbers"]
-    if not isinstance(indices, Long) or indices.dim == indices.whole.ndim - 1:
+    if (
+        not isinstance(indices, FullLengthValue)
+        or indices.dim == indices.whole.ndim - 1
+    ):
         return None
     shared = dict(
         zip(
@@ -348,9 +351,9 @@ def _gather(equation: Any, operands: Sequence[Any]) -> Any:
     )
     if indices.dim in shared:
         theirs = shared[indices.dim]
-        if isinstance(operand, Long) and operand.dim == theirs:
+        if isinstance(operand, FullLengthValue) and operand.dim == theirs:
             operand = operand.whole
-        elif isinstance(operand, Long):
+        elif isinstance(operand, FullLengthValue):
             return None
         else:
             operand = indices.lengthen(operand, theirs)

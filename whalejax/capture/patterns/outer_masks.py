@@ -190,7 +190,7 @@ def _in_blocks(equation: Any) -> bool:
     return operand_tags(equation, tags) is not None
 
 
-def _call(region: _Region) -> rebuild.Call:
+def _call(region: _Region) -> rebuild.EquationReplacement:
     """A scan or a checkpointed region that makes some of its inputs itself."""
     equation, makers = region.equation, region.makers
     sources = tuple(dict.fromkeys(s for m in makers.values() for s in m.sources))
@@ -220,7 +220,7 @@ def _call(region: _Region) -> rebuild.Call:
             (xs[number],) = rebuild.compute(made.equations, known, mask)
         return _made_inside(region.inner, xs, region.trained)
 
-    return rebuild.Call(
+    return rebuild.EquationReplacement(
         inputs=(*sources, *(equation.invars[n] for n in given)),
         outputs=tuple(equation.outvars),
         function=function,

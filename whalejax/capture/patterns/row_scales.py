@@ -50,7 +50,7 @@ class _Scaled:
     order: tuple[int, ...]
 
 
-def rescaled(body: Any) -> list[rebuild.Call]:
+def rescaled(body: Any) -> list[rebuild.EquationReplacement]:
     """The products of one jaxpr that read scaled weights, with a scaled output instead.
 
     Args:
@@ -73,7 +73,9 @@ def holds_rescaled(jaxpr: Any) -> bool:
     )
 
 
-def _instead(product: Any, side: int, chains: _Chains) -> rebuild.Call | None:
+def _instead(
+    product: Any, side: int, chains: _Chains
+) -> rebuild.EquationReplacement | None:
     """A product whose output is scaled, if its weights are."""
     scaled = chains.behind(product.invars[side])
     if scaled is None or not scaled.factors:
@@ -105,7 +107,7 @@ def _instead(product: Any, side: int, chains: _Chains) -> rebuild.Call | None:
             found = found / more if factor.divides else found * more
         return [found]
 
-    return rebuild.Call(
+    return rebuild.EquationReplacement(
         inputs=(scaled.weights, values, *given),
         outputs=tuple(product.outvars),
         function=run,

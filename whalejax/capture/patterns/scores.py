@@ -118,7 +118,7 @@ class Scores:
         looks at hidden blocks too.
 
         Args:
-            rows, columns, row, column: Arguments of ``hidden``, unchanged.
+            rows, columns, row, column: Arguments of ``masked_blocks``, unchanged.
 
         Returns:
             None where each row is known to see a score beside which masked ones are

@@ -15,14 +15,14 @@ from whalejax.capture.reported.paired import Pairing, Trace, avals, power_of
 from whalejax.capture.reported.parts import HOWS, MADE_OTHERWISE, ValueForms
 from whalejax.capture.reported.sample_dims import (
     SampleRows,
-    Unclear,
+    UnknownCombination,
     reported_rows,
     rows_of,
 )
 from whalejax.capture.sample_following import statistics
 
 
-Said = SampleRows | Unclear | str | None
+Said = SampleRows | UnknownCombination | str | None
 """Rows, how micro-batches are put together otherwise, or why that cannot be told."""
 
 
@@ -69,13 +69,15 @@ def judged(
                 parts.combination_rule(tensors[n], inexact=inexact), where.get(n)
             )
         if isinstance(said, str) and said not in HOWS:
-            found[n] = Unclear(shape=aval.shape, why=said)
+            found[n] = UnknownCombination(shape=aval.shape, why=said)
         else:
             found[n] = said
     return found
 
 
-def _with_row_axis(said: str, stands: SampleRows | Unclear | None) -> SampleRows | str:
+def _with_row_axis(
+    said: str, stands: SampleRows | UnknownCombination | None
+) -> SampleRows | str:
     """Returns the combination of a value, with the position of its rows where it has
     some.
     """
@@ -83,8 +85,8 @@ def _with_row_axis(said: str, stands: SampleRows | Unclear | None) -> SampleRows
         return stands
     if said == "rows":
         unknown = "has rows of which it is not known where they stand"
-        return stands.why if isinstance(stands, Unclear) else unknown
-    if said not in HOWS and isinstance(stands, Unclear):
+        return stands.why if isinstance(stands, UnknownCombination) else unknown
+    if said not in HOWS and isinstance(stands, UnknownCombination):
         return stands.why
     return said
 
@@ -98,7 +100,7 @@ def _tensors(trace: Trace, numbers: Sequence[int]) -> dict[int, int]:
 def _scalar(pairing: Pairing, number: int) -> Said:
     """Returns the combination of a number that is a constant of the program."""
     a, b = (values[number] for values in pairing.literals)
-    unclear = Unclear(shape=(), why="depends on the number of samples")
+    unclear = UnknownCombination(shape=(), why="depends on the number of samples")
     try:
         power = power_of(a, b, pairing.times)
     except (ValueError, TypeError):

@@ -17,7 +17,7 @@ import numpy as np
 
 from whalejax import _compat
 from whalejax.capture.drafts import Position, Value
-from whalejax.capture.walk import Walk
+from whalejax.capture.walk import FlatProgram
 from whalejax.jaxpr.positions import program_at
 from whalejax.planner.model.graph import LOOPS, Graph, Op
 
@@ -35,7 +35,7 @@ class Trace:
 
     program: Any
     graph: Graph
-    walk: Walk
+    walk: FlatProgram
     results: Sequence[Value]
 
 
@@ -63,7 +63,7 @@ class Pairing:
     grown: dict[int, frozenset[int]] = field(default_factory=dict)
     makers: tuple[Mapping[int, list[int]], ...] = ()
     literals: tuple[Sequence[Any], ...] = ()
-    _scalars: tuple[Mapping[Position, _Here], ...] = ()
+    _scalars: tuple[Mapping[Position, _BoundEquation], ...] = ()
 
     def run(self, wanted: Sequence[int]) -> None:
         """Pair all that some results are made of.
@@ -197,20 +197,20 @@ def power_of(a: Any, b: Any, times: int) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Here:
+class _BoundEquation:
     """An equation, and for each operand its value where the program holds that."""
 
     equation: Any
     values: tuple[Any, ...]
 
 
-def scalars(program: Any) -> tuple[dict[Position, _Here], list[Any]]:
+def scalars(program: Any) -> tuple[dict[Position, _BoundEquation], list[Any]]:
     """Every equation by position, with the scalars that stand in its operands.
 
     Returns:
         These, and the results that are scalars in the program; None of the others.
     """
-    found: dict[Position, _Here] = {}
+    found: dict[Position, _BoundEquation] = {}
     return found, _scalars_of(program, (), {}, found)
 
 
@@ -252,7 +252,10 @@ def decides(trace: Trace, op: Op) -> Value:
 
 
 def _scalars_of(
-    jaxpr: Any, prefix: Position, given: Mapping[Any, Any], found: dict[Any, _Here]
+    jaxpr: Any,
+    prefix: Position,
+    given: Mapping[Any, Any],
+    found: dict[Any, _BoundEquation],
 ) -> list[Any]:
     body, _ = _compat.open_jaxpr(jaxpr)
     env = dict(given)
@@ -265,7 +268,7 @@ def _scalars_of(
     for index, equation in enumerate(body.eqns):
         position = (*prefix, index)
         values = tuple(map(value, equation.invars))
-        found[position] = _Here(equation=equation, values=values)
+        found[position] = _BoundEquation(equation=equation, values=values)
         for place, inner in enumerate(_compat.inner_jaxprs(equation)):
             variables = _compat.open_jaxpr(inner)[0].invars
             inside = _inner_inputs(equation, values, place, len(variables))
@@ -296,7 +299,7 @@ def _inner_inputs(
     return values
 
 
-def _matches(here: _Here, there: _Here, op: Op) -> bool:
+def _matches(here: _BoundEquation, there: _BoundEquation, op: Op) -> bool:
     holes = [[v is None for v in one.values] for one in (here, there)]
     return holes[0] == holes[1] and sum(holes[0]) == len(op.operands)
 
@@ -309,7 +312,7 @@ def _makers(graph: Graph) -> dict[int, list[int]]:
     return found
 
 
-def _backs(walk: Walk) -> dict[int, int]:
+def _backs(walk: FlatProgram) -> dict[int, int]:
     """Returns the carry that a loop's iteration produces for each carry it reads."""
     return {back: out for out, back in walk.loops}
 

@@ -34,7 +34,7 @@ class SampleRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unclear:
+class UnknownCombination:
     """A value of which it cannot be told how micro-batches are put together.
 
     Attributes:
@@ -65,7 +65,7 @@ _CUTS = frozenset(("slice", "dynamic_slice"))
 
 def reported_rows(
     graph: Graph, values: Sequence[int]
-) -> list[SampleRows | Unclear | None]:
+) -> list[SampleRows | UnknownCombination | None]:
     """Returns the position of the samples in each reported value.
 
     Args:
@@ -118,7 +118,7 @@ class _Follow:
         ranks = sum(_rank(where) for where in self.where.values())
         return ranks, len(self.single)
 
-    def value_rows(self, value: int) -> SampleRows | Unclear | None:
+    def value_rows(self, value: int) -> SampleRows | UnknownCombination | None:
         """Returns the position of the samples in a value, or why it is unknown."""
         shape = self.graph.tensors[value].shape
         dims = [self.where.get((value, dim)) for dim in range(len(shape))]
@@ -129,13 +129,17 @@ class _Follow:
         ]
         if _Mark.MIXED in dims:
             why = "holds some of the samples, or mixes them along a dimension"
-            return Unclear(shape=shape, why=why)
+            return UnknownCombination(shape=shape, why=why)
         if len(rows) > 1:
-            return Unclear(shape=shape, why="has samples along several dimensions")
+            return UnknownCombination(
+                shape=shape, why="has samples along several dimensions"
+            )
         if rows:
             return rows[0]
         if value in self.single:
-            return Unclear(shape=shape, why="is of one sample of the micro-batch")
+            return UnknownCombination(
+                shape=shape, why="is of one sample of the micro-batch"
+            )
         return None
 
     def _set(self, tensor: int, dim: int, found: _Where) -> None:

@@ -16,12 +16,16 @@ from whalejax import _compat
 from whalejax.adapters.leaves import dotted
 from whalejax.capture.reported.judged import Said, judged
 from whalejax.capture.reported.paired import Trace, avals
-from whalejax.capture.reported.sample_dims import SampleRows, Unclear, reported_rows
+from whalejax.capture.reported.sample_dims import (
+    SampleRows,
+    UnknownCombination,
+    reported_rows,
+)
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.user_code.losses import Merged, is_merged
+from whalejax.user_code.losses import ReportedValue, is_merged
 
 
-Told = tuple[tuple[str, Unclear], ...]
+Told = tuple[tuple[str, UnknownCombination], ...]
 """What cannot be put together, by name."""
 
 
@@ -31,7 +35,7 @@ class Reports:
 
     Attributes:
         out_tree: structure of ``(total, weight, metrics, new_rest)`` in which a value
-            is a ``Merged`` that says how it is put together, unless it is a mean.
+            is a ``ReportedValue`` that says how it is put together, unless it is a mean.
         unclear: values of which no parts can be put together.
         averaged: floating-point numbers of which micro-batches report the mean, though
             it is not known to be that of the whole batch.
@@ -79,7 +83,7 @@ def reports(
             found[n], before.shape, after.shape, whole
         ):
             why = f"has the shape {after.shape} of the whole batch"
-            found[n] = Unclear(shape=before.shape, why=why)
+            found[n] = UnknownCombination(shape=before.shape, why=why)
     return _with(trace, out_tree, found)
 
 
@@ -88,7 +92,7 @@ def _is_batch_shape(
 ) -> bool:
     """Whether a shape is that of the whole batch as parts give it."""
     if not isinstance(said, SampleRows):
-        return isinstance(said, Unclear) or before == after
+        return isinstance(said, UnknownCombination) or before == after
     rows = said.outer * whole * said.inner
     return (*before[: said.axis], rows, *before[said.axis + 1 :]) == after
 
@@ -96,7 +100,8 @@ def _is_batch_shape(
 def _alone(trace: Trace, wanted: Sequence[int]) -> dict[int, Said]:
     """Returns what one trace shows of a loss that takes no other batch size."""
     found: dict[int, Said] = {
-        n: Unclear(shape=avals(trace)[n].shape, why=_ONE_SIZE) for n in wanted
+        n: UnknownCombination(shape=avals(trace)[n].shape, why=_ONE_SIZE)
+        for n in wanted
     }
     tensors = {n: trace.results[n] for n in wanted if avals(trace)[n].shape}
     shaped = {n: t for n, t in tensors.items() if t is not None}
@@ -144,7 +149,7 @@ def undivided(out_tree: Any) -> Any:
     total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
 
     def merged(leaf: Any) -> Any:
-        return leaf if isinstance(leaf, Merged) else Merged(leaf, "same")
+        return leaf if isinstance(leaf, ReportedValue) else ReportedValue(leaf, "same")
 
     metrics = jax.tree.map(merged, metrics, is_leaf=is_merged)
     return jax.tree.structure((total, weight, metrics, rest))
@@ -163,18 +168,18 @@ def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
     plain = ("mean",) if trace.graph.weighted else ("mean", "average")
 
     def merged(leaf: Any) -> Any:
-        said = None if isinstance(leaf, Merged) else found.get(leaf)
+        said = None if isinstance(leaf, ReportedValue) else found.get(leaf)
         if isinstance(said, SampleRows):
             axis, outer, inner = said.axis, said.outer, said.inner
-            return Merged(leaf, "rows", axis=axis, outer=outer, inner=inner)
+            return ReportedValue(leaf, "rows", axis=axis, outer=outer, inner=inner)
         own = isinstance(said, str) and said not in plain
-        return Merged(leaf, str(said)) if own else leaf
+        return ReportedValue(leaf, str(said)) if own else leaf
 
-    unclear: list[tuple[str, Unclear]] = []
-    averaged: list[tuple[str, Unclear]] = []
+    unclear: list[tuple[str, UnknownCombination]] = []
+    averaged: list[tuple[str, UnknownCombination]] = []
     for name, n in _open_leaves(metrics).items():
         said, aval = found.get(n), avals(trace)[n]
-        if isinstance(said, Unclear):
+        if isinstance(said, UnknownCombination):
             number = not aval.shape and _compat.is_inexact(aval.dtype)
             (averaged if number else unclear).append((name, said))
     metrics = jax.tree.map(merged, metrics, is_leaf=is_merged)
@@ -217,7 +222,7 @@ def check_clear(
     )
 
 
-def _words(name: str, value: Unclear) -> str:
+def _words(name: str, value: UnknownCombination) -> str:
     return f"{name} of shape {value.shape} {value.why}"
 
 
@@ -227,5 +232,5 @@ def _open_leaves(metrics: Any) -> dict[str, int]:
     return {
         f"metrics[{dotted(path)!r}]": leaf
         for path, leaf in leaves
-        if not isinstance(leaf, Merged)
+        if not isinstance(leaf, ReportedValue)
     }

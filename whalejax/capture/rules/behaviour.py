@@ -82,7 +82,7 @@ class Behaviour:
 Rule = Callable[[Equation], Behaviour]
 
 
-class Letters:
+class FactorBuilder:
     """Collects the factors of one equation; size-1 dimensions never enter."""
 
     def __init__(self, equation: Equation) -> None:
@@ -140,7 +140,7 @@ def of_each(rule: Behaviour, flags: Sequence[bool], samples: int) -> Behaviour:
 
 def unknown(equation: Equation) -> Behaviour:
     """Every dimension of every operand and result stays whole."""
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     slots = len(equation.inputs) + len(equation.outputs)
     letters.each_whole(
         (slot, dim) for slot in range(slots) for dim in range(len(equation.shape(slot)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule
+from whalejax.capture.rules.behaviour import Behaviour, Equation, FactorBuilder, Rule
 from whalejax.planner.model.graph import Factor
 
 
@@ -114,7 +114,7 @@ def _select(equation: Equation) -> Behaviour:
 
 def _side_by_side(equation: Equation) -> Behaviour:
     """Result i is operand i, unchanged."""
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     count = len(equation.inputs)
     for slot, shape in enumerate(equation.outputs):
         for dim in range(len(shape)):
@@ -124,7 +124,7 @@ def _side_by_side(equation: Equation) -> Behaviour:
 
 def _bitcast(equation: Equation) -> Behaviour:
     """Dimensions in front stay; a change of width adds or takes one at the end."""
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     for dim in range(min(len(equation.inputs[0]), len(equation.outputs[0]))):
         letters.link((0, dim), (1, dim))
     return Behaviour(factors=letters.factors, elementwise=True, stops_gradient=True)

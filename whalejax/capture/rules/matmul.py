@@ -6,7 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule, unknown
+from whalejax.capture.rules.behaviour import (
+    Behaviour,
+    Equation,
+    FactorBuilder,
+    Rule,
+    unknown,
+)
 from whalejax.capture.rules.elementwise import multiplication
 from whalejax.capture.rules.windows import windows_of_convolution
 
@@ -21,7 +27,7 @@ def _dot_general(equation: Equation) -> Behaviour:
     (left_in, right_in), (left_batch, right_batch) = equation.params[
         "dimension_numbers"
     ]
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     left, right = equation.inputs[0], equation.inputs[1]
     result = len(equation.inputs)
     for out, (a, b) in enumerate(zip(left_batch, right_batch, strict=True)):
@@ -58,7 +64,7 @@ def _ragged_dot(equation: Equation) -> Behaviour:
     groups = tuple(numbers.rhs_group_dimensions)
     if left_batch or row in left_in or len(groups) != 1 or len(left) != 2:
         return unknown(equation)
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     for a, b in zip(left_in, right_in, strict=True):
         letters.link((0, a), (1, b))
     (column,) = (d for d in range(3) if d not in (*groups, *right_in))
@@ -86,7 +92,7 @@ def _conv(equation: Equation) -> Behaviour:
     image, kernel = equation.inputs[0], equation.inputs[1]
     out = equation.outputs[0]
     groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     if batch_groups == 1:
         letters.link((0, lhs_n), (2, out_n))
     else:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Final
 
-from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule, unknown
+from whalejax.capture.rules.behaviour import (
+    Behaviour,
+    Equation,
+    FactorBuilder,
+    Rule,
+    unknown,
+)
 from whalejax.capture.rules.windows import pooled, windows_of_pooling
 
 
-def _reduce(equation: Equation, axes: tuple[int, ...], count: int) -> Letters:
+def _reduce(equation: Equation, axes: tuple[int, ...], count: int) -> FactorBuilder:
     """Kept dimensions pass, reduced ones are contracted, for ``count`` operands."""
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     first = len(equation.inputs)
     kept = 0
     for dim in range(len(equation.inputs[0])):
@@ -52,7 +58,7 @@ def _over_places(*saves: tuple[int, int]) -> Rule:
         groups = equation.params.get("axis_index_groups")
         if groups is not None or not all(isinstance(a, Integral) for a in axes):
             return unknown(equation)
-        letters = Letters(equation)
+        letters = FactorBuilder(equation)
         for slot, shape in enumerate(equation.inputs):
             kept = iter(range(len(shape)))
             for dim in range(len(shape)):
@@ -70,7 +76,7 @@ def _along(*saves: tuple[int, int]) -> Rule:
     """A running sum, product or maximum: needs its dimension whole."""
 
     def rule(equation: Equation) -> Behaviour:
-        letters = Letters(equation)
+        letters = FactorBuilder(equation)
         for dim in range(len(equation.inputs[0])):
             here = dim == equation.params["axis"]
             letters.link((0, dim), (1, dim), kind="unshardable" if here else "linked")
@@ -80,7 +86,7 @@ def _along(*saves: tuple[int, int]) -> Rule:
 
 
 def _sort(equation: Equation) -> Behaviour:
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     count = len(equation.inputs)
     slots = range(2 * count)
     for dim in range(len(equation.inputs[0])):
@@ -95,7 +101,7 @@ def _sort(equation: Equation) -> Behaviour:
 
 
 def _top_k(equation: Equation) -> Behaviour:
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     rank = len(equation.inputs[0])
     along = equation.params.get("axis", equation.params.get("reduction_dimension", -1))
     along %= rank
@@ -110,7 +116,7 @@ def _top_k(equation: Equation) -> Behaviour:
 
 def _reduce_window(equation: Equation) -> Behaviour:
     """Pooling: only dimensions with a window of one pass through."""
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     windows, strides, padding, dilation, _ = pooled(equation)
     result = len(equation.inputs)
     for dim in range(len(equation.inputs[0])):
@@ -132,7 +138,7 @@ def _batched(last: int) -> Rule:
     """Linear algebra on the last dimensions; what stands in front passes."""
 
     def rule(equation: Equation) -> Behaviour:
-        letters = Letters(equation)
+        letters = FactorBuilder(equation)
         slots = range(len(equation.inputs) + len(equation.outputs))
         front = len(equation.inputs[0]) - last
         for dim in range(front):

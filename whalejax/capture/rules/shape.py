@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule
+from whalejax.capture.rules.behaviour import Behaviour, Equation, FactorBuilder, Rule
 
 
 def _broadcast(equation: Equation) -> Behaviour:
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     result = len(equation.inputs)
     before, after = equation.inputs[0], equation.outputs[0]
     for dim, out_dim in enumerate(equation.params["broadcast_dimensions"]):
@@ -19,7 +19,7 @@ def _broadcast(equation: Equation) -> Behaviour:
 
 
 def _transpose(equation: Equation) -> Behaviour:
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     for out_dim, dim in enumerate(equation.params["permutation"]):
         letters.link((0, dim), (1, out_dim))
     return Behaviour(factors=letters.factors)
@@ -27,7 +27,7 @@ def _transpose(equation: Equation) -> Behaviour:
 
 def _reshape(equation: Equation) -> Behaviour:
     if equation.params.get("dimensions") is not None:
-        letters = Letters(equation)
+        letters = FactorBuilder(equation)
         letters.each_whole((0, dim) for dim in range(len(equation.inputs[0])))
         return Behaviour(factors=letters.factors)
     return Behaviour(reshape=True)
@@ -50,7 +50,7 @@ def _window(equation: Equation, sizes: tuple[int, ...]) -> Behaviour:
     One row picked out of a dimension is found on one device and summed over the
     others, as in a gather, so that dimension is contracted.
     """
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     result = len(equation.inputs)
     for dim, (before, after) in enumerate(zip(equation.inputs[0], sizes, strict=True)):
         if before == after:
@@ -67,7 +67,7 @@ def _slice(equation: Equation) -> Behaviour:
 
 
 def _update_slice(equation: Equation) -> Behaviour:
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     result = len(equation.inputs)
     before, update = equation.inputs[0], equation.inputs[1]
     for dim, size in enumerate(before):
@@ -80,7 +80,7 @@ def _update_slice(equation: Equation) -> Behaviour:
 
 
 def _pad(equation: Equation) -> Behaviour:
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     for dim, (low, high, inside) in enumerate(equation.params["padding_config"]):
         if low == high == inside == 0:
             letters.link((0, dim), (2, dim))
@@ -90,7 +90,7 @@ def _pad(equation: Equation) -> Behaviour:
 
 
 def _concatenate(equation: Equation) -> Behaviour:
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     along = equation.params["dimension"]
     slots = range(len(equation.inputs) + 1)
     for dim in range(len(equation.outputs[0])):
@@ -108,7 +108,7 @@ def _split(equation: Equation) -> Behaviour:
     sizes = equation.params["sizes"]
     if len(set(sizes)) == 1:
         return Behaviour(parts=(axis, len(sizes)))
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     slots = range(1 + len(equation.outputs))
     for dim in range(len(equation.inputs[0])):
         members = [(slot, dim) for slot in slots]
@@ -120,7 +120,7 @@ def _split(equation: Equation) -> Behaviour:
 
 
 def _stack(equation: Equation) -> Behaviour:
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     along = equation.params["axis"]
     result = len(equation.inputs)
     for dim in range(len(equation.inputs[0])):
@@ -131,7 +131,7 @@ def _stack(equation: Equation) -> Behaviour:
 
 
 def _unstack(equation: Equation) -> Behaviour:
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     along = equation.params["axis"]
     slots = range(1, 1 + len(equation.outputs))
     for dim in range(len(equation.outputs[0])):
@@ -142,7 +142,7 @@ def _unstack(equation: Equation) -> Behaviour:
 
 
 def _tile(equation: Equation) -> Behaviour:
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     for dim, repeats in enumerate(equation.params["reps"]):
         if repeats == 1:
             letters.link((0, dim), (1, dim))
@@ -152,7 +152,7 @@ def _tile(equation: Equation) -> Behaviour:
 
 
 def _reverse(equation: Equation) -> Behaviour:
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     for dim in range(len(equation.inputs[0])):
         turned = dim in equation.params["dimensions"]
         letters.link((0, dim), (1, dim), kind="unshardable" if turned else "linked")
@@ -161,7 +161,7 @@ def _reverse(equation: Equation) -> Behaviour:
 
 def _gather(equation: Equation) -> Behaviour:
     """Rows by index: picked dimensions are contracted, untouched ones pass."""
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     numbers = equation.params["dimension_numbers"]
     operand, indices = equation.inputs[0], equation.inputs[1]
     sizes = equation.params["slice_sizes"]
@@ -197,7 +197,7 @@ def _gather(equation: Equation) -> Behaviour:
 
 def _scatter(equation: Equation) -> Behaviour:
     """Rows written by index; only sums may be made in parts on several devices."""
-    letters = Letters(equation)
+    letters = FactorBuilder(equation)
     numbers = equation.params["dimension_numbers"]
     operand, indices, updates = equation.inputs
     windows = list(numbers.update_window_dims)

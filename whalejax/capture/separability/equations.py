@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from whalejax import _compat
-from whalejax.capture.separability.facts import Steps
+from whalejax.capture.separability.facts import ArithmeticSteps
 from whalejax.capture.separability.values import (
     SIZE,
     CoupledError,
@@ -130,7 +130,9 @@ def constant(part: Any, whole: Any) -> Value:
         raise CoupledError(f"an array of the program {SIZE}")
     counts = a.shape == b.shape and (a == np.arange(a.shape[-1])).all()
     return Value(
-        kind=Dependence.FIXED, dims=tuple(dims), fact=Steps() if counts else None
+        kind=Dependence.FIXED,
+        dims=tuple(dims),
+        fact=ArithmeticSteps() if counts else None,
     )
 
 

@@ -22,6 +22,7 @@ from whalejax.capture.separability.elementwise_rules import (
 from whalejax.capture.separability.equations import PairedEquation
 from whalejax.capture.separability.facts import (
     AlwaysFalse,
+    ArithmeticSteps,
     Counter,
     Filled,
     IdCounts,
@@ -34,7 +35,6 @@ from whalejax.capture.separability.facts import (
     Places,
     Sorted,
     Sorting,
-    Steps,
     fact_of,
 )
 from whalejax.capture.separability.loop_rules import LOOP_RULES
@@ -144,7 +144,7 @@ def _first_case(equation: PairedEquation, reason: Reason) -> list[Value] | None:
 def _pass_fact(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     """A fact that passes through what changes no number."""
     value = equation.values[0]
-    if not isinstance(value.fact, Places | Order | Numbered | Steps | Filled):
+    if not isinstance(value.fact, Places | Order | Numbered | ArithmeticSteps | Filled):
         return None
     if equation.name == "convert_element_type" and not _is_wide(equation):
         return None
@@ -244,7 +244,7 @@ def _one_hot(equation: PairedEquation, reason: Reason) -> list[Value] | None:
         numbered = fact_of(value, Numbered)
         if numbered is not None and not numbered.wrapped:
             (found,) = apply_rule(equation)
-            apart = fact_of(other, Steps) is not None and not value.dims[-1]
+            apart = fact_of(other, ArithmeticSteps) is not None and not value.dims[-1]
             return [replace(found, fact=OneHot(ids=numbered.ids))] if apart else None
     return None
 

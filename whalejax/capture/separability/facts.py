@@ -22,7 +22,7 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class ArithmeticSteps:
     """Element i along the last dimension is i, of as many for a part as for all."""
 
 

@@ -23,7 +23,7 @@ from whalejax.capture.separability.equations import (
     combined_kind,
     fixed,
 )
-from whalejax.capture.separability.facts import Filled, Places, Steps, fact_of
+from whalejax.capture.separability.facts import ArithmeticSteps, Filled, Places, fact_of
 from whalejax.capture.separability.values import (
     SIZE,
     Along,
@@ -52,7 +52,7 @@ def _iota(equation: PairedEquation) -> list[Value]:
         plain_dim(*sizes) if i == along else equal_dim(*sizes)
         for i, sizes in enumerate(pairs)
     ]
-    fact: Any = Steps() if along == len(pairs) - 1 else None
+    fact: Any = ArithmeticSteps() if along == len(pairs) - 1 else None
     if pairs[along][0] != pairs[along][1]:
         fact = Places(dim=along)
     if np.dtype(equation.result_dtype).itemsize < 4:  # Which count no further.
@@ -71,7 +71,11 @@ def _broadcast(equation: PairedEquation) -> list[Value]:
             raise CoupledError(f"repeats a piece that {SIZE}")
     found = value.shaped(dims)
     last = len(dims) - 1
-    if fact_of(value, Steps) and where[-1] == last and value.dims[-1] == dims[last]:
+    if (
+        fact_of(value, ArithmeticSteps)
+        and where[-1] == last
+        and value.dims[-1] == dims[last]
+    ):
         return [replace(found, fact=value.fact)]
     if value.numbers is not None:
         return [replace(found, fact=Filled(value.numbers))]

@@ -18,9 +18,9 @@ from jax import lax
 from whalejax import _compat
 from whalejax.capture.rules.elementwise import SAME_SHAPE
 from whalejax.capture.split_dims.view import (
+    BroadcastView,
     Cuts,
     Shape,
-    Spread,
     View,
     expanded,
     flat_of,
@@ -68,7 +68,7 @@ def spread(equation: Any, operands: list[Any]) -> list[Any] | None:
     operand = flat_of(operands[0])
     (value,) = _compat.bind(equation, [operand])
     dims = tuple(equation.params["broadcast_dimensions"])
-    return [Spread(value, jnp.asarray(operand, value.dtype), dims)]
+    return [BroadcastView(value, jnp.asarray(operand, value.dtype), dims)]
 
 
 def merged(equation: Any, operands: list[Any]) -> list[Any] | None:

@@ -60,7 +60,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class BroadcastView:
     """A value that is repeated along some dimensions, as one array.
 
     Attributes:
@@ -104,21 +104,21 @@ def recut(value: Any, shape: Shape, cuts: Cuts) -> View:
     """An array as a view with these cuts."""
     if isinstance(value, View) and value.cuts == cuts:
         return value
-    if isinstance(value, Spread):
+    if isinstance(value, BroadcastView):
         return View(value.cut(cuts), shape, cuts)
     return View(lax.reshape(array_of(value), expanded(shape, cuts)), shape, cuts)
 
 
 def flat_of(value: Any) -> Any:
     """The array of a value as the program has it."""
-    if isinstance(value, Spread):
+    if isinstance(value, BroadcastView):
         return value.value
     return value.flat if isinstance(value, View) else value
 
 
 def array_of(value: Any) -> Any:
     """The array of a value as it is kept."""
-    return value.value if isinstance(value, View | Spread) else value
+    return value.value if isinstance(value, View | BroadcastView) else value
 
 
 def pattern_of(value: Any) -> Any:

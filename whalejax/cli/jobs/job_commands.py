@@ -31,11 +31,11 @@ from whalejax.scheduler.live.local_socket import ask
 from whalejax.scheduler.live.requests import (
     NAME_PATTERN,
     Add,
-    Change,
-    Done,
+    JobChange,
     JobReport,
     Jobs,
-    Show,
+    RequestDone,
+    ShowJobs,
     What,
 )
 
@@ -85,10 +85,10 @@ def add(command: JobsAddCommand) -> int:
     Args:
         command: The options.
     """
-    ask(command.save, Show(), patience=_SERVE_SECONDS)
+    ask(command.save, ShowJobs(), patience=_SERVE_SECONDS)
     request = request_of(command, Path.cwd())
     answer = ask(command.save, request)
-    assert isinstance(answer, Done)
+    assert isinstance(answer, RequestDone)
     if answer.note:
         print(f"whalejax: {answer.note}", file=sys.stderr, flush=True)
     if not command.wait:
@@ -208,8 +208,8 @@ def change(save: Path, name: str, what: What) -> int:
         name: Name of the job.
         what: Change to make.
     """
-    answer = ask(save, Change(name=name, what=what))
-    assert isinstance(answer, Done)
+    answer = ask(save, JobChange(name=name, what=what))
+    assert isinstance(answer, RequestDone)
     said = {
         "cancel": "is cancelled, and ends behind a step",
         "pause": "is paused behind a step, with a checkpoint",
@@ -259,7 +259,7 @@ def logs(command: JobsLogsCommand) -> int:
 
 
 def _jobs(save: Path) -> Jobs:
-    answer = ask(save, Show())
+    answer = ask(save, ShowJobs())
     assert isinstance(answer, Jobs)
     return answer
 

@@ -23,7 +23,7 @@ from whalejax.scheduler.plan_table import (
     tried_numbers,
 )
 from whalejax.scheduler.schedule import elastic, first_come_first_served
-from whalejax.scheduler.simulation import JobRecord, Simulated, simulate
+from whalejax.scheduler.simulation import JobRecord, JobSimulation, simulate
 from whalejax.user_code.losses import Job
 
 
@@ -104,7 +104,7 @@ def _scheduled(
     return found
 
 
-def _data(found: Simulated, static: Simulated) -> dict[str, object]:
+def _data(found: JobSimulation, static: JobSimulation) -> dict[str, object]:
     return {
         "mean_completion_s": round(found.mean_completion, 3),
         "makespan_s": round(found.makespan, 3),
@@ -130,7 +130,7 @@ def _data(found: Simulated, static: Simulated) -> dict[str, object]:
     }
 
 
-def _text(found: Simulated, static: Simulated) -> str:
+def _text(found: JobSimulation, static: JobSimulation) -> str:
     lines = [f"{'job':16} {'arrives':>10} {'waits':>10} {'takes':>10}  devices"]
     lines += [
         f"{one.job.name:16.16} {_clock(one.job.arrival):>10} {_clock(one.waited):>10} "

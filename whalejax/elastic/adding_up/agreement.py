@@ -19,7 +19,7 @@ from whalejax.elastic.adding_up.own_devices import (
 )
 from whalejax.elastic.adding_up.price import (
     NETWORK_BYTES_PER_SECOND,
-    AddingProcesses,
+    ReductionProcesses,
     choose,
 )
 from whalejax.elastic.control import (
@@ -30,18 +30,24 @@ from whalejax.elastic.control import (
     unreachable,
 )
 from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
-from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp, Way
+from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, GradientReduction, Way
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.wire.connection import dial
 from whalejax.wire.messages import Messages, WireError
-from whalejax.wire.run_messages import ReductionDecision, ReductionOffer, Refused
+from whalejax.wire.run_messages import (
+    ReductionDecision,
+    ReductionOffer,
+    RegistrationRefused,
+)
 
 
 _AGAIN_SECONDS: Final = 0.2
 _ANSWER_SECONDS: Final = 30.0
 
-_ANSWERS: Final = Messages[ReductionDecision | Refused](ReductionDecision, Refused)
+_ANSWERS: Final = Messages[ReductionDecision | RegistrationRefused](
+    ReductionDecision, RegistrationRefused
+)
 
 _CALLER: Final = "the devices of this process were started before wh.train_elastic"
 _PRICING: Final = (
@@ -72,14 +78,14 @@ class Arbiter:
         """
         return self._read_decision(FIRST_SECONDS, by="", why="")
 
-    def decide(self, offer: AddingUp) -> AddingUp:
+    def decide(self, offer: GradientReduction) -> GradientReduction:
         """Returns the run's decision: the earlier one, or else this offer.
 
         Raises:
             WhaleError: no supervisor answers.
         """
         told = self._read_decision(SUPERVISOR_SECONDS, by=offer.by, why=offer.why)
-        return AddingUp(by=cast(Way, told.by), why=told.why)
+        return GradientReduction(by=cast(Way, told.by), why=told.why)
 
     def _read_decision(
         self, seconds: float, *, by: Way | Literal[""], why: str
@@ -95,7 +101,7 @@ class Arbiter:
                     answer = channel.receive(_ANSWERS, seconds=_ANSWER_SECONDS)
                 finally:
                     channel.close()
-                if isinstance(answer, Refused):
+                if isinstance(answer, RegistrationRefused):
                     raise RunStopped(
                         f"the supervisor refused this process: {answer.why}"
                     )
@@ -108,12 +114,12 @@ class Arbiter:
 
 def agreed(
     arbiter: Arbiter,
-    asked: AddingUp | None,
-    replica: Callable[[AddingProcesses], Plan | None],
+    asked: GradientReduction | None,
+    replica: Callable[[ReductionProcesses], Plan | None],
     *,
     mtbf: float,
     too_late: Callable[[], bool],
-) -> AddingUp:
+) -> GradientReduction:
     """Returns the reduction of gradients that all processes of this run use.
 
     Args:
@@ -131,7 +137,7 @@ def agreed(
     started = _CALLER if too_late() else _PRICING
     known = arbiter.ask()
     if known.by:
-        found = AddingUp(by=known.by, why=known.why)
+        found = GradientReduction(by=known.by, why=known.why)
     else:
         offer = asked
         if offer is None:
@@ -139,7 +145,7 @@ def agreed(
             plan = replica(processes)
             offer = choose(plan, processes, mtbf)
             if offer.by == COLLECTIVES and plan is not None and too_late():
-                offer = AddingUp(
+                offer = GradientReduction(
                     by=MESSAGES,
                     why=f"{started}, so that it cannot join others by collectives "
                     f"({offer.why})",
@@ -160,9 +166,9 @@ def agreed(
     return found
 
 
-def _processes(known: ReductionDecision) -> AddingProcesses:
+def _processes(known: ReductionDecision) -> ReductionProcesses:
     """Returns the processes of the run, as far as this one can see."""
-    return AddingProcesses(
+    return ReductionProcesses(
         count=known.processes,
         hosts=known.hosts,
         each=own_devices(),

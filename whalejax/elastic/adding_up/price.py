@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from whalejax.elastic.exchange import rounds_of, sent_bytes
-from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp
+from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, GradientReduction
 from whalejax.membership.assignment import assign_micro_batches, shares
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -61,7 +61,7 @@ _LEAST_MTBF: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddingProcesses:
+class ReductionProcesses:
     """The processes among which gradients are added up.
 
     Attributes:
@@ -132,7 +132,7 @@ class AddingProcesses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
+class ReductionCosts:
     """Step time with each backend, in seconds.
 
     Attributes:
@@ -145,7 +145,9 @@ class Priced:
     with_failures: tuple[float, float]
 
 
-def choose(replica: Plan | None, processes: AddingProcesses, mtbf: float) -> AddingUp:
+def choose(
+    replica: Plan | None, processes: ReductionProcesses, mtbf: float
+) -> GradientReduction:
     """The cheaper way; by messages on CPUs, by collectives where they must be.
 
     Args:
@@ -155,13 +157,15 @@ def choose(replica: Plan | None, processes: AddingProcesses, mtbf: float) -> Add
     """
     one = f"{processes.each.num_devices} {processes.each.kinds[0].display_name()}"
     if replica is None:
-        return AddingUp(
+        return GradientReduction(
             by=COLLECTIVES,
             why=f"the model has no room on the devices of one process ({one}), so that "
             "it is spread over all",
         )
     if processes.count == 1:
-        return AddingUp(by=MESSAGES, why="there is one process, and nothing to add up")
+        return GradientReduction(
+            by=MESSAGES, why="there is one process, and nothing to add up"
+        )
     priced = price(replica, processes, mtbf)
     where = f" on {processes.hosts} hosts" if processes.hosts > 1 else ""
     times = (
@@ -174,16 +178,16 @@ def choose(replica: Plan | None, processes: AddingProcesses, mtbf: float) -> Add
     if processes.platform == "cpu":
         # Whatever the price: both ways go over the sockets of the hosts, so that no
         # faster link is left unused.
-        return AddingUp(
+        return GradientReduction(
             by=MESSAGES,
             why="on CPUs it always is, so that the loss of one process does not stop "
             f"the others; mesh='auto' takes collectives ({times})",
         )
     cheaper = priced.with_failures[0] <= priced.with_failures[1]
-    return AddingUp(by=MESSAGES if cheaper else COLLECTIVES, why=times)
+    return GradientReduction(by=MESSAGES if cheaper else COLLECTIVES, why=times)
 
 
-def price(replica: Plan, processes: AddingProcesses, mtbf: float) -> Priced:
+def price(replica: Plan, processes: ReductionProcesses, mtbf: float) -> ReductionCosts:
     """Returns the step time with each backend."""
     count, micro_batches = processes.count, replica.num_micro_batches
     alone = replica.time.step_seconds
@@ -205,7 +209,7 @@ def price(replica: Plan, processes: AddingProcesses, mtbf: float) -> Priced:
         )
         return found.elastic, found.restart
 
-    return Priced(
+    return ReductionCosts(
         messages=messages,
         collectives=collectives,
         with_failures=(
@@ -215,7 +219,7 @@ def price(replica: Plan, processes: AddingProcesses, mtbf: float) -> Priced:
     )
 
 
-def _copy_seconds(replica: Plan, processes: AddingProcesses) -> float:
+def _copy_seconds(replica: Plan, processes: ReductionProcesses) -> float:
     """Returns the seconds that a copy of the shards in memory delays steps: the copy to
     the host, and its way to the next host where steps use the same network card.
     """
@@ -235,7 +239,7 @@ def gradient_bytes(replica: Plan) -> int:
     return sum(leaf.nbytes for leaf in replica.trained)
 
 
-def message_seconds(replica: Plan, processes: AddingProcesses) -> float:
+def message_seconds(replica: Plan, processes: ReductionProcesses) -> float:
     """To add up by messages: from the devices, over the wire, and back.
 
     Each micro-batch's gradients go to the host, where they are added up.
@@ -260,14 +264,14 @@ def message_seconds(replica: Plan, processes: AddingProcesses) -> float:
     return moved + added + wire + MESSAGE_SECONDS * rounds_of(size)
 
 
-def all_reduce_seconds(replica: Plan, processes: AddingProcesses) -> float:
+def all_reduce_seconds(replica: Plan, processes: ReductionProcesses) -> float:
     """To add up by an all-reduce of the platform over all devices."""
     cluster = processes.devices()
     parts = axis_parts(("data",), {"data": cluster.num_devices}, cluster)
     return collective_seconds("all-reduce", gradient_bytes(replica), parts)
 
 
-def _host_link(processes: AddingProcesses) -> float:
+def _host_link(processes: ReductionProcesses) -> float:
     """Bytes a second between a device and its host; memory itself on CPUs."""
     if processes.platform == "cpu":
         return ADDED_BYTES_PER_SECOND

@@ -61,7 +61,7 @@ from whalejax.wire.run_messages import (
     Noted,
     NotLaunched,
     OfAgent,
-    Refused,
+    RegistrationRefused,
     Release,
     Start,
     ToAgent,
@@ -339,7 +339,7 @@ class Agent:
         match said:
             case Enlisted():
                 self._enlisted(said)
-            case Refused(why=why):
+            case RegistrationRefused(why=why):
                 raise WhaleError(
                     f"the supervisor at {self._options.supervisor} refused this agent: "
                     f"{why}"

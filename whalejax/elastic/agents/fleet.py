@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 from whalejax._version import __version__
 from whalejax.membership import events as ev
 from whalejax.membership.lease import Lease
-from whalejax.membership.run import LONGEST_TURN_SECONDS, Run
+from whalejax.membership.run import LONGEST_TURN_SECONDS, ElasticRun
 from whalejax.wire.messages import Message
 from whalejax.wire.run_messages import (
     AgentBeat,
@@ -83,7 +83,7 @@ class AgentFleet(Generic[Link]):
 
     def __init__(
         self,
-        run: Run,
+        run: ElasticRun,
         take: Callable[[float, ev.Event], None],
         send: Callable[[Link, Message], None],
         close: Callable[[Link], None],
@@ -166,7 +166,7 @@ class AgentFleet(Generic[Link]):
             else:
                 self._take(now, ev.NotStarted(slot, "the agent was away"))
         for one in before - set(told):
-            self._take(now, ev.Exited(one, None))
+            self._take(now, ev.ProcessExitEvent(one, None))
         if not is_new:
             self._take(now, ev.RoomFreed(record.free))
         for one in told:
@@ -199,7 +199,7 @@ class AgentFleet(Generic[Link]):
                     self._take(now, ev.NotStarted(slot, why))
             case Exited(name=name, status=status, said=log):
                 record.there.discard(name)
-                self._take(now, ev.Exited(name, status, log))
+                self._take(now, ev.ProcessExitEvent(name, status, log))
                 self._take(now, ev.RoomFreed(1))
 
     def on_disconnect(self, now: float, link: Link) -> None:

@@ -43,7 +43,7 @@ class BadCopies(WhaleError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Copied:
+class ShardCopySet:
     """A set of copies, one of each process.
 
     Attributes:
@@ -82,16 +82,16 @@ class CopyFile(Protocol):
         ...
 
 
-def whole_sets(names: Iterable[str]) -> list[Copied]:
+def whole_sets(names: Iterable[str]) -> list[ShardCopySet]:
     """Sets of which no file is missing, the newest first.
 
     >>> [found.step for found in whole_sets(["7-1-0of2", "7-1-1of2", "8-1-0of2"])]
     [7]
     """
-    found: dict[Copied, set[int]] = {}
+    found: dict[ShardCopySet, set[int]] = {}
     for match in filter(None, map(NAME.fullmatch, names)):
         step, generation, rank, count = map(int, match.groups())
-        one = Copied(step=step, generation=generation, count=count)
+        one = ShardCopySet(step=step, generation=generation, count=count)
         found.setdefault(one, set()).add(rank)
     whole = (s for s, ranks in found.items() if ranks == {*range(s.count)})
     return sorted(whole, reverse=True)
@@ -128,7 +128,7 @@ class Copies:
         self,
         state: TrainState,
         plan: Any,
-        copied: Copied,
+        copied: ShardCopySet,
         rank: int,
         send: Callable[[Path], None] | None = None,
     ) -> None:
@@ -227,7 +227,10 @@ def copy_file(path: Path) -> CopyFile:
 
 
 def read_copies(
-    opened: Callable[[str], CopyFile], copied: Copied, abstract: TrainState, plan: Any
+    opened: Callable[[str], CopyFile],
+    copied: ShardCopySet,
+    abstract: TrainState,
+    plan: Any,
 ) -> TrainState:
     """A state in this process's layout, of the copies of all processes.
 

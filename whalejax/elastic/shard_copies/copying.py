@@ -19,9 +19,9 @@ import jax
 from whalejax.elastic.environment import RUN, SUPERVISOR, local_host
 from whalejax.elastic.shard_copies.copies import (
     BadCopies,
-    Copied,
     Copies,
     CopyFile,
+    ShardCopySet,
     copy_file,
     read_copies,
     whole_sets,
@@ -50,7 +50,7 @@ _MOST_FAILED: Final = 3
 """Sets in a row that were not written, after which none are made."""
 
 
-class Copying:
+class ShardCopyManager:
     """Copies of a run in the memory of its machines; without them it goes on."""
 
     def __init__(
@@ -77,8 +77,8 @@ class Copying:
         self._every, self._mtbf, self._tell = every, mtbf, tell
         self._cost = self._seconds = 0.0
         self._last, self._failed = -1, 0
-        self._begun: Copied | None = None
-        self._whole: Copied | None = None
+        self._begun: ShardCopySet | None = None
+        self._whole: ShardCopySet | None = None
         self._copies: Copies | None = None
         self._exchange: CopyExchange | None = None
         self._other: CopyHolder | None = None
@@ -248,7 +248,7 @@ class Copying:
             return
         whole: Any = to_save(state, self._step.abstract_state(), trains=True)
         count, rank = jax.process_count(), jax.process_index()
-        copied = Copied(step=done, generation=self._generation, count=count)
+        copied = ShardCopySet(step=done, generation=self._generation, count=count)
         if self._removes:  # Two sets have room: the last whole one, and this one.
             kept = [*copied.names] + (self._whole.names if self._whole else [])
             drafts = [f".{name}{end}" for name in copied.names for end in ("", ".put")]

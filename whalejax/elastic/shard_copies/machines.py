@@ -22,9 +22,9 @@ from whalejax.wire.messages import Arrays, Message, Question
 from whalejax.wire.service import (
     Address,
     Caller,
-    Gone,
-    Refused,
+    RefusedRequestError,
     Service,
+    UnreachableProcessError,
 )
 
 
@@ -39,7 +39,7 @@ CopyName = Annotated[str, Meta(pattern=rf"(?a)\A{NAME.pattern}\Z")]
 Place = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 
-class Taken(Message):
+class CopyStored(Message, tag="taken"):
     pass
 
 
@@ -48,7 +48,7 @@ class CopyBytes(Message):
     arrays: Arrays = ()
 
 
-class Put(Question[Taken]):
+class Put(Question[CopyStored]):
     name: CopyName
     place: Place
     last: bool
@@ -150,7 +150,7 @@ class CopyExchange:
             question = Put(name=path.name, place=place, last=last, arrays=(part,))
             try:
                 self._caller.ask(address, question, seconds=_seconds(part))
-            except (Gone, Refused) as error:
+            except (UnreachableProcessError, RefusedRequestError) as error:
                 raise OSError(
                     f"{holder.host} did not take copies of this machine: {error}"
                 ) from None
@@ -161,20 +161,26 @@ class CopyExchange:
 
     # For the others.
 
-    def _put(self, asked: Put) -> Taken:
+    def _put(self, asked: Put) -> CopyStored:
         name, place = asked.name, asked.place
         if len(asked.arrays) != 1 or asked.arrays[0].dtype != np.uint8:
-            raise Refused("shape", f"a part of {name} is one array of bytes")
+            raise RefusedRequestError(
+                "shape", f"a part of {name} is one array of bytes"
+            )
         draft, path = self._folder / f".{name}.put", self._folder / name
-        taken = Taken()
+        taken = CopyStored()
         if place and not draft.exists():
             if asked.last and path.exists():
                 return taken  # A part may come twice.
-            raise Refused("missing", f"of {name}, what comes before {place}")
+            raise RefusedRequestError(
+                "missing", f"of {name}, what comes before {place}"
+            )
         try:
             with draft.open("r+b" if place else "wb") as file:
                 if file.seek(0, 2) < place:
-                    raise Refused("missing", f"of {name}, what comes before {place}")
+                    raise RefusedRequestError(
+                        "missing", f"of {name}, what comes before {place}"
+                    )
                 file.seek(place)
                 file.write(asked.arrays[0].data)
             if asked.last:
@@ -190,7 +196,7 @@ class CopyExchange:
         try:
             whole = np.memmap(self._folder / asked.name, np.uint8, "r")
         except (OSError, ValueError) as error:
-            raise Refused("missing", str(error)) from None
+            raise RefusedRequestError("missing", str(error)) from None
         part = whole[begin : min(end, begin + _PART_BYTES)]
         return CopyBytes(size=whole.size, arrays=(part,))
 
@@ -233,7 +239,7 @@ class RemoteCopy:
             return self._caller.ask(
                 self._address, question, seconds=_seconds(np.empty(0))
             )
-        except (Gone, Refused) as error:
+        except (UnreachableProcessError, RefusedRequestError) as error:
             raise OSError(f"{self._name} did not come: {error}") from None
 
 

@@ -47,7 +47,7 @@ from whalejax.membership.history import replay_events
 from whalejax.membership.members import refusal
 from whalejax.membership.react import react
 from whalejax.membership.resizing import resize_refusal
-from whalejax.membership.run import LONGEST_TURN_SECONDS, Member, Run
+from whalejax.membership.run import LONGEST_TURN_SECONDS, ElasticRun, MemberRecord
 from whalejax.membership.run_ends import saves_last
 from whalejax.membership.settings import Supervised as Supervised
 from whalejax.meshes.errors import WhaleError
@@ -60,7 +60,7 @@ from whalejax.processes.local_processes import (
 )
 from whalejax.runtime.folder_lock import FolderLock
 from whalejax.wire.acceptor import Acceptor
-from whalejax.wire.connection import Channel, Closed, listen
+from whalejax.wire.connection import Channel, ConnectionClosedError, listen
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.loop import Waker
 from whalejax.wire.messages import Message, WireError
@@ -71,21 +71,21 @@ from whalejax.wire.run_messages import (
     Committed,
     Enlist,
     Exited,
-    Heard,
+    MemberWelcome,
     Noted,
     OfAgent,
     OfMember,
-    Over,
     ReductionDecision,
     ReductionOffer,
     Refusal,
-    Refused,
     Register,
+    RegistrationRefused,
     Report,
+    ReportReceived,
     Resize,
-    Resized,
+    ResizeDone,
+    RunEnded,
     Way,
-    Welcome,
 )
 
 
@@ -109,7 +109,7 @@ class Supervisor:
         """Nothing is started yet."""
         self._run = run
         self._folder = run.folder / FOLDER
-        self._state = Run(settings=run.settings)
+        self._state = ElasticRun(settings=run.settings)
         self._effects: list[ev.Effect] = []
         self._unacknowledged: dict[Channel, str] = {}
         self._acknowledged: dict[Channel, tuple[int, float]] = {}
@@ -221,9 +221,9 @@ class Supervisor:
             if self._run.command:
                 if self._run.settings.first is not None:
                     first = self._run.settings.first
-                    resized = ev.Resize(first, self._run.devices)
+                    resized = ev.ResizeEvent(first, self._run.devices)
                     self._take(time.monotonic(), resized)
-                self._take(time.monotonic(), ev.Begin())
+                self._take(time.monotonic(), ev.StartsAllowedEvent())
         self._do_all()
 
     def _goes_on(self, run: Sequence[Mapping[str, Any]]) -> bool:
@@ -290,7 +290,7 @@ class Supervisor:
             if member.is_there and member.slot is not None and not member.agent:
                 if not self._processes.adopt(name, member.pid, member.began):
                     log = self._processes.log_tail(name)
-                    self._take(now, ev.Exited(name, None, log))
+                    self._take(now, ev.ProcessExitEvent(name, None, log))
 
     def _handle(self, number: int, _: object) -> None:
         """SIGTERM, SIGINT and SIGHUP end the run at a step, with its state saved;
@@ -383,7 +383,7 @@ class Supervisor:
         now = time.monotonic()
         self._take_events()  # What it said before it ended.
         log = self._processes.log_tail(name)
-        self._take(now, ev.Exited(name, status, log))
+        self._take(now, ev.ProcessExitEvent(name, status, log))
 
     def _close_channels(self) -> None:
         self._is_closed = True
@@ -399,7 +399,7 @@ class Supervisor:
                 if isinstance(said, Report) and not said.number:
                     raise WireError("a report has no number")
                 self._tell(channel, said)
-        except Closed:
+        except ConnectionClosedError:
             self._tell(channel, None)
         except WireError:
             channel.close()  # Which is told in the same way.
@@ -450,7 +450,7 @@ class Supervisor:
                 self._heard_agent(now, channel, message)
             elif channel in self._names:
                 name = self._names[channel]
-                self._take(now, ev.Heard(name, message))
+                self._take(now, ev.MemberMessageEvent(name, message))
                 if not isinstance(message, Committed):  # Of those there are many.
                     self._unacknowledged[channel] = name
 
@@ -470,11 +470,11 @@ class Supervisor:
             # A member that reports nothing hears now and then that it is heard.
             if number > before or now - at > self._state.lease.seconds / 2:
                 self._acknowledged[channel] = number, now
-                self._send(channel, Heard(goodput=goodput, number=number))
+                self._send(channel, ReportReceived(goodput=goodput, number=number))
         answers, self._answers = self._answers, []
         for channel, answer in answers:
             if is_written or not isinstance(
-                answer, Noted | Resized
+                answer, Noted | ResizeDone
             ):  # Else it is said again.
                 self._send(channel, answer)
 
@@ -486,16 +486,18 @@ class Supervisor:
         why = why or self._lock_save(message.save)
         if why:
             self._record("refused", name=name, why=why)
-            self._answers.append((channel, Refused(why=why)))
+            self._answers.append((channel, RegistrationRefused(why=why)))
             return
-        self._take(now, ev.Register(name, slot, message))
+        self._take(now, ev.RegisterEvent(name, slot, message))
         old = self._channels.get(name)
         if old is not None and old is not channel:
             self._names.pop(old, None)
             old.close()
         self._channels[name], self._names[channel] = channel, name
         beats = self._run.settings.beat_seconds
-        self._send(channel, Welcome(run=self._name, name=name, beat_seconds=beats))
+        self._send(
+            channel, MemberWelcome(run=self._name, name=name, beat_seconds=beats)
+        )
 
     def _other_run(self, run: str) -> str:
         """Why a member of that run is none of this one, or nothing."""
@@ -508,9 +510,9 @@ class Supervisor:
         member = self._starting_member(message.machine, message.pid)
         if member is not None:
             self._take(now, ev.Unrunnable(member.name, message.why))
-        self._send(channel, Over(why="it cannot be run", well=False))
+        self._send(channel, RunEnded(why="it cannot be run", well=False))
 
-    def _starting_member(self, where: str, pid: int) -> Member | None:
+    def _starting_member(self, where: str, pid: int) -> MemberRecord | None:
         """The member that a process is which was started and has not joined yet."""
         for member in self._state.members.values():
             is_there = where == (member.machine or machine()) and pid == member.pid
@@ -556,10 +558,10 @@ class Supervisor:
         if devices is not None and len(devices) < message.size:
             why = f"{len(devices)} devices for {message.size} members; expected as many"
         if why:
-            self._answers.append((channel, Refused(why=why)))
+            self._answers.append((channel, RegistrationRefused(why=why)))
             return
-        self._take(now, ev.Resize(message.size, devices))
-        self._answers.append((channel, Resized(size=message.size)))
+        self._take(now, ev.ResizeEvent(message.size, devices))
+        self._answers.append((channel, ResizeDone(size=message.size)))
 
     def _send(self, channel: Channel, message: Message) -> None:
         with contextlib.suppress(WireError):
@@ -585,7 +587,7 @@ class Supervisor:
     ) -> None:
         """Before a process joins, it asks how gradients are added up, or decides it."""
         if other := self._other_run(message.run):
-            self._send(channel, Refused(why=other))
+            self._send(channel, RegistrationRefused(why=other))
             return
         self._take(now, ev.ReductionProposed(message.by, message.why))
         by, why = self._state.adding_up
@@ -606,7 +608,7 @@ class Supervisor:
             )
         if why:
             self._record("agent_refused", agent=message.agent, why=why)
-            self._answers.append((channel, Refused(why=why)))
+            self._answers.append((channel, RegistrationRefused(why=why)))
             return
         self._fleet.enlist(now, channel, message)
 
@@ -658,12 +660,12 @@ class Supervisor:
                 channel = self._channels.get(name)
                 if channel is not None:
                     self._send(channel, message)
-            case ev.Kill(name=name):
+            case ev.KillEffect(name=name):
                 self._kill(name)
-            case ev.Release(name=name):
+            case ev.ReleaseEffect(name=name):
                 self._processes.release(name)
                 self._fleet.release(name)
-            case ev.Start(slot=slot):
+            case ev.StartEffect(slot=slot):
                 self._start(slot)
             case ev.End():
                 self._end = self._end or effect

@@ -22,7 +22,7 @@ from whalejax.distributed.standard_streams import say
 from whalejax.membership import heartbeat
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.pipeline.schedules import ScheduleRow
-from whalejax.planner.pipeline.transfer_order import Handing, words_of
+from whalejax.planner.pipeline.transfer_order import ScheduledTransfer, words_of
 
 
 LEAST_SECONDS: Final = 300.0
@@ -69,7 +69,7 @@ class Watch:
         self._alone = alone
         self.least_seconds = LEAST_SECONDS
         self.first_seconds = FIRST_SECONDS
-        self.doing: ScheduleRow | Handing | None = None
+        self.doing: ScheduleRow | ScheduledTransfer | None = None
         self._failed = ""
         # Of each kind, the seconds of the longest so far but the first.
         self._longest: dict[str, float] = {}

@@ -34,7 +34,7 @@ Coming = Callable[[], list[Any]]
 """Gives arrays that are on their way; waits until they are issued."""
 
 
-class Aside:
+class TransferThread:
     """A thread of its own, where one hand-over is made after the other.
 
     After one that failed none is made any more: the other process would take the next
@@ -71,7 +71,7 @@ class Aside:
         return [] if self._last is None else self._last.result()
 
 
-class Way:
+class StageChannel:
     """From the devices of one stage to as many of another, for some arrays."""
 
     def __init__(
@@ -97,11 +97,13 @@ class Way:
         processes = {d.process_index for d in devices}
         self._here = jax.process_index() in processes
         self._alone = alone
-        self._crossing: _Crossing | None = None
+        self._crossing: _CrossProcessTransfer | None = None
         if self._here and len(processes) > 1 and sources[0].mesh != targets[0].mesh:
-            self._crossing = _Crossing(avals, sources[0].mesh, targets)
+            self._crossing = _CrossProcessTransfer(avals, sources[0].mesh, targets)
 
-    def send(self, arrays: Sequence[Any], aside: Aside | None = None) -> Coming:
+    def send(
+        self, arrays: Sequence[Any], aside: TransferThread | None = None
+    ) -> Coming:
         """The arrays on the other stage; None for each if that is not here.
 
         Args:
@@ -116,7 +118,7 @@ class Way:
         return lambda: found
 
 
-class _Crossing:
+class _CrossProcessTransfer:
     """From stage to stage by one program: each device to that in its place."""
 
     def __init__(
@@ -177,7 +179,7 @@ class _Crossing:
         )
 
     def send(
-        self, arrays: Sequence[Any], aside: Aside | None, *, alone: bool
+        self, arrays: Sequence[Any], aside: TransferThread | None, *, alone: bool
     ) -> Coming:
         """The arrays on the other side; None for each if that is not here."""
         if self.sends and not self._as_sent(arrays):

@@ -19,7 +19,10 @@ from whalejax import _compat
 from whalejax.jaxpr.steps import FixedValue, Operand
 from whalejax.lowering.global_arrays import aval_with_sharding, results_of
 from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
-from whalejax.lowering.pipeline_mpmd.stage_programs import CompiledPart, Site
+from whalejax.lowering.pipeline_mpmd.stage_programs import (
+    CompiledPart,
+    VirtualStagePrograms,
+)
 from whalejax.planner.pipeline.schedules import Action
 
 
@@ -73,7 +76,7 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class PartTransferBytes:
     """Bytes that each device of one part receives, forward or backward.
 
     Attributes:
@@ -90,7 +93,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsal:
+class CompiledStages:
     """The programs of stages, and what they hold and move.
 
     Attributes:
@@ -105,11 +108,13 @@ class Rehearsal:
 
     programs: tuple[StageProgram, ...]
     memory: tuple[StageMemory, ...]
-    moved: tuple[Moved, ...]
+    moved: tuple[PartTransferBytes, ...]
     once_bytes: tuple[int, ...]
 
 
-def compile_stages(apart: StageExecutor, state: Any, batch: Sequence[Any]) -> Rehearsal:
+def compile_stages(
+    apart: StageExecutor, state: Any, batch: Sequence[Any]
+) -> CompiledStages:
     """Compile all programs of a step.
 
     Args:
@@ -146,12 +151,12 @@ class _Rehearsing:
         self.programs: list[StageProgram] = []
         self.sites: list[_Site] = []
 
-    def compile_all(self) -> Rehearsal:
+    def compile_all(self) -> CompiledStages:
         for site in self.apart.sites:
             self.sites.append(self._site(site))
         finishing = self._finishing()
         stages = range(len(self.apart.plans))
-        return Rehearsal(
+        return CompiledStages(
             programs=tuple(self.programs),
             memory=tuple(self._memory(stage, finishing[stage]) for stage in stages),
             moved=tuple(self._part_transfers()),
@@ -160,7 +165,7 @@ class _Rehearsing:
 
     # Programs.
 
-    def _site(self, site: Site) -> _Site:
+    def _site(self, site: VirtualStagePrograms) -> _Site:
         """Compile the programs of a place."""
         place, names, found = site.place, site.place.names, _Site()
         whole = self.apart.whole[site.stage]
@@ -204,7 +209,7 @@ class _Rehearsing:
 
     def _compiled(
         self,
-        site: Site,
+        site: VirtualStagePrograms,
         action: Action,
         piece: CompiledPart,
         values: Mapping[int, Any],
@@ -229,7 +234,7 @@ class _Rehearsing:
         )
         return results_of(lowered, compiled)
 
-    def _common(self, site: Site) -> dict[int, Any]:
+    def _common(self, site: VirtualStagePrograms) -> dict[int, Any]:
         place, names, state = site.place, site.place.names, self.state
         whole = self.apart.whole[site.stage]
         numbers = zip(
@@ -251,7 +256,7 @@ class _Rehearsing:
             found[names.scale] = aval_with_sharding(state.loss_scale.scale, whole)
         return found
 
-    def _aval(self, site: Site, operand: Operand) -> Any:
+    def _aval(self, site: VirtualStagePrograms, operand: Operand) -> Any:
         if isinstance(operand, FixedValue):
             return jnp.asarray(operand.value)
         return site.place.steps.avals[operand]
@@ -329,7 +334,7 @@ class _Rehearsing:
             most = max(most, now)
         return most, max(0, fullest - most)
 
-    def _of(self, stage: int) -> list[Site]:
+    def _of(self, stage: int) -> list[VirtualStagePrograms]:
         return [site for site in self.apart.sites if site.stage == stage]
 
     def _replicated_inputs(self, stage: int) -> set[int]:
@@ -343,7 +348,7 @@ class _Rehearsing:
 
     # What goes from stage to stage.
 
-    def _part_transfers(self) -> Iterator[Moved]:
+    def _part_transfers(self) -> Iterator[PartTransferBytes]:
         """Yields the transfers of each part in a micro-batch."""
         apart = self.apart
         sums: dict[tuple[int, Action], int] = {}
@@ -358,7 +363,9 @@ class _Rehearsing:
                     )
         for (part, action), nbytes in sorted(sums.items()):
             count = apart.table.num_micro_batches
-            yield Moved(part=part, action=action, times=count, nbytes=nbytes)
+            yield PartTransferBytes(
+                part=part, action=action, times=count, nbytes=nbytes
+            )
 
     def _once_bytes(self, stage: int) -> int:
         apart = self.apart

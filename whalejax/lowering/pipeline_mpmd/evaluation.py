@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from whalejax.lowering.pipeline_mpmd.executor import Apart
+from whalejax.lowering.pipeline_mpmd.executor import StageProgramsExecutor
 
 
-class Evaluating(Apart):
-    """Evaluates what another runner of the same plan trains; see ``Apart``."""
+class StageProgramsEvaluator(StageProgramsExecutor):
+    """Evaluates what another runner of the same plan trains; see ``StageProgramsExecutor``."""
 
-    def __init__(self, home: Apart, *args: Any) -> None:
+    def __init__(self, home: StageProgramsExecutor, *args: Any) -> None:
         """Trace what is needed to know shapes; compile nothing.
 
         Args:

@@ -31,11 +31,11 @@ from whalejax.lowering.global_arrays import (
 )
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.multihost.watchdog import Watch
-from whalejax.lowering.pipeline_mpmd.stage_programs import Site, site_of
-from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT, Facts, place_of
-from whalejax.lowering.pipeline_mpmd.step import Pass
-from whalejax.lowering.pipeline_mpmd.transfers import Moves
-from whalejax.lowering.pipeline_mpmd.update import Parted, Where
+from whalejax.lowering.pipeline_mpmd.stage_programs import VirtualStagePrograms, site_of
+from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT, PipelineFacts, place_of
+from whalejax.lowering.pipeline_mpmd.step import SchedulePass
+from whalejax.lowering.pipeline_mpmd.transfers import StageTransfers
+from whalejax.lowering.pipeline_mpmd.update import MultiStageProgram, ValuePlacement
 from whalejax.lowering.runner import (
     abstract_state,
     check_compiler_options,
@@ -69,7 +69,7 @@ _ALL = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Whole(Program):
+class _MultiMeshProgram(Program):
     """The program of the whole model, whose parameters lie on several meshes.
 
     Attributes:
@@ -88,7 +88,7 @@ class _Whole(Program):
         ]
 
 
-class Apart(StepRunner):
+class StageProgramsExecutor(StepRunner):
     """Runs a plan whose stages have programs of their own; see ``runner.Runner``.
 
     Attributes:
@@ -127,7 +127,7 @@ class Apart(StepRunner):
         self.watch = Watch(alone=not self.mesh.is_multi_process)
         self.division = _division(plan, captured)
         self.layouts: dict[int, dict[Value, Any]] = {}
-        self.moves = Moves(self)
+        self.moves = StageTransfers(self)
         self.table: Schedule = schedule(
             plan.stages.schedule,
             len(self.plans),
@@ -136,7 +136,7 @@ class Apart(StepRunner):
         )
         paths = captured.adapter.param_paths
         self._owners = [self._holder(i) for i in range(len(paths))]
-        self.program = _Whole(
+        self.program = _MultiMeshProgram(
             plan=plan,
             captured=captured,
             adapter=captured.adapter,
@@ -274,7 +274,7 @@ class Apart(StepRunner):
     def _issue_step(
         self, state: TrainState, batch: Sequence[Any]
     ) -> tuple[TrainState, Metrics]:
-        run = Pass(self, state, batch)
+        run = SchedulePass(self, state, batch)
         for event in self.moves.order:
             self.watch.doing = event
             run.do(event)
@@ -313,7 +313,7 @@ class Apart(StepRunner):
         return tree.unflatten(leaves), self._report(results[len(before) :])
 
     def _issue_evaluation(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
-        run = Pass(self, state, batch, keeps=False)
+        run = SchedulePass(self, state, batch, keeps=False)
         for event in self.moves.order:
             if event.action == "forward":
                 self.watch.doing = event
@@ -356,7 +356,7 @@ class Apart(StepRunner):
     # Compiling.
 
     @functools.cached_property
-    def sites(self) -> list[Site]:
+    def sites(self) -> list[VirtualStagePrograms]:
         """The places with their programs."""
         units = self.division.units
         graph = self.captured.graph
@@ -365,7 +365,7 @@ class Apart(StepRunner):
             for unit in units.units
             for v, t in zip(unit.writes, unit.tensors, strict=True)
         }
-        facts = Facts(
+        facts = PipelineFacts(
             units=units,
             avals=self.avals,
             flows=frozenset(
@@ -375,7 +375,7 @@ class Apart(StepRunner):
             ),
             scales=self.plan.scales_loss,
         )
-        found: list[Site] = []
+        found: list[VirtualStagePrograms] = []
         stages = len(self.plans)
         for stage in range(stages):
             program, layouts = self._program(stage, tensors)
@@ -536,7 +536,7 @@ class Apart(StepRunner):
         )
         return sums
 
-    def _finishing(self) -> tuple[Parted, StageMetrics]:
+    def _finishing(self) -> tuple[MultiStageProgram, StageMetrics]:
         """The update, cut by stages, and what gives its report."""
         state = self.abstract
         sums = replace(self.sums, gradients=tuple(self.wide_params))
@@ -554,15 +554,15 @@ class Apart(StepRunner):
         end = len(self.plans) - 1
         kinds = self._wheres(end, sums.metrics)
         new = jax.tree.map(
-            lambda stage, sharding: Where(
+            lambda stage, sharding: ValuePlacement(
                 owner=None if stage == _ALL else stage, sharding=sharding
             ),
             self.stages,
             self.shardings,
         )
         first = len(jax.tree.leaves(new))
-        report = Where(owner=end, sharding=self.whole[end])
-        parted = Parted(
+        report = ValuePlacement(owner=end, sharding=self.whole[end])
+        parted = MultiStageProgram(
             steps,
             jax.tree.leaves(kinds),
             [*jax.tree.leaves(new), *[report] * (shape.num_leaves - first)],
@@ -576,15 +576,15 @@ class Apart(StepRunner):
         """Returns stage and sharding of the state, the sums and the non-trainable
         state.
         """
-        owned = [Where(owner=i, consumed=True) for i in self._owners]
+        owned = [ValuePlacement(owner=i, consumed=True) for i in self._owners]
         state = self._state(
             params=owned,
             followers=owned,
             kin=owned,
-            rest=lambda number: Where(owner=self._rest_owner(number)),
-            others=Where(owner=None),
+            rest=lambda number: ValuePlacement(owner=self._rest_owner(number)),
+            others=ValuePlacement(owner=None),
         )
-        told = Where(owner=end)
+        told = ValuePlacement(owner=end)
         sums = Sums(
             total=told,
             weight=told,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh, NamedSharding
 
-from whalejax.lowering.pipeline_mpmd.stage_programs import Site
+from whalejax.lowering.pipeline_mpmd.stage_programs import VirtualStagePrograms
 from whalejax.lowering.spmd.executor import Program, Sums
 from whalejax.lowering.state import TrainState
 from whalejax.planner.pipeline.program_cut import Division, Value
@@ -17,7 +17,7 @@ from whalejax.planner.plan.plan import Plan
 
 
 class StageExecutor(Protocol):
-    """Stages with programs of their own, laid out and compiled; ``executor.Apart``.
+    """Stages with programs of their own, laid out and compiled; ``executor.StageProgramsExecutor``.
 
     Attributes:
         plan, plans: Plan of the model and of each stage.
@@ -49,7 +49,7 @@ class StageExecutor(Protocol):
     @functools.cached_property
     def stages(self) -> TrainState: ...
     @functools.cached_property
-    def sites(self) -> Sequence[Site]: ...
+    def sites(self) -> Sequence[VirtualStagePrograms]: ...
     @functools.cached_property
     def sums(self) -> Sums: ...
     @functools.cached_property

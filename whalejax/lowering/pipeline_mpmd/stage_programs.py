@@ -10,7 +10,7 @@ import jax
 
 from whalejax.jaxpr.steps import Operand, Step, Steps
 from whalejax.lowering.global_arrays import run_alone
-from whalejax.lowering.pipeline_mpmd.stage_trace import TracedPlace
+from whalejax.lowering.pipeline_mpmd.stage_trace import TracedVirtualStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class CompiledPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class VirtualStagePrograms:
     """A place with its compiled programs.
 
     Attributes:
@@ -60,7 +60,7 @@ class Site:
 
     number: int
     stage: int
-    place: TracedPlace
+    place: TracedVirtualStage
     forward: CompiledPart
     backward: CompiledPart
     weight: CompiledPart | None
@@ -75,12 +75,12 @@ class Site:
 def site_of(
     number: int,
     stage: int,
-    place: TracedPlace,
+    place: TracedVirtualStage,
     *,
     mesh: Any,
     splits: bool,
     options: Any,
-) -> Site:
+) -> VirtualStagePrograms:
     """A place with its programs, which are compiled when they are run.
 
     Args:
@@ -115,7 +115,7 @@ def site_of(
         more = steps.residual_numbers(names.gradients, late, {*kept})
         weight = piece("weight", names.gradients, {*inputs, *more}, gradients)
         gives = [*names.returns, *(n for n in more if n in made)]
-    return Site(
+    return VirtualStagePrograms(
         number=number,
         stage=stage,
         place=place,

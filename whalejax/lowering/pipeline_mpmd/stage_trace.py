@@ -37,8 +37,8 @@ ABSENT = _Absent()
 
 
 @dataclass(slots=True)
-class _Here:
-    """Equations of one virtual stage; implements ``evaluate.Here``.
+class _StageEquations:
+    """Equations of one virtual stage; implements ``evaluate.PartialProgram``.
 
     Attributes:
         positions: Positions of the stage's equations in the program.
@@ -64,12 +64,12 @@ class _Here:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class VirtualStageSignature:
     """Numbers of what a place takes and gives, in its program.
 
     Attributes:
         params, rest, batch: Numbers of the loss's inputs, in the order of
-            ``TracedPlace``.
+            ``TracedVirtualStage``.
         imports: Numbers of the imported values, in the order of the part's imports.
         rng, step, number, scale: Numbers of the run's key, the step, the micro-batch
             and the loss scale; None where there are none.
@@ -102,7 +102,7 @@ class Names:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TracedPlace:
+class TracedVirtualStage:
     """A place of a pipeline.
 
     Attributes:
@@ -122,7 +122,7 @@ class TracedPlace:
     sent: tuple[Value, ...]
     received: tuple[Value, ...]
     steps: Steps
-    names: Names
+    names: VirtualStageSignature
     sums_tree: Any
 
     @functools.cached_property
@@ -150,7 +150,7 @@ class TracedPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class PipelineFacts:
     """Facts that all virtual stages of a pipeline share.
 
     Attributes:
@@ -168,13 +168,13 @@ class Facts:
 
 def place_of(
     program: Program,
-    facts: Facts,
+    facts: PipelineFacts,
     part: PlacePart,
     layouts: Mapping[Value, Spec],
     *,
     last: bool,
     cuts_batch: bool = True,
-) -> TracedPlace:
+) -> TracedVirtualStage:
     """Trace a place.
 
     Args:
@@ -195,7 +195,7 @@ class _Tracer:
     def __init__(
         self,
         program: Program,
-        facts: Facts,
+        facts: PipelineFacts,
         part: PlacePart,
         layouts: Mapping[Value, Spec],
         last: bool,
@@ -221,7 +221,7 @@ class _Tracer:
         self.sent = [v for v in part.exports if v in facts.flows]
         self.sums_tree: Any = None
 
-    def place(self) -> TracedPlace:
+    def place(self) -> TracedVirtualStage:
         tree: Any
         flat, tree = jax.tree.flatten(self._inputs())
         shape: Any = None
@@ -234,7 +234,7 @@ class _Tracer:
         steps = Steps.of(_compat.trace(joint, flat))
         into = tree.unflatten(steps.inputs)
         out = shape.unflatten(steps.outputs)
-        return TracedPlace(
+        return TracedVirtualStage(
             part=self.part,
             params=tuple(self.params),
             rest=tuple(self.rest),
@@ -242,7 +242,7 @@ class _Tracer:
             sent=tuple(self.sent),
             received=tuple(self.received),
             steps=steps,
-            names=Names(**into, **out),
+            names=VirtualStageSignature(**into, **out),
             sums_tree=self.sums_tree,
         )
 
@@ -341,7 +341,7 @@ class _Tracer:
             values[self.key] = fold_key(fold_key(given["rng"], step), number)
         body, _ = _compat.open_jaxpr(program.captured.jaxpr)
         ends = [v for v in units.results if v is not None] if self.last else []
-        here = _Here(
+        here = _StageEquations(
             positions=frozenset(units.units[i].position for i in self.part.units),
             imports=handed,
             wanted=frozenset((*self.part.exports, *ends, *self._new_state_values())),

@@ -17,16 +17,16 @@ from whalejax.jaxpr.steps import FixedValue
 from whalejax.lowering.global_arrays import seen_on
 from whalejax.lowering.pipeline_mpmd.channels import Coming
 from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
-from whalejax.lowering.pipeline_mpmd.stage_programs import Site
+from whalejax.lowering.pipeline_mpmd.stage_programs import VirtualStagePrograms
 from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT
 from whalejax.lowering.spmd.executor import Sums
 from whalejax.lowering.state import TrainState
 from whalejax.planner.pipeline.program_cut import Value
 from whalejax.planner.pipeline.schedules import Action, ScheduleRow
-from whalejax.planner.pipeline.transfer_order import Handing
+from whalejax.planner.pipeline.transfer_order import ScheduledTransfer
 
 
-class Pass:
+class SchedulePass:
     """One pass over a batch.
 
     Attributes:
@@ -66,7 +66,7 @@ class Pass:
         self.live: dict[tuple[int, int], dict[int, Any]] = {}
         self.coming: dict[tuple[Action, int, int], list[tuple[list[Value], Coming]]]
         self.coming = defaultdict(list)
-        self.leaving: dict[Handing, list[Any]] = {}
+        self.leaving: dict[ScheduledTransfer, list[Any]] = {}
         params = jax.tree.leaves(state.params)
         self.leaves = [*params, *jax.tree.leaves(state.rest), *batch]
         self.first = len(params)
@@ -79,7 +79,7 @@ class Pass:
         self.sums = [sums() for sums, _ in apart.zeros]
         self.gradients = [gradients() for _, gradients in apart.zeros] if keeps else []
 
-    def _bring(self, site: Site) -> None:
+    def _bring(self, site: VirtualStagePrograms) -> None:
         """Copy to a stage what it reads and another holds, once."""
         place = site.place
         for n in (*place.params, *place.rest, *place.batch):
@@ -95,7 +95,7 @@ class Pass:
             return self.leaves[number]
         return self.copies[stage, number]
 
-    def _common(self, site: Site) -> dict[int, Any]:
+    def _common(self, site: VirtualStagePrograms) -> dict[int, Any]:
         place, names, state = site.place, site.place.names, self.state
         whole = self.apart.whole[site.stage]
         found = {
@@ -113,15 +113,15 @@ class Pass:
             found[names.scale] = seen_on(state.loss_scale.scale, whole)
         return found
 
-    def do(self, event: ScheduleRow | Handing) -> None:
+    def do(self, event: ScheduleRow | ScheduledTransfer) -> None:
         """One action of the schedule, as far as it is done here."""
-        if isinstance(event, Handing):
+        if isinstance(event, ScheduledTransfer):
             self._hand(event)
         elif self.apart.here[event.stage]:
             place = event.chunk * self.apart.table.num_stages + event.stage
             getattr(self, event.action)(place, event.micro_batch)
 
-    def _hand(self, handing: Handing) -> None:
+    def _hand(self, handing: ScheduledTransfer) -> None:
         """Hand what one place made to another that reads it."""
         coming = self.apart.moves.handed(handing, self.leaving.pop(handing, None))
         if self.apart.here[handing.target % self.apart.table.num_stages]:
@@ -170,7 +170,7 @@ class Pass:
     ) -> None:
         """Put down what a place hands to each other."""
         for target, values in self.apart.moves.targets[action][number].items():
-            handing = Handing(
+            handing = ScheduledTransfer(
                 micro_batch=micro_batch, source=number, target=target, action=action
             )
             self.leaving[handing] = [made[v] for v in values]

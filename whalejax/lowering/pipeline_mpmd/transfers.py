@@ -10,15 +10,19 @@ import jax
 from jax.sharding import NamedSharding
 
 from whalejax.lowering.multihost.agreement import Agreement
-from whalejax.lowering.pipeline_mpmd.channels import Aside, Coming, Way
+from whalejax.lowering.pipeline_mpmd.channels import (
+    Coming,
+    StageChannel,
+    TransferThread,
+)
 from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
 from whalejax.lowering.spmd.evaluate import named_sharding
 from whalejax.planner.pipeline.program_cut import Value
 from whalejax.planner.pipeline.schedules import Action, Schedule, ScheduleRow
-from whalejax.planner.pipeline.transfer_order import Handing, issue_order
+from whalejax.planner.pipeline.transfer_order import ScheduledTransfer, issue_order
 
 
-class Moves:
+class StageTransfers:
     """Moves arrays between the stages of a pipeline.
 
     Every move is made by all processes in one order, that of the program and of
@@ -27,8 +31,8 @@ class Moves:
 
     def __init__(self, apart: StageExecutor) -> None:
         self._apart = apart
-        self._ways: dict[Hashable, Way] = {}
-        self._aside: Aside | None = None
+        self._ways: dict[Hashable, StageChannel] = {}
+        self._aside: TransferThread | None = None
         mesh = apart.mesh
         self._agreement = Agreement(mesh)
         rows: Any = mesh.devices
@@ -36,7 +40,7 @@ class Moves:
         alone = all(len({d.process_index for d in row}) == 1 for row in rows)
         if self._on_cpus and alone:
             # A CPU process that waits for another does nothing else in that thread.
-            self._aside = Aside()
+            self._aside = TransferThread()
 
     def agree(self) -> None:
         """Compare the plan with that of the other processes, the first time.
@@ -101,7 +105,9 @@ class Moves:
         key = "gathered", number, stage
         return self._send(key, [gradient], [aval], [source], [target])()[0]
 
-    def transfer(self, handing: Handing, arrays: Sequence[Any] | None) -> Coming:
+    def transfer(
+        self, handing: ScheduledTransfer, arrays: Sequence[Any] | None
+    ) -> Coming:
         """Transfers the values of one virtual stage to another; None if the receiver is
         not here.
 
@@ -132,12 +138,12 @@ class Moves:
         avals: Sequence[Any],
         sources: Sequence[NamedSharding],
         targets: Sequence[NamedSharding],
-        aside: Aside | None = None,
+        aside: TransferThread | None = None,
     ) -> Coming:
         if key not in self._ways:
             # Where a stage lies in several processes, its own programs wait as well.
             alone = self._on_cpus and self._aside is None
-            self._ways[key] = Way(avals, sources, targets, alone=alone)
+            self._ways[key] = StageChannel(avals, sources, targets, alone=alone)
         return self._ways[key].send(arrays, aside)
 
     def layout(self, value: Value, place: int) -> NamedSharding:
@@ -146,7 +152,7 @@ class Moves:
         stage = place % len(apart.plans)
         return named_sharding(apart.layouts[stage].get(value, ()), apart.meshes[stage])
 
-    def values_of(self, handing: Handing) -> list[Value]:
+    def values_of(self, handing: ScheduledTransfer) -> list[Value]:
         """Returns the values of a transfer, or those whose cotangents are
         transferred.
         """
@@ -176,11 +182,11 @@ class Moves:
         return {"forward": ahead, "backward": back}
 
     @functools.cached_property
-    def order(self) -> tuple[ScheduleRow | Handing, ...]:
+    def order(self) -> tuple[ScheduleRow | ScheduledTransfer, ...]:
         """Returns the order in which all processes issue actions and transfers."""
         return self.order_of(self._apart.table)
 
-    def order_of(self, table: Schedule) -> tuple[ScheduleRow | Handing, ...]:
+    def order_of(self, table: Schedule) -> tuple[ScheduleRow | ScheduledTransfer, ...]:
         """The same, with another number of micro-batches.
 
         Args:

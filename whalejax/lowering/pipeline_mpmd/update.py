@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from whalejax.jaxpr.steps import FixedValue, Operand, Steps
 from whalejax.lowering.global_arrays import (
-    Everywhere,
+    StageBroadcast,
     assemble_global,
     aval_with_sharding,
     is_here,
@@ -29,11 +29,11 @@ from whalejax.lowering.global_arrays import (
     run_alone,
     seen_on,
 )
-from whalejax.lowering.pipeline_mpmd.update_split import Group, Owner, Parting
+from whalejax.lowering.pipeline_mpmd.update_split import Group, Owner, UpdatePartition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class ValuePlacement:
     """Stage, sharding and donation of an input or output of the program.
 
     Attributes:
@@ -48,7 +48,7 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _BroadcastVector:
     """Numbers of one type that a stage tells all others, in one vector.
 
     Attributes:
@@ -80,9 +80,9 @@ class _Part:
     group: Group
     takes: tuple[int, ...]
     reads: tuple[int, ...]
-    hears: tuple[_Told, ...]
+    hears: tuple[_BroadcastVector, ...]
     gives: tuple[int, ...]
-    tells: tuple[_Told, ...]
+    tells: tuple[_BroadcastVector, ...]
     program: Any
     usable: Callable[[Mapping[int, Any]], frozenset[int]]
 
@@ -112,14 +112,14 @@ class _Part:
         return found
 
 
-class Parted:
+class MultiStageProgram:
     """A program over the arrays of several stages."""
 
     def __init__(
         self,
         steps: Steps,
-        inputs: Sequence[Where],
-        outputs: Sequence[Where],
+        inputs: Sequence[ValuePlacement],
+        outputs: Sequence[ValuePlacement],
         whole: Sequence[NamedSharding],
         options: Any = None,
     ) -> None:
@@ -139,7 +139,7 @@ class Parted:
         self._inputs = dict(zip(steps.inputs, inputs, strict=True))
         self._outputs = [*zip(steps.outputs, outputs, strict=True)]
         self._options = options
-        self._parting = parting = Parting(
+        self._parting = parting = UpdatePartition(
             steps,
             [where.owner for where in inputs],
             [where.owner for where in outputs],
@@ -166,7 +166,7 @@ class Parted:
         """
         inputs = dict(zip(self._steps.inputs, values, strict=True))
         made: dict[tuple[int, int], Any] = {}
-        heard: dict[tuple[_Told, int], Any] = {}
+        heard: dict[tuple[_BroadcastVector, int], Any] = {}
 
         def on(number: int, stage: int) -> Any:
             if (number, stage) not in made:
@@ -177,7 +177,7 @@ class Parted:
             return made[number, stage]
 
         for level, parts in self._parts.items():
-            said: dict[_Told, Any] = {}
+            said: dict[_BroadcastVector, Any] = {}
             for part in parts:
                 stage = part.group[1]
                 if not is_here(self._whole[stage]):
@@ -246,7 +246,7 @@ class Parted:
     def _output(
         self,
         operand: Operand,
-        where: Where,
+        where: ValuePlacement,
         inputs: Mapping[int, Any],
         made: Mapping[tuple[int, int], Any],
     ) -> Any:
@@ -261,14 +261,18 @@ class Parted:
         copies = [made.get((operand, s)) for s in range(len(self._whole))]
         return assemble_global([x for x in copies if x is not None], where.sharding)
 
-    def _vectors(self, group: Group) -> tuple[_Told, ...]:
+    def _vectors(self, group: Group) -> tuple[_BroadcastVector, ...]:
         types: dict[Any, list[int]] = defaultdict(list)
         for number in sorted(self._parting.tells[group]):
             types[self._steps.avals[number].dtype].append(number)
-        return tuple(_Told(group=group, numbers=tuple(x)) for x in types.values())
+        return tuple(
+            _BroadcastVector(group=group, numbers=tuple(x)) for x in types.values()
+        )
 
     def _compiled(
-        self, reads: Mapping[Group, list[int]], told: Mapping[Group, tuple[_Told, ...]]
+        self,
+        reads: Mapping[Group, list[int]],
+        told: Mapping[Group, tuple[_BroadcastVector, ...]],
     ) -> dict[int, list[_Part]]:
         """The parts, by when they run."""
         order = sorted(reads)
@@ -305,8 +309,8 @@ class Parted:
         group: Group,
         takes: Sequence[int],
         reads: Sequence[int],
-        hears: tuple[_Told, ...],
-        tells: tuple[_Told, ...],
+        hears: tuple[_BroadcastVector, ...],
+        tells: tuple[_BroadcastVector, ...],
     ) -> _Part:
         gives = tuple(self._parting.gives.get(group, ()))
         return _Part(
@@ -323,9 +327,9 @@ class Parted:
     def _program(
         self,
         group: Group,
-        hears: Sequence[_Told],
+        hears: Sequence[_BroadcastVector],
         gives: Sequence[int],
-        tells: Sequence[_Told],
+        tells: Sequence[_BroadcastVector],
     ) -> Any:
         """A part's program."""
         level, stage = group
@@ -409,7 +413,7 @@ class _Exchange:
     ) -> None:
         self._told = [told for part in parts for told in part.tells]
         self._whole = whole
-        self._everywhere = Everywhere(
+        self._everywhere = StageBroadcast(
             whole,
             [told.group[1] for told in self._told],
             [
@@ -421,8 +425,8 @@ class _Exchange:
         )
 
     def __call__(
-        self, said: Mapping[_Told, Any]
-    ) -> Iterator[tuple[tuple[_Told, int], Any]]:
+        self, said: Mapping[_BroadcastVector, Any]
+    ) -> Iterator[tuple[tuple[_BroadcastVector, int], Any]]:
         vectors = self._everywhere.tell([said.get(told) for told in self._told])
         for told, vector in zip(self._told, vectors, strict=True):
             for stage, whole in enumerate(self._whole):

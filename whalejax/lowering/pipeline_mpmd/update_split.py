@@ -17,7 +17,7 @@ import optax
 
 from whalejax import _compat
 from whalejax.adapters.base import Adapter
-from whalejax.capture.batch_independent_state import Steady
+from whalejax.capture.batch_independent_state import BatchIndependentState
 from whalejax.jaxpr.steps import FixedValue, Operand, Step, Steps
 from whalejax.lowering.optimizer_state import kin_of
 from whalejax.lowering.spmd.executor import stepping
@@ -35,7 +35,7 @@ _BEFORE = -1
 """When the inputs are there."""
 
 
-class Parting:
+class UpdatePartition:
     """A program in parts.
 
     Attributes:
@@ -178,7 +178,7 @@ def check_update(
     plan: Plan,
     adapter: Adapter,
     optimizer: optax.GradientTransformation,
-    steady: Steady,
+    steady: BatchIndependentState,
 ) -> None:
     """Refuse what stages with programs of their own cannot do at the end of a step.
 
@@ -213,7 +213,7 @@ def check_update(
     scalars = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), bool)
     traced = jax.make_jaxpr(lambda *values: step(values))
     last = stages - 1
-    Parting(
+    UpdatePartition(
         Steps.of(traced(*flat, *flat, *leaves, *scalars)),
         [*owners, *owners, *held, last, None],
         [*owners, *held],
@@ -222,7 +222,7 @@ def check_update(
 
 
 def _check_steady(
-    steady: Steady, adapter: Adapter, owners: Sequence[int], stages: int
+    steady: BatchIndependentState, adapter: Adapter, owners: Sequence[int], stages: int
 ) -> None:
     """Refuse state that is made of arrays of several stages."""
     if steady.advance is None:
@@ -232,7 +232,7 @@ def _check_steady(
     avals = [_compat.abstract(a.shape, a.dtype) for a in steady.avals]
     others = [None] * (len(avals) - len(owners) - len(rest))
     try:
-        Parting(
+        UpdatePartition(
             Steps.of(jax.make_jaxpr(steady.advance)(*avals)),
             [*owners, *rest, *others],
             [rest[i] for i in steady.leaves],

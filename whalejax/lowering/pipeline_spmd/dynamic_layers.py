@@ -24,7 +24,7 @@ Operands = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
+class DynamicLoop:
     """A loop over layers.
 
     Attributes:
@@ -65,7 +65,7 @@ class Turns:
         return (*operands[: self.num_consts], *carry, *slices)
 
 
-def run_dynamic_loop(turns: Turns, count: Any, operands: Operands) -> Operands:
+def run_dynamic_loop(turns: DynamicLoop, count: Any, operands: Operands) -> Operands:
     """Run a loop.
 
     Args:
@@ -86,7 +86,7 @@ def run_dynamic_loop(turns: Turns, count: Any, operands: Operands) -> Operands:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run_dynamic_loop(turns: Turns, count: Any, operands: Operands) -> Operands:
+def _run_dynamic_loop(turns: DynamicLoop, count: Any, operands: Operands) -> Operands:
     def turn(index: Any, carry: Operands) -> Operands:
         results = turns.body(turns.iteration_inputs(operands, carry, index))
         fresh = tuple(results[: turns.num_carries])
@@ -109,7 +109,7 @@ OWN, ONCE = -1, -2
     meta_fields=["sliced", "flows"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
+class _LoopResiduals:
     """Residuals of a loop for its backward pass.
 
     Attributes:
@@ -135,7 +135,7 @@ class _Kept:
 
 
 def _differentiated(
-    turns: Turns, given: Sequence[Any], flows: Sequence[bool]
+    turns: DynamicLoop, given: Sequence[Any], flows: Sequence[bool]
 ) -> tuple[Operands, Any]:
     """Returns an iteration's results, and its derivative for the operands that have
     one.
@@ -153,7 +153,7 @@ def _differentiated(
 
 
 def _sources(
-    turns: Turns, given: Operands, flows: Sequence[bool]
+    turns: DynamicLoop, given: Operands, flows: Sequence[bool]
 ) -> tuple[list[int], list[Any]]:
     """Returns the source of each leaf of an iteration's derivative.
 
@@ -186,7 +186,9 @@ def _sources(
     return found, [v.aval for v in jaxpr.outvars]
 
 
-def _forward(turns: Turns, primals: Any, given: Any) -> tuple[Operands, _Kept]:
+def _forward(
+    turns: DynamicLoop, primals: Any, given: Any
+) -> tuple[Operands, _LoopResiduals]:
     count, operands = primals.value, tuple(x.value for x in given)
     # A gradient may come to flow through carries, whatever they start as; what none
     # flows through otherwise may have no derivative.
@@ -222,7 +224,7 @@ def _forward(turns: Turns, primals: Any, given: Any) -> tuple[Operands, _Kept]:
         if source >= 0:
             leaves[place] = operands[source]
     sliced = tuple(s == OWN or s >= turns.carries.stop for s in sources)
-    return carry, _Kept(
+    return carry, _LoopResiduals(
         backward=structure.unflatten(leaves),
         sliced=sliced,
         flows=flows,
@@ -232,7 +234,7 @@ def _forward(turns: Turns, primals: Any, given: Any) -> tuple[Operands, _Kept]:
 
 
 def _backward(
-    turns: Turns, kept: _Kept, cotangents: Operands
+    turns: DynamicLoop, kept: _LoopResiduals, cotangents: Operands
 ) -> tuple[None, tuple[Any, ...]]:
     operands, end = kept.operands, turns.carries.stop
     taken = turns.iterations_run(kept.count)

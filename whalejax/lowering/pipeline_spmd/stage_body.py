@@ -16,7 +16,7 @@ from whalejax import _compat
 from whalejax.capture.layer_scan import Stack
 from whalejax.jaxpr import rebuild
 from whalejax.lowering.metrics import wide
-from whalejax.lowering.pipeline_spmd.dynamic_layers import Turns, run_dynamic_loop
+from whalejax.lowering.pipeline_spmd.dynamic_layers import DynamicLoop, run_dynamic_loop
 from whalejax.lowering.pipeline_spmd.ticks import chosen
 from whalejax.lowering.spmd.executor import Program, Sums, sums_of
 from whalejax.planner.pipeline.layer_stack import STAGE, of_stage
@@ -25,13 +25,13 @@ from whalejax.planner.pipeline.layer_stack import STAGE, of_stage
 Carry = tuple[Any, ...]
 
 
-class _Reached(Exception):  # noqa: N818
+class _StageLayersDone(Exception):  # noqa: N818
     """The layers of a stage were run; what stands behind them is not wanted."""
 
 
 @dataclass(slots=True)
 class StageLayers:
-    """The layers of this stage, in place of all; see ``evaluate.Part``.
+    """The layers of this stage, in place of all; see ``evaluate.GradientPart``.
 
     Attributes:
         stack: the scan over all layers.
@@ -66,7 +66,7 @@ class StageLayers:
             self.given if self.made else self._run_layers(equation, values, body)
         )
         if self.ends:
-            raise _Reached
+            raise _StageLayersDone
         stacked = equation.outvars[parts.num_carries :]
         unread = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in stacked]
         return [*map(self.after_scan, self.results), *unread]
@@ -85,7 +85,7 @@ class StageLayers:
         if min(self.counts) == most:
             results = rebuild.scan(equation, values, body, most)
             return tuple(results[: parts.num_carries])
-        turns = Turns(
+        turns = DynamicLoop(
             body=body,
             num_consts=parts.num_consts,
             num_carries=parts.num_carries,
@@ -197,7 +197,7 @@ class OneStage:
         """Returns the outputs of the stage for a micro-batch."""
         layers = self.layers(given, ends=True)
         rest, batch, key = self.micro(number)
-        with contextlib.suppress(_Reached):
+        with contextlib.suppress(_StageLayersDone):
             self.program.loss(params, rest, batch, key, part=layers)
         return layers.results
 

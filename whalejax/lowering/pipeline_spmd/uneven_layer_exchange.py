@@ -75,7 +75,7 @@ def dealt_rest(program: Program, stack: Stack, rest: Any, layers: Sequence[int])
     """Regroups the non-trainable state of layers by the stages that compute with it.
 
     Args:
-        program, stack, layers: Arguments of ``dealt``, unchanged.
+        program, stack, layers: Arguments of ``distribute_layers``, unchanged.
         rest: Non-trainable state as it is stored.
     """
     if min(layers) == max(layers) or not stack.frozen:
@@ -101,7 +101,7 @@ def collected(
     """Gradients as they are kept.
 
     Args:
-        program, stack, layers: Arguments of ``dealt``, unchanged.
+        program, stack, layers: Arguments of ``distribute_layers``, unchanged.
         gradients: Gradients of the parameters as the stages computed with them.
     """
     found = list(gradients)

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from whalejax.jaxpr.fewer_rows import Rows
+from whalejax.jaxpr.fewer_rows import BatchRows
 from whalejax.lowering.spmd.gather_scatter import INDEXED
-from whalejax.planner.model.analysis import Analysed
+from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.pipeline.layer_stack import Shared, of_stage
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Position = tuple[int, ...]
 Outputs = Mapping[Position, tuple[int | None, ...]]
 Waiting = Mapping[Position, frozenset[int]]
-SharedRows = tuple[Rows, tuple[str, ...]]
+SharedRows = tuple[BatchRows, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Constraints:
     flows: Mapping[Position, tuple[bool, ...]] = field(default_factory=dict)
 
 
-def tables_of(plan: Plan, analysed: Analysed) -> dict[int, Table]:
+def tables_of(plan: Plan, analysed: GraphAnalysis) -> dict[int, Table]:
     """The plan's compute tables in the roles of a fresh trace, by TaskGraph index.
 
     Roles are found by name; a name that the trace does not have shards nothing.
@@ -99,7 +99,7 @@ def tables_of(plan: Plan, analysed: Analysed) -> dict[int, Table]:
 class _Collector:
     """Walks the operations once and writes down their constraints."""
 
-    def __init__(self, plan: Plan, analysed: Analysed, captured: Captured) -> None:
+    def __init__(self, plan: Plan, analysed: GraphAnalysis, captured: Captured) -> None:
         self.outputs = captured.outputs
         self.calls = captured.sorted_rows
         self.graph = analysed.graph
@@ -287,7 +287,7 @@ class _Collector:
 
 
 def layouts_of(
-    plan: Plan, analysed: Analysed, tensors: Sequence[int]
+    plan: Plan, analysed: GraphAnalysis, tensors: Sequence[int]
 ) -> dict[int, Spec]:
     """Layouts of some values where they are made, or read first.
 
@@ -362,7 +362,9 @@ def _flows(captured: Captured) -> dict[Position, tuple[bool, ...]]:
     }
 
 
-def constraints_of(plan: Plan, analysed: Analysed, captured: Captured) -> Constraints:
+def constraints_of(
+    plan: Plan, analysed: GraphAnalysis, captured: Captured
+) -> Constraints:
     """The constraints that make a traced loss follow a plan.
 
     Args:

@@ -33,7 +33,7 @@ from whalejax.lowering.spmd.loop_weights import (
     recomputes,
 )
 from whalejax.lowering.spmd.opaque_kernels import runs_whole
-from whalejax.lowering.spmd.parameter_offload import Away, settled, viewed
+from whalejax.lowering.spmd.parameter_offload import HostParameter, settled, viewed
 from whalejax.lowering.spmd.ring_attention import attend
 from whalejax.lowering.spmd.sorted_rows import COPYING, on_own_rows
 from whalejax.lowering.spmd.spatial_windows import in_slabs, shared_windows
@@ -133,7 +133,7 @@ class ScanReplacement(Protocol):
         ...
 
 
-class Here(Protocol):
+class PartialProgram(Protocol):
     """Equations of a program that run on one device while others run the rest."""
 
     def runs(self, position: Position) -> bool:
@@ -157,7 +157,7 @@ class _Scope:
     mesh: Mesh
     position: Position
     part: ScanReplacement | None = None
-    here: Here | None = None
+    here: PartialProgram | None = None
     looped: bool = False
     recomputed: bool = False
     ready: Mapping[Place, Any] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class _Scope:
 
     def passed(self, value: Any, specs: Sequence[Spec], name: str = MOVED) -> Any:
         """The value, passed through layouts in order, under a checkpoint name."""
-        if isinstance(value, Away) and specs:
+        if isinstance(value, HostParameter) and specs:
             # Of a slice the layout is the stack's without its first dimension.
             return value.then(
                 lambda x, sliced: self.passed(x, [s[sliced:] for s in specs], name),
@@ -211,7 +211,7 @@ def evaluate(
     looped: bool = False,
     recomputed: bool = False,
     part: ScanReplacement | None = None,
-    here: Here | None = None,
+    here: PartialProgram | None = None,
     ready: Mapping[Place, Any] | None = None,
 ) -> list[Any]:
     """Run a jaxpr with constraints.
@@ -309,7 +309,7 @@ def _bound(
         else v
         for p, v in zip(places, values, strict=True)
     ]
-    if any(isinstance(v, Away) for v in values):
+    if any(isinstance(v, HostParameter) for v in values):
         if len(values) == 1:
             seen = viewed(equation, scope.passed(values[0], wanted[0], GATHERED))
             if seen is not None:
@@ -379,7 +379,7 @@ def _fetching(
 
     def run(*operands: Any) -> list[Any]:
         there = [
-            checkpoint_name(x, GATHERED) if isinstance(given, Away) else x
+            checkpoint_name(x, GATHERED) if isinstance(given, HostParameter) else x
             for x, given in zip(settled(operands), operands, strict=True)
         ]
         pairs = zip(there, wanted, strict=True)
@@ -480,7 +480,7 @@ def _inner(
     *,
     looped: bool = False,
     recomputed: bool = False,
-    here: Here | None = None,
+    here: PartialProgram | None = None,
 ) -> list[Any]:
     """A jaxpr inside the one being run, in whatever that one is in and perhaps more."""
     return evaluate(
@@ -524,7 +524,8 @@ def _scan(
     inner = _compat.inner_jaxprs(equation)[0]
     # Slices can be taken of what is yet to be cast, and not of another form.
     values = [
-        v.fetched() if isinstance(v, Away) and not v.sliceable else v for v in values
+        v.fetched() if isinstance(v, HostParameter) and not v.sliceable else v
+        for v in values
     ]
 
     part = scope.part
@@ -555,7 +556,7 @@ def _over_time(
     constraints, ready = scope.constraints, scope.ready
     parts = _compat.scan_parts(equation)
     constants, carries = parts.num_consts, parts.num_consts + parts.num_carries
-    moved = any(isinstance(v, Away) for v in values[:constants])
+    moved = any(isinstance(v, HostParameter) for v in values[:constants])
     found = {} if moved else loop_weights(equation, values, constraints, position)
     found = {place: made for place, made in found.items() if place not in ready}
     stored = {place: made() for place, made in found.items()}

@@ -27,7 +27,7 @@ from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.optimizer_state import owners_of, updates
 from whalejax.lowering.spmd.constraints import Constraints
 from whalejax.lowering.spmd.evaluate import (
-    Here,
+    PartialProgram,
     ScanReplacement,
     evaluate,
     named_sharding,
@@ -38,9 +38,9 @@ from whalejax.lowering.spmd.optimizer_offload import (
     streamable,
     streamed,
 )
-from whalejax.lowering.spmd.parameter_offload import Away
+from whalejax.lowering.spmd.parameter_offload import HostParameter
 from whalejax.planner.errors import PlanError
-from whalejax.planner.search.request import Hosted
+from whalejax.planner.search.request import OffloadableState
 from whalejax.planner.sharding.layout import Spec
 from whalejax.planner.terms import moves_to_host
 
@@ -118,7 +118,7 @@ class Program:
         batch: Sequence[Any],
         rng: Any,
         part: ScanReplacement | None = None,
-        here: Here | None = None,
+        here: PartialProgram | None = None,
     ) -> tuple[Any, tuple[Any, Any, Any]]:
         """The traced loss of one micro-batch under the plan's constraints.
 
@@ -134,7 +134,9 @@ class Program:
         """
         leaves = jax.tree.leaves(rest)
         params = [
-            Away(host=p) if leaf.hosted and not isinstance(p, Away) else p
+            HostParameter(host=p)
+            if leaf.hosted and not isinstance(p, HostParameter)
+            else p
             for p, leaf in zip(params, self.plan.trained, strict=True)
         ]
         arguments = [*params, *leaves, *batch, *([] if rng is None else [rng])]
@@ -274,7 +276,9 @@ def differentiator(
 
     def loss(given: Sequence[Any], *others: Any) -> tuple[Any, tuple[Any, Any]]:
         triples = zip(params, given, hosted, strict=True)
-        leaves = [Away(host=p, seed=x) if away else x for p, x, away in triples]
+        leaves = [
+            HostParameter(host=p, seed=x) if away else x for p, x, away in triples
+        ]
         total, others = program.loss(leaves, *others)
         return total if scale is None else total * scale, (total, others)
 
@@ -299,7 +303,7 @@ def differentiator(
 
 def _seed(param: Any, spec: Spec, mesh: Mesh) -> Any:
     """Returns the array that is differentiated in place of a parameter in host memory;
-    see ``Away``.
+    see ``HostParameter``.
     """
     nothing = jnp.zeros(param.shape, param.dtype)
     return jax.lax.with_sharding_constraint(nothing, named_sharding(spec, mesh))
@@ -597,7 +601,7 @@ def update_program(
 
 def offloadable_state(
     adapter: Adapter, optimizer: optax.GradientTransformation
-) -> Hosted:
+) -> OffloadableState:
     """Returns the state that a plan may offload, as far as the optimizer allows.
 
     Args:
@@ -618,7 +622,7 @@ def offloadable_state(
             (True, range(len(paths))),
         )
     )
-    return Hosted(
+    return OffloadableState(
         state={
             paths[follower.fresh]: sum(
                 state[place - first].size * state[place - first].dtype.itemsize

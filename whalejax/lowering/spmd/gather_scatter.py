@@ -266,7 +266,9 @@ def _gather(
     offsets, left = dict(zip(numbers.offset_dims, passed, strict=True)), iter(rows)
     rank = len(equation.outvars[0].aval.shape)
     out = tuple(laid[offsets[d]] if d in offsets else next(left) for d in range(rank))
-    taken = _Taken(equation, sizes, {d: laid[d] for d in range(len(operand))}, picked)
+    taken = _ShardedGather(
+        equation, sizes, {d: laid[d] for d in range(len(operand))}, picked
+    )
     return OperationParts(
         given=(tuple(laid[d] for d in range(len(operand))), (*rows, ())),
         out=(out,),
@@ -281,7 +283,7 @@ def _keys(equation: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _ShardedGather:
     """One device's share of a gather.
 
     Attributes:

@@ -45,7 +45,7 @@ class ReadStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Away:
+class HostParameter:
     """A parameter in host memory, or a layer's slice of it, on its way to its reader.
 
     Attributes:
@@ -65,7 +65,7 @@ class Away:
         rank = self.host.ndim
         return all(step.keeps > step.rank - rank for step in self.steps)
 
-    def then(self, run: Run, *, keeps: int) -> Away:
+    def then(self, run: Run, *, keeps: int) -> HostParameter:
         """The same with one more step.
 
         Args:
@@ -85,13 +85,13 @@ class Away:
 
 
 jax.tree_util.register_dataclass(
-    Away, data_fields=["host", "seed"], meta_fields=["steps"]
+    HostParameter, data_fields=["host", "seed"], meta_fields=["steps"]
 )
 
 
 def settled(values: Sequence[Any]) -> list[Any]:
     """Values with those that are away brought to the device."""
-    return [v.fetched() if isinstance(v, Away) else v for v in values]
+    return [v.fetched() if isinstance(v, HostParameter) else v for v in values]
 
 
 def out_of_host(value: Any) -> Any:
@@ -100,7 +100,7 @@ def out_of_host(value: Any) -> Any:
     return to_device(value) if space == jax.memory.Space.Host else value
 
 
-def viewed(equation: Any, value: Away) -> Away | None:
+def viewed(equation: Any, value: HostParameter) -> HostParameter | None:
     """Returns the offloaded parameter after an operation that only changes its shape or
     dtype.
 

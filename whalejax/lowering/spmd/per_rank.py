@@ -30,7 +30,7 @@ from whalejax.planner.cost.adasum import DATA, node_size
 from whalejax.planner.model.layer_axes import layers_by_path
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.layout import Spec
-from whalejax.user_code.losses import Merged, is_merged
+from whalejax.user_code.losses import ReportedValue, is_merged
 
 
 def plan_of_rank(plan: Plan) -> Plan:
@@ -289,7 +289,7 @@ def _metric(metric: Any, *, weighted: bool) -> Any:
 
     ``reported`` divides by the micro-batches of one rank, or by the weight of all.
     """
-    if not isinstance(metric, Merged):
+    if not isinstance(metric, ReportedValue):
         inexact = jnp.issubdtype(metric.dtype, jnp.inexact)
         return metric.mean(0) if inexact and not weighted else metric.sum(0)
 
@@ -307,7 +307,7 @@ def _metric(metric: Any, *, weighted: bool) -> Any:
     return dataclasses.replace(metric, value=jax.tree.map(together, metric.value))
 
 
-def _rows(metric: Merged, rows: Any) -> Any:
+def _rows(metric: ReportedValue, rows: Any) -> Any:
     """Rows of all samples, of those of each rank, which has samples in a row."""
     ranks, axis, outer, inner = rows.shape[0], metric.axis, metric.outer, metric.inner
     front, behind = rows.shape[1 : axis + 1], rows.shape[axis + 2 :]

@@ -27,7 +27,7 @@ from whalejax.capture.patterns.attention import (
     product_tags,
 )
 from whalejax.capture.patterns.blockwise import Tags
-from whalejax.lowering.spmd.skipped_blocks import LeftOut
+from whalejax.lowering.spmd.skipped_blocks import SkippedBlocks
 from whalejax.lowering.spmd.zigzag import dealt_out
 from whalejax.meshes.jax_mesh import on_automatic_axes, partition_spec
 from whalejax.planner.sharding.layout import Spec
@@ -52,12 +52,12 @@ def attend(
     one = attention_of(jaxpr)
     order = [_compat.open_jaxpr(jaxpr)[0].invars.index(v) for v in one.inputs]
     given = [values[place] for place in order]
-    laid = _Laid.of(one, [specs[place] for place in order], mesh)
+    laid = _AttentionLayout.of(one, [specs[place] for place in order], mesh)
     return laid.function()(*given)
 
 
 @dataclass(frozen=True, slots=True)
-class _Laid:
+class _AttentionLayout:
     """An attention with its layout.
 
     Attributes:
@@ -82,7 +82,9 @@ class _Laid:
     mesh: Mesh
 
     @classmethod
-    def of(cls, one: AttentionPattern, specs: Sequence[Spec], mesh: Mesh) -> _Laid:
+    def of(
+        cls, one: AttentionPattern, specs: Sequence[Spec], mesh: Mesh
+    ) -> _AttentionLayout:
         query, key, value = specs[:3]
         axes = key[one.column[0]]
         lengths = [one.query.aval.shape[place] for place, _ in one.rows]
@@ -164,7 +166,7 @@ class _Local:
     queries have for themselves beside the sequence; each flattened into one.
     """
 
-    def __init__(self, laid: _Laid) -> None:
+    def __init__(self, laid: _AttentionLayout) -> None:
         self.laid = laid
         self.one = laid.one
         self.ring = laid.ring
@@ -500,12 +502,12 @@ class _Local:
 
     # Rounds.
 
-    def _left_out(self) -> LeftOut | None:
+    def _left_out(self) -> SkippedBlocks | None:
         """Returns the masked blocks that rows attend to without effect, or None."""
         if self.laid.filled is None:
             return None
         here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
-        return LeftOut(self.ring, self.laid.filled, here, self.wide)
+        return SkippedBlocks(self.ring, self.laid.filled, here, self.wide)
 
     def _tied(self, value: Any) -> Any:
         """This device's pairs of blocks and their number, and the value as it is.

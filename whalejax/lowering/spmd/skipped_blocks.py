@@ -17,7 +17,7 @@ from jax import lax
 from whalejax.planner.sharding.ring_rounds import Ring
 
 
-class LeftOut:
+class SkippedBlocks:
     """The hidden blocks of one device, whose sums are taken as keys go round.
 
     Args:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from whalejax import _compat
-from whalejax.jaxpr.fewer_rows import RowDims, Rows, run_fewer
+from whalejax.jaxpr.fewer_rows import BatchRows, RowDims, run_fewer
 
 
 COPYING = ("broadcast_in_dim", "squeeze")
@@ -24,7 +24,11 @@ COPYING = ("broadcast_in_dim", "squeeze")
 
 
 def on_own_rows(
-    jaxpr: Any, values: Sequence[Any], rows: Rows, axes: tuple[str, ...], mesh: Mesh
+    jaxpr: Any,
+    values: Sequence[Any],
+    rows: BatchRows,
+    axes: tuple[str, ...],
+    mesh: Mesh,
 ) -> list[Any]:
     """A program on the rows of each device's own samples.
 

@@ -35,7 +35,7 @@ _MARKS: Final = 2**24
 """Whole numbers up to it are exact in float32."""
 
 
-class Following(StepRunner):
+class AdaptiveSharesRunner(StepRunner):
     """Micro-batches of each replica, now and in the next step; see ``StepRunner``.
 
     Attributes:

@@ -21,17 +21,17 @@ from whalejax.lowering.state import TrainState, consuming
 from whalejax.lowering.step_runner import Metrics
 from whalejax.lowering.uneven.adaptive_shares import told_size
 from whalejax.lowering.uneven.replica import inputs_of
-from whalejax.lowering.uneven.replica_executor import Uneven
+from whalejax.lowering.uneven.replica_executor import UnevenReplicasExecutor
 
 
-class Contributing:
+class ContributingReplica:
     """Micro-batches and the update of one replica.
 
     Attributes:
         count: micro-batches of a step.
     """
 
-    def __init__(self, runner: Uneven) -> None:
+    def __init__(self, runner: UnevenReplicasExecutor) -> None:
         """Compile nothing yet.
 
         Args:

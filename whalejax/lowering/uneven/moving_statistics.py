@@ -23,7 +23,7 @@ from whalejax.capture import Captured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Untrained:
+class StatisticsReduction:
     """Reduces non-trainable leaves over replicas.
 
     Moving averages are brought to where all micro-batches, one after the other, bring

@@ -34,21 +34,21 @@ from whalejax.lowering.global_arrays import (
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.multihost.agreement import Agreement
 from whalejax.lowering.multihost.watchdog import Watch
-from whalejax.lowering.pipeline_mpmd.evaluation import Evaluating
-from whalejax.lowering.pipeline_mpmd.executor import Apart
+from whalejax.lowering.pipeline_mpmd.evaluation import StageProgramsEvaluator
+from whalejax.lowering.pipeline_mpmd.executor import StageProgramsExecutor
 from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT
-from whalejax.lowering.pipeline_mpmd.step import Pass
+from whalejax.lowering.pipeline_mpmd.step import SchedulePass
 from whalejax.lowering.spmd.executor import Sums
 from whalejax.lowering.state import Origin, TrainState, bare, consuming
 from whalejax.lowering.step_runner import Evaluation, Metrics
-from whalejax.lowering.uneven.adaptive_shares import Following, told_size
+from whalejax.lowering.uneven.adaptive_shares import AdaptiveSharesRunner, told_size
 from whalejax.lowering.uneven.broadcast_init import several_kinds
-from whalejax.lowering.uneven.moving_statistics import Untrained, slopes
+from whalejax.lowering.uneven.moving_statistics import StatisticsReduction, slopes
 from whalejax.lowering.uneven.stage_groups import StageGroup, groups_of, together
 from whalejax.planner.balance.shares import micro_batch_ranges
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import ScheduleRow, schedule
-from whalejax.planner.pipeline.transfer_order import Handing
+from whalejax.planner.pipeline.transfer_order import ScheduledTransfer
 from whalejax.planner.plan.plan import Plan
 
 
@@ -58,7 +58,7 @@ MicroBatches = Mapping[int, Sequence[Any]]
 """Flat leaves of micro-batches, by their numbers."""
 
 
-class Pipes(Following):
+class UnevenPipelinesExecutor(AdaptiveSharesRunner):
     """Runs a plan whose replicas are pipelines of their own; see ``runner.Runner``.
 
     Attributes:
@@ -77,7 +77,7 @@ class Pipes(Following):
         batch_axes: tuple[int | None, ...],
         origin: Origin,
         *,
-        home: Pipes | None = None,
+        home: UnevenPipelinesExecutor | None = None,
     ) -> None:
         """Trace what is needed to know shapes; compile nothing.
 
@@ -87,12 +87,14 @@ class Pipes(Following):
             home: runs the same plan, and its states are to be evaluated.
         """
         each = len(devices) // len(plan.pipelines)
-        self.pipelines: list[Apart] = []
+        self.pipelines: list[StageProgramsExecutor] = []
         for r, own in enumerate(plan.pipelines):
             some = devices[r * each : (r + 1) * each]
             given = own, captured, optimizer, some, batch_axes, origin
             self.pipelines.append(
-                Apart(*given) if home is None else Evaluating(home.pipelines[r], *given)
+                StageProgramsExecutor(*given)
+                if home is None
+                else StageProgramsEvaluator(home.pipelines[r], *given)
             )
         super().__init__(
             plan, [r for r, one in enumerate(self.pipelines) if any(one.here)]
@@ -201,11 +203,11 @@ class Pipes(Following):
         batch: MicroBatches,
         *,
         keeps: bool = True,
-    ) -> dict[int, Pass]:
+    ) -> dict[int, SchedulePass]:
         """Run all micro-batches of the pipelines here, side by side."""
         numbers = micro_batch_ranges(self.shares)
         runs = {
-            r: Pass(
+            r: SchedulePass(
                 self.pipelines[r],
                 seen[r],
                 self._batch(r, batch),
@@ -223,10 +225,14 @@ class Pipes(Following):
         return runs
 
     @functools.cached_property
-    def _orders(self) -> dict[tuple[int, int], tuple[ScheduleRow | Handing, ...]]:
+    def _orders(
+        self,
+    ) -> dict[tuple[int, int], tuple[ScheduleRow | ScheduledTransfer, ...]]:
         return {}
 
-    def _order(self, replica: int, count: int) -> tuple[ScheduleRow | Handing, ...]:
+    def _order(
+        self, replica: int, count: int
+    ) -> tuple[ScheduleRow | ScheduledTransfer, ...]:
         """Returns the order in which a pipeline issues ``count`` micro-batches."""
         if not count:
             return ()
@@ -314,9 +320,9 @@ class Pipes(Following):
         return len(self.program.adapter.param_paths)
 
     @functools.cached_property
-    def _statistics_reduction(self) -> Untrained:
+    def _statistics_reduction(self) -> StatisticsReduction:
         counters = self.pipelines[0].division.units.counters
-        return Untrained(
+        return StatisticsReduction(
             slopes=slopes(self.program.captured),
             counters={n - self._first_rest: x for n, x in counters.items()},
             frozen=self.program.captured.frozen,
@@ -325,7 +331,7 @@ class Pipes(Following):
         )
 
     def _reduce_across_pipelines(
-        self, runs: Mapping[int, Pass], gradients: Mapping[int, list[Any]]
+        self, runs: Mapping[int, SchedulePass], gradients: Mapping[int, list[Any]]
     ) -> tuple[dict[int, Sums | None], dict[int, Any]]:
         """Losses and what is not trained, of all; gradients in their place."""
         losses: dict[int, Sums | None] = dict.fromkeys(runs)
@@ -366,7 +372,7 @@ class Pipes(Following):
             for r, run in runs.items()
         }
 
-    def _told_of(self, run: Pass, numbers: Sequence[int]) -> dict[int, Any]:
+    def _told_of(self, run: SchedulePass, numbers: Sequence[int]) -> dict[int, Any]:
         """A pipeline's part of what is not trained, by its number."""
         old = jax.tree.leaves(run.state.rest)
         replica = [*map(id, self.pipelines)].index(id(run.apart))

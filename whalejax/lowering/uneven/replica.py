@@ -24,7 +24,7 @@ from whalejax.lowering.state import TrainState
 from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.lowering.uneven.adaptive_shares import told_size
 from whalejax.lowering.uneven.flat_all_reduce import Buffers
-from whalejax.lowering.uneven.moving_statistics import Untrained
+from whalejax.lowering.uneven.moving_statistics import StatisticsReduction
 
 
 class Replica:
@@ -73,7 +73,7 @@ class Replica:
             number - first: added
             for number, added in units_of(program.captured).counters.items()
         }
-        self._untrained = Untrained(
+        self._untrained = StatisticsReduction(
             slopes=slopes,
             counters=self._counters,
             frozen=program.captured.frozen,

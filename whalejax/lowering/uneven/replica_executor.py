@@ -39,7 +39,7 @@ from whalejax.lowering.spmd.evaluate import named_sharding
 from whalejax.lowering.spmd.executor import Program
 from whalejax.lowering.state import Origin, TrainState, bare, consuming
 from whalejax.lowering.step_runner import Evaluation, Metrics
-from whalejax.lowering.uneven.adaptive_shares import Following
+from whalejax.lowering.uneven.adaptive_shares import AdaptiveSharesRunner
 from whalejax.lowering.uneven.broadcast_init import as_first, several_kinds
 from whalejax.lowering.uneven.flat_all_reduce import DATA, Exchange
 from whalejax.lowering.uneven.moving_statistics import slopes
@@ -55,7 +55,7 @@ MicroBatches = Mapping[int, Sequence[Any]]
 """Flat leaves of micro-batches, by their numbers."""
 
 
-class Uneven(Following):
+class UnevenReplicasExecutor(AdaptiveSharesRunner):
     """Runs a plan whose replicas take unlike shares; see ``runner.Runner``.
 
     Attributes:

@@ -168,12 +168,12 @@ class ReplicaSlices:
                 "that the plan was made for, or plan with this one"
             )
         values = [*params, *gradients, *jax.tree.leaves(state), *others]
-        results = _Own(self, parts, values).outputs()
+        results = _SlicedUpdateRun(self, parts, values).outputs()
         count = len(params)
         return results[:count], tree.unflatten(results[count:])
 
 
-class _Own(UpdateRun):
+class _SlicedUpdateRun(UpdateRun):
     """An update on values: what is wanted whole first, then this replica's slices."""
 
     def __init__(
@@ -254,7 +254,7 @@ class GatheredPiece:
         return jnp.moveaxis(rows.reshape(slices, *shape), 0, dim).reshape(self.shard)
 
 
-class Gathered:
+class GatherBuffers:
     """A replica's part of what all gather, in one buffer for each dtype, and back.
 
     Attributes:
@@ -386,7 +386,7 @@ class OwningReplica(Replica):
             for i, (aval, place) in enumerate(zip(avals, places, strict=True))
         ]
         dtypes = [jnp.dtype(aval.dtype) for aval in avals]
-        self.gathered = Gathered(mesh, pieces, dtypes, replica, replicas)
+        self.gathered = GatherBuffers(mesh, pieces, dtypes, replica, replicas)
         self._finished = self._jit(self._finish_own, donate_argnums=0)
         self.collect: Callable[..., tuple[list[Any], Any]] = self._jit(
             self._collect, out_shardings=(places, None)

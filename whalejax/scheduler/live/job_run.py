@@ -25,7 +25,7 @@ from whalejax.scheduler.live.run_reader import RunReader
 from whalejax.wire.connection import dial
 from whalejax.wire.keys import load_key
 from whalejax.wire.messages import WireError
-from whalejax.wire.run_messages import TO_SCHEDULER, Refused, Resize
+from whalejax.wire.run_messages import TO_SCHEDULER, RegistrationRefused, Resize
 
 
 FRONT: Final = "front"
@@ -41,7 +41,7 @@ _LAST_BYTES: Final = 4000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class JobLaunch:
     """Command of the process that keeps a job's supervisor running.
 
     Attributes:
@@ -126,7 +126,7 @@ class JobRun:
         """
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         request = self._request
-        launched = Launched(
+        launched = JobLaunch(
             home=str(self.home.absolute()),
             options={
                 "model": request.model,
@@ -198,4 +198,4 @@ def _ask(home: Path, size: int, devices: list[str] | None) -> str:
         return f"its supervisor does not answer ({error})"
     finally:
         channel.close()
-    return answer.why if isinstance(answer, Refused) else ""
+    return answer.why if isinstance(answer, RegistrationRefused) else ""

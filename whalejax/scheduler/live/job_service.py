@@ -33,9 +33,16 @@ from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, make_priva
 from whalejax.scheduler.live.placing import Placing
 from whalejax.scheduler.live.planning import PlannedJob, Planning
 from whalejax.scheduler.live.reports import report_of
-from whalejax.scheduler.live.requests import Add, Answer, Change, Done, Refused, Show
+from whalejax.scheduler.live.requests import (
+    Add,
+    Answer,
+    JobChange,
+    RequestDone,
+    RequestRefused,
+    ShowJobs,
+)
 from whalejax.scheduler.live.run_reader import ChangeCosts
-from whalejax.scheduler.schedule import Schedule, elastic
+from whalejax.scheduler.schedule import JobSchedule, elastic
 
 
 _TURN_SECONDS: Final = 0.2
@@ -84,7 +91,7 @@ class JobService:
         self._problem = ""
         self._devices = {"": len(self._names)}
         decide = elastic(self._devices, settings.objective, settings.horizon)
-        self._schedule = Schedule(self._devices, decide, every=settings.every)
+        self._schedule = JobSchedule(self._devices, decide, every=settings.every)
         self._planning = Planning(self._cluster)
 
     def run(self, opened: Callable[[str], None] = say_in_background) -> int:
@@ -320,12 +327,12 @@ class JobService:
             match request:
                 case Add():
                     return self._add(request)
-                case Change():
+                case JobChange():
                     return self._change(request)
-                case Show():
+                case ShowJobs():
                     return self._show()
         except WhaleError as error:
-            return Refused(why=str(error))
+            return RequestRefused(why=str(error))
 
     def _add(self, request: Add) -> Answer:
         least, most = request.devices
@@ -351,7 +358,7 @@ class JobService:
         self._planning.submit(request)
         return self._done_answer()
 
-    def _change(self, request: Change) -> Answer:
+    def _change(self, request: JobChange) -> Answer:
         job = self._book.jobs.get(request.name)
         if job is None:
             names = ", ".join(list(self._book.jobs)[-10:]) or "none"
@@ -381,9 +388,9 @@ class JobService:
         self._place(job, 0)
         return self._done_answer()
 
-    def _done_answer(self) -> Done:
+    def _done_answer(self) -> RequestDone:
         self._problem = self._book.problem
-        return Done(note=self._full() if self._problem else "")
+        return RequestDone(note=self._full() if self._problem else "")
 
     def _show(self) -> Answer:
         places = self._schedule.places()

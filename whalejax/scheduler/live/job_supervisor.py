@@ -15,7 +15,7 @@ from whalejax.elastic.launching import supervise
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
-from whalejax.scheduler.live.job_run import FRONT, Launched
+from whalejax.scheduler.live.job_run import FRONT, JobLaunch
 
 
 IS_HELD: Final = 75
@@ -29,12 +29,12 @@ def main(words: Sequence[str]) -> int:
     """Keep a run running.
 
     Args:
-        words: One, the fields of ``Launched`` as JSON.
+        words: One, the fields of ``JobLaunch`` as JSON.
 
     Returns:
         Status of the run's supervisor.
     """
-    told = Launched(**json.loads(words[0]))
+    told = JobLaunch(**json.loads(words[0]))
     home = Path(told.home)
     lock = FolderLock(home / FRONT)
     try:

@@ -22,8 +22,8 @@ from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live.requests import (
     MOST_BYTES,
     Answer,
-    Refused,
     Request,
+    RequestRefused,
     decoded_answer,
     decoded_request,
     encoded,
@@ -37,7 +37,7 @@ _AGAIN_SECONDS: Final = 0.2
 _MOST_CONNECTIONS: Final = 64
 
 
-class Asked(NamedTuple):
+class WaitingRequest(NamedTuple):
     """A request that waits for its answer."""
 
     request: Request
@@ -77,7 +77,7 @@ class LocalSocket:
             folder: Folder of the scheduler, which holds its lock: an existing socket is
                 that of an earlier one.
         """
-        self.requests: queue.SimpleQueue[Asked] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[WaitingRequest] = queue.SimpleQueue()
         self._path = folder / SOCKET
         self._there = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         self._is_closed = False
@@ -130,9 +130,9 @@ class LocalSocket:
             try:
                 request = decoded_request(_line(link))
             except JobError as error:
-                link.sendall(encoded(Refused(why=str(error))))
+                link.sendall(encoded(RequestRefused(why=str(error))))
                 return
-            asked = Asked(request, queue.SimpleQueue())
+            asked = WaitingRequest(request, queue.SimpleQueue())
             self.requests.put(asked)
             with contextlib.suppress(queue.Empty):
                 link.sendall(encoded(asked.answer.get(timeout=_SECONDS)))
@@ -170,7 +170,7 @@ def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
     if not line:
         raise JobError(f"the scheduler of {folder} ended the connection. Ask again")
     answer = decoded_answer(line)
-    if isinstance(answer, Refused):
+    if isinstance(answer, RequestRefused):
         raise JobError(answer.why)
     return answer
 

@@ -65,18 +65,18 @@ class Add(Message):
     folder: Text
 
 
-class Change(Message):
+class JobChange(Message, tag="change"):
     """A job is to end, to stand still with a checkpoint, or to go on from it."""
 
     name: Text
     what: What
 
 
-class Show(Message):
+class ShowJobs(Message, tag="show"):
     """Ask for all jobs."""
 
 
-Request: TypeAlias = Add | Change | Show
+Request: TypeAlias = Add | JobChange | ShowJobs
 
 
 class JobReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +137,7 @@ class Jobs(Message):
     seconds: Seconds = 0.0
 
 
-class Done(Message):
+class RequestDone(Message, tag="done"):
     """Answer to a request that was recorded; ``note`` says what else there is
     to know.
     """
@@ -145,13 +145,13 @@ class Done(Message):
     note: Text = ""
 
 
-class Refused(Message):
+class RequestRefused(Message, tag="refused"):
     """Answer to a request that is impossible; nothing has changed."""
 
     why: Text
 
 
-Answer: TypeAlias = Jobs | Done | Refused
+Answer: TypeAlias = Jobs | RequestDone | RequestRefused
 
 
 def encoded(message: Request | Answer) -> bytes:

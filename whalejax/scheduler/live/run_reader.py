@@ -75,7 +75,7 @@ class _Process:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Asked:
+class _RecordedDecision:
     at: float
     before: int
     after: int
@@ -142,7 +142,7 @@ class RunReader:
         self._processes: dict[str, _Process] = {}
         self._begun: dict[int, tuple[int, float]] = {}
         self._paces: dict[int, _Pace] = {}
-        self._asked: list[_Asked] = []
+        self._asked: list[_RecordedDecision] = []
         self._last: tuple[int, int, float] = (-1, 0, 0.0)
 
     def record_decision(self, at: float, before: int, after: int) -> None:
@@ -152,7 +152,7 @@ class RunReader:
             at: Unix time of the decision.
             before, after: Numbers of devices.
         """
-        self._asked.append(_Asked(at=at, before=before, after=after))
+        self._asked.append(_RecordedDecision(at=at, before=before, after=after))
 
     def poll(self) -> None:
         """Read what is new."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from whalejax.swarm.churn import PeerLink
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
-from whalejax.swarm.simulation.setting import Setting
+from whalejax.swarm.simulation.setting import SimulationSettings
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK, StageWiring
 
 
@@ -23,7 +23,7 @@ Place = tuple[int, int]
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class SimulatedCall:
     """A call that was sent and not answered yet.
 
     Attributes:
@@ -42,7 +42,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coming:
+class SimulatedDownload:
     """A peer takes the state.
 
     Attributes:
@@ -96,7 +96,7 @@ class SimulatedPeer:
     is_leaving: bool = False
     is_ready: bool = False
     task: int = 0
-    coming: Coming | None = None
+    coming: SimulatedDownload | None = None
     late: float = -1.0
     is_given_up: bool = False
     pause_seconds: float = 0.0
@@ -104,7 +104,7 @@ class SimulatedPeer:
     down_free: float = 0.0
     compute_free: float = 0.0
     up_free: float = 0.0
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, SimulatedCall] = field(default_factory=dict)
     queue_seconds: float = 0.0
     queue_since: float = 0.0
 
@@ -117,7 +117,7 @@ class SimulatedCalls(abc.ABC):
         now: seconds.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: SimulationSettings) -> None:
         """Starts at time 0 without peers.
 
         Args:
@@ -209,7 +209,7 @@ class SimulatedCalls(abc.ABC):
             self._parked[stage].append((number, phase, alone, avoid))
             return
         peer = self._peers[name]
-        call = Call(
+        call = SimulatedCall(
             attempt=self._ledger.begin(stage, number, phase, name, peer.incarnation),
             trainer=trainer,
             task=task,
@@ -272,7 +272,7 @@ class SimulatedCalls(abc.ABC):
             if holder is not None and holder.is_alive:
                 yield holder, size
 
-    def _deadline(self, call: Call) -> float:
+    def _deadline(self, call: SimulatedCall) -> float:
         cost = self.setting.stages[call.attempt.stage]
         link = self._peers[call.attempt.peer].link
         predicted = (
@@ -343,7 +343,9 @@ class SimulatedCalls(abc.ABC):
                 avoid=(peer.name,),
             )
 
-    def _failed(self, peer: SimulatedPeer, call: Call, *, is_gone: bool) -> None:
+    def _failed(
+        self, peer: SimulatedPeer, call: SimulatedCall, *, is_gone: bool
+    ) -> None:
         """Tell the wiring of a call without an answer."""
         self._wirings[call.trainer][call.attempt.stage].failed(
             peer.name,

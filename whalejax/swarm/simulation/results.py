@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
+class SwarmSimulation:
     """Results of a simulation.
 
     Attributes:

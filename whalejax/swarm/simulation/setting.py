@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
-from whalejax.swarm.churn import ChurnEvent, Happening, PeerLink
+from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
 from whalejax.swarm.deadlines import LEASE_SECONDS
 from whalejax.swarm.rebalancing import Rule
 
@@ -37,7 +37,7 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class SimulationSettings:
     """Settings of a simulation, beside the trace.
 
     Attributes:
@@ -98,7 +98,7 @@ def peer_speed(cost: StageCost, speed: float, link: PeerLink) -> float:
     )
 
 
-def check(setting: Setting, trace: Sequence[ChurnEvent]) -> None:
+def check(setting: SimulationSettings, trace: Sequence[ChurnEvent]) -> None:
     """Refuse what makes no sense.
 
     Args:
@@ -122,5 +122,5 @@ def check(setting: Setting, trace: Sequence[ChurnEvent]) -> None:
                 problems.add(f"{name} is {getattr(setting, name)}; expected at least 1")
         if not setting.period > 0:
             problems.add(f"period is {setting.period} s; expected more than 0")
-        if not any(event.event is Happening.JOIN for event in trace):
+        if not any(event.event is PeerEventKind.JOIN for event in trace):
             problems.add("trace: nobody joins; expected a join at time 0")

@@ -18,31 +18,38 @@ from typing import Any, Final
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.ledger import Ledger
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.cut import StagedJob
 from whalejax.swarm_runtime.fleet import Fleet
-from whalejax.swarm_runtime.leading.shares import Share
+from whalejax.swarm_runtime.leading.shares import MicroBatchLease
 from whalejax.swarm_runtime.passage import (
     Counts,
-    Passage,
+    MicroBatchRoute,
     StageLost,
     StepContext,
-    Stopped,
+    StopRequested,
 )
-from whalejax.swarm_runtime.registry import Member, facts_of
+from whalejax.swarm_runtime.registry import PeerRecord, facts_of
 from whalejax.swarm_runtime.wire.registering import taken_in, told_address
 from whalejax.wire.connection import listen
 from whalejax.wire.keys import Key
-from whalejax.wire.service import Address, Caller, Gone, Handlers, Refused, Service
+from whalejax.wire.service import (
+    Address,
+    Caller,
+    Handlers,
+    RefusedRequestError,
+    Service,
+    UnreachableProcessError,
+)
 from whalejax.wire.swarm_messages import (
     Batch,
-    Enlist,
+    EnlistTrainer,
     GivenShare,
     Led,
     Ping,
     Pong,
     ServingPeers,
-    Stop,
     StopHeard,
+    StopPeer,
     Take,
     Tensors,
 )
@@ -58,20 +65,20 @@ _MOST_WORDS: Final = 2000
 At = tuple[str, int, int]
 
 
-class _Told:
+class _ReportedPeers:
     """The peers that the first trainer has told of."""
 
     def __init__(self) -> None:
-        self._members: list[Member] = []
+        self._members: list[PeerRecord] = []
 
-    def members(self, now: float) -> list[Member]:
+    def members(self, now: float) -> list[PeerRecord]:
         """Returns the peers whose leases hold."""
         return [m for m in self._members if m.expires > now]
 
     def take(self, peers: ServingPeers) -> None:
         """The peers, as an answer has them."""
         self._members = [
-            Member(
+            PeerRecord(
                 name=name,
                 address=(address[0], address[1]),
                 stage=stage,
@@ -84,7 +91,7 @@ class _Told:
         ]
 
 
-class FurtherTrainer:
+class SecondaryTrainer:
     """A trainer beside the one that has the registry, in threads of its own.
 
     Attributes:
@@ -96,7 +103,7 @@ class FurtherTrainer:
 
     def __init__(
         self,
-        cut: Cut,
+        cut: StagedJob,
         key: Key,
         registry: Address,
         *,
@@ -132,7 +139,7 @@ class FurtherTrainer:
         self._facts = facts_of(cut, wire, sum_wire)
         self._sum_wire = sum_wire
         self._caller = Caller(key)
-        self._told, self._clock_ahead = _Told(), 0.0
+        self._told, self._clock_ahead = _ReportedPeers(), 0.0
         self._fleet = self._new_fleet()
         self.counts = Counts()
         self._at: At = ("", -1, -1)
@@ -147,7 +154,7 @@ class FurtherTrainer:
         handlers: Handlers = {
             Ping: lambda _: Pong(name=self.name),
             Batch: self._give_batch,
-            Stop: self._on_stop,
+            StopPeer: self._on_stop,
         }
         try:
             listening = listen(host, port)
@@ -219,7 +226,9 @@ class FurtherTrainer:
     # Enlisting.
 
     def _enlist(self) -> None:
-        question = Enlist(name=self.name, address=self._address, facts=self._facts)
+        question = EnlistTrainer(
+            name=self.name, address=self._address, facts=self._facts
+        )
         self._caller.ask(self._registry, question, seconds=ENLIST_SECONDS)
 
     # Taking.
@@ -237,9 +246,9 @@ class FurtherTrainer:
                         self._enlist()
                 elif given.number >= 0:
                     self._begin(given)
-            except Refused as error:
+            except RefusedRequestError as error:
                 self._end(error.why, failed=True)
-            except Gone as error:
+            except UnreachableProcessError as error:
                 silent = self.silent_seconds
                 address = f"{self._registry[0]}:{self._registry[1]}"
                 if self._leaving.is_set():
@@ -288,12 +297,14 @@ class FurtherTrainer:
             for member in told:
                 if not self._fleet.is_paused(member):
                     self._fleet.add(member)
-            share = Share(number=given.number, times=given.times, trainer=self.name)
+            share = MicroBatchLease(
+                number=given.number, times=given.times, trainer=self.name
+            )
             self._leads[at, share.number, share.times] = None
             context = self._context(at, given.state, share)
         self._pool.submit(self._lead, context, share)
 
-    def _context(self, at: At, state: int, share: Share) -> StepContext:
+    def _context(self, at: At, state: int, share: MicroBatchLease) -> StepContext:
         ledger = Ledger(
             step=at[2], stages=self._cut.stages, micro_batches=self._cut.count
         )
@@ -317,13 +328,13 @@ class FurtherTrainer:
             stop=self._stop,
         )
 
-    def _lead(self, context: StepContext, share: Share) -> None:
+    def _lead(self, context: StepContext, share: MicroBatchLease) -> None:
         """Take a micro-batch through, and say who holds what was made of it."""
-        passage, why = Passage(context, share.number), ""
+        passage, why = MicroBatchRoute(context, share.number), ""
         try:
             self._micro_batch(context.step, share.number)
             passage.run(share.attempts.start - 1)
-        except Stopped:
+        except StopRequested:
             why = "it is of a step that is over"
         except StageLost as gone:
             why = f"no peer of stage {gone.stage} answers {self.name}"
@@ -341,7 +352,7 @@ class FurtherTrainer:
         try:
             self._caller.ask(self._registry, question, seconds=self._call_seconds)
             self.led += not why
-        except (Gone, Refused) as error:
+        except (UnreachableProcessError, RefusedRequestError) as error:
             if not self._ended.is_set():
                 self._tell("not counted", number=share.number, why=str(error))
         finally:
@@ -359,17 +370,19 @@ class FurtherTrainer:
         """Leaves of a micro-batch of the step that is under way."""
         at = asked.run, asked.generation, asked.step
         if at != self._at or not 0 <= asked.number < self._cut.count:
-            raise Refused(
+            raise RefusedRequestError(
                 "stale", f"{self.name} leads no micro-batch {asked.number} of {at}"
             )
         leaves = self._micro_batch(asked.step, asked.number)
         places = asked.places
         if any(not 0 <= p < len(leaves) for p in places):
-            raise Refused("stale", f"a batch has {len(leaves)} leaves, not {places}")
+            raise RefusedRequestError(
+                "stale", f"a batch has {len(leaves)} leaves, not {places}"
+            )
         arrays = tuple(leaves[p] for p in places)
         return Tensors(arrays=arrays)
 
-    def _on_stop(self, asked: Stop) -> StopHeard:
+    def _on_stop(self, asked: StopPeer) -> StopHeard:
         self._end(asked.why or "the run is over", asked.failed)
         return StopHeard()
 

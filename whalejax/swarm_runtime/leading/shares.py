@@ -24,7 +24,7 @@ _LOOK_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class MicroBatchLease:
     """A micro-batch that a trainer leads.
 
     Attributes:
@@ -43,7 +43,7 @@ class Share:
         return range(self.times * ATTEMPTS + 1, (self.times + 1) * ATTEMPTS)
 
 
-class Shares:
+class MicroBatchQueue:
     """Gives out the micro-batches of a step; safe to use from threads."""
 
     def __init__(self, count: int, stop: threading.Event) -> None:
@@ -56,7 +56,7 @@ class Shares:
         self._stop, self._left = stop, count
         self._waiting = deque(range(count))
         self._times = [0] * count
-        self._held: dict[int, Share] = {}
+        self._held: dict[int, MicroBatchLease] = {}
         self._since: dict[int, float] = {}
         self._only_own: set[int] = set()
         self._changed = threading.Condition()
@@ -71,7 +71,7 @@ class Shares:
         with self._changed:
             return sum(s.trainer == trainer for s in self._held.values())
 
-    def take(self, trainer: str, most: int) -> Share | None:
+    def take(self, trainer: str, most: int) -> MicroBatchLease | None:
         """The next micro-batch for a trainer; none where there is none for it now."""
         with self._changed:
             if self.is_over or self.leading_count(trainer) >= most:
@@ -79,7 +79,7 @@ class Shares:
             for number in self._waiting:
                 if trainer == OWN or number not in self._only_own:
                     self._waiting.remove(number)
-                    share = Share(
+                    share = MicroBatchLease(
                         number=number, times=self._times[number], trainer=trainer
                     )
                     self._held[number] = share
@@ -89,7 +89,7 @@ class Shares:
 
     def wait_for(
         self, trainer: str, most: Callable[[], int], seconds: float
-    ) -> Share | None:
+    ) -> MicroBatchLease | None:
         """Waits for a micro-batch to lead, like ``take``.
 
         Args:
@@ -107,7 +107,7 @@ class Shares:
                 self._changed.wait(min(left, _LOOK_SECONDS))
             left -= _LOOK_SECONDS
 
-    def finish(self, share: Share, count: Callable[[], None]) -> bool:
+    def finish(self, share: MicroBatchLease, count: Callable[[], None]) -> bool:
         """A micro-batch is through; whether this share of it counts.
 
         Args:
@@ -123,7 +123,7 @@ class Shares:
             self._changed.notify_all()
             return True
 
-    def overdue(self, seconds: float) -> list[Share]:
+    def overdue(self, seconds: float) -> list[MicroBatchLease]:
         """Returns the leases that a secondary trainer has held for longer than
         ``seconds``.
         """
@@ -135,7 +135,7 @@ class Shares:
                 if s.trainer != OWN and now - self._since[s.number] > seconds
             ]
 
-    def give_back(self, share: Share) -> bool:
+    def give_back(self, share: MicroBatchLease) -> bool:
         """The trainer that has the registry is to lead it; whether it is still held."""
         with self._changed:
             if self._held.get(share.number) != share:
@@ -164,7 +164,7 @@ class Shares:
                 self._again(share)
             return sorted(s.number for s in lost)
 
-    def _again(self, share: Share) -> None:
+    def _again(self, share: MicroBatchLease) -> None:
         del self._held[share.number]
         self._times[share.number] += 1
         self._waiting.appendleft(share.number)

@@ -13,10 +13,15 @@ from typing import Any, Final
 
 from whalejax.membership.lease import Lease
 from whalejax.swarm_runtime.fleet import Fleet
-from whalejax.swarm_runtime.leading.shares import OWN, Share, Shares
-from whalejax.swarm_runtime.passage import Passage, StepContext
-from whalejax.wire.service import Address, Caller, Gone, Refused
-from whalejax.wire.swarm_messages import GivenShare, Led, Ping, Take, Taken
+from whalejax.swarm_runtime.leading.shares import OWN, MicroBatchLease, MicroBatchQueue
+from whalejax.swarm_runtime.passage import MicroBatchRoute, StepContext
+from whalejax.wire.service import (
+    Address,
+    Caller,
+    RefusedRequestError,
+    UnreachableProcessError,
+)
+from whalejax.wire.swarm_messages import GivenShare, Led, MicroBatchAccepted, Ping, Take
 
 
 WAIT_SECONDS: Final = 0.5
@@ -59,12 +64,12 @@ class _Step:
     """
 
     context: StepContext
-    passages: Sequence[Passage]
-    shares: Shares
+    passages: Sequence[MicroBatchRoute]
+    shares: MicroBatchQueue
     in_flight: int
 
 
-class Sharing:
+class TrainerPool:
     """The further trainers of a run; safe to use from threads.
 
     Attributes:
@@ -147,7 +152,7 @@ class Sharing:
                 try:
                     self._caller.ask(address, Ping(), seconds=PING_SECONDS)
                     continue
-                except (Gone, Refused) as error:
+                except (UnreachableProcessError, RefusedRequestError) as error:
                     why = str(error)
             self._lose(name, why)
 
@@ -172,8 +177,8 @@ class Sharing:
     # What they lead.
 
     def open(
-        self, context: StepContext, passages: Sequence[Passage], in_flight: int
-    ) -> Shares:
+        self, context: StepContext, passages: Sequence[MicroBatchRoute], in_flight: int
+    ) -> MicroBatchQueue:
         """Begin to give out the micro-batches of a step.
 
         Args:
@@ -181,7 +186,7 @@ class Sharing:
             passages: Routes of its micro-batches.
             in_flight: micro-batches at once, of all trainers together.
         """
-        shares = Shares(len(passages), context.stop)
+        shares = MicroBatchQueue(len(passages), context.stop)
         with self._lock:
             self._step = _Step(
                 context=context, passages=passages, shares=shares, in_flight=in_flight
@@ -242,16 +247,16 @@ class Sharing:
             peers=peers,
         )
 
-    def take_in(self, asked: Led) -> Taken:
+    def take_in(self, asked: Led) -> MicroBatchAccepted:
         """Records a trainer's report on a micro-batch that it leads.
 
         Raises:
             Refused: it is not its any more, or is no result.
         """
         step, name, number = self._step, asked.name, asked.number
-        share = Share(number=number, times=asked.times, trainer=name)
+        share = MicroBatchLease(number=number, times=asked.times, trainer=name)
         at = {"run": asked.run, "generation": asked.generation, "step": asked.step}
-        late = Refused(
+        late = RefusedRequestError(
             "stale",
             f"micro-batch {number} of {at} is not with {name} any more: another "
             "trainer leads it, or the step is over",
@@ -262,7 +267,7 @@ class Sharing:
             if not step.shares.give_back(share):
                 raise late
             self._tell("gave back", trainer=name, number=number, why=asked.why)
-            return Taken()
+            return MicroBatchAccepted()
         passage = step.passages[number] if number < len(step.passages) else None
         if passage is None:
             raise late
@@ -272,7 +277,7 @@ class Sharing:
 
         try:
             counts = step.shares.finish(share, count)
-        except Refused as error:
+        except RefusedRequestError as error:
             step.shares.give_back(share)
             self._tell("gave back", trainer=name, number=number, why=error.why)
             raise
@@ -283,4 +288,4 @@ class Sharing:
             if known is not None:
                 self._lease.renew(name, self._fleet.now())
                 known.led += 1
-        return Taken()
+        return MicroBatchAccepted()

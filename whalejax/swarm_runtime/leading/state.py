@@ -12,12 +12,17 @@ import numpy as np
 
 from whalejax.swarm.deadlines import NEWCOMER_SECONDS, SPARE_SECONDS
 from whalejax.swarm.rebalancing import pays_to_wait
-from whalejax.swarm_runtime.cut import Cut
+from whalejax.swarm_runtime.cut import StagedJob
 from whalejax.swarm_runtime.fleet import Fleet
 from whalejax.swarm_runtime.passage import Counts
-from whalejax.swarm_runtime.registry import Member, Registry
+from whalejax.swarm_runtime.registry import PeerRecord, Registry
 from whalejax.swarm_runtime.wire.states import digest_of, downloaded, packed, piece
-from whalejax.wire.service import Address, Caller, Gone, Refused
+from whalejax.wire.service import (
+    Address,
+    Caller,
+    RefusedRequestError,
+    UnreachableProcessError,
+)
 from whalejax.wire.swarm_messages import At, FetchState, Holder, StateChunk, Sync
 
 
@@ -68,7 +73,7 @@ class Snapshot:
 
     Attributes:
         step: steps done.
-        arrays: Arrays of each stage, as ``Stage.raw`` returns them; None for a run that
+        arrays: Arrays of each stage, as ``StagePrograms.raw`` returns them; None for a run that
             begins, which every peer initialises itself.
     """
 
@@ -77,7 +82,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Coming:
+class _JoiningPeer:
     """A peer that takes the state.
 
     Attributes:
@@ -96,7 +101,7 @@ class _Coming:
 
 
 @dataclass(slots=True)
-class Pull:
+class SnapshotDownload:
     """A snapshot that is being taken.
 
     Attributes:
@@ -106,14 +111,14 @@ class Pull:
         error: Error that ended it.
     """
 
-    source: Member | None = None
+    source: PeerRecord | None = None
     is_cancelled: bool = False
     thread: threading.Thread | None = None
     error: BaseException | None = None
 
 
 @dataclass(slots=True, kw_only=True)
-class Pace:
+class TransferRates:
     """Costs of a move, as last measured.
 
     Attributes:
@@ -137,7 +142,7 @@ class TrainerState:
 
     def __init__(
         self,
-        cut: Cut,
+        cut: StagedJob,
         registry: Registry,
         caller: Caller,
         settings: Settings,
@@ -159,8 +164,8 @@ class TrainerState:
         self.counts = Counts()
         self.run_id = secrets.token_hex(8)
         self.moving: dict[str, int] = {}
-        self.pace = Pace()
-        self._coming: dict[tuple[str, int], _Coming] = {}
+        self.pace = TransferRates()
+        self._coming: dict[tuple[str, int], _JoiningPeer] = {}
         self._late: dict[tuple[str, int], float] = {}
         self._given_up: set[tuple[str, int]] = set()
         self._changed = threading.Event()
@@ -170,7 +175,7 @@ class TrainerState:
         self._lock = threading.RLock()
         self._packed: dict[tuple[int, int], tuple[np.ndarray, str]] = {}
         self._keeps = True
-        self._pull: Pull | None = None
+        self._pull: SnapshotDownload | None = None
         self._snapshot_lock = threading.Lock()
 
     @property
@@ -190,7 +195,9 @@ class TrainerState:
             now["step"] = asked.step
         given = {"run": asked.run, "generation": asked.generation, "step": asked.step}
         if given != now:
-            raise Refused("stale", f"the trainer is at {now}, and was asked at {given}")
+            raise RefusedRequestError(
+                "stale", f"the trainer is at {now}, and was asked at {given}"
+            )
 
     def _now(self) -> dict[str, Any]:
         with self._lock:
@@ -207,7 +214,9 @@ class TrainerState:
         with self._lock:
             shot = self._snapshot
             if shot.arrays is None or shot.step != step or stage not in shot.arrays:
-                raise Refused("missing", f"the trainer holds no state of step {step}")
+                raise RefusedRequestError(
+                    "missing", f"the trainer holds no state of step {step}"
+                )
             if (stage, step) not in self._packed:
                 arrays = shot.arrays[stage]
                 self._packed[stage, step] = packed(arrays), digest_of(arrays)
@@ -260,7 +269,7 @@ class TrainerState:
         now = self.generation, self.step
         return {c.stage for c in self._coming.values() if c.keeps and c.at == now}
 
-    def _coming_now(self) -> dict[tuple[str, int], _Coming]:
+    def _coming_now(self) -> dict[tuple[str, int], _JoiningPeer]:
         """Returns the peers that download the state of this step, by name and
         incarnation.
         """
@@ -293,18 +302,18 @@ class TrainerState:
         lost = [now - c.ready for c in coming.values()]
         return pays_to_wait(lost, len(self.fleet.synced()), left)
 
-    def _has_state(self, member: Member) -> bool:
+    def _has_state(self, member: PeerRecord) -> bool:
         known = member.generation == self.generation or member.stage in self.digests
         return self._keeps and known and member.step == self.step
 
-    def _begin(self, member: Member, keeps: bool) -> None:
+    def _begin(self, member: PeerRecord, keeps: bool) -> None:
         sources = self._sources(member)
         if sources is None and not keeps:
             return  # Its stage has nobody; the run has to go back.
         key = member.name, member.incarnation
         at = self.generation, self.step
         now = self.fleet.now()
-        self._coming[key] = _Coming(
+        self._coming[key] = _JoiningPeer(
             stage=member.stage,
             keeps=keeps,
             at=at,
@@ -322,7 +331,7 @@ class TrainerState:
 
         threading.Thread(target=sync, daemon=True).start()
 
-    def _sources(self, member: Member) -> list[Holder] | None:
+    def _sources(self, member: PeerRecord) -> list[Holder] | None:
         """Returns the holders of the state that a peer needs; None where it is lost.
 
         An empty list stands for a run that begins, whose state each peer makes itself.
@@ -337,7 +346,7 @@ class TrainerState:
 
     def _sync(
         self,
-        member: Member,
+        member: PeerRecord,
         sources: list[Holder] | None,
         keeps: bool,
         at: tuple[int, int],
@@ -371,7 +380,7 @@ class TrainerState:
             why += "it; it is tried again. Give it a faster link, or longer steps"
             self.tell("not synced", peer=member.name, why=why)
 
-    def _take_in(self, member: Member, digest: str, at: tuple[int, int]) -> bool:
+    def _take_in(self, member: PeerRecord, digest: str, at: tuple[int, int]) -> bool:
         """A peer says that it has a state; whether it is that of the step."""
         with self._lock:
             if (self.generation, self.step) != at or self._is_summing:
@@ -391,7 +400,7 @@ class TrainerState:
 
     def _synced(
         self,
-        member: Member,
+        member: PeerRecord,
         sources: list[Holder],
         *,
         keeps: bool,
@@ -414,12 +423,12 @@ class TrainerState:
             answer = self.caller.ask(
                 member.address, question, seconds=self.settings.state_seconds
             )
-        except (Gone, Refused) as error:
-            is_late = isinstance(error, Refused) and error.code in GONE_ON
+        except (UnreachableProcessError, RefusedRequestError) as error:
+            is_late = isinstance(error, RefusedRequestError) and error.code in GONE_ON
             if is_late and (self.generation, self.step) != at:
                 return None, ""
             self.tell("not synced", peer=member.name, why=str(error))
-            if isinstance(error, Refused) and error.code == "shape":
+            if isinstance(error, RefusedRequestError) and error.code == "shape":
                 for mate in self.fleet.usable(member.stage):
                     if mate.name == error.blame:
                         self.fleet.failed(mate, 1.0, 0.0, ban=True)
@@ -434,7 +443,7 @@ class TrainerState:
 
     def _begin_snapshot(self) -> None:
         """Take it, where it is time to, while the step is computed."""
-        pull = Pull()
+        pull = SnapshotDownload()
 
         def take() -> None:
             try:
@@ -472,13 +481,15 @@ class TrainerState:
             with self._snapshot_lock:
                 pull.is_cancelled = True
 
-    def _take_snapshot(self, *, now: bool = False, pull: Pull | None = None) -> None:
+    def _take_snapshot(
+        self, *, now: bool = False, pull: SnapshotDownload | None = None
+    ) -> None:
         """Keep the state of all stages, where it is time to, or was and none came."""
         every = self.settings.snapshot_every
         due = self.step % every == 0 or self.step == self.settings.steps
         if self._snapshot.step == self.step or not (due or now or self._owed):
             return
-        pull = pull or Pull()
+        pull = pull or SnapshotDownload()
         before, found = self._owed, self.snapshot(pull)
         if pull.is_cancelled:
             return
@@ -487,7 +498,7 @@ class TrainerState:
             why = "no peer gave the state of a stage; it is asked for again"
             self.tell("not_saved", step=self.step, why=why)
 
-    def snapshot(self, pull: Pull) -> Snapshot | None:
+    def snapshot(self, pull: SnapshotDownload) -> Snapshot | None:
         """The state of all stages as the next step begins; none if somebody is lost.
 
         Args:
@@ -509,23 +520,23 @@ class TrainerState:
             self._on_snapshot(shot)
         return shot
 
-    def _state_of(self, stage: int, pull: Pull) -> list[np.ndarray] | None:
+    def _state_of(self, stage: int, pull: SnapshotDownload) -> list[np.ndarray] | None:
         if self._snapshot.step == self.step and self._snapshot.arrays is not None:
             return self._snapshot.arrays[stage]
         for member in self.fleet.usable(stage):
             pull.source = member
 
-            def ask(place: int, member: Member = member) -> StateChunk:
+            def ask(place: int, member: PeerRecord = member) -> StateChunk:
                 question = FetchState(**self._now(), stage=stage, place=place)
                 seconds = self.settings.state_seconds
                 return self.caller.ask(member.address, question, seconds=seconds)
 
             try:
                 return downloaded(ask, self.cut, stage, member.name)
-            except (Gone, Refused) as error:
+            except (UnreachableProcessError, RefusedRequestError) as error:
                 if pull.is_cancelled:
                     return None
-                if isinstance(error, Refused) and error.code in GONE_ON:
+                if isinstance(error, RefusedRequestError) and error.code in GONE_ON:
                     continue  # It moves, or takes the state itself.
                 self.fleet.failed(member, 1.0, 0.0, ban=True)
                 self.tell("failed", peer=member.name, why=str(error))

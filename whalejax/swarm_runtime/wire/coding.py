@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from whalejax.swarm import quantize
-from whalejax.wire.service import Refused
+from whalejax.wire.service import RefusedRequestError
 
 
 _SHORT: Final = {
@@ -62,7 +62,7 @@ def decoded(
         Refused: they are others, or not finite.
     """
     if len(arrays) != len(wanted):
-        raise Refused(
+        raise RefusedRequestError(
             "shape", f"{whose} sent {len(arrays)} arrays; expected {len(wanted)}", whose
         )
     found = [_decoded(x, w, wire, whose) for x, w in zip(arrays, wanted, strict=True)]
@@ -79,7 +79,7 @@ def _decoded(array: np.ndarray, wanted: Any, wire: str, whose: str) -> np.ndarra
         sent = (quantize.packed_bytes(int(np.prod(shape))),)
         kind = np.dtype(np.uint8)
     if array.shape != sent or array.dtype != kind:
-        raise Refused(
+        raise RefusedRequestError(
             "shape",
             f"{whose} sent {array.dtype}{list(array.shape)}; expected "
             f"{kind}{list(sent)} for {dtype}{list(shape)} over the wire {wire}",
@@ -92,7 +92,7 @@ def _decoded(array: np.ndarray, wanted: Any, wire: str, whose: str) -> np.ndarra
     try:
         unpacked = quantize.unpack(array.data, shape)
     except ValueError as error:
-        raise Refused("not finite", f"{whose}: {error}", whose) from None
+        raise RefusedRequestError("not finite", f"{whose}: {error}", whose) from None
     return np.asarray(quantize.dequantize(unpacked)).astype(dtype)
 
 
@@ -116,7 +116,7 @@ def check_finite(arrays: Sequence[np.ndarray], whose: str) -> None:
             continue
         wrong = array.size - int(np.count_nonzero(np.isfinite(array)))
         if wrong:
-            raise Refused(
+            raise RefusedRequestError(
                 "not finite",
                 f"{whose} made {array.dtype}{list(array.shape)}, of which {wrong} of "
                 f"{array.size} values are not finite",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from whalejax.distributed.launch_env import ALL_ADDRESSES, joined_address
 from whalejax.elastic.environment import local_host
 from whalejax.meshes.errors import WhaleError
-from whalejax.wire.service import Address, Gone, Refused
+from whalejax.wire.service import Address, RefusedRequestError, UnreachableProcessError
 
 
 def told_address(listens: Address, registry: Address) -> Address:
@@ -51,9 +51,9 @@ def taken_in(
         try:
             once()
             return
-        except Refused as error:
+        except RefusedRequestError as error:
             raise WhaleError(error.why) from None
-        except Gone as error:
+        except UnreachableProcessError as error:
             if error.hopeless:
                 raise WhaleError(
                     f"the registry did not take this {who} in: {error}. Give the "

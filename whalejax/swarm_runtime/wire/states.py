@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from whalejax.wire.service import Refused
+from whalejax.wire.service import RefusedRequestError
 from whalejax.wire.swarm_messages import StateChunk
 
 
@@ -21,7 +21,7 @@ PIECE_BYTES: Final = 1 << 24
 
 
 class Layout(Protocol):
-    """Knows the arrays of each stage's state; a ``Cut``."""
+    """Knows the arrays of each stage's state; a ``StagedJob``."""
 
     def state_bytes(self, stage: int) -> int:
         """Returns the bytes of a stage's state."""
@@ -74,7 +74,7 @@ def downloaded(
         expected = min(PIECE_BYTES, size - place * PIECE_BYTES)
         sent = [f"{x.dtype}{list(x.shape)}" for x in answer.arrays]
         if answer.count != count or sent != [f"uint8[{expected}]"]:
-            raise Refused(
+            raise RefusedRequestError(
                 "shape",
                 f"{whose} sent {', '.join(sent) or 'nothing'} as piece {place} of "
                 f"{answer.count} of the state of stage {stage}; expected "
@@ -86,7 +86,7 @@ def downloaded(
     arrays = layout.split(stage, np.concatenate(pieces))
     found = "" if arrays is None else digest_of(arrays)
     if arrays is None or found != digest:
-        raise Refused(
+        raise RefusedRequestError(
             "shape",
             f"the state of stage {stage} that {whose} sent has the digest "
             f"{found[:12]}, and {digest[:12]} was announced",

@@ -9,11 +9,21 @@ from typing import Any, Final
 
 import numpy as np
 
-from whalejax.swarm_runtime.cut import Cut
-from whalejax.swarm_runtime.stage import Stage, StageState, StageUpdate, ready_stage
+from whalejax.swarm_runtime.cut import StagedJob
+from whalejax.swarm_runtime.stage import (
+    StagePrograms,
+    StageState,
+    StageUpdate,
+    ready_stage,
+)
 from whalejax.wire.messages import A, Question
-from whalejax.wire.service import Address, Caller, Gone, Refused
-from whalejax.wire.swarm_messages import At, Call, Told
+from whalejax.wire.service import (
+    Address,
+    Caller,
+    RefusedRequestError,
+    UnreachableProcessError,
+)
+from whalejax.wire.swarm_messages import At, StageCall, StageValues
 
 
 Hook = Callable[[str, int], None]
@@ -41,7 +51,7 @@ class StageHolder:
 
     def __init__(
         self,
-        cut: Cut,
+        cut: StagedJob,
         caller: Caller,
         name: str,
         *,
@@ -64,7 +74,7 @@ class StageHolder:
         self.cut, self.name = cut, name
         self.wire, self.sum_wire = wire, sum_wire
         self._caller, self._pull_seconds, self._hook = caller, pull_seconds, hook
-        self.stage: Stage | None = None
+        self.stage: StagePrograms | None = None
         self.run, self.generation = "", -1
         self._syncs = 0
         self.done, self.waiting, self.seconds, self.sent_bytes = 0, 0, 0.0, 0
@@ -78,7 +88,7 @@ class StageHolder:
         self._gradients: dict[tuple[int, int, int], Part] = {}
         self._parts: dict[tuple[int, int], Part] = {}
         self._updates: dict[tuple[int, int], StageUpdate] = {}
-        self._answers: dict[tuple[int, int, int], Told] = {}
+        self._answers: dict[tuple[int, int, int], StageValues] = {}
         self._packed: tuple[int, np.ndarray] | None = None
         # All by the step first.
         self._held: tuple[dict[Any, Any], ...] = (
@@ -123,7 +133,9 @@ class StageHolder:
 
     # Which step.
 
-    def _at(self, asked: At, number: int | None = None) -> tuple[Stage, StageState]:
+    def _at(
+        self, asked: At, number: int | None = None
+    ) -> tuple[StagePrograms, StageState]:
         """The stage, and the state that a question is about.
 
         Raises:
@@ -133,7 +145,7 @@ class StageHolder:
         with self._lock:
             stage, state = self.stage, self._states.get(before)
             if not self._is_of_now(asked) or stage is None or state is None:
-                raise Refused(
+                raise RefusedRequestError(
                     "stale",
                     f"{self.name} is at step {self.step} of generation "
                     f"{self.generation} of run {self.run!r}, and was asked for step "
@@ -141,7 +153,7 @@ class StageHolder:
                     f"{asked.run!r}",
                 )
             if number is not None and number != stage.number:
-                raise Refused(
+                raise RefusedRequestError(
                     "stale",
                     f"{self.name} serves stage {stage.number}, and was asked for stage "
                     f"{number}",
@@ -182,7 +194,7 @@ class StageHolder:
                 self.done += 1
         return found
 
-    def _keep(self, asked: At, stage: Stage, keep: Callable[[], None]) -> None:
+    def _keep(self, asked: At, stage: StagePrograms, keep: Callable[[], None]) -> None:
         """Keep a result.
 
         Raises:
@@ -194,7 +206,7 @@ class StageHolder:
                 or stage is not self.stage
                 or state_of(asked) not in self._states
             ):
-                raise Refused(
+                raise RefusedRequestError(
                     "stale",
                     f"{self.name} has gone on while it computed for step "
                     f"{asked.step} of generation "
@@ -217,14 +229,16 @@ class StageHolder:
         seconds = self._pull_seconds
         try:
             return self._caller.ask(address, question, seconds=seconds)
-        except Gone as error:
+        except UnreachableProcessError as error:
             why = f"{name} did not give {question.kind} to {self.name}: {error}"
-            raise Refused("late" if error.late else "source", why, blame) from None
-        except Refused as error:
+            raise RefusedRequestError(
+                "late" if error.late else "source", why, blame
+            ) from None
+        except RefusedRequestError as error:
             why = f"{name} did not give {question.kind} to {self.name}: {error.why}"
             codes = {"answer": "shape", "overflow": "overflow"}
             code = codes.get(error.code, "missing")
-            raise Refused(code, why, error.blame or blame) from None
+            raise RefusedRequestError(code, why, error.blame or blame) from None
 
 
 def at(asked: At) -> dict[str, Any]:
@@ -234,4 +248,4 @@ def at(asked: At) -> dict[str, Any]:
 
 def state_of(asked: At) -> int:
     """Steps done in the state that a question is about; calls name it."""
-    return asked.state if isinstance(asked, Call) else asked.step
+    return asked.state if isinstance(asked, StageCall) else asked.step

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from whalejax.swarm.ledger import check_partition
-from whalejax.swarm_runtime.stage import Stage
+from whalejax.swarm_runtime.stage import StagePrograms
 from whalejax.swarm_runtime.wire import coding
 from whalejax.swarm_runtime.working.holding import Part, StageHolder, at
-from whalejax.wire.service import Refused
+from whalejax.wire.service import RefusedRequestError
 from whalejax.wire.swarm_messages import (
     Gradients,
     GradientSlices,
@@ -19,7 +19,7 @@ from whalejax.wire.swarm_messages import (
     Summed,
     SumPart,
     Tensors,
-    Update,
+    UpdateStage,
 )
 
 
@@ -33,12 +33,14 @@ class SumHolder(StageHolder):
         key = step, asked.round
         names = [p[0] for p in peers]
         if self.name not in names:
-            raise Refused("stale", f"{self.name} has no part in the sum of {names}")
+            raise RefusedRequestError(
+                "stale", f"{self.name} has no part in the sum of {names}"
+            )
         where = f"step {step}, stage {stage.number}"
         check_partition({p[0]: p[2] for p in peers}, self.cut.count, where)
         part, parts = names.index(self.name), len(names)
         # In the order of the peers, so that every mate makes the same sum.
-        total, lost = Total(), 0.0
+        total, lost = GradientSum(), 0.0
         for name, address, numbers, attempts in peers:
             if not numbers:
                 continue
@@ -50,7 +52,7 @@ class SumHolder(StageHolder):
             else:
                 answer = self._pull(address, question, name, name)
                 slices = self._slices(stage, answer.arrays, part, parts, name)
-                held = Total()
+                held = GradientSum()
                 held.add(answer.numbers, answer.attempts, slices)
                 lost += answer.lost
             total.add(held.numbers, held.attempts, held.arrays)
@@ -78,8 +80,8 @@ class SumHolder(StageHolder):
         sent = coding.coded(arrays, self.sum_wire)
         try:
             read = coding.decoded(sent, arrays, self.sum_wire, self.name)
-        except Refused as error:
-            raise Refused(
+        except RefusedRequestError as error:
+            raise RefusedRequestError(
                 "overflow",
                 f"{what} in {self.sum_wire}: {error.why}; --sum-wire int8 holds all "
                 "that float32 does",
@@ -92,10 +94,12 @@ class SumHolder(StageHolder):
         """Refuse what is not finite, though all that it was made of is."""
         try:
             coding.check_finite(arrays, self.name)
-        except Refused as error:
-            raise Refused("overflow", f"{what}: {error.why}", self.name) from None
+        except RefusedRequestError as error:
+            raise RefusedRequestError(
+                "overflow", f"{what}: {error.why}", self.name
+            ) from None
 
-    def _held_sum(self, asked: Gradients) -> Total:
+    def _held_sum(self, asked: Gradients) -> GradientSum:
         """The sum over micro-batches that this peer holds, in their order.
 
         Raises:
@@ -108,13 +112,13 @@ class SumHolder(StageHolder):
             held = {key: self._gradients.get((step, *key)) for key in keys}
         lacking = [number for (number, _), one in held.items() if one is None]
         if lacking or not is_of_now or stage is None:
-            raise Refused(
+            raise RefusedRequestError(
                 "missing",
                 f"{self.name} does not hold the gradients of micro-batches "
                 f"{lacking or asked.numbers} of step {step} that it was assigned",
                 self.name,
             )
-        total = Total()
+        total = GradientSum()
         for (number, attempt), one in held.items():
             slices = [_slice(x, part, parts) for x in one or ()]
             total.add([number], [attempt], slices)
@@ -124,7 +128,7 @@ class SumHolder(StageHolder):
 
     def _slices(
         self,
-        stage: Stage,
+        stage: StagePrograms,
         sent: Sequence[np.ndarray],
         part: int,
         parts: int,
@@ -132,13 +136,13 @@ class SumHolder(StageHolder):
     ) -> Part:
         """A part of every gradient, of how it was sent."""
         avals = [
-            _Wanted((_size(a.shape, part, parts),), a.dtype) for a in stage.gradients
+            _ArraySpec((_size(a.shape, part, parts),), a.dtype) for a in stage.gradients
         ]
         return coding.decoded(sent, avals, self.sum_wire, name)
 
     def _send_gradients(self, asked: Gradients) -> GradientSlices:
         if not 0 <= asked.part < asked.parts:
-            raise Refused("stale", f"part {asked.part} of a gradient")
+            raise RefusedRequestError("stale", f"part {asked.part} of a gradient")
         held = self._held_sum(asked)
         what = f"the sum of gradients of step {asked.step}"
         coded, lost = self._coded_sum(held.arrays, what)
@@ -154,14 +158,14 @@ class SumHolder(StageHolder):
         with self._lock:
             held = self._parts.get(key)
             if held is None or not self._is_of_now(asked):
-                raise Refused(
+                raise RefusedRequestError(
                     "missing",
                     f"{self.name} does not hold a sum of step {key[0]}, round {key[1]}",
                     self.name,
                 )
             return Tensors(arrays=tuple(held))
 
-    def _gathered(self, stage: Stage, asked: Update) -> Part:
+    def _gathered(self, stage: StagePrograms, asked: UpdateStage) -> Part:
         """The whole sum, a part of every array from each mate."""
         peers = asked.peers
         question = SumPart(**at(asked), round=asked.round)
@@ -178,7 +182,7 @@ class SumHolder(StageHolder):
         ]
 
 
-class Total:
+class GradientSum:
     """Gradients added up in order, and of which micro-batches they are.
 
     Attributes:
@@ -210,7 +214,7 @@ class Total:
         self.attempts += attempts
 
 
-class _Wanted:
+class _ArraySpec:
     """Shape and dtype of an array that is expected."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:

@@ -23,12 +23,12 @@ from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic import programs
 from whalejax.elastic.adding_up import agreement, price
 from whalejax.elastic.adding_up.agreement import Arbiter, agreed
-from whalejax.elastic.adding_up.price import AddingProcesses
+from whalejax.elastic.adding_up.price import ReductionProcesses
 from whalejax.elastic.environment import RUN, SUPERVISOR
 from whalejax.elastic.programs import planned_replica
 from whalejax.elastic.supervisor.supervisor import KEY
 from whalejax.journals import journal
-from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, AddingUp, Way
+from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, GradientReduction, Way
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import show, status_of
 from whalejax.membership.settings import SupervisorSettings
@@ -40,7 +40,7 @@ from whalejax.planner.plan.plan import Plan
 
 pytestmark = pytest.mark.relaxed_promotion
 
-ASKED = AddingUp(by=COLLECTIVES, why="mesh='auto' was given")
+ASKED = GradientReduction(by=COLLECTIVES, why="mesh='auto' was given")
 
 
 def arbiter(there: Live) -> Arbiter:
@@ -51,7 +51,7 @@ def not_yet() -> bool:
     return False
 
 
-def no_room(processes: AddingProcesses) -> None:
+def no_room(processes: ReductionProcesses) -> None:
     return None
 
 
@@ -61,7 +61,7 @@ def test_the_first_answer_holds_for_all_and_is_kept(tmp_path: Path) -> None:
         known = one.ask()
         assert (known.by, known.hosts) == ("", 1)
         assert known.processes == there.supervisor._run.settings.most
-        first = AddingUp(by=MESSAGES, why="cheaper")
+        first = GradientReduction(by=MESSAGES, why="cheaper")
         assert one.decide(first) == first
         assert arbiter(there).decide(ASKED) == first
         assert arbiter(there).ask().by == MESSAGES
@@ -89,9 +89,9 @@ def test_the_price_decides_and_who_comes_later_prices_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "own_devices", lambda: cluster("h100:1"))
-    priced: list[AddingProcesses] = []
+    priced: list[ReductionProcesses] = []
 
-    def replica(processes: AddingProcesses) -> None:
+    def replica(processes: ReductionProcesses) -> None:
         priced.append(processes)
 
     with live(tmp_path) as there:
@@ -109,11 +109,11 @@ def test_a_batch_that_starts_the_devices_is_named(
     settings = {"batch": None, "micro_batches": 8, "precision": "f32"}
     plan = planned_replica(example.make(), cluster("h100:1"), **settings).plan
 
-    def replica(processes: AddingProcesses) -> Plan:
+    def replica(processes: ReductionProcesses) -> Plan:
         started.append(True)
         return plan
 
-    def no_room_either(processes: AddingProcesses) -> None:
+    def no_room_either(processes: ReductionProcesses) -> None:
         started.append(True)
 
     monkeypatch.setattr(price, "MESSAGE_SECONDS", 1.0)  # Collectives are cheaper.
@@ -183,7 +183,7 @@ def test_who_wants_it_otherwise_is_told(
     with live(tmp_path) as there:
         options: dict[str, Any] = {"mtbf": 3600.0, "too_late": not_yet}
         assert agreed(arbiter(there), ASKED, no_room, **options) == ASKED
-        other = AddingUp(by=MESSAGES, why="mesh='replicas' was given")
+        other = GradientReduction(by=MESSAGES, why="mesh='replicas' was given")
         said = (
             r"adds gradients up by collectives \(mesh='auto' was given\), and this "
             "process was started with mesh='replicas' was given"
@@ -221,7 +221,7 @@ def test_nobody_who_answers_is_said(
             Arbiter(there.where, "")
 
 
-def chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> AddingUp:
+def chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> GradientReduction:
     """How a run's gradients were added up, which its status shows."""
     found = status_of(folder)[-1].adding_up
     assert found is not None
@@ -275,7 +275,7 @@ def test_what_the_user_says_is_done(
     assert [losses[n] for n in (1, 2, 3, 4)] == pytest.approx(
         expected_losses(4), rel=1e-6
     )
-    assert chosen(tmp_path, capsys) == AddingUp(
+    assert chosen(tmp_path, capsys) == GradientReduction(
         by=by,
         why=f"mesh={mesh!r} was given",
     )

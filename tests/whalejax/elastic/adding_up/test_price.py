@@ -15,7 +15,7 @@ import pytest
 import whalejax as wh
 from whalejax.elastic.adding_up.price import (
     AGREED_SECONDS,
-    AddingProcesses,
+    ReductionProcesses,
     all_reduce_seconds,
     choose,
     gradient_bytes,
@@ -65,8 +65,8 @@ def replica(each: str, width: int = 1024, samples: int = 64, parts: int = 16) ->
     ).plan
 
 
-def processes(each: str, count: int, hosts: int = 1, **more: Any) -> AddingProcesses:
-    return AddingProcesses(count=count, hosts=hosts, each=cluster(each), **more)
+def processes(each: str, count: int, hosts: int = 1, **more: Any) -> ReductionProcesses:
+    return ReductionProcesses(count=count, hosts=hosts, each=cluster(each), **more)
 
 
 CPU = processes("cpu:1", 4)
@@ -77,14 +77,14 @@ SLOW = processes("a10g:1", 2, 2, network_bytes_per_second=0.1 * GBIT)
 TPU = processes("v5e:4", 4, 4)
 
 
-def plan_of(there: AddingProcesses, **more: Any) -> Plan:
+def plan_of(there: ReductionProcesses, **more: Any) -> Plan:
     each = {CPU: "cpu:1", ONE_HOST: "h100:1", SLOW: "a10g:1", TPU: "v5e:4"}
     return replica(each.get(there, "h100:8"), **more)
 
 
 @pytest.mark.parametrize("there", [ONE_HOST, ETHERNET, INFINIBAND, TPU])
 def test_accelerators_with_short_steps_add_up_by_collectives(
-    there: AddingProcesses,
+    there: ReductionProcesses,
 ) -> None:
     found = choose(plan_of(there), there, HOUR)
     assert found.by == COLLECTIVES
@@ -159,7 +159,7 @@ def test_one_host_has_no_card_to_cross() -> None:
 
 
 def test_devices_of_all_processes() -> None:
-    def levels(there: AddingProcesses) -> list[tuple[str, int]]:
+    def levels(there: ReductionProcesses) -> list[tuple[str, int]]:
         return [(x.name, x.size) for x in there.devices().levels]
 
     assert levels(CPU) == [("host", 4)]
@@ -169,7 +169,7 @@ def test_devices_of_all_processes() -> None:
     kind = dataclasses.replace(cluster("h100:1").kinds[0], name="mine")
     node = dataclasses.replace(cluster("h100:1").nodes[0], kind=kind)
     mine = Cluster.of(dataclasses.replace(cluster("h100:1"), nodes=(node,)))
-    unknown = AddingProcesses(count=4, hosts=2, each=mine)
+    unknown = ReductionProcesses(count=4, hosts=2, each=mine)
     assert levels(unknown) == [("host", 2), ("network", 2)]
     assert choose(replica("h100:1"), unknown, HOUR).by == COLLECTIVES
 
@@ -180,7 +180,7 @@ def test_every_kind_has_a_price(name: str, hosts: int) -> None:
     """Also where the catalogue knows no network, or no such number of devices."""
     plan = replica("h100:1")
     for count in (2, 3, 40):
-        there = AddingProcesses(count=count, hosts=hosts, each=cluster(f"{name}:1"))
+        there = ReductionProcesses(count=count, hosts=hosts, each=cluster(f"{name}:1"))
         for mtbf in (1e-12, HOUR, 1e9):
             found = choose(plan, there, mtbf)
             assert "by messages and" in found.why

@@ -25,7 +25,7 @@ from whalejax.elastic.supervisor.supervisor import KEY
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
-from whalejax.wire.connection import Channel, Closed, listen
+from whalejax.wire.connection import Channel, ConnectionClosedError, listen
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import Message
 from whalejax.wire.run_messages import TO_SUPERVISOR, Enlisted, Finish
@@ -223,7 +223,7 @@ def test_an_agent_that_cannot_send_hears_the_end_of_the_run(
     def fails_to_beat(channel: Channel, message: Message, **options: Any) -> None:
         if message.kind == "agent_beat":
             assert said.wait(60)
-            raise Closed("the other side is gone")
+            raise ConnectionClosedError("the other side is gone")
         send(channel, message, **options)
 
     monkeypatch.setattr(Channel, "send", fails_to_beat)

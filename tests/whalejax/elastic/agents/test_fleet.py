@@ -9,7 +9,7 @@ from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.messages import arrives, received
 from whalejax._version import __version__
 from whalejax.elastic.agents.fleet import RETURN_SECONDS, AgentFleet
-from whalejax.membership.events import Start
+from whalejax.membership.events import StartEffect
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.wire.messages import Message
 from whalejax.wire.run_messages import TO_AGENT
@@ -59,7 +59,7 @@ class Ran:
         """Do what was decided, as the supervisor does."""
         while effects := self.membership.effects():
             for effect in effects:
-                if isinstance(effect, Start):
+                if isinstance(effect, StartEffect):
                     self.fleet.start(now, effect.slot, f"m{next(self.names)}")
                 elif type(effect).__name__ == "WriteEvent":
                     self.events.append({"event": effect.event, **effect.fields})  # type: ignore[union-attr]
