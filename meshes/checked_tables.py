@@ -1,7 +1,7 @@
 """Reads tables from TOML or JSON with a check of every key, and writes TOML.
 
-``FileTable`` takes a dict that came from TOML or JSON apart: a value of the wrong type, a
-missing one and a key that nobody asked for are each recorded with their path, so that
+``FileTable`` takes a dict that came from TOML or JSON apart: a value of the wrong type,
+a missing one and a key that nobody asked for are each recorded with their path, so that
 one error names them all. The standard library reads TOML but does not write it;
 ``toml_text`` writes the few shapes that a cluster needs.
 """

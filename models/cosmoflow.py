@@ -27,7 +27,7 @@ import whalejax as wh
 from whalejax.models.common.batches import default_batch_size, regression_volumes
 from whalejax.models.common.layers import Array, widened
 from whalejax.models.common.names import change, pick
-from whalejax.models.common.volumes import check_extent, layer_options
+from whalejax.models.common.volume_layers import check_extent, layer_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ sequence runs at once; two halves of unlike shape, an encoder and a decoder, wit
 attention between them; and an embedding that both read first. It runs on one device as
 it is; two lines annotate it:
 
-- in ``GNMT.hidden_states``: ``with when(..., wh.replicate()):`` around embedding, encoder and
-  decoder makes them data-parallel;
+- in ``GNMT.hidden_states``: ``with when(..., wh.replicate()):`` around embedding,
+  encoder and decoder makes them data-parallel;
 - in the loss of ``make_loss``: ``with when(..., wh.split()):`` around classifier and
   cross-entropy splits them.
 

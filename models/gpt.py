@@ -3,8 +3,8 @@
 The quick-start model: with its default configuration it has 3.3M parameters and
 reads bytes. It runs on one device as it is; two lines annotate it:
 
-- in ``GPT.hidden_states``: ``with when(..., wh.replicate()):`` around embedding, blocks and
-  last norm makes them data-parallel;
+- in ``GPT.hidden_states``: ``with when(..., wh.replicate()):`` around embedding, blocks
+  and last norm makes them data-parallel;
 - in ``loss_fn``: ``with when(..., wh.split()):`` around head and cross-entropy splits
   them, along the dimension that costs least.
 
@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 import whalejax as wh
-from whalejax.models import text
+from whalejax.models import text_data
 from whalejax.models.common.batches import Batch, default_batch_size, lengths
 from whalejax.models.common.layers import (
     Array,
@@ -62,7 +62,7 @@ class GPTConfig:
         param_dtype: dtype of the parameters.
     """
 
-    vocab: int = text.BYTES
+    vocab: int = text_data.BYTES
     sequence: int = 128
     embed: int = 256
     heads: int = 8
@@ -314,7 +314,7 @@ def job(
 def _batch(
     config: GPTConfig, step: int, count: int, *, padded: bool, seed: int
 ) -> Batch:
-    batch = text.tokens(config.vocab, config.sequence, step, count, seed=seed)
+    batch = text_data.tokens(config.vocab, config.sequence, step, count, seed=seed)
     if not padded:
         return batch
     real = lengths(step, count, longest=config.sequence, seed=seed)

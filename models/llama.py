@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import whalejax as wh
-from whalejax.models import text
+from whalejax.models import text_data
 from whalejax.models.common.batches import Batch, default_batch_size
 from whalejax.models.common.layers import (
     Array,
@@ -265,7 +265,7 @@ def job(
     config = change(pick(size, SIZES, "Llama size"), changes, options=options)
 
     def batch(step: int, count: int) -> Batch:
-        return text.tokens(config.vocab, config.sequence, step, count, seed=seed)
+        return text_data.tokens(config.vocab, config.sequence, step, count, seed=seed)
 
     return wh.Job(
         loss_fn=loss_fn,

@@ -43,7 +43,7 @@ from flax import nnx
 
 import whalejax as wh
 from whalejax.meshes import WhaleError
-from whalejax.models import text
+from whalejax.models import text_data
 from whalejax.models.common.batches import Batch
 from whalejax.models.common.gating import (
     Queues,
@@ -101,7 +101,7 @@ class MoEConfig:
         param_dtype: dtype of the parameters.
     """
 
-    vocab: int = text.BYTES
+    vocab: int = text_data.BYTES
     sequence: int = 128
     embed: int = 512
     heads: int = 8
@@ -447,7 +447,7 @@ def job(
         )
 
     def batch(step: int, count: int) -> Batch:
-        return text.tokens(config.vocab, config.sequence, step, count, seed=seed)
+        return text_data.tokens(config.vocab, config.sequence, step, count, seed=seed)
 
     return wh.Job(
         loss_fn=loss_fn,

@@ -25,7 +25,9 @@ from whalejax.meshes.checks import (
 )
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.dtypes import PRECISIONS
-from whalejax.planner.entries import (
+from whalejax.planner.cost_terms import Chosen, MemoryTerms, TimeTerms
+from whalejax.planner.fingerprint import program_data
+from whalejax.planner.plan_entries import (
     BatchLeaf,
     Candidate,
     Candidates,
@@ -38,12 +40,10 @@ from whalejax.planner.entries import (
     VirtualStagePrediction,
     starred,
 )
-from whalejax.planner.errors import PlanError
-from whalejax.planner.fingerprint import program_data
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.step_options import COMBINATIONS, StepOptions, option_counts
 from whalejax.planner.swarm_data import Swarm
 from whalejax.planner.tables_data import TablesData
-from whalejax.planner.terms import Chosen, MemoryTerms, TimeTerms
 
 
 PLAN_VERSION: Final = 16

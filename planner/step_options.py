@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
-from whalejax.planner.terms import ALL, OFFLOADS, Chosen, Remat
+from whalejax.planner.cost_terms import ALL, OFFLOADS, Chosen, Remat
 
 
 REMAT_POLICIES: Final = ("none", "dots", "named", "full")

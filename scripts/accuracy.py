@@ -22,8 +22,8 @@ from scipy.stats import kendalltau
 
 from scripts.fit_constants import fit, source_weights
 from whalejax.estimates.fill_missing import readings
+from whalejax.estimates.published_run import PublishedRun
 from whalejax.estimates.read_table import measured_seconds, read_table
-from whalejax.estimates.run import PublishedRun
 from whalejax.estimates.step_model import Array, Runs
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.fitted_constants import Constants, constants

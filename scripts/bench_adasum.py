@@ -53,7 +53,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E
 import whalejax as wh  # noqa: E402
 from tests.adasum import differ, difference, on_devices, reference  # noqa: E402
 from whalejax.lowering.spmd import adasum  # noqa: E402
-from whalejax.planner.cost.adasum import COLUMN, Part  # noqa: E402
+from whalejax.planner.cost.adasum_cost import COLUMN, Part  # noqa: E402
 
 
 FILE: Final = Path(__file__).with_name("adasum.json")

@@ -50,7 +50,7 @@ import optax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax.lowering.state import bare  # noqa: E402
+from whalejax.lowering.train_state import bare  # noqa: E402
 
 
 FILE: Final = Path(__file__).with_name("attention_memory.json")

@@ -46,7 +46,7 @@ import optax
 
 import whalejax as wh
 from whalejax import jobs, models
-from whalejax.planner.search import spmd
+from whalejax.planner.search import spmd_search
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import divisors
@@ -176,18 +176,18 @@ def said(one: Drawn) -> tuple[Any, Iterator[tuple[str, dict[str, float]]]]:
     """
     plan = planner(one.program, one.cluster, one.batch)
     searches: list[Search] = []
-    searched = spmd.searches
+    searched = spmd_search.searches
 
     def kept(*arguments: Any, **options: Any) -> Any:
         found = searched(*arguments, **options)
         searches.extend(search for _, search in found)
         return found
 
-    spmd.searches = kept
+    spmd_search.searches = kept
     try:
         alone = plan(**one.options, offload=())
     finally:
-        spmd.searches = searched
+        spmd_search.searches = searched
     return alone, _others(one, plan, alone, searches)
 
 

@@ -45,9 +45,9 @@ from whalejax.elastic.supervisor.supervisor import (
 )
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
+from whalejax.membership.elastic_run import ElasticRun
 from whalejax.membership.events import MemberMessageEvent, RegisterEvent, Tick
 from whalejax.membership.react import react
-from whalejax.membership.run import ElasticRun
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.wire import run_messages as wire
 from whalejax.wire.connection import Channel, dial

@@ -45,8 +45,8 @@ import whalejax as wh  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
 from whalejax.meshes import Cluster  # noqa: E402
 from whalejax.meshes import cluster as parse  # noqa: E402
-from whalejax.planner.errors import PlanError  # noqa: E402
 from whalejax.planner.plan.plan import Plan  # noqa: E402
+from whalejax.planner.plan_errors import PlanError  # noqa: E402
 
 
 HOST_BYTES: Final = 96 * 2**30

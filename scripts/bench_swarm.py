@@ -63,9 +63,9 @@ import whalejax as wh
 from whalejax import jobs
 from whalejax.meshes import cluster
 from whalejax.swarm.ledger import committed, count_lost_and_doubled
-from whalejax.swarm_runtime.leading.state import Settings
 from whalejax.swarm_runtime.peer import Peer
-from whalejax.swarm_runtime.serving import RegistryServer
+from whalejax.swarm_runtime.registry_server import RegistryServer
+from whalejax.swarm_runtime.trainers.trainer_state import Settings
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]

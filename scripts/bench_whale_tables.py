@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from whalejax.estimates.decoder import DecoderSizes  # noqa: E402
 from whalejax.estimates.frameworks import framework  # noqa: E402
-from whalejax.estimates.run import PublishedRun  # noqa: E402
+from whalejax.estimates.published_run import PublishedRun  # noqa: E402
 from whalejax.estimates.step_model import Runs  # noqa: E402
 from whalejax.estimates.workload import LAYER  # noqa: E402
 from whalejax.meshes import Cluster, device_kind  # noqa: E402

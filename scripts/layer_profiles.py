@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
+from whalejax.estimates.published_run import PublishedRun
 from whalejax.estimates.read_table import read_row, read_table
-from whalejax.estimates.run import PublishedRun
 from whalejax.estimates.step_model import Array, Runs
 from whalejax.estimates.workload import LAYER
 from whalejax.meshes.device_kinds import DeviceKind

@@ -309,7 +309,7 @@ def undisturbed(folder: Path, steps: int, **values: Any) -> list[float]:
         "metrics": str(folder),
     }
     subprocess.run(
-        [sys.executable, "-m", "whalejax.elastic.worker", json.dumps(options)],
+        [sys.executable, "-m", "whalejax.elastic.elastic_worker", json.dumps(options)],
         env=environment(),
         check=True,
         stdout=subprocess.DEVNULL,

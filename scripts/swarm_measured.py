@@ -80,10 +80,10 @@ from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
 from whalejax.swarm.quantize import BLOCK
 from whalejax.swarm.rebalancing import Rule
 from whalejax.swarm.simulator import SimulationSettings, StageCost, simulate
-from whalejax.swarm_runtime.cut import StagedJob
-from whalejax.swarm_runtime.leading.state import Settings
 from whalejax.swarm_runtime.registry import PeerRecord
-from whalejax.swarm_runtime.serving import RegistryServer
+from whalejax.swarm_runtime.registry_server import RegistryServer
+from whalejax.swarm_runtime.staged_job import StagedJob
+from whalejax.swarm_runtime.trainers.trainer_state import Settings
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]

@@ -24,11 +24,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from whalejax.swarm_runtime.cut import StagedJob
-from whalejax.swarm_runtime.leading.further import SecondaryTrainer
 from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.peer_programs import StagePrograms, ready_stage
 from whalejax.swarm_runtime.registry import facts_of
-from whalejax.swarm_runtime.stage import StagePrograms, ready_stage
+from whalejax.swarm_runtime.staged_job import StagedJob
+from whalejax.swarm_runtime.trainers.secondary_trainer import SecondaryTrainer
 from whalejax.wire.keys import load_key
 
 

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import swarm_peer
 
-from whalejax.swarm_runtime.serving import RegistryServer
+from whalejax.swarm_runtime.registry_server import RegistryServer
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]

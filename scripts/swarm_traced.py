@@ -41,10 +41,10 @@ from swarm_peer import cut_of
 
 from whalejax.swarm.churn import Churn, ChurnEvent, PeerEventKind, PeerLink, draw
 from whalejax.swarm.simulator import SimulationSettings, StageCost, simulate
-from whalejax.swarm_runtime.leading.state import Settings
-from whalejax.swarm_runtime.moving import StageMover
 from whalejax.swarm_runtime.registry import ANY
-from whalejax.swarm_runtime.serving import RegistryServer
+from whalejax.swarm_runtime.registry_server import RegistryServer
+from whalejax.swarm_runtime.stage_moves import StageMover
+from whalejax.swarm_runtime.trainers.trainer_state import Settings
 
 
 FORWARD_SECONDS: Final = 0.15

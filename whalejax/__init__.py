@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     )
     from whalejax.elastic.training import train_elastic as train_elastic
     from whalejax.equality.check_plan import check as check
-    from whalejax.lowering.state import TrainState as TrainState
+    from whalejax.lowering.train_state import TrainState as TrainState
     from whalejax.meshes import Cluster as Cluster
     from whalejax.meshes import WhaleError as WhaleError
     from whalejax.meshes import cluster as cluster
     from whalejax.planner import Plan as Plan
     from whalejax.planner import PlanError as PlanError
-    from whalejax.planner.plan.goodput import goodput as goodput
+    from whalejax.planner.plan.goodput_estimate import goodput as goodput
     from whalejax.planner.plan.square_cube_of_plan import square_cube as square_cube
     from whalejax.runtime import loop as loop
     from whalejax.runtime.compile_tables import compile_tables as compile_tables
@@ -63,7 +63,7 @@ _MODULE_OF_NAME = {
     "Plan": "whalejax.planner",
     "PlanError": "whalejax.planner",
     "PlanRequest": "whalejax.api.plan_request",
-    "TrainState": "whalejax.lowering.state",
+    "TrainState": "whalejax.lowering.train_state",
     "TrainStep": "whalejax.runtime.train_step",
     "Volumes": "whalejax.api.volumes",
     "WeightedLoss": "whalejax.user_code.losses",
@@ -74,7 +74,7 @@ _MODULE_OF_NAME = {
     "compile": "whalejax.runtime.train_step",
     "compile_tables": "whalejax.runtime.compile_tables",
     "count_lookups": "whalejax.api.table_plans",
-    "goodput": "whalejax.planner.plan.goodput",
+    "goodput": "whalejax.planner.plan.goodput_estimate",
     "init_distributed": "whalejax.elastic.init_distributed",
     "largest_batch": "whalejax.api.largest_batch",
     "loop": "whalejax.runtime",

@@ -28,7 +28,7 @@ from whalejax.planner.balance.shares import (
     largest_remainder,
     room_of,
 )
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_errors import PlanError
 
 
 def formula_1(loads: Sequence[float], weights: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster, Level
-from whalejax.planner.entries import CollectiveKind
+from whalejax.planner.plan_entries import CollectiveKind
 from whalejax.planner.sharding.shard_counts import axis_sets
 
 

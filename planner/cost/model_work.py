@@ -14,8 +14,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from whalejax.meshes.dtypes import dtype_name
-from whalejax.planner.entries import ModelWork
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, RAGGED, Graph, Op
+from whalejax.planner.plan_entries import ModelWork
 
 
 TOKEN_NAMES = ("tokens", "token_ids", "input_ids", "input_tokens", "inputs")

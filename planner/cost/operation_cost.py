@@ -30,9 +30,9 @@ from whalejax.planner.cost.collectives import (
     runs_as,
 )
 from whalejax.planner.cost.halo_exchange import BackwardHalo, exchanges
-from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
+from whalejax.planner.plan_entries import Collective, CollectiveKind
 from whalejax.planner.sharding.fused_parameters import FusedLayout, lying
 from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Slot, Use

@@ -20,7 +20,7 @@ from whalejax.planner.cost.collectives import (
     torus_reduces_whole,
 )
 from whalejax.planner.cost.operation_cost import CostSetting, whole_bytes
-from whalejax.planner.entries import Collective, CollectiveKind
+from whalejax.planner.plan_entries import Collective, CollectiveKind
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup

@@ -20,7 +20,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.fitted_constants import WHOLE, constants
-from whalejax.planner.cost.adasum import within_ranks
+from whalejax.planner.cost.adasum_cost import within_ranks
 from whalejax.planner.cost.collectives import CollectiveRates, spans_of
 from whalejax.planner.cost.layout_cases import AxisHits, LayoutCases
 from whalejax.planner.cost.operation_cost import (
@@ -40,9 +40,10 @@ from whalejax.planner.cost.optimizer_step import (
     update_seconds,
     whole_shares,
 )
-from whalejax.planner.entries import Collective
+from whalejax.planner.cost_terms import TimeTerms
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import ATTENTION
+from whalejax.planner.plan_entries import Collective
 from whalejax.planner.sharding.fused_parameters import FusedLayout
 from whalejax.planner.sharding.layout import SPATIAL_AXES, Table
 from whalejax.planner.sharding.operation_rows import Flow, OperationRows, Row, Slot
@@ -50,7 +51,6 @@ from whalejax.planner.sharding.parameter_layout import LeafFacts
 from whalejax.planner.sharding.shard_counts import (
     distinct_columns,
 )
-from whalejax.planner.terms import TimeTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
 TPU compilers move a part of an extent into the batch of such a convolution, and write
 in that form too what it reads and gives. How many samples a device has depends on the
 layout, which is not known here: every entry says with how many it is in memory
-(``SavedTensorGroup.least_samples``), and ``saved_tensors.kept_bytes`` counts it accordingly.
+(``SavedTensorGroup.least_samples``), and ``saved_tensors.kept_bytes`` counts it
+accordingly.
 """
 
 from __future__ import annotations

@@ -226,7 +226,9 @@ def moments(graph: Graph, facts: LeafFacts, course: StepLiveness) -> SpanLiveSet
 def _joined_at_the_end(
     layout: Layout, joined: Container[tuple[int, ...]], slid: Set[int]
 ) -> int:
-    """See ``SavedTensorGroup.last``; extents, along which windows slide, are not joined."""
+    """See ``SavedTensorGroup.last``; extents, along which windows slide, are not
+    joined.
+    """
     found, last = 1, layout[-1] if layout else ()
     while last and found < len(layout):
         before = layout[-found - 1]

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.cost_terms import FETCHED
 from whalejax.planner.memory.few_samples import FewSamples
 from whalejax.planner.memory.saved_tensors import CHEAP, SMALL, SPREAD, TensorEntry
 from whalejax.planner.model.graph import (
@@ -35,7 +36,6 @@ from whalejax.planner.model.graph import (
     Stacked,
 )
 from whalejax.planner.model.loop_reads import rereads
-from whalejax.planner.terms import FETCHED
 
 
 _PIECES = 12

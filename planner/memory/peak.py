@@ -22,6 +22,7 @@ import numpy as np
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost.operation_cost import CostSetting
 from whalejax.planner.cost.optimizer_step import reduced_whole
+from whalejax.planner.cost_terms import FETCHED
 from whalejax.planner.memory.live_sets import SpanLiveSets
 from whalejax.planner.memory.looked_up_tables import tables_of
 from whalejax.planner.memory.saved_tensors import kept_bytes
@@ -31,7 +32,6 @@ from whalejax.planner.sharding.leaf_shard_counts import (
     reduces_gradient,
 )
 from whalejax.planner.sharding.parameter_layout import LeafFacts
-from whalejax.planner.terms import FETCHED
 
 
 GATHER_COPIES = 2

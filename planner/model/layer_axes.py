@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whalejax.planner.entries import Spec
 from whalejax.planner.model.graph import LOOPS, Graph, Op
+from whalejax.planner.plan_entries import Spec
 
 
 _PICKS = frozenset(

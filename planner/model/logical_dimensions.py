@@ -13,10 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from whalejax.planner.entries import starred
 from whalejax.planner.model.graph import Factor, Op, Tensor
 from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
 from whalejax.planner.model.space import Spatial, spatial
+from whalejax.planner.plan_entries import starred
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,6 @@ from whalejax.planner.balance.measured_speed import (
     weights_hash,
 )
 from whalejax.planner.balance.shares import gain_words
-from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import devices_of_stage
 from whalejax.planner.pipeline.schedules import Schedule
@@ -35,6 +34,7 @@ from whalejax.planner.pipeline.stage_cuts import (
     interval_seconds,
 )
 from whalejax.planner.pipeline.stage_placement import StageAssignment, place
+from whalejax.planner.plan_errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.errors import DeviceCountError, PlanError
 from whalejax.planner.memory.saved_tensors import CHEAP, SPREAD
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph, Op
 from whalejax.planner.model.repeated_layers import stacked_loops
+from whalejax.planner.plan_errors import DeviceCountError, PlanError
 from whalejax.planner.sharding.layout import STAGE as STAGE
 from whalejax.planner.sharding.layout import Spec
 from whalejax.planner.sharding.offload_candidates import FORMS

@@ -21,8 +21,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import LOOKUPS, Graph
+from whalejax.planner.plan_errors import PlanError
 
 
 Position = tuple[int, ...]

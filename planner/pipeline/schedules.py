@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_errors import PlanError
 
 
 Action = Literal["forward", "backward", "weight"]
@@ -243,7 +243,7 @@ def most_in_flight(
     name: str, num_stages: Any, stage: Any, num_micro_batches: Any, num_chunks: Any = 1
 ) -> Any:
     """Returns the largest number of a chunk's activations on a stage;
-    ``JobSchedule.in_flight``.
+    ``Schedule.in_flight``.
 
     Args:
         name: one of ``NAMES``.
@@ -312,7 +312,7 @@ def _parts(
 
 def numbered(table: Schedule, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
     """Returns the number of each row, and of the row that it needs
-    (``JobSchedule.needs``).
+    (``Schedule.needs``).
 
     Returns:
         Numbers below actions × places × micro-batches, in that order; -1 for none.

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import (
     Action,
     Columns,
@@ -23,6 +22,7 @@ from whalejax.planner.pipeline.schedules import (
     columns_of,
     numbered,
 )
+from whalejax.planner.plan_errors import PlanError
 
 
 STEADY_AFTER = 3

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

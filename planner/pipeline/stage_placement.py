@@ -65,7 +65,7 @@ def in_order(
         layers: Layers in the model's order.
         devices: Devices of each stage; their ``in_flight`` is replaced.
         in_flight: micro-batches whose activations each stage holds, in the order of
-            the pipeline, as ``JobSchedule.in_flight`` has them.
+            the pipeline, as ``Schedule.in_flight`` has them.
         order: for each stage, the index of its devices.
 
     Raises:

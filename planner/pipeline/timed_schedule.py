@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whalejax.planner.balance.shares import micro_batch_ranges
-from whalejax.planner.entries import VirtualStagePrediction
-from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import Action, Schedule, ScheduleRow, schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import VirtualStagePrediction
+from whalejax.planner.plan_errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

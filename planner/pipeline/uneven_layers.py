@@ -15,11 +15,11 @@ from typing import TypeVar
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.operation_cost import CostSetting, row_cost
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.entries import Collective, LeafPlan, itemsize_bytes
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE, Shared
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import Collective, LeafPlan, itemsize_bytes
 from whalejax.planner.sharding.layout import extend_spec, shards
 
 

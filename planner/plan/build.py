@@ -11,19 +11,20 @@ from collections.abc import Mapping, Sequence
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.cost.collectives import axis_parts, runs_as
-from whalejax.planner.entries import (
-    BatchLeaf,
-    Candidate,
-    LeafPlan,
-    RegionTable,
-    RoleInfo,
-)
+from whalejax.planner.cost_terms import OBEYED, UNCOUNTED_MOVES, TimeTerms
 from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.sequence import whole_notes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.why import leaf_note
+from whalejax.planner.plan_entries import (
+    BatchLeaf,
+    Candidate,
+    LeafPlan,
+    RegionTable,
+    RoleInfo,
+)
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import LayoutCandidate, Request
 from whalejax.planner.sharding.fused_parameters import computed_whole
@@ -32,7 +33,6 @@ from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.sharding.parameter_layout import batch_homes, batch_specs
 from whalejax.planner.sharding.strategies import idle_marks
 from whalejax.planner.step_options import options_of
-from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES, TimeTerms
 
 
 FROZEN_SHARE = 0.01

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Iterator
 
 from whalejax.meshes.units import milliseconds
-from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import Shared
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.search.host_offload import unhosted
 from whalejax.planner.search.request import LayoutCandidate, OffloadableState, Request
 from whalejax.planner.sharding.offload_candidates import sliced_leaves

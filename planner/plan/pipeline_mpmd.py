@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.entries import BatchLeaf, VirtualStagePrediction
-from whalejax.planner.errors import PlanError
+from whalejax.planner.cost_terms import Remat, TimeTerms
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.heterogeneous_stages import HeterogeneousPlacement, notes
@@ -38,10 +37,12 @@ from whalejax.planner.plan.stage_notes import (
     check_stages,
     too_large,
 )
+from whalejax.planner.plan_entries import BatchLeaf, VirtualStagePrediction
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.enumerate import Search, ranked
 from whalejax.planner.search.least_paces import least_paces, not_faster
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import by_marks
+from whalejax.planner.search.spmd_search import by_marks
 from whalejax.planner.search.stage_models import (
     DivisibleProgram,
     ModelCut,
@@ -59,7 +60,6 @@ from whalejax.planner.search.tied_parameters import copied_bytes, exposed
 from whalejax.planner.search.user_choices import PipelineConstraints
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.step_options import options_off
-from whalejax.planner.terms import Remat, TimeTerms
 
 
 SCHEDULES = ("1f1b", "gpipe", "1f1b-ahead", "interleaved", "zb-h1")

@@ -26,13 +26,7 @@ from whalejax.planner.cost.operation_cost import (
     row_hits,
 )
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.entries import (
-    BatchLeaf,
-    Collective,
-    LeafPlan,
-    VirtualStagePrediction,
-)
-from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.cost_terms import ALL, MemoryTerms, Remat, TimeTerms
 from whalejax.planner.memory.saved_tensors import fold_kept, kept_bytes
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
@@ -50,10 +44,17 @@ from whalejax.planner.pipeline.uneven_layers import (
 from whalejax.planner.plan.build import build_plan
 from whalejax.planner.plan.plan import Plan, Stages
 from whalejax.planner.plan.stage_notes import candidates, check_stages
+from whalejax.planner.plan_entries import (
+    BatchLeaf,
+    Collective,
+    LeafPlan,
+    VirtualStagePrediction,
+)
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.least_paces import MOST_ROUNDS, least_paces, not_faster
 from whalejax.planner.search.request import LayoutCandidate, Request
-from whalejax.planner.search.spmd import (
+from whalejax.planner.search.spmd_search import (
     Again,
     SpmdDecision,
     by_marks,
@@ -70,7 +71,6 @@ from whalejax.planner.search.user_choices import PipelineConstraints
 from whalejax.planner.sharding.layout import Spec, divisors, shards
 from whalejax.planner.sharding.operation_rows import Row
 from whalejax.planner.step_options import STAGE_ESTIMATES, options_off
-from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms
 
 
 LOCKSTEP = {"1f1b": "1f1b-lockstep", "gpipe": "gpipe-lockstep"}

@@ -14,15 +14,13 @@ from typing import Any
 
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.units import gigabytes, milliseconds
-from whalejax.planner.errors import NothingFits as NothingFits
-from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.near_names import near_hint
 from whalejax.planner.plan import plan_file
 from whalejax.planner.plan.report import (
     describe,
     export,
     headline,
-    page,
+    plan_page,
     table_text,
     why,
 )
@@ -32,6 +30,8 @@ from whalejax.planner.plan.report.pictures import PlanDisplay
 from whalejax.planner.plan.report.why import layout_text
 from whalejax.planner.plan_data import PLAN_VERSION as PLAN_VERSION
 from whalejax.planner.plan_data import PlannedQuestion, StagesData
+from whalejax.planner.plan_errors import NothingFits as NothingFits
+from whalejax.planner.plan_errors import PlanError as PlanError
 from whalejax.planner.search.micro_batches import with_samples_note
 from whalejax.planner.search.zero1_slices import slices_of
 
@@ -297,7 +297,7 @@ class Plan(PlanDisplay):
         Returns:
             Lines as wide as the terminal or ``COLUMNS``; whole ones without either.
         """
-        return page.page(self, all_rows=all_rows)
+        return plan_page.page(self, all_rows=all_rows)
 
     def __str__(self) -> str:
         return self.table()

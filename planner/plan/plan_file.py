@@ -23,10 +23,10 @@ from whalejax.meshes.read_file import (
 )
 from whalejax.meshes.texts import quoted
 from whalejax.meshes.topology import RETIRED_FACTS
-from whalejax.planner.errors import PlanError
 from whalejax.planner.json_codec import DataError, decode, encode
 from whalejax.planner.plan.validate import check_plan
 from whalejax.planner.plan_data import PLAN_VERSION, PlanData
+from whalejax.planner.plan_errors import PlanError
 
 
 P = TypeVar("P", bound=PlanData)

@@ -10,10 +10,10 @@ from typing import Any, Final
 from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import milliseconds
-from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.square_cube import StageOverLink, StageWork
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.pictures import SquareCubeDisplay
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.swarm_data import WIRES, wire_bytes
 
 

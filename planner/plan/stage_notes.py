@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Protocol
 
 from whalejax.meshes.units import gigabytes
-from whalejax.planner.entries import BatchLeaf, Candidate
-from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.cost_terms import MemoryTerms, TimeTerms
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import check_devices
 from whalejax.planner.pipeline.stage_graph import places_of
 from whalejax.planner.plan.build import KEPT_CANDIDATES
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_entries import BatchLeaf, Candidate
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.search.request import Request
-from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 UNEVEN = 1.5

@@ -24,20 +24,20 @@ from whalejax.planner.balance.shares import (
     speed_bound,
 )
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
-from whalejax.planner.entries import Candidate, Collective, LeafPlan
-from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.cost_terms import MemoryTerms, TimeTerms
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.uneven_replicas import counts
+from whalejax.planner.plan.uneven_replica_plans import counts
+from whalejax.planner.plan_entries import Candidate, Collective, LeafPlan
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import check_marks
+from whalejax.planner.search.spmd_search import check_marks
 from whalejax.planner.search.stage_models import TooFewParts
 from whalejax.planner.search.user_shares import DATA, check_shares, said_of
 from whalejax.planner.sharding.layout import divisors
-from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 Decide = Callable[[Cluster, Request], Plan]

@@ -18,11 +18,11 @@ from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.read_file import UnreadableFileError, parse_json
 from whalejax.meshes.texts import quoted
-from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import NAMES
-from whalejax.planner.plan.compiler_options import check_options
+from whalejax.planner.plan.allowed_xla_options import check_options
 from whalejax.planner.plan.report.describe import SENT
 from whalejax.planner.plan_data import PLAN_VERSION, PlanData, StagesData
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 from whalejax.planner.step_options import option_counts, option_limits
 

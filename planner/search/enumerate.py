@@ -30,14 +30,15 @@ from whalejax.meshes.topology import HIDES_UPDATES_ON
 from whalejax.planner.cost.layout_cases import LayoutCases, LayoutGrid
 from whalejax.planner.cost.operation_cost import CostSetting, row_flops, row_hits
 from whalejax.planner.cost.step_time import TimeColumns
-from whalejax.planner.entries import Collective
+from whalejax.planner.cost_terms import MemoryTerms
 from whalejax.planner.memory.saved_tensors import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.windows import Window
+from whalejax.planner.plan_entries import Collective
+from whalejax.planner.search.adasum_limits import may_combine, zero_levels
 from whalejax.planner.search.analysis_cache import AnalysedProgram
-from whalejax.planner.search.combining import may_combine, zero_levels
 from whalejax.planner.search.evaluator import SEARCHED_AXES, Evaluator
 from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Offload
 from whalejax.planner.search.layout_memory import MemoryColumns
@@ -65,7 +66,6 @@ from whalejax.planner.sharding.strategies import (
     choices,
     sharded_by_split,
 )
-from whalejax.planner.terms import MemoryTerms
 
 
 PLANNED_AXES = ("data", "fsdp", "expert", "context", "tensor")

@@ -19,13 +19,13 @@ from whalejax.planner.cost.operation_cost import CostSetting
 from whalejax.planner.cost.step_time import StepTime, TimeColumns
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.search.analysis_cache import AnalysedProgram
-from whalejax.planner.search.combining import (
+from whalejax.planner.search.adasum_limits import (
     BUFFERS,
     CombiningCosts,
     GradientCombineCost,
     combine_seconds,
 )
+from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.host_offload import HostMemoryLimits, Offload
 from whalejax.planner.search.layout_memory import (
     LayoutMemory,

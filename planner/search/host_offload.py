@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.planner.cost_terms import OFFLOADS
 from whalejax.planner.search.analysis_cache import AnalysedProgram
 from whalejax.planner.search.request import OffloadableState, Request
 from whalejax.planner.sharding.leaf_shard_counts import LeafShardCounts
@@ -24,7 +25,6 @@ from whalejax.planner.sharding.offload_candidates import (
     hosts_known,
 )
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
-from whalejax.planner.terms import OFFLOADS
 
 
 Offload = tuple[str, ...]

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.units import count_text, gigabytes
-from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.graph import RAGGED, Tensor
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.search.enumerate import (
     BATCH_DOES_NOT_DIVIDE,
     HALO_IS_WIDER,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.planner.cost.operation_cost import CostSetting
+from whalejax.planner.cost_terms import MemoryTerms
 from whalejax.planner.memory.live_sets import SpanLiveSets, StepLiveness, moments
 from whalejax.planner.memory.peak import WHOLE_PROGRAM, PeakMemory, StageShare, peak_of
 from whalejax.planner.model.dimensions import Dimensions
@@ -26,7 +27,6 @@ from whalejax.planner.sharding.leaf_shard_counts import (
     LeafShardCounts,
 )
 from whalejax.planner.sharding.parameter_layout import LeafFacts, batch_homes
-from whalejax.planner.terms import MemoryTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,15 +14,15 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.cost.layout_cases import LayoutCases
-from whalejax.planner.errors import NotFaster
+from whalejax.planner.cost_terms import ALL, Remat
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import stacked_loops
+from whalejax.planner.plan_errors import NotFaster
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import Again, ProgramAnalyses, ProgramCache
+from whalejax.planner.search.spmd_search import Again, ProgramAnalyses, ProgramCache
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.step_options import options_off
-from whalejax.planner.terms import ALL, Remat
 
 
 MOST_ROUNDS = 16

@@ -20,12 +20,13 @@ from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.planner.balance.shares import makespan, shares
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost.layout_cases import LayoutCases
-from whalejax.planner.entries import CollectiveKind
+from whalejax.planner.cost_terms import ALL, Remat
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan_entries import CollectiveKind
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.evaluator import Evaluator
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import Again, ProgramAnalyses, ProgramCache
+from whalejax.planner.search.spmd_search import Again, ProgramAnalyses, ProgramCache
 from whalejax.planner.search.uneven_replicas import (
     SharesCase,
     device_kinds,
@@ -34,7 +35,6 @@ from whalejax.planner.search.uneven_replicas import (
 from whalejax.planner.search.user_shares import DATA
 from whalejax.planner.search.zero1_slices import sliceable
 from whalejax.planner.step_options import ProgramOptions
-from whalejax.planner.terms import ALL, Remat
 
 
 SLACK: Final = 0.1

@@ -1,4 +1,4 @@
-"""``CompileTask``: what is asked of a search; and the candidates that it evaluates."""
+"""``Request``: what is asked of a search; and the candidates that it evaluates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from whalejax.planner.entries import Collective, LeafPlan
+from whalejax.planner.cost_terms import MemoryTerms, TimeTerms
+from whalejax.planner.plan_entries import Collective, LeafPlan
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
@@ -15,7 +16,6 @@ from whalejax.planner.sharding.parameter_layout import (
     OptimizerBytes,
 )
 from whalejax.planner.step_options import FixedOptions, StepOptions, option_words
-from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

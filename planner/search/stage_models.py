@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.errors import PlanError
 from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.heterogeneous_stages import (
@@ -27,11 +26,12 @@ from whalejax.planner.pipeline.program_cut import (
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.stage_cuts import ChainStage, cut
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.request import LayoutCandidate, Request
 from whalejax.planner.search.segment_costs import SegmentOperations, Segments
-from whalejax.planner.search.spmd import ProgramCache, searches
+from whalejax.planner.search.spmd_search import ProgramCache, searches
 from whalejax.planner.search.stage_time import handed_seconds
 
 

@@ -15,16 +15,16 @@ from whalejax.planner.cost.operation_cost import (
     row_ahead,
     row_hits,
 )
-from whalejax.planner.entries import Collective
+from whalejax.planner.cost_terms import TimeTerms
 from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.plan_entries import Collective
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import shards, spec_of
 from whalejax.planner.sharding.operation_rows import Row
-from whalejax.planner.terms import TimeTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from whalejax.planner.cost_terms import TimeTerms
 from whalejax.planner.pipeline.program_cut import Division
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.simulate import ScheduleTimeline
 from whalejax.planner.search.stage_models import StageLayout
 from whalejax.planner.sharding.layout import shards
-from whalejax.planner.terms import TimeTerms
 
 
 def copied_bytes(division: Division, chosen: Sequence[StageLayout]) -> list[int]:

@@ -10,12 +10,12 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.balance.shares import Device, check_pieces, makespan
-from whalejax.planner.entries import Collective
-from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.cost_terms import MemoryTerms
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import Collective
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.search.zero1_slices import Slices
 from whalejax.planner.step_options import option_words
-from whalejax.planner.terms import MemoryTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.request import Request
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.request import Request
 
 

@@ -16,9 +16,9 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.balance.shares import micro_batch_ranges
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
-from whalejax.planner.entries import Collective, LeafPlan
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import Collective, LeafPlan
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.layout import extend_spec, shards
 

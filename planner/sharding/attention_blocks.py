@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
+from whalejax.planner.cost_terms import ALL, Chosen
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.expert_regions import check_task_graphs
 from whalejax.planner.model.graph import ATTENTION, Graph
-from whalejax.planner.terms import ALL, Chosen
+from whalejax.planner.plan_errors import PlanError
 
 
 KINDS = ("gather", "ring")

@@ -13,9 +13,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whalejax.planner.entries import Spec as Spec
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.model.windows import SPACES
+from whalejax.planner.plan_entries import Spec as Spec
 
 
 SPATIAL_AXES = SPACES

@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.errors import Problems
+from whalejax.planner.cost_terms import NO_EFFECT
 from whalejax.planner.model.dimensions import Dimensions, Role
 from whalejax.planner.model.graph import Graph, TaskGraph, Tensor
 from whalejax.planner.model.repeated_layers import sliced_params
 from whalejax.planner.sharding.layout import SPATIAL_AXES, STAGE
-from whalejax.planner.terms import NO_EFFECT
 
 
 MODEL_AXES = ("expert", "tensor")

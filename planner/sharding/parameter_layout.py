@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.entries import LeafPlan
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import (
@@ -33,6 +32,7 @@ from whalejax.planner.model.graph import (
     makes_weights,
 )
 from whalejax.planner.model.repeated_layers import sliced_params
+from whalejax.planner.plan_entries import LeafPlan
 from whalejax.planner.sharding.fused_parameters import (
     FusedLayout,
     ParameterForms,
@@ -88,8 +88,9 @@ class LeafGroup:
             gradient of its own for what it reads.
         multiplied: Whether they are float32 and products alone read them.
         narrowed: bytes of one of them as it is read, over its stored bytes and over
-            what ``CompileTask.cast_bytes`` says of all: where only some TaskGraphs compute
-            in 16 bits, where it is no float32, and where it is quantised; else 1.
+            what ``Request.cast_bytes`` says of all: where only some TaskGraphs
+            compute in 16 bits, where it is no float32, and where it is quantised; else
+            1.
         nbytes: Bytes of one of them.
         trained: Whether they have gradients and an optimizer.
         held: (dimension, mesh axis) of what metadata has stored in shards, and is

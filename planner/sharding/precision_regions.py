@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
+from whalejax.planner.cost_terms import ALL, Chosen
 from whalejax.planner.model.expert_regions import check_task_graphs
 from whalejax.planner.model.graph import LOOPS, Graph, Tensor, makes_weights
-from whalejax.planner.terms import ALL, Chosen
+from whalejax.planner.plan_errors import PlanError
 
 
 def precision_for(task_graph: str, precisions: Mapping[str, str]) -> str:

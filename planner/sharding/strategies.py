@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
+from whalejax.planner.cost_terms import NO_EFFECT
 from whalejax.planner.model.dimensions import Dimensions, roles_of
 from whalejax.planner.model.expert_regions import expert_roles, weight_homes
 from whalejax.planner.model.graph import Graph, Mark, TaskGraph
 from whalejax.planner.model.sequence import attended, meeting_in_values
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.layout import SPATIAL_AXES, Table
 from whalejax.planner.sharding.metadata_constraints import (
     AxisConstraint,
@@ -29,7 +30,6 @@ from whalejax.planner.sharding.metadata_constraints import (
     metadata_pins,
 )
 from whalejax.planner.sharding.operation_rows import OperationRows
-from whalejax.planner.terms import NO_EFFECT
 
 
 NOTHING_TO_SPLIT = "no dimension of a split region divides by the axis"

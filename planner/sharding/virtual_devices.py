@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import TaskGraph
+from whalejax.planner.plan_errors import PlanError
 
 
 _Key = tuple[int, ...]

@@ -15,7 +15,7 @@ import numpy as np
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster, cluster
 from whalejax.meshes.units import gigabytes
-from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.tables.greedy import Assignment, Scale, assign, largest_load
 from whalejax.planner.tables.placement import (
     TablePlacement,

@@ -11,7 +11,7 @@ import numpy as np
 
 from whalejax.meshes.checks import short_repr
 from whalejax.meshes.units import count_text, gigabytes, milliseconds
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.table import Table, range_edges
 from whalejax.planner.tables.ways import Item, Objective, Split

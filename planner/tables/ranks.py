@@ -11,7 +11,7 @@ from whalejax.planner.cost.collectives import (
     axis_parts,
     collective_seconds,
 )
-from whalejax.planner.entries import CollectiveKind
+from whalejax.planner.plan_entries import CollectiveKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.planner.errors import PlanError
 from whalejax.planner.json_codec import DataError, decode, encode
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement, TableShard
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.table import Table
@@ -19,7 +19,7 @@ from whalejax.planner.tables.ways import Item, Objective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRecord:
-    """A table without the counts of its rows; see ``FileTable``."""
+    """A table without the counts of its rows; see ``Table``."""
 
     name: str
     rows: int

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from whalejax.meshes.checks import Arguments
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_errors import PlanError
 
 
 ID_BYTES: Final = 4

@@ -16,19 +16,19 @@ from unittest import mock
 
 from whalejax.api.search_result import ClusterCandidate, InfeasibleCluster, SearchResult
 from whalejax.meshes import Cluster, CompilerProfile, Level, Node, device_kind
-from whalejax.planner.entries import (
+from whalejax.planner.cost_terms import MemoryTerms, TimeTerms
+from whalejax.planner.plan.plan import Plan, Stages
+from whalejax.planner.plan.report.plan_page import plan_lines
+from whalejax.planner.plan.report.text_layout import plain
+from whalejax.planner.plan_entries import (
     BatchLeaf,
     Candidate,
     Collective,
     LeafPlan,
     RegionTable,
 )
-from whalejax.planner.entries import RoleInfo as Role
-from whalejax.planner.errors import NothingFits
-from whalejax.planner.plan.plan import Plan, Stages
-from whalejax.planner.plan.report.page import plan_lines
-from whalejax.planner.plan.report.text_layout import plain
-from whalejax.planner.terms import MemoryTerms, TimeTerms
+from whalejax.planner.plan_entries import RoleInfo as Role
+from whalejax.planner.plan_errors import NothingFits
 
 
 FOLDER: Final = Path(__file__).parent / "golden"

@@ -7,10 +7,10 @@ from typing import Any
 
 from tests.planner.graphs import Sizes, gpt
 from whalejax.meshes import Cluster, cluster
-from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.spmd import decide
+from whalejax.planner.plan.spmd_plan import decide
+from whalejax.planner.plan_entries import BatchLeaf
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes

@@ -7,7 +7,7 @@ from typing import Any
 
 from whalejax.estimates.decoder import DecoderSizes
 from whalejax.estimates.frameworks import framework
-from whalejax.estimates.run import PublishedRun
+from whalejax.estimates.published_run import PublishedRun
 from whalejax.meshes.catalogue import entry
 
 

@@ -28,7 +28,7 @@ from whalejax.planner.balance.whale_algorithm1 import (
     formula_1,
     uneven_shards,
 )
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_errors import PlanError
 
 
 SECONDS = st.floats(0.1, 10.0)

@@ -17,7 +17,7 @@ from whalejax.planner.cost.collectives import (
     may_reduce_whole,
     runs_as,
 )
-from whalejax.planner.entries import CollectiveKind
+from whalejax.planner.plan_entries import CollectiveKind
 
 
 def two_levels(inner: int, outer: int) -> Cluster:

@@ -27,11 +27,11 @@ from tests.planner.plans import WIDE, example, plan_of
 from whalejax import jobs, models
 from whalejax.meshes import cluster
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.errors import PlanError
 from whalejax.planner.json_codec import decode
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.plan_file import document_hash
-from whalejax.planner.plan.report.page import bar_text
+from whalejax.planner.plan.report.plan_page import bar_text
+from whalejax.planner.plan_errors import PlanError
 
 
 @pytest.fixture(scope="module")

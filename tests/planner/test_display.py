@@ -24,13 +24,13 @@ from tests.planner.pages import (
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.diff import signed
-from whalejax.planner.plan.report.page import plan_lines
 from whalejax.planner.plan.report.parameter_table import (
     collective_words,
     collectives_of,
     homes,
     parameter_rows,
 )
+from whalejax.planner.plan.report.plan_page import plan_lines
 from whalejax.planner.plan.report.text_layout import (
     cells,
     line_cells,

@@ -9,8 +9,8 @@ import pytest
 
 from tests.planner.graphs import Sizes, gpt
 from tests.planner.test_search import plan_of
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 
 
 SIZES = Sizes(batch=64, seq=64, embed=512, key=64, value=64, mlp=2048)

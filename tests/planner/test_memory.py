@@ -6,7 +6,7 @@ import pytest
 
 from tests.planner.graphs import GraphBuilder, mlp
 from tests.planner.plans import plan_of
-from whalejax.planner.terms import MemoryTerms
+from whalejax.planner.cost_terms import MemoryTerms
 
 
 BATCH, WIDTHS = 4096, (24, 320, 48, 40)

@@ -22,13 +22,13 @@ from whalejax.capture.precision import at_precision
 from whalejax.lowering.batch_record import batch_leaves
 from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.meshes import Cluster, cluster
-from whalejax.planner.entries import BatchLeaf, Candidate
+from whalejax.planner.cost_terms import ALL, Chosen, Remat
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.spmd import decide
+from whalejax.planner.plan.spmd_plan import decide
+from whalejax.planner.plan_entries import BatchLeaf, Candidate
 from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Request
-from whalejax.planner.terms import ALL, Chosen, Remat
 
 
 # Adam promotes its count.

@@ -19,10 +19,10 @@ from tests.planner.plans import batch_leaves
 from tests.planner.test_one_search import choices, own_row
 from whalejax.estimates.decoder import DecoderSizes, decoder_graph
 from whalejax.meshes import Cluster, cluster
-from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.spmd import decide
+from whalejax.planner.plan.spmd_plan import decide
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.enumerate import meshes
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.search.request import Request

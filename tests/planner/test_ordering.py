@@ -12,8 +12,8 @@ import pytest
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, plan_of
 from whalejax.meshes import Cluster, WhaleError, cluster
-from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_entries import Collective, CollectiveKind
 from whalejax.planner.sharding.device_order import ordered, traffic_bytes
 
 

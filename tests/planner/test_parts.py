@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.program_cut import (
     Unit,
     Units,
@@ -15,6 +14,7 @@ from whalejax.planner.pipeline.program_cut import (
     divide_program,
     divided_by_marks,
 )
+from whalejax.planner.plan_errors import PlanError
 
 
 def inputs(*numbers: int) -> list[Value]:

@@ -10,8 +10,8 @@ import pytest
 from tests.planner.graphs import GraphBuilder
 from tests.planner.plans import plan_of
 from whalejax.meshes import cluster
+from whalejax.planner.cost_terms import MemoryTerms
 from whalejax.planner.model.graph import Graph, Stacked
-from whalejax.planner.terms import MemoryTerms
 
 
 DEVICES = 4

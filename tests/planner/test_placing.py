@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.test_stages import brute_force
-from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.stage_cuts import ChainStage, Layer
 from whalejax.planner.pipeline.stage_placement import in_order, memory_order, place
+from whalejax.planner.plan_errors import PlanError
 
 
 KINDS = (

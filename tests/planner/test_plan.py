@@ -15,9 +15,9 @@ import pytest
 
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, example, plan_of
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import PLAN_VERSION, Plan
 from whalejax.planner.plan.plan_file import document_hash
+from whalejax.planner.plan_errors import PlanError
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from whalejax.estimates.frameworks import framework
+from whalejax.estimates.published_run import PublishedRun
 from whalejax.estimates.read_table import (
     RowReading,
     measured_seconds,
     read_row,
     read_table,
 )
-from whalejax.estimates.run import PublishedRun
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.formats.device_aliases import read_device
 

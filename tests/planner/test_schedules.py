@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import (
     NAMES,
     Schedule,
@@ -15,6 +14,7 @@ from whalejax.planner.pipeline.schedules import (
     most_in_flight,
     schedule,
 )
+from whalejax.planner.plan_errors import PlanError
 
 
 Rows = tuple[ScheduleRow, ...]

@@ -17,7 +17,7 @@ from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.capture.precision import at_precision
 from whalejax.lowering.optimizer_state import optimizer_bytes
-from whalejax.lowering.spmd.executor import offloadable_state
+from whalejax.lowering.spmd.spmd_executor import offloadable_state
 from whalejax.meshes import cluster
 from whalejax.planner.cost.layout_cases import LayoutCases, LayoutGrid
 from whalejax.planner.cost.operation_cost import (
@@ -27,6 +27,7 @@ from whalejax.planner.cost.operation_cost import (
     row_cost,
     row_hits,
 )
+from whalejax.planner.cost_terms import ALL
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.evaluator import SEARCHED_AXES
@@ -45,7 +46,6 @@ from whalejax.planner.sharding.shard_counts import (
     table_shard_counts,
     with_storage_axis,
 )
-from whalejax.planner.terms import ALL
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Adam promotes its count.

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planner.test_schedules import schedules
-from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import Schedule, build_columns, schedule
 from whalejax.planner.pipeline.simulate import (
     ScheduleTimeline,
     compiled,
     simulate,
 )
+from whalejax.planner.plan_errors import PlanError
 
 
 PLAIN = ("gpipe", "1f1b", "1f1b-ahead", "gpipe-lockstep", "1f1b-lockstep")

@@ -22,7 +22,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.windows import Window
 from whalejax.planner.search.enumerate import Search, ranked
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import decided_on
+from whalejax.planner.search.spmd_search import decided_on
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whalejax.meshes import cluster
-from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.heterogeneous_stages import (
     StageDevices,
     allot,
@@ -21,6 +20,7 @@ from whalejax.planner.pipeline.heterogeneous_stages import (
 )
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.stage_cuts import Layer
+from whalejax.planner.plan_errors import PlanError
 
 
 KINDS = ("rtx3090", "v100-32", "a100-40")

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import NAMES, schedule
 from whalejax.planner.pipeline.stage_cuts import ChainStage, Layer, cut
+from whalejax.planner.plan_errors import PlanError
 
 
 NUMBERS = st.integers(0, 9).map(float)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import whalejax as wh
-from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.tables.greedy import Scale, slot_limit
 from whalejax.planner.tables.place import place_tables
 from whalejax.planner.tables.placement import TablePlacement

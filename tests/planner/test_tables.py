@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzzing import fuzzed
 from whalejax.cli.main import main
-from whalejax.estimates.table import ADDED, estimate_file, write_estimates
+from whalejax.estimates.estimate_table import ADDED, estimate_file, write_estimates
 from whalejax.meshes.errors import WhaleError
 
 

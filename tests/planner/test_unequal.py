@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.entries import LeafPlan
 from whalejax.planner.pipeline.uneven_layers import (
     LayerSplit,
     exchanged,
     layers_of,
     stored_apart,
 )
+from whalejax.planner.plan_entries import LeafPlan
 from whalejax.planner.sharding.layout import shards
 
 

@@ -18,6 +18,7 @@ from whalejax.planner.cost.optimizer_step import (
     update_seconds,
 )
 from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.cost_terms import MemoryTerms
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.sharding.fused_parameters import reading
@@ -27,7 +28,6 @@ from whalejax.planner.sharding.parameter_layout import (
     OptimizerBytes,
     lay_out,
 )
-from whalejax.planner.terms import MemoryTerms
 
 
 DEVICES = 4

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Mark, MarkKind, TaskGraph
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.virtual_devices import (
     check_devices,
     copies,

@@ -16,7 +16,7 @@ from scripts.accuracy import Measured, leave_one_source_out, load, scores
 from scripts.fit_constants import fit, source_weights
 from tests.planner.runs import run
 from whalejax.estimates.frameworks import framework
-from whalejax.estimates.run import PublishedRun
+from whalejax.estimates.published_run import PublishedRun
 from whalejax.estimates.step_model import Runs
 from whalejax.meshes.catalogue import entry
 from whalejax.meshes.errors import WhaleError

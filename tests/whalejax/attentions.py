@@ -9,8 +9,8 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from whalejax import _compat
-from whalejax.capture.patterns.attention import attention_of
-from whalejax.capture.patterns.calls import is_attention
+from whalejax.capture.patterns.attention_pattern import attention_of
+from whalejax.capture.patterns.named_calls import is_attention
 from whalejax.jaxpr import rebuild
 from whalejax.lowering.spmd.ring_attention import attend
 

@@ -32,7 +32,7 @@ from tests.compilations import count_compilations
 from tests.processes import finish, start
 from whalejax import hlo
 from whalejax.lowering.spmd.adasum import adasum_reduce
-from whalejax.planner.cost.adasum import COLUMN, DOT_NUMBERS
+from whalejax.planner.cost.adasum_cost import COLUMN, DOT_NUMBERS
 
 
 TIGHT = 1e-6

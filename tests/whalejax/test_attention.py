@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import whalejax as wh
 from tests.whalejax.attentions import context_mesh, in_blocks
 from whalejax import _compat, hlo
-from whalejax.capture.patterns.attention import AttentionPattern, attention_of
-from whalejax.capture.patterns.calls import is_attention, with_calls
+from whalejax.capture.patterns.attention_pattern import AttentionPattern, attention_of
+from whalejax.capture.patterns.named_calls import is_attention, with_calls
 from whalejax.models.common.layers import causal_attention
 
 

@@ -19,15 +19,15 @@ import pytest
 
 import whalejax as wh
 from whalejax import jobs, models
-from whalejax.planner.errors import PlanError
+from whalejax.planner.cost_terms import ALL
 from whalejax.planner.model.analysis import analyse_graph
-from whalejax.planner.search import spmd
+from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.search import spmd_search
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.sequence_parallel import shared_roles, splits_between
 from whalejax.planner.step_options import LOSS_CHUNKS
-from whalejax.planner.terms import ALL
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -152,13 +152,13 @@ def test_the_best_of_all_is_chosen(
     machine = wh.cluster(cluster)
     roomy = ask(cluster=machine.with_memory(10**13)).memory.total_bytes
     given: list[Any] = []
-    search = spmd.searches
+    search = spmd_search.searches
 
     def remembered(*arguments: Any) -> Any:
         given.append(arguments[:4])  # The first is of all devices, others of stages.
         return search(*arguments)
 
-    monkeypatch.setattr(spmd, "searches", remembered)
+    monkeypatch.setattr(spmd_search, "searches", remembered)
     try:
         plan = ask(cluster=machine.with_memory(int(share * roomy) + 1))
     except PlanError:

@@ -28,7 +28,7 @@ from tests.whalejax.runs import (
     shared_step,
     step_of,
 )
-from whalejax.lowering.state import Origin
+from whalejax.lowering.train_state import Origin
 from whalejax.runtime.checkpoint import UncheckedCheckpoint
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.runtime.train_step import TrainState, TrainStep

@@ -14,7 +14,9 @@ from flax import linen, nnx
 
 import whalejax as wh
 from whalejax.adapters.base import adapt
-from whalejax.lowering.pipeline_mpmd.executor import StageProgramsExecutor
+from whalejax.lowering.pipeline_mpmd.stage_programs_executor import (
+    StageProgramsExecutor,
+)
 from whalejax.lowering.runner import OneProgram
 from whalejax.lowering.uneven.pipeline_executor import UnevenPipelinesExecutor
 from whalejax.lowering.uneven.replica_executor import UnevenReplicasExecutor

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from whalejax import hlo
 from whalejax.hlo.groups import axes_between, axes_of, groups_of, pairs_of
-from whalejax.hlo.text import Module
+from whalejax.hlo.hlo_text import Module
 
 
 def loop(

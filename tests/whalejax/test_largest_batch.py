@@ -13,7 +13,7 @@ import pytest
 import whalejax as wh
 from whalejax.api.largest_batch import CLOSENESS
 from whalejax.cli import main
-from whalejax.planner.errors import NothingFits
+from whalejax.planner.plan_errors import NothingFits
 
 
 def loss(net: Any, x: Any) -> Any:

@@ -14,7 +14,7 @@ from jax import lax
 
 import whalejax as wh
 from whalejax.capture.rules.behaviour import Equation
-from whalejax.capture.rules.table import behaviour
+from whalejax.capture.rules.rule_table import behaviour
 
 
 CONSTANTS: Final[dict[str, Callable[[], Any]]] = {

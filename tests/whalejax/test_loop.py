@@ -27,7 +27,7 @@ from tests.whalejax.runs import (
     shared_step,
     step_of,
 )
-from whalejax.lowering.state import check_alive, consuming
+from whalejax.lowering.train_state import check_alive, consuming
 from whalejax.runtime import loop
 from whalejax.runtime.train_step import TrainState, TrainStep
 

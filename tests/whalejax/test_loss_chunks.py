@@ -17,7 +17,11 @@ import pytest
 
 import whalejax as wh
 from whalejax import hlo, models
-from whalejax.capture.patterns.calls import called_logits, makes_logits, with_logits
+from whalejax.capture.patterns.named_calls import (
+    called_logits,
+    makes_logits,
+    with_logits,
+)
 from whalejax.jobs import abstract_model
 
 

@@ -11,8 +11,8 @@ import pytest
 
 import whalejax as wh
 from whalejax import jobs, models
-from whalejax.planner.errors import NothingFits
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import NothingFits
 from whalejax.planner.search import enumerate
 from whalejax.planner.search.enumerate import Search
 

@@ -16,8 +16,8 @@ from flax import nnx
 
 import whalejax as wh
 from tests.whalejax.attentions import context_mesh, in_blocks
-from whalejax.capture.patterns.attention import attention_of
-from whalejax.capture.patterns.calls import is_attention, with_calls
+from whalejax.capture.patterns.attention_pattern import attention_of
+from whalejax.capture.patterns.named_calls import is_attention, with_calls
 from whalejax.planner.sharding import ring_rounds
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import whalejax as wh
 from tests.whalejax.test_bad_input import batch, hybrid, leaf, net, plain, planned
-from whalejax.runtime import validate
+from whalejax.runtime import plan_compatibility
 
 
 @contextlib.contextmanager
@@ -154,7 +154,9 @@ def test_a_plan_that_is_an_estimate() -> None:
 
 def test_devices_are_given_once() -> None:
     with pytest.raises(wh.PlanError) as caught:
-        validate.devices_of(planned(), [jax.devices()[0]] * planned().num_devices)
+        plan_compatibility.devices_of(
+            planned(), [jax.devices()[0]] * planned().num_devices
+        )
     said = str(caught.value)
     assert "more than once; expected" in said and "different ones" in said
 
@@ -192,10 +194,10 @@ def test_kinds_of_processes_are_those_of_the_plan(
     )
     monkeypatch.setattr(jax, "devices", lambda: gpus(*kinds))
     if not text:
-        assert len(validate.devices_of(plan, None)) == 2
+        assert len(plan_compatibility.devices_of(plan, None)) == 2
         return
     with pytest.raises(wh.PlanError) as error:
-        validate.devices_of(plan, None)
+        plan_compatibility.devices_of(plan, None)
     assert text in str(error.value)
 
 
@@ -217,7 +219,7 @@ def test_hardware_is_told_by_platform_and_kind(
     text: str, platform: str, kind: str, same: bool
 ) -> None:
     devices = [SimpleNamespace(platform=platform, device_kind=kind)] * 8
-    assert validate._same_hardware(wh.cluster(text), devices) is same
+    assert plan_compatibility._same_hardware(wh.cluster(text), devices) is same
 
 
 def test_a_kind_of_the_users_own_may_be_any_of_its_platform() -> None:
@@ -226,9 +228,9 @@ def test_a_kind_of_the_users_own_may_be_any_of_its_platform() -> None:
     nodes = tuple(dataclasses.replace(node, kind=kind) for node in cluster.nodes)
     mine = dataclasses.replace(cluster, nodes=nodes)
     cards = [SimpleNamespace(platform="gpu", device_kind="a new card")] * 8
-    assert validate._same_hardware(mine, cards)
+    assert plan_compatibility._same_hardware(mine, cards)
     chips = [SimpleNamespace(platform="tpu", device_kind="TPU v5p")] * 8
-    assert not validate._same_hardware(mine, chips)
+    assert not plan_compatibility._same_hardware(mine, chips)
 
 
 def test_a_plan_for_the_devices_here_needs_no_devices() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import whalejax as wh
 from whalejax.api import plan_request
-from whalejax.planner.errors import NothingFits
+from whalejax.planner.plan_errors import NothingFits
 from whalejax.verification import checking
 from whalejax.verification.targets import NoCompiler, VerifyError
 

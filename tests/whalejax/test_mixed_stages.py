@@ -20,7 +20,7 @@ from whalejax import jobs, models
 from whalejax.meshes.device_kinds import TimedModel
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.balance.measured_speed import weights_hash
-from whalejax.planner.plan.report.traffic import traffic
+from whalejax.planner.plan.report.plan_traffic import traffic
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -26,7 +26,9 @@ from tests.equality import (
 )
 from tests.stages import scheduled
 from whalejax import models
-from whalejax.lowering.pipeline_mpmd.executor import StageProgramsExecutor
+from whalejax.lowering.pipeline_mpmd.stage_programs_executor import (
+    StageProgramsExecutor,
+)
 from whalejax.lowering.pipeline_mpmd.step import SchedulePass
 from whalejax.planner.plan.plan import Stages
 

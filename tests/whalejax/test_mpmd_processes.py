@@ -16,7 +16,7 @@ import pytest
 
 from tests.flags import QUICK
 from tests.processes import ROOT, finish, free_port, start
-from whalejax.lowering.pipeline_mpmd.channels import TransferThread
+from whalejax.lowering.pipeline_mpmd.stage_channels import TransferThread
 
 
 PROGRAM: Final = """

@@ -12,7 +12,9 @@ import pytest
 
 import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, compiled, on_one_device
-from whalejax.lowering.pipeline_mpmd.executor import StageProgramsExecutor
+from whalejax.lowering.pipeline_mpmd.stage_programs_executor import (
+    StageProgramsExecutor,
+)
 
 
 WIDTH = 8

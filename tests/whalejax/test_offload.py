@@ -304,7 +304,7 @@ class _Device:
 
 
 def test_a_backend_without_host_memory_is_named() -> None:
-    from whalejax.runtime.validate import check_host_memory
+    from whalejax.runtime.plan_compatibility import check_host_memory
 
     plan = asked(80e9, offload="optimizer")
     with pytest.raises(wh.WhaleError) as caught:

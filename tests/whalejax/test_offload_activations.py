@@ -279,7 +279,7 @@ def test_a_model_without_layers_is_named() -> None:
 
 def test_a_backend_without_host_memory_is_named() -> None:
     from tests.whalejax.test_offload import _Device
-    from whalejax.runtime.validate import check_host_memory
+    from whalejax.runtime.plan_compatibility import check_host_memory
 
     plan = asked(remat="full", offload="activations")
     with pytest.raises(wh.WhaleError) as caught:

@@ -15,7 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import whalejax as wh
 from whalejax import _compat
-from whalejax.capture.patterns.calls import calls_attention, with_calls
+from whalejax.capture.patterns.named_calls import calls_attention, with_calls
 
 
 LENGTH, EMBED, VOCAB = 1024, 32, 64  # longer than a block of scores

@@ -27,7 +27,7 @@ from tests.equality import (
     peak_bytes,
 )
 from whalejax import hlo, jobs, models
-from whalejax.lowering.pipeline_spmd.executor import turns_of
+from whalejax.lowering.pipeline_spmd.lockstep_executor import turns_of
 from whalejax.planner.pipeline.schedules import schedule
 
 

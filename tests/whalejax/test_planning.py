@@ -19,8 +19,8 @@ from jax.interpreters import partial_eval
 
 import whalejax as wh
 from whalejax import jobs, models
-from whalejax.planner.errors import PlanError
-from whalejax.planner.search import spmd
+from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.search import spmd_search
 from whalejax.planner.search.enumerate import Search
 
 
@@ -620,7 +620,7 @@ def refused_searches(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Search]
         found.extend(searches)
         return PlanError("nothing fits")
 
-    monkeypatch.setattr(spmd, "refusal", refusal)
+    monkeypatch.setattr(spmd_search, "refusal", refusal)
     with pytest.raises(PlanError, match="nothing fits"):
         planned(name, cluster=wh.cluster("h100:8").with_memory(1 << 10))
     return found
@@ -642,7 +642,7 @@ def test_no_program_takes_less_memory_than_the_leanest(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """But for what ``HOPELESS`` allows."""
-    monkeypatch.setattr(spmd, "HOPELESS", float("inf"))
+    monkeypatch.setattr(spmd_search, "HOPELESS", float("inf"))
     least: dict[Any, int] = {}
     for search in refused_searches(monkeypatch, name):
         asked = search.request

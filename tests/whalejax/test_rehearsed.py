@@ -15,8 +15,8 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax.lowering.pipeline_mpmd.channels import StageChannel
 from whalejax.lowering.pipeline_mpmd.compile_only import CompiledStages
+from whalejax.lowering.pipeline_mpmd.stage_channels import StageChannel
 from whalejax.lowering.pipeline_mpmd.step import SchedulePass
 
 

@@ -20,9 +20,9 @@ from whalejax import _compat, models
 from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
 from whalejax.jobs import abstract_model
+from whalejax.planner.cost_terms import ALL
 from whalejax.planner.model.analysis import analyse_graph
-from whalejax.planner.sharding.remat import Region, checked_policies, regions
-from whalejax.planner.terms import ALL
+from whalejax.planner.sharding.remat_regions import Region, checked_policies, regions
 
 
 LAYERS, EMBED, MLP, BATCH = 4, 32, 128, 64

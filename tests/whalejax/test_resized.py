@@ -14,7 +14,7 @@ import pytest
 import whalejax as wh
 from whalejax import jobs, models
 from whalejax.adapters.base import adapt
-from whalejax.capture import Captured, capture, programs
+from whalejax.capture import Captured, capture, loss_programs
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.rebatch import rebatch_graph
 
@@ -214,7 +214,7 @@ def test_another_batch_is_not_traced(
     def never(*args: Any, **options: Any) -> Captured:
         raise AssertionError("the model is traced again")
 
-    monkeypatch.setattr(programs, "capture", never)
+    monkeypatch.setattr(loss_programs, "capture", never)
     assert answer(estimate.what_if(batch=256)) == answer(fresh)
     with pytest.raises(AssertionError, match="is traced again"):
         estimate.what_if(precision="bf16")

@@ -12,7 +12,7 @@ import pytest
 
 import whalejax as wh
 from tests.whalejax.attentions import context_mesh, in_blocks
-from whalejax.capture.patterns.calls import is_attention, with_calls
+from whalejax.capture.patterns.named_calls import is_attention, with_calls
 
 
 BATCH, LENGTH, HEADS, DEPTH = 2, 8, 2, 4

@@ -15,8 +15,8 @@ import pytest
 import whalejax as wh
 from whalejax.api.search import mesh_of
 from whalejax.api.search_result import SearchResult
-from whalejax.planner.errors import NothingFits
 from whalejax.planner.plan.report.search_data import price_text
+from whalejax.planner.plan_errors import NothingFits
 
 
 CLUSTERS = ["h100:8", "h100:2x8", "v5p:2x2x1"]

@@ -23,7 +23,11 @@ from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
 from whalejax.capture.separability.proof import Separability
 from whalejax.capture.split_checks import DependentSamplesError
-from whalejax.elastic.programs import ReplicaPrograms, local_cluster, planned_replica
+from whalejax.elastic.replica_programs import (
+    ReplicaPrograms,
+    local_cluster,
+    planned_replica,
+)
 from whalejax.runtime.resume import restore_newest
 
 

@@ -15,7 +15,7 @@ from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
 from whalejax.planner.model.analysis import analyse_graph
-from whalejax.planner.search.spmd import analysed_for
+from whalejax.planner.search.spmd_search import analysed_for
 from whalejax.planner.sharding.sequence_parallel import SUFFIX
 
 

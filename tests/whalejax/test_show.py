@@ -25,7 +25,7 @@ from whalejax.cli.show import (
 from whalejax.meshes.fitted_constants import constants
 from whalejax.meshes.progress_events import listening, tell
 from whalejax.meshes.units import gigabytes
-from whalejax.planner.plan.report.page import bar_text
+from whalejax.planner.plan.report.plan_page import bar_text
 
 
 def layered_loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:

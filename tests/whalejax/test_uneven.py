@@ -21,7 +21,7 @@ from whalejax.api import executor_choice
 from whalejax.jobs import split_settings
 from whalejax.lowering.sample_shares import checked_shares
 from whalejax.planner.balance.online import Rebalance
-from whalejax.planner.plan import uneven_replicas
+from whalejax.planner.plan import uneven_replica_plans
 from whalejax.planner.search.uneven_replicas import most_shares
 from whalejax.user_code.losses import Job
 
@@ -373,7 +373,7 @@ def test_promising_replicas_are_no_worse_than_all(
         )
 
     some = ask()
-    monkeypatch.setattr(uneven_replicas, "MANY_DEVICES", math.inf)
+    monkeypatch.setattr(uneven_replica_plans, "MANY_DEVICES", math.inf)
     every = ask()
     assert some.shares and every.shares
     assert some.time.step_seconds <= every.time.step_seconds * 1.001

@@ -14,7 +14,7 @@ import pytest
 import whalejax as wh
 from whalejax import jobs, models
 from whalejax.meshes import Cluster
-from whalejax.planner.plan import uneven_replicas
+from whalejax.planner.plan import uneven_replica_plans
 from whalejax.planner.search import least_paces
 from whalejax.planner.search.likely_replicas import LikelyReplicas
 
@@ -114,15 +114,15 @@ def test_replicas_take_what_is_estimated(
     name: str, batch: int, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[LikelyReplicas] = []
-    likely = uneven_replicas.likely_replicas
+    likely = uneven_replica_plans.likely_replicas
 
     def kept(*given: Any, **options: Any) -> list[LikelyReplicas]:
         found.extend(likely(*given, **options))
         return found
 
-    monkeypatch.setattr(uneven_replicas, "likely_replicas", kept)
-    monkeypatch.setattr(uneven_replicas, "MANY_DEVICES", 1)
-    monkeypatch.setattr(uneven_replicas, "MANY_CASES", 1)
+    monkeypatch.setattr(uneven_replica_plans, "likely_replicas", kept)
+    monkeypatch.setattr(uneven_replica_plans, "MANY_DEVICES", 1)
+    monkeypatch.setattr(uneven_replica_plans, "MANY_CASES", 1)
     best = planned(name, batch, text)
     devices = best.cluster.num_devices
     estimates = [*found]

@@ -26,8 +26,8 @@ from whalejax.capture.split_checks import (
 )
 from whalejax.capture.trace import Captured
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.layout import divisors
 
 

@@ -18,12 +18,12 @@ from whalejax import _compat
 from whalejax.api.fixed_axes import EVEN, Uneven, check_mesh
 from whalejax.capture import Captured
 from whalejax.capture.layer_scan import IndivisibleLayersError, stack_of
-from whalejax.capture.options import check_runs
-from whalejax.capture.programs import Programs
-from whalejax.capture.units import units_of
+from whalejax.capture.loss_options import check_runs
+from whalejax.capture.loss_programs import Programs
+from whalejax.capture.program_units import units_of
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import Problems, warn
-from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.cost_terms import Remat
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import stacked_loop, stacked_loops
 from whalejax.planner.pipeline.layer_stack import STAGE
@@ -38,7 +38,7 @@ from whalejax.planner.plan.estimates import (
 from whalejax.planner.plan.pipeline_mpmd import SCHEDULES, decide_mpmd
 from whalejax.planner.plan.pipeline_spmd import LOCKSTEP, decide_stages
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.spmd import decide
+from whalejax.planner.plan.spmd_plan import decide
 from whalejax.planner.plan.stage_notes import (
     evened,
     lopsided,
@@ -47,17 +47,17 @@ from whalejax.planner.plan.stage_notes import (
     uncut,
 )
 from whalejax.planner.plan.uneven_pipelines import decide_pipelines
-from whalejax.planner.plan.uneven_replicas import decide_shares
+from whalejax.planner.plan.uneven_replica_plans import decide_shares
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.search.enumerate import PLANNED_AXES, fixed_space
 from whalejax.planner.search.least_paces import least_stage_steps
 from whalejax.planner.search.ranking import SURE, TIE
 from whalejax.planner.search.request import OffloadableState, Request
-from whalejax.planner.search.spmd import ProgramCache, check_marks
+from whalejax.planner.search.spmd_search import ProgramCache, check_marks
 from whalejax.planner.search.stage_models import DivisibleProgram, TooFewParts
 from whalejax.planner.search.user_choices import PipelineConstraints
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.metadata_constraints import pinned_axes, pins_of
-from whalejax.planner.terms import Remat
 
 
 ALIKE = "one program runs all stages in lockstep: their layers are one scan"

@@ -21,13 +21,13 @@ from whalejax.api.search import named_clusters
 from whalejax.meshes import Cluster
 from whalejax.meshes.progress_events import tell
 from whalejax.meshes.units import gigabytes, milliseconds
-from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.near_names import names_arguments
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.headline import speed_words
-from whalejax.planner.plan.report.page import page_width
+from whalejax.planner.plan.report.plan_page import page_width
 from whalejax.planner.plan.report.text_layout import Line, paragraph, plain, table
 from whalejax.planner.plan.report.why import layout_text
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.search.micro_batches import samples_at_a_time
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whalejax.capture import Captured
+from whalejax.planner.cost_terms import NO_EFFECT, Remat
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.step_options import remat_words
-from whalejax.planner.terms import NO_EFFECT, Remat
 
 
 def loss_notes(captured: Captured, found: Plan) -> list[str]:

@@ -15,10 +15,10 @@ from whalejax.api.plan_settings import PlanSettings
 from whalejax.meshes import Cluster, DeviceKind
 from whalejax.meshes.progress_events import tell
 from whalejax.meshes.units import gigabytes
-from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.memory.prediction_band import MemoryBand
 from whalejax.planner.model.graph import Mark
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.step_options import UserOptions
 from whalejax.verification.targets import NoCompiler, VerifyError
 

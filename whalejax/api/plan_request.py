@@ -49,31 +49,36 @@ from whalejax.api.plan_settings import PlanSettings, changeable, parsed_cluster
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of, check_batch, resize_batch
 from whalejax.capture.batch import batch_leaves as micro_leaves
-from whalejax.capture.options import fixed_options
+from whalejax.capture.loss_options import fixed_options
+from whalejax.capture.loss_programs import (
+    Programs,
+    Traces,
+    attention_note,
+    check_reports,
+)
 from whalejax.capture.precision import (
     CAST_BYTES,
     bf16_note,
     taken_precision,
     widest_work,
 )
-from whalejax.capture.programs import Programs, Traces, attention_note, check_reports
 from whalejax.capture.split_checks import check_split, split_note
 from whalejax.lowering.batch_record import batch_leaves, batch_tree, tree_bytes
 from whalejax.lowering.optimizer_state import optimizer_bytes
-from whalejax.lowering.pipeline_mpmd.update_split import check_update
-from whalejax.lowering.spmd.executor import offloadable_state
+from whalejax.lowering.pipeline_mpmd.update_partition import check_update
+from whalejax.lowering.spmd.spmd_executor import offloadable_state
 from whalejax.lowering.uneven.zero1_update import elementwise
 from whalejax.meshes import Cluster
 from whalejax.meshes.checks import Arguments, is_whole
 from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.cost.model_work import model_work
-from whalejax.planner.errors import DeviceCountError, NothingFits, PlanError
 from whalejax.planner.memory.prediction_band import MemoryBand, memory_band
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
-from whalejax.planner.search.combining import check_combine, combine_notes
+from whalejax.planner.plan_errors import DeviceCountError, NothingFits, PlanError
+from whalejax.planner.search.adasum_limits import check_combine, combine_notes
 from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.device_order import ordered

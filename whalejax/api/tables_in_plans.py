@@ -20,8 +20,8 @@ from whalejax.api.tables_request import TablesRequest
 from whalejax.capture.batch import aval_of
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.units import gigabytes
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 from whalejax.tables.plan import cut_program
 from whalejax.tables.record import whole_plan
 from whalejax.user_code.ambient_mesh import without_mesh

@@ -24,8 +24,8 @@ from whalejax.capture.batch import aval_of, check_batch
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.place import place_tables
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.ranks import Ranks

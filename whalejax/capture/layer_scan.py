@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from whalejax import _compat
 from whalejax.adapters.leaves import dtype_of
 from whalejax.capture.counters import advances
-from whalejax.planner.errors import PlanError
 from whalejax.planner.model.repeated_layers import stacked_loop
 from whalejax.planner.pipeline.layer_stack import NO_LAYERS
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.offload_candidates import FORMS
 
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from whalejax.adapters.base import Adapter
 from whalejax.meshes.dtypes import PRECISIONS
 from whalejax.meshes.errors import WhaleError
+from whalejax.planner.cost_terms import ALL
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.terms import ALL
 
 
 CAST_BYTES = {"f32": 1.0, "bf16": 0.5, "f16": 0.5}

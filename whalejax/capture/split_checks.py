@@ -16,8 +16,8 @@ from whalejax.capture.separability.proof import Separability
 from whalejax.capture.separability.random_rules import FOREIGN
 from whalejax.capture.separability.values import OTHER_RATIO, Reason
 from whalejax.capture.trace import Captured
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 
 
 class DependentSamplesError(PlanError):

@@ -36,22 +36,22 @@ from whalejax.capture.drafts import Position, Value
 from whalejax.capture.named_axes import bound, traced_with_axes
 from whalejax.capture.partial_metadata import aligned
 from whalejax.capture.passes.mixed_precision import left_wide, narrowed, wide_products
-from whalejax.capture.passes.remat import applicable, recomputed
-from whalejax.capture.patterns.calls import (
+from whalejax.capture.passes.remat_pass import applicable, recomputed
+from whalejax.capture.patterns.full_length import lengthened
+from whalejax.capture.patterns.named_calls import (
     calls_attention,
     possible_calls,
     with_calls,
     with_logits,
 )
-from whalejax.capture.patterns.full_length import lengthened
-from whalejax.capture.reported.paired import Trace
-from whalejax.capture.reported.values import (
+from whalejax.capture.reported_values.combinations import (
     Reports,
     check_clear,
     check_keys,
     reports,
     undivided,
 )
+from whalejax.capture.reported_values.paired_traces import Trace
 from whalejax.capture.separability.proof import (
     LossInput,
     LossPrograms,
@@ -70,6 +70,7 @@ from whalejax.capture.walk import FlatProgram, KnownRules, SortedRows, holds_til
 from whalejax.jaxpr.fewer_rows import BatchRows
 from whalejax.jaxpr.positions import equation_at
 from whalejax.meshes.errors import WhaleError
+from whalejax.planner.cost_terms import ALL, precision_words
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph, Mark, Op
 from whalejax.planner.model.last_tokens import gathered_bytes, last_tokens_cut
@@ -80,8 +81,7 @@ from whalejax.planner.sharding.fused_parameters import (
     picks,
 )
 from whalejax.planner.sharding.precision_regions import precision_for
-from whalejax.planner.sharding.remat import regions
-from whalejax.planner.terms import ALL, precision_words
+from whalejax.planner.sharding.remat_regions import regions
 from whalejax.user_code.ambient_mesh import tracing
 from whalejax.user_code.annotations import recording
 from whalejax.user_code.losses import check_rows

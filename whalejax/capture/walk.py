@@ -32,10 +32,10 @@ from whalejax.capture.drafts import (
     Value,
     without_literals,
 )
-from whalejax.capture.patterns.calls import is_attention, keeping, makes_logits
-from whalejax.capture.rules.attention import attention_behaviour
+from whalejax.capture.patterns.named_calls import is_attention, keeping, makes_logits
+from whalejax.capture.rules.attention_rule import attention_behaviour
 from whalejax.capture.rules.behaviour import Behaviour, Equation, Shape, of_each
-from whalejax.capture.rules.table import behaviour
+from whalejax.capture.rules.rule_table import behaviour
 from whalejax.jaxpr.fewer_rows import BatchRows
 from whalejax.planner.model.graph import ATTENTION, Factor, Stacked, TensorKind
 

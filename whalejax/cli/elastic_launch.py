@@ -11,8 +11,8 @@ from typing import Final
 from whalejax.cli import elastic_outcome
 from whalejax.cli.options import LaunchCommand, TrainCommand, given_plan_options
 from whalejax.cli.process_places import check_places, start_agents
+from whalejax.elastic.elastic_worker import mesh_asked
 from whalejax.elastic.launching import supervise
-from whalejax.elastic.worker import mesh_asked
 from whalejax.membership.settings import SupervisorSettings, least_and_most
 from whalejax.meshes.errors import Problems, WhaleError
 
@@ -93,7 +93,12 @@ def train_elastically(command: TrainCommand) -> int:
         except WhaleError as error:
             problems.add(str(error))
     assert command.save is not None
-    words = (sys.executable, "-m", "whalejax.elastic.worker", encode_command(command))
+    words = (
+        sys.executable,
+        "-m",
+        "whalejax.elastic.elastic_worker",
+        encode_command(command),
+    )
     settings = SupervisorSettings(least=least, most=most, spares=command.spares)
     began = time.monotonic()
     with start_agents(command, command.save, most + command.spares) as places:

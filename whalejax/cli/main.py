@@ -553,7 +553,7 @@ def _verify(command: VerifyCommand) -> int:
 
 
 def _estimate(command: EstimateCommand) -> int:
-    from whalejax.estimates.table import write_estimates
+    from whalejax.estimates.estimate_table import write_estimates
 
     found = write_estimates(command.table, command.output, strict=command.strict)
     if command.json:
@@ -588,7 +588,7 @@ def _complete(shell: str) -> None:
 
 def _goodput(command: GoodputCommand) -> None:
     """Print what failures would cost a plan, on paper."""
-    from whalejax.planner.plan.goodput import goodput
+    from whalejax.planner.plan.goodput_estimate import goodput
     from whalejax.planner.plan.plan import Plan
 
     options = dataclasses.asdict(command)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from whalejax.api.named_jobs import find_job, is_file, named_values
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import quoted
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_errors import PlanError
 
 
 if TYPE_CHECKING:

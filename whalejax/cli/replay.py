@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from whalejax.api.job_plans import make_plan
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.train_state import TrainState
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan

@@ -16,11 +16,11 @@ from rich.style import Style
 
 from whalejax.meshes.units import milliseconds as seconds_text
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.report.page import plan_lines
 from whalejax.planner.plan.report.parameter_table import ParameterRow as ParameterRow
 from whalejax.planner.plan.report.parameter_table import (
     parameter_rows as parameter_rows,
 )
+from whalejax.planner.plan.report.plan_page import plan_lines
 from whalejax.planner.plan.report.text_layout import Line
 
 

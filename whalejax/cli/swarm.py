@@ -26,9 +26,9 @@ from whalejax.wire.swarm_messages import AskTerms, ShowSwarm, Terms
 
 
 if TYPE_CHECKING:
-    from whalejax.swarm_runtime.cut import StagedJob
-    from whalejax.swarm_runtime.leading.further import SecondaryTrainer
     from whalejax.swarm_runtime.peer import Peer
+    from whalejax.swarm_runtime.staged_job import StagedJob
+    from whalejax.swarm_runtime.trainers.secondary_trainer import SecondaryTrainer
 
 
 FindJob = Callable[[str, Mapping[str, Any]], Job]
@@ -87,7 +87,7 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
         from whalejax.cli.swarm_processes import serve_with_peers
 
         return serve_with_peers(command)
-    from whalejax.swarm_runtime.serving import open_listener
+    from whalejax.swarm_runtime.registry_server import open_listener
     from whalejax.wire.keys import make_key
 
     # First of all: those that join see that the registry comes, however long it traces.
@@ -99,9 +99,9 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
 def _serve(
     command: SwarmServeCommand, find_job: FindJob, listening: socket.socket
 ) -> int:
-    from whalejax.swarm_runtime.cut import StagedJob
-    from whalejax.swarm_runtime.leading.state import Settings
-    from whalejax.swarm_runtime.running import SwarmRun, SwarmRunPaths
+    from whalejax.swarm_runtime.staged_job import StagedJob
+    from whalejax.swarm_runtime.swarm_run import SwarmRun, SwarmRunPaths
+    from whalejax.swarm_runtime.trainers.trainer_state import Settings
 
     cut = StagedJob(
         find_job(command.model, named_values(command.set)),
@@ -253,7 +253,7 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
         WhaleError: the registry cannot be reached, or refuses this trainer.
     """
     _check(command)
-    from whalejax.swarm_runtime.leading.further import SecondaryTrainer
+    from whalejax.swarm_runtime.trainers.secondary_trainer import SecondaryTrainer
 
     address, key, terms = _terms(command)
     trainer = SecondaryTrainer(
@@ -305,7 +305,7 @@ def _cut_by(
     find_job: FindJob,
 ) -> StagedJob:
     """The job in stages, as the registry's process has cut it."""
-    from whalejax.swarm_runtime.cut import StagedJob
+    from whalejax.swarm_runtime.staged_job import StagedJob
 
     return StagedJob(
         find_job(command.model, named_values(command.set)),

@@ -12,7 +12,6 @@ from whalejax.cli.swarm_options import SwarmJoinCommand, SwarmServeCommand
 from whalejax.distributed.launch_env import is_loopback, joined_address, reached_host
 from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import Problems
-from whalejax.processes.keeper import Keeper, KeptCommand
 from whalejax.processes.launch_spec import (
     check_hosts,
     is_here,
@@ -20,6 +19,7 @@ from whalejax.processes.launch_spec import (
     words_there,
 )
 from whalejax.processes.local_gpus import own_gpus, refusal, visible_gpus
+from whalejax.processes.restarting_processes import Keeper, KeptCommand
 from whalejax.wire.keys import make_key
 
 

@@ -38,10 +38,11 @@ from whalejax.cli.progress import Meter, Working, make_console, progress_words, 
 from whalejax.cli.show import print_plan
 from whalejax.cli.train_report import TrainReport, words_of
 from whalejax.distributed.standard_streams import say
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime import loop
+from whalejax.runtime.plan_compatibility import devices_of
 from whalejax.runtime.resume import (
     agreed_checkpoints,
     batches_from,
@@ -50,7 +51,6 @@ from whalejax.runtime.resume import (
 )
 from whalejax.runtime.train_step import TrainStep
 from whalejax.runtime.train_step import compile as compile_step
-from whalejax.runtime.validate import devices_of
 from whalejax.user_code.losses import Job
 
 

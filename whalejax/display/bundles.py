@@ -12,7 +12,8 @@ from html import escape
 from whalejax.display.page import FILLS, bar, bundle_of, cell, folded, listed, table
 from whalejax.meshes.units import gigabytes
 from whalejax.meshes.units import milliseconds as seconds_text
-from whalejax.planner.plan.report.page import (
+from whalejax.planner.plan.report.parameter_table import ParameterRow, parameter_rows
+from whalejax.planner.plan.report.plan_page import (
     SHOWN_ROWS,
     TRAFFIC,
     crossings,
@@ -23,7 +24,6 @@ from whalejax.planner.plan.report.page import (
     traffic_rows,
     whole_words,
 )
-from whalejax.planner.plan.report.parameter_table import ParameterRow, parameter_rows
 from whalejax.planner.plan.report.why import layout_text, shape_text, spec_text
 from whalejax.planner.plan_data import PlanData
 

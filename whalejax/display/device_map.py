@@ -13,9 +13,9 @@ from html import escape
 from whalejax.display.page import Picture, cell, table
 from whalejax.meshes.checks import short_repr
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.entries import LeafPlan
 from whalejax.planner.plan.report.why import shape_text, spec_text
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import LeafPlan
 from whalejax.planner.sharding.layout import Spec
 
 

@@ -15,8 +15,8 @@ from whalejax.display.page import (
 )
 from whalejax.display.page import cell as td
 from whalejax.meshes.units import gigabytes
+from whalejax.planner.cost_terms import MemoryTerms
 from whalejax.planner.plan_data import PlanData
-from whalejax.planner.terms import MemoryTerms
 
 
 _LEFT, _WIDTH, _BAR, _GAP, _RIGHT = 90.0, 640.0, 26.0, 12.0, 130.0

@@ -78,7 +78,8 @@ class _OutputErrorContext:
 
 @contextlib.contextmanager
 def standard_output() -> Iterator[None]:
-    """Inside the block ``sys.stdout`` raises ``OutputWriteError`` for what it does not take.
+    """Inside the block ``sys.stdout`` raises ``OutputWriteError`` for what it does not
+    take.
 
     Where standard output is closed, what is printed goes nowhere.
     """

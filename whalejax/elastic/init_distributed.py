@@ -32,7 +32,7 @@ from whalejax.distributed.launch_env import (
 from whalejax.distributed.meeting import shared_key
 from whalejax.distributed.rendezvous import ProcessPlace, end_process, rendezvous
 from whalejax.elastic.environment import SUPERVISOR, local_host
-from whalejax.elastic.placing import await_placement
+from whalejax.elastic.script_placement import await_placement
 from whalejax.membership import heartbeat as beats
 from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.errors import WhaleError

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
-from whalejax.elastic.supervisor.telling import tell_user
+from whalejax.elastic.supervisor.event_messages import tell_user
 from whalejax.membership.settings import Supervised, SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 

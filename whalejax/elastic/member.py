@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from whalejax.distributed.launch_env import is_loopback, joined_address
-from whalejax.elastic.control import (
+from whalejax.elastic.async_checkpoints import Saver
+from whalejax.elastic.environment import HELD_BY, local_host
+from whalejax.elastic.member_connections import Peers
+from whalejax.elastic.message_all_reduce import exchanged
+from whalejax.elastic.replica_programs import Buffers, ReplicaPrograms
+from whalejax.elastic.supervisor_client import (
     Control,
     NoSupervisorError,
     RunStopped,
     on_notice,
 )
-from whalejax.elastic.environment import HELD_BY, local_host
-from whalejax.elastic.exchange import exchanged
-from whalejax.elastic.peers import Peers
-from whalejax.elastic.programs import Buffers, ReplicaPrograms
-from whalejax.elastic.saving import Saver
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.train_state import TrainState
 from whalejax.membership.assignment import Node
 from whalejax.membership.phases import (
     BETWEEN,

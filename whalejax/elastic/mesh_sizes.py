@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from whalejax.meshes.checks import is_whole
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.layout import MESH_AXES
 
 

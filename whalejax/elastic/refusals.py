@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from whalejax.distributed.launch_env import KEY_FILE, split_address
-from whalejax.elastic.control import NoSupervisorError, key_of_run
 from whalejax.elastic.environment import SUPERVISOR
+from whalejax.elastic.supervisor_client import NoSupervisorError, key_of_run
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.local_processes import machine
 from whalejax.wire.connection import dial

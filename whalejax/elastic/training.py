@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.environment import SUPERVISOR
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.checks import Arguments, is_number
 from whalejax.user_code.losses import Job
 from whalejax.wire.run_messages import NotSaved, Report
@@ -18,8 +18,8 @@ from whalejax.wire.run_messages import NotSaved, Report
 if TYPE_CHECKING:
     from whalejax.elastic.member import Training
     from whalejax.elastic.mesh_sizes import Asked
-    from whalejax.elastic.programs import PlannedReplica
-    from whalejax.journals.adding_up import Way
+    from whalejax.elastic.replica_programs import PlannedReplica
+    from whalejax.journals.gradient_reduction import Way
     from whalejax.planner.plan.plan import Plan
 
 
@@ -142,8 +142,8 @@ def _trained(
     """The steps, in the way that this run takes."""
     from whalejax.elastic.member import ElasticMember
     from whalejax.elastic.mesh_sizes import AUTO, REPLICAS
-    from whalejax.elastic.programs import ReplicaPrograms
-    from whalejax.journals.adding_up import MESSAGES
+    from whalejax.elastic.replica_programs import ReplicaPrograms
+    from whalejax.journals.gradient_reduction import MESSAGES
 
     address, key_file = os.environ.get(SUPERVISOR), os.environ.get(KEY_FILE, "")
     planned: PlannedReplica | None = None
@@ -169,12 +169,16 @@ def _agreed(
 ) -> tuple[Way, PlannedReplica | None]:
     """Returns the run's reduction of gradients, and its plan where that was made."""
     from whalejax import _compat_processes
-    from whalejax.elastic.adding_up.agreement import Arbiter, agreed
-    from whalejax.elastic.adding_up.price import ReductionProcesses
+    from whalejax.elastic.gradient_reduction.backend_agreement import Arbiter, agreed
+    from whalejax.elastic.gradient_reduction.reduction_cost import ReductionProcesses
     from whalejax.elastic.mesh_sizes import REPLICAS
-    from whalejax.elastic.programs import planned_replica
-    from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, GradientReduction
-    from whalejax.planner.errors import NothingFits
+    from whalejax.elastic.replica_programs import planned_replica
+    from whalejax.journals.gradient_reduction import (
+        COLLECTIVES,
+        MESSAGES,
+        GradientReduction,
+    )
+    from whalejax.planner.plan_errors import NothingFits
 
     wanted = {k: settings[k] for k in ("batch", "micro_batches", "precision")}
     made: list[PlannedReplica] = []
@@ -213,8 +217,8 @@ def _spread(
     job: Job, training: Any, settings: dict[str, Any], mesh: Any
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """The steps of one model over all processes."""
-    from whalejax.elastic.spread import SpreadMember
-    from whalejax.elastic.spread_programs import SpreadPrograms
+    from whalejax.elastic.sharded_member import SpreadMember
+    from whalejax.elastic.sharded_programs import SpreadPrograms
 
     facts = {k: str(settings[k]) for k in ("batch", "precision", "seed")}
     facts["asked micro-batches"] = str(settings["micro_batches"])
@@ -231,7 +235,7 @@ def _spread(
 
 def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """The same steps in one process."""
-    from whalejax.elastic.saving import Saver
+    from whalejax.elastic.async_checkpoints import Saver
     from whalejax.meshes.errors import warn
     from whalejax.runtime.resume import hold_folder
 

@@ -22,9 +22,9 @@ from whalejax.equality.random_data import sample
 from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.progress_events import tell
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.runtime.validate import check_planned, check_same_shapes
+from whalejax.planner.plan_errors import PlanError
+from whalejax.runtime.plan_compatibility import check_planned, check_same_shapes
 from whalejax.user_code.argument_checks import refuse_bad_optimizer
 from whalejax.verification.processes import run
 
@@ -36,7 +36,7 @@ MEMORY_PART: Final = 0.5
 """Part of this machine's memory that a check may take if nobody says otherwise."""
 
 _MOST_SECONDS: Final = 10**6
-_WORKER: Final = "whalejax.equality.worker"
+_WORKER: Final = "whalejax.equality.check_worker"
 
 _QUICK: Final = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"

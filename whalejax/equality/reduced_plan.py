@@ -18,10 +18,10 @@ from whalejax.equality.check_errors import CheckError
 from whalejax.equality.mesh_reduction import MeshReduction
 from whalejax.equality.reduced_model import PlannedModel, ReducedModel
 from whalejax.equality.role_sizes import layer_roles
-from whalejax.planner.entries import BatchLeaf, LeafPlan, RegionTable, RoleInfo
 from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_entries import BatchLeaf, LeafPlan, RegionTable, RoleInfo
 
 
 def reduced_plan(

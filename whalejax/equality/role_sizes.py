@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from whalejax.equality.mesh_reduction import MeshReduction
-from whalejax.planner.entries import RegionTable
 from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_entries import RegionTable
 
 
 SMALL: Final = 8

@@ -37,8 +37,8 @@ from whalejax.equality.reduced_plan import reduced_plan
 from whalejax.equality.role_sizes import reduced_sizes
 from whalejax.equality.true_step import TrueStep, true_step
 from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.plan_compatibility import check_same_model
 from whalejax.runtime.train_step import step_of
-from whalejax.runtime.validate import check_same_model
 
 
 TOLERANCE: Final = 1e-5

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.estimates.run import PublishedRun, ReplicaDevices
+from whalejax.estimates.published_run import PublishedRun, ReplicaDevices
 from whalejax.estimates.step_model import Array, Runs, pipeline_seconds
 from whalejax.estimates.workload import EMBED, HEAD, LAYER
 from whalejax.meshes.fitted_constants import Constants

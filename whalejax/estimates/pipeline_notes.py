@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from whalejax.estimates.run import ReplicaDevices, StageSpec
+from whalejax.estimates.published_run import ReplicaDevices, StageSpec
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.formats.device_aliases import read_device
 from whalejax.meshes.texts import quoted

@@ -21,8 +21,8 @@ from whalejax.estimates.csv_table import read_table as read_table
 from whalejax.estimates.decoder import DecoderSizes
 from whalejax.estimates.frameworks import Framework, framework, with_compilation
 from whalejax.estimates.pipeline_notes import devices_of, notes_of, stages_of
+from whalejax.estimates.published_run import PublishedRun, StageSpec
 from whalejax.estimates.rematerialization import UNCONFIRMED, Remat
-from whalejax.estimates.run import PublishedRun, StageSpec
 from whalejax.estimates.table_cells import Cells
 from whalejax.meshes.catalogue import CatalogueEntry
 from whalejax.meshes.delivered import efficiency_notes

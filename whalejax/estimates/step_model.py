@@ -28,8 +28,8 @@ from whalejax.estimates.held_parameters import (
     HeldParameters,
     link_waits,
 )
+from whalejax.estimates.published_run import PublishedRun
 from whalejax.estimates.rematerialization import recomputed_shares
-from whalejax.estimates.run import PublishedRun
 from whalejax.estimates.workload import (
     EMBED,
     HEAD,

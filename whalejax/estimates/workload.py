@@ -24,13 +24,13 @@ from whalejax.estimates.decoder import (
     DecoderSizes,
     decoder_graph,
 )
+from whalejax.estimates.published_run import PublishedRun
 from whalejax.estimates.rematerialization import (
     PRODUCTS,
     SAVED_BY_NAME,
     Remat,
     saved_shares,
 )
-from whalejax.estimates.run import PublishedRun
 from whalejax.meshes.cluster import Cluster, cluster
 from whalejax.planner.cost.operation_cost import (
     CostSetting,
@@ -40,11 +40,11 @@ from whalejax.planner.cost.operation_cost import (
     row_hits,
 )
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.memory.saved_tensors import Residents, kept_bytes, residents
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan_entries import Collective, CollectiveKind
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.operation_rows import OperationRows, Row
 

@@ -7,10 +7,10 @@ not understood is refused by name, because a count that left something out would
 like any other.
 """
 
+from whalejax.hlo.hlo_collectives import KINDS, Collectives, Instruction, collectives
+from whalejax.hlo.hlo_text import HloError, Module, read
 from whalejax.hlo.loops import executions
 from whalejax.hlo.products import product_flops
-from whalejax.hlo.text import HloError, Module, read
-from whalejax.hlo.traffic import KINDS, Collectives, Instruction, collectives
 
 
 __all__ = [

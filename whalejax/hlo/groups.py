@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from whalejax.hlo.text import HloError
+from whalejax.hlo.hlo_text import HloError
 
 
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})\}")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whalejax.hlo.text import Computation, Line, Module
+from whalejax.hlo.hlo_text import Computation, Line, Module
 
 
 _TRIP = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')

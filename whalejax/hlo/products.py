@@ -16,8 +16,8 @@ from collections import Counter
 
 import numpy as np
 
+from whalejax.hlo.hlo_text import HloError, Line, Module, Shape
 from whalejax.hlo.loops import Branch, Execution, executions, largest_branches
-from whalejax.hlo.text import HloError, Line, Module, Shape
 
 
 _DIMS = re.compile(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
@@ -64,7 +64,7 @@ def product_flops(module: Module) -> int:
         HloError: a product whose sizes, or a call or loop whose work, is not
             understood.
 
-    >>> from whalejax.hlo.text import read
+    >>> from whalejax.hlo.hlo_text import read
     >>> product_flops(
     ...     read(
     ...         "ENTRY %main (x: f32[4,8], y: f32[8,3]) -> f32[4,3] {\\n"

@@ -55,7 +55,8 @@ def run(
         jaxpr: open or closed.
         values: its inputs.
         each: runs one equation.
-        items: equations and ``EquationReplacement``s, in order, that run in place of all equations.
+        items: equations and ``EquationReplacement``s, in order, that run in place of
+            all equations.
         constant: Function that replaces an array that the program holds.
     """
     body, constants = _compat.open_jaxpr(jaxpr)

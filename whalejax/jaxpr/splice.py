@@ -205,7 +205,8 @@ def spliced(
         change: Function from an equation to ``"inline"`` for a call whose equations
             replace it, a function that computes its results from its operands instead,
             or None where it stays.
-        items: Equations and ``EquationReplacement``s, in order, that stand for all equations.
+        items: Equations and ``EquationReplacement``s, in order, that stand for all
+            equations.
         constant: Function that replaces an array that the program holds.
     """
     splice = Splice(jaxpr, constant)

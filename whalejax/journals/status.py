@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from whalejax.distributed.launch_env import printable
 from whalejax.journals import journal
-from whalejax.journals.adding_up import GradientReduction
+from whalejax.journals.gradient_reduction import GradientReduction
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import is_held

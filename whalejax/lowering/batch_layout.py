@@ -17,8 +17,8 @@ from whalejax.lowering.batch_record import dtype_of
 from whalejax.lowering.global_arrays import absent, is_here
 from whalejax.meshes.checks import short_repr
 from whalejax.meshes.errors import Problems
-from whalejax.planner.entries import BatchLeaf
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_entries import BatchLeaf
+from whalejax.planner.plan_errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.capture.batch import aval_of
-from whalejax.planner.entries import BatchLeaf
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_entries import BatchLeaf
+from whalejax.planner.plan_errors import PlanError
 
 
 _LEAF = "leaf"

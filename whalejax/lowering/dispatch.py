@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from whalejax.capture.layer_scan import stack_of
-from whalejax.lowering.pipeline_spmd.executor import (
+from whalejax.lowering.pipeline_spmd.lockstep_executor import (
     pipelined_gradients,
     pipelined_losses,
 )
-from whalejax.lowering.spmd import executor, per_rank
-from whalejax.lowering.spmd.executor import Program, Sums
+from whalejax.lowering.spmd import per_rank, spmd_executor
+from whalejax.lowering.spmd.spmd_executor import Program, Sums
 
 
 def gradients_of(
@@ -30,13 +30,15 @@ def gradients_of(
 
     Args:
         program: Loss, optimizer and plan to run.
-        params, rest, batch, rng, step, scale: Arguments of ``spmd.gradients_of``,
-            unchanged.
+        params, rest, batch, rng, step, scale: Arguments of
+            ``spmd_executor.gradients_of``, unchanged.
     """
     if program.plan.combine != "mean":
         return per_rank.gradients_of(program, params, rest, batch, rng, step, scale)
     if program.plan.stages is None:
-        return executor.gradients_of(program, params, rest, batch, rng, step, scale)
+        return spmd_executor.gradients_of(
+            program, params, rest, batch, rng, step, scale
+        )
     stack = stack_of(program.captured)
     return pipelined_gradients(program, stack, params, rest, batch, rng, step, scale)
 
@@ -52,12 +54,12 @@ def losses_of(
     """The summed losses of the global batch, without gradients.
 
     Args:
-        program, params, rest, batch, rng, step: Arguments of ``spmd.losses_of``,
-            unchanged.
+        program, params, rest, batch, rng, step: Arguments of
+            ``spmd_executor.losses_of``, unchanged.
     """
     if program.plan.combine != "mean":
         return per_rank.losses_of(program, params, rest, batch, rng, step)
     if program.plan.stages is None:
-        return executor.losses_of(program, params, rest, batch, rng, step)
+        return spmd_executor.losses_of(program, params, rest, batch, rng, step)
     stack = stack_of(program.captured)
     return pipelined_losses(program, stack, params, rest, batch, rng, step)

@@ -19,19 +19,19 @@ from whalejax.capture.batch import aval_of
 from whalejax.lowering.dispatch import gradients_of, losses_of
 from whalejax.lowering.loss_scale import LossScale, all_finite
 from whalejax.lowering.metrics import reported, wide
-from whalejax.lowering.multihost.agreement import Agreement
+from whalejax.lowering.multihost.plan_agreement import Agreement
 from whalejax.lowering.multihost.watchdog import Watch
 from whalejax.lowering.optimizer_state import kin_of, owners_of
 from whalejax.lowering.spmd import per_rank
 from whalejax.lowering.spmd.constraints import constraints_of
 from whalejax.lowering.spmd.evaluate import named_sharding
-from whalejax.lowering.spmd.executor import Program, Sums, update
 from whalejax.lowering.spmd.parameter_offload import out_of_host
-from whalejax.lowering.state import Origin, TrainState, bare, strongly_typed
+from whalejax.lowering.spmd.spmd_executor import Program, Sums, update
 from whalejax.lowering.step_runner import Evaluation, Metrics, StepRunner
-from whalejax.planner.errors import PlanError
+from whalejax.lowering.train_state import Origin, TrainState, bare, strongly_typed
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.search.spmd import analysed_for
+from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.search.spmd_search import analysed_for
 
 
 class Runner(Protocol):
@@ -74,7 +74,7 @@ class Runner(Protocol):
         """The loss and metrics of a batch, and what they weigh.
 
         Args:
-            state: State without its exported model, from ``state.bare``.
+            state: State without its exported model, from ``train_state.bare``.
             batch: a global batch as its layout gives it.
         """
         ...
@@ -328,7 +328,7 @@ def finished(
         state: before the step.
         sums: Sums over all micro-batches.
         rest: Non-trainable state after the last micro-batch.
-        end: the optimizer's step, as ``spmd.update``.
+        end: the optimizer's step, as ``spmd_executor.update``.
     """
     params = jax.tree.leaves(state.params)
     scaling = state.loss_scale

@@ -20,9 +20,9 @@ from whalejax.lowering.batch_layout import BatchLayout
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.meshes.checks import is_whole, short_repr
 from whalejax.meshes.errors import Problems
-from whalejax.planner.entries import BatchLeaf
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_entries import BatchLeaf
+from whalejax.planner.plan_errors import PlanError
 
 
 def checked_shares(

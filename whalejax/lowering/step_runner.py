@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from whalejax.lowering.multihost.watchdog import Watch
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.train_state import TrainState
 
 
 Metrics = dict[str, Any]
@@ -49,7 +49,7 @@ class StepRunner:
         """The loss and metrics of a batch; see ``runner.Runner``.
 
         Args:
-            state: State without its exported model, from ``state.bare``.
+            state: State without its exported model, from ``train_state.bare``.
             batch: Global batch, laid out like the one of ``advance``.
         """
         self._agree()

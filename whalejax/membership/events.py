@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from whalejax.membership.assignment import Node
-from whalejax.membership.endings import STATUS, Ending
+from whalejax.membership.exit_status import STATUS, Ending
 from whalejax.wire import run_messages as wire
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from whalejax.membership.assignment import assign_micro_batches, ranks, repaired
-from whalejax.membership.endings import Ending
+from whalejax.membership.elastic_run import ElasticRun, MemberRecord, Phase
+from whalejax.membership.exit_status import Ending
 from whalejax.membership.history import record
-from whalejax.membership.losses import check_budget, count, lose, restart_world
+from whalejax.membership.member_failures import check_budget, count, lose, restart_world
 from whalejax.membership.phases import BETWEEN, FETCHING, RESTORING, SAVING
-from whalejax.membership.run import ElasticRun, MemberRecord, Phase
 from whalejax.membership.run_ends import end
 from whalejax.wire import run_messages as wire
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from whalejax.membership.endings import Ending
+from whalejax.membership.elastic_run import ElasticRun, MemberRecord, Parts, RunOutcome
 from whalejax.membership.events import WriteEvent
-from whalejax.membership.run import ElasticRun, MemberRecord, Parts, RunOutcome
+from whalejax.membership.exit_status import Ending
 from whalejax.membership.settings import SupervisorSettings
 
 

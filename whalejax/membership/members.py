@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from whalejax.membership.endings import Ending
+from whalejax.membership.elastic_run import ElasticRun, MemberRecord, Parts
 from whalejax.membership.events import RegisterEvent, ReleaseEffect, Started, StepCommit
+from whalejax.membership.exit_status import Ending
 from whalejax.membership.generations import ask, ask_again, change, release, unfit
 from whalejax.membership.history import record
 from whalejax.membership.phases import IN_A_STEP, STOPPED
-from whalejax.membership.run import ElasticRun, MemberRecord, Parts
 from whalejax.membership.run_ends import dismiss, end
 from whalejax.wire import run_messages as wire
 

@@ -10,12 +10,18 @@ from collections import Counter
 from typing import Final
 
 from whalejax.membership import events as ev
-from whalejax.membership import generations, losses, members, resizing, run_ends
-from whalejax.membership.failures import Failure
+from whalejax.membership import (
+    generations,
+    member_failures,
+    members,
+    resizing,
+    run_ends,
+)
+from whalejax.membership.elastic_run import ElasticRun, MemberRecord
 from whalejax.membership.history import apply, record
 from whalejax.membership.lease import shifted
 from whalejax.membership.phases import COMPUTING
-from whalejax.membership.run import ElasticRun, MemberRecord
+from whalejax.membership.restart_policy import Failure
 
 
 _SUSPECT_SECONDS: Final = 1.0
@@ -53,7 +59,7 @@ def react(run: ElasticRun, now: float, event: ev.Event) -> list[ev.Effect]:
         case ev.ProcessExitEvent(name=name, status=status, log=log):
             if not run.is_settled:
                 generations.settle(run, now)  # What it said before counts first.
-            losses.exited(run, now, name, status, log)
+            member_failures.exited(run, now, name, status, log)
         case ev.Unrunnable(name=name, why=why):
             members.unrunnable(run, now, name, why)
         case ev.ReductionProposed(by=by, why=why):
@@ -108,7 +114,7 @@ def _place(run: ElasticRun, now: float, event: ev.Event) -> None:
             record(run, now, "agent_left", agent=agent)
             run.agents.pop(agent, None)
         case ev.AgentLost(agent=agent, why=why):
-            losses.agent_lost(run, now, agent, why)
+            member_failures.agent_lost(run, now, agent, why)
 
 
 def _fill_room(run: ElasticRun, now: float, room: int) -> None:
@@ -129,10 +135,10 @@ def _tick(run: ElasticRun, now: float) -> None:
         for member in [*run.members.values()]:
             why = _overdue(run, now, member, silent.get(member.name))
             if why and run.over is None:
-                losses.lose(run, now, member, why)
+                member_failures.lose(run, now, member, why)
     if not run.restarts:  # Else steps are between the processes, which watch over them.
         check_step(run, now)
-    losses.start_due(run, now)
+    member_failures.start_due(run, now)
     generations.settle(run, now)
 
 
@@ -186,13 +192,15 @@ def check_step(run: ElasticRun, now: float) -> None:
         if own is not None and now - member.moved_at > own:
             step = member.phase in (COMPUTING, "")
             what = "in a step" if step else f"({member.phase})"
-            losses.lose(run, now, member, f"it did not move on {what} for {own:.0f} s")
+            member_failures.lose(
+                run, now, member, f"it did not move on {what} for {own:.0f} s"
+            )
     moved_at = max([run.pace.at, *(m.moved_at for m in there)])
     if there and now - moved_at > limit and not any(limits):
         record(run, now, "stuck", seconds=limit, members=list(run.active))
         why, since = "waited for each other", run.pace.at
         run.failures.count(Failure(at=now, since=since, name="all members", why=why))
-        losses.check_budget(run, now)
+        member_failures.check_budget(run, now)
         generations.change(run, now, -1)
 
 
@@ -214,7 +222,7 @@ def _connect_anew(run: ElasticRun, now: float) -> None:
         ends = Counter(name for link in again for name in link)
         order = [*there]
         worst = max(ends, key=lambda n: (ends[n], -there[n].step, order.index(n)))
-        losses.lose(run, now, there[worst], "other members cannot reach it")
+        member_failures.lose(run, now, there[worst], "other members cannot reach it")
     generations.change(run, now, -1)
 
 

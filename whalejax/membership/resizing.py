@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from whalejax.membership.endings import Ending
+from whalejax.membership.elastic_run import ElasticRun
 from whalejax.membership.events import KillEffect, ResizeEvent
+from whalejax.membership.exit_status import Ending
 from whalejax.membership.generations import release, terminate
 from whalejax.membership.history import record
-from whalejax.membership.run import ElasticRun
 
 
 def resize_refusal(run: ElasticRun, size: int) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from whalejax.membership.endings import STATUS, Ending, exit_text
+from whalejax.membership.elastic_run import ElasticRun, MemberRecord
 from whalejax.membership.events import End, KillEffect
+from whalejax.membership.exit_status import STATUS, Ending, exit_text
 from whalejax.membership.history import record
 from whalejax.membership.phases import BETWEEN, SAVING
-from whalejax.membership.run import ElasticRun, MemberRecord
 from whalejax.wire import run_messages as wire
 
 

@@ -36,7 +36,7 @@ from whalejax.distributed.standard_streams import (
     hold_standard_streams,
     say,
 )
-from whalejax.membership.fixed import LOOK_SECONDS, FixedRun
+from whalejax.membership.fixed_run import LOOK_SECONDS, FixedRun
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.launch_spec import Launch as Launch
 from whalejax.processes.launch_spec import is_here as is_here

@@ -19,10 +19,16 @@ from jax.sharding import NamedSharding
 from whalejax import _compat
 from whalejax.adapters.leaves import is_key, is_leaf
 from whalejax.lowering.loss_scale import LossScale
-from whalejax.lowering.state import Origin, TrainState, bare, check_alive, following
+from whalejax.lowering.train_state import (
+    Origin,
+    TrainState,
+    bare,
+    check_alive,
+    following,
+)
 from whalejax.meshes.checks import is_whole, plain, short_repr
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_errors import PlanError
 
 
 _SECTIONS = ("params", "rest", "opt_state", "step", "rng", "loss_scale")

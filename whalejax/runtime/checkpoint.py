@@ -32,7 +32,7 @@ from whalejax.adapters.base import dotted
 from whalejax.lowering.global_arrays import settle
 from whalejax.lowering.loss_scale import LossScale
 from whalejax.lowering.stage_arrays import collected, spread, spread_sharding
-from whalejax.lowering.state import check_alive
+from whalejax.lowering.train_state import check_alive
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.runtime.checkpoint_files import (
     being_built,

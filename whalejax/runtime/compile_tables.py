@@ -10,8 +10,8 @@ import optax
 
 from whalejax.adapters.base import Adapter, adapt
 from whalejax.meshes.checks import Arguments, short_repr
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 from whalejax.runtime.sections_step import SectionsStep, check_job
 from whalejax.runtime.table_step import TableStep
 from whalejax.tables.plan import TablesPlan

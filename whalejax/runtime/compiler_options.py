@@ -13,10 +13,10 @@ import numpy as np
 
 from whalejax.meshes.checks import is_number, is_printable, short_repr
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
-from whalejax.planner.plan.compiler_options import check_options
+from whalejax.planner.cost_terms import Chosen
+from whalejax.planner.plan.allowed_xla_options import check_options
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.terms import Chosen
+from whalejax.planner.plan_errors import PlanError
 
 
 def checked_options(options: Any) -> dict[str, bool | int | float | str]:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.lowering.global_arrays import is_here, settle
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX

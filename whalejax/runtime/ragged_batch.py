@@ -21,8 +21,8 @@ from whalejax.capture import Captured
 from whalejax.capture.split_checks import reason_text
 from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.meshes.errors import Problems
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 from whalejax.user_code.losses import ReportedValue
 
 

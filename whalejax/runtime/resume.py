@@ -23,7 +23,7 @@ import numpy as np
 
 from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.checkpoint import UncheckedCheckpoint, unchecked

@@ -12,7 +12,7 @@ from whalejax.planner.plan.plan import Plan
 
 if TYPE_CHECKING:
     from whalejax.lowering.pipeline_mpmd.compile_only import CompiledStages
-    from whalejax.lowering.state import TrainState
+    from whalejax.lowering.train_state import TrainState
 
 
 def runner_of(plan: Plan) -> Callable[..., Runner]:
@@ -22,7 +22,9 @@ def runner_of(plan: Plan) -> Callable[..., Runner]:
 
         return UnevenPipelinesExecutor
     if plan.stage_plans:
-        from whalejax.lowering.pipeline_mpmd.executor import StageProgramsExecutor
+        from whalejax.lowering.pipeline_mpmd.stage_programs_executor import (
+            StageProgramsExecutor,
+        )
 
         return StageProgramsExecutor
     if plan.shares:

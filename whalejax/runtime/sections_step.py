@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.sections import Sections, SectionTimes
 from whalejax.runtime.table_step import TablesState, TableStep
 from whalejax.sections.pipeline import Pipeline, Work

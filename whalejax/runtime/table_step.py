@@ -26,19 +26,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax.adapters.base import Adapter, made_model
 from whalejax.capture.batch import aval_of
 from whalejax.distributed.standard_streams import say
-from whalejax.lowering.state import host_copy, typed_key
+from whalejax.lowering.train_state import host_copy, typed_key
 from whalejax.meshes.checks import Arguments, short_repr
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.replace import Replacement, place_again
+from whalejax.runtime.plan_compatibility import devices_of
 from whalejax.runtime.table_checkpoint import (
     Sections,
     leaf_names,
     restore_sections,
     save_sections,
 )
-from whalejax.runtime.validate import devices_of
 from whalejax.tables.dense import UNUSED, dense_outputs, dense_params
 from whalejax.tables.layout import TableLayout, make_layout
 from whalejax.tables.lookup_counts import LookupCounts

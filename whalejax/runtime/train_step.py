@@ -25,21 +25,29 @@ from whalejax import _compat
 from whalejax.adapters.base import Adapter, adapt, made_model
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
-from whalejax.capture.options import as_planned
+from whalejax.capture.loss_options import as_planned
 from whalejax.capture.precision import at_precision
 from whalejax.capture.split_checks import check_split
 from whalejax.lowering.global_arrays import is_here, stages_mesh
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.runner import OneProgram, Runner, abstract_state
-from whalejax.lowering.state import Origin, following, host_copy, typed_key
-from whalejax.lowering.state import TrainState as TrainState
+from whalejax.lowering.train_state import Origin, following, host_copy, typed_key
+from whalejax.lowering.train_state import TrainState as TrainState
 from whalejax.lowering.uneven.adaptive_shares import AdaptiveSharesRunner
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError, warn
-from whalejax.planner.errors import PlanError
 from whalejax.planner.near_names import names_arguments
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
+from whalejax.runtime.plan_compatibility import (
+    check_host_memory,
+    check_planned,
+    check_planned_state,
+    check_same_model,
+    check_same_shapes,
+    devices_of,
+)
 from whalejax.runtime.ragged_batch import (
     check_mean,
     passes,
@@ -50,14 +58,6 @@ from whalejax.runtime.ragged_batch import (
 from whalejax.runtime.resume import agreed_checkpoints, depends_on_parts, restore_newest
 from whalejax.runtime.runners import evaluator_of, layout_of, rehearsal_of, runner_of
 from whalejax.runtime.schedule_counts import with_schedule
-from whalejax.runtime.validate import (
-    check_host_memory,
-    check_planned,
-    check_planned_state,
-    check_same_model,
-    check_same_shapes,
-    devices_of,
-)
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import (
     check_order,

@@ -11,9 +11,9 @@ import jax
 from whalejax.api import job_plans
 from whalejax.api.plan import plan as make_plan
 from whalejax.meshes import Cluster, DeviceKind
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.why import layout_text
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.uneven_replicas import devices_of_kind
 from whalejax.planner.step_options import options_of
 from whalejax.scheduler.job_table import JobOption, batch_efficiency

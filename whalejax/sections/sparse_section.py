@@ -23,9 +23,9 @@ from typing import Any, Final
 
 import jax
 
-from whalejax.membership.endings import exit_text
-from whalejax.membership.failures import Failure, Failures
+from whalejax.membership.exit_status import exit_text
 from whalejax.membership.lease import Lease
+from whalejax.membership.restart_policy import Failure, Failures
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.local_processes import Processes

@@ -3,8 +3,9 @@
 The ledger of a step knows, of each stage and micro-batch, the attempt that counts. A
 call that was given up can never count: a repetition has a higher attempt, and the
 answer of the older one is told apart. A step is committed by an assignment that names
-each micro-batch of a stage exactly once. Each change is a record, so that ``count_lost_and_doubled``
-can say afterwards, by what the peers added, whether that was so.
+each micro-batch of a stage exactly once. Each change is a record, so that
+``count_lost_and_doubled`` can say afterwards, by what the peers added, whether that was
+so.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from whalejax.meshes import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.topology import Level, Node
 from whalejax.meshes.units import gigabytes, milliseconds
-from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import border_bytes, rate_words
+from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.swarm_data import (
     WIRES,
     Swarm,

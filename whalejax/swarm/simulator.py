@@ -37,19 +37,19 @@ from whalejax.swarm.rebalancing import (
     pays_to_wait,
     pipeline_speed,
 )
-from whalejax.swarm.simulation.calls import (
-    DEADLINE_FACTOR,
-    Place,
-    SimulatedCalls,
-    SimulatedDownload,
-    SimulatedPeer,
-)
 from whalejax.swarm.simulation.results import SwarmSimulation
 from whalejax.swarm.simulation.setting import (
     SimulationSettings,
     StageCost,
     check,
     peer_speed,
+)
+from whalejax.swarm.simulation.simulated_calls import (
+    DEADLINE_FACTOR,
+    Place,
+    SimulatedCalls,
+    SimulatedDownload,
+    SimulatedPeer,
 )
 
 

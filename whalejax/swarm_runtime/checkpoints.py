@@ -15,17 +15,19 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from whalejax.adapters.leaves import is_key
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.checkpoint import restore, save
 from whalejax.runtime.resume import checkpoints, depends_on_parts, restore_newest
-from whalejax.swarm_runtime.cut import StagedJob
-from whalejax.swarm_runtime.leading.state import Snapshot
+from whalejax.swarm_runtime.staged_job import StagedJob
+from whalejax.swarm_runtime.trainers.trainer_state import Snapshot
 
 
 class Checkpoints:
-    """Reads and writes the checkpoints of a cut; what ``elastic.saving`` asks."""
+    """Reads and writes the checkpoints of a cut; what ``elastic.async_checkpoints``
+    asks.
+    """
 
     def __init__(self, cut: StagedJob) -> None:
         """Know the layout."""

@@ -15,11 +15,11 @@ from typing import Final
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.deadlines import LEASE_SECONDS
-from whalejax.swarm_runtime.cut import StagedJob
+from whalejax.swarm_runtime.peer_store.stage_store import Hook
+from whalejax.swarm_runtime.peer_worker import Worker
 from whalejax.swarm_runtime.registry import ANY, facts_of
-from whalejax.swarm_runtime.wire.registering import taken_in, told_address
-from whalejax.swarm_runtime.worker import Worker
-from whalejax.swarm_runtime.working.holding import Hook
+from whalejax.swarm_runtime.staged_job import StagedJob
+from whalejax.swarm_runtime.wire.registration import taken_in, told_address
 from whalejax.wire.connection import listen
 from whalejax.wire.keys import Key
 from whalejax.wire.service import (

@@ -19,7 +19,7 @@ from whalejax.wire.service import Address, RefusedRequestError
 
 
 if TYPE_CHECKING:
-    from whalejax.swarm_runtime.cut import StagedJob
+    from whalejax.swarm_runtime.staged_job import StagedJob
 
 
 ANY: Final = -1

@@ -25,17 +25,7 @@ import numpy as np
 from whalejax.meshes.errors import WhaleError
 from whalejax.swarm.ledger import Ledger, Write
 from whalejax.swarm_runtime.commit import SwarmStepCommit
-from whalejax.swarm_runtime.cut import StagedJob
-from whalejax.swarm_runtime.leading.shares import OWN
-from whalejax.swarm_runtime.leading.sharing import TrainerPool
-from whalejax.swarm_runtime.leading.state import (
-    Settings,
-    Snapshot,
-    Tell,
-    TrainerState,
-    digests_of,
-)
-from whalejax.swarm_runtime.passage import (
+from whalejax.swarm_runtime.micro_batch_route import (
     Counts,
     MicroBatchRoute,
     StageLost,
@@ -43,6 +33,16 @@ from whalejax.swarm_runtime.passage import (
     StopRequested,
 )
 from whalejax.swarm_runtime.registry import PeerRecord, Registry
+from whalejax.swarm_runtime.staged_job import StagedJob
+from whalejax.swarm_runtime.trainers.micro_batch_queue import OWN
+from whalejax.swarm_runtime.trainers.trainer_pool import TrainerPool
+from whalejax.swarm_runtime.trainers.trainer_state import (
+    Settings,
+    Snapshot,
+    Tell,
+    TrainerState,
+    digests_of,
+)
 from whalejax.wire.service import Caller, RefusedRequestError, UnreachableProcessError
 from whalejax.wire.swarm_messages import Batch, MovePeer, Tensors
 

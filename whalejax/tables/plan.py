@@ -8,9 +8,9 @@ from typing import Any
 
 from whalejax.adapters.base import Adapter
 from whalejax.meshes.checks import short_repr
-from whalejax.planner.entries import LeafPlan
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_entries import LeafPlan
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.sections import Sections
 from whalejax.tables.recognize import TableProgram

@@ -15,10 +15,10 @@ import numpy as np
 from whalejax import _compat
 from whalejax.capture.batch import aval_of
 from whalejax.lowering.batch_record import batch_leaves, batch_of, batch_tree
-from whalejax.planner.entries import BatchLeaf
-from whalejax.planner.errors import PlanError
 from whalejax.planner.json_codec import DataError, decode, encode
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_entries import BatchLeaf
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.record import placement_data, placement_of
 from whalejax.planner.tables.sections import Sections
 from whalejax.planner.tables_data import TablesData

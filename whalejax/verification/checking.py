@@ -13,12 +13,12 @@ from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.catalogue import kind_names
 from whalejax.meshes.checks import is_number, is_printable, short_repr
 from whalejax.meshes.progress_events import tell
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 from whalejax.verification.comparison import Verification, compare_with_compiled
+from whalejax.verification.compile_worker import CompileRequest
 from whalejax.verification.processes import VerifyError, run
 from whalejax.verification.targets import NoCompiler, Target, target_of
-from whalejax.verification.worker import CompileRequest
 
 
 LONGEST_SECONDS = 10**6

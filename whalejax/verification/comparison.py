@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whalejax.hlo.text import OP_NAME, SOURCE_LINE
+from whalejax.hlo.hlo_text import OP_NAME, SOURCE_LINE
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.planned_traffic import (
     Finding,

@@ -58,7 +58,7 @@ def run(
     *,
     limit_seconds: float,
     extra_paths: Sequence[str] = (),
-    worker: str = "whalejax.verification.worker",
+    worker: str = "whalejax.verification.compile_worker",
     task: str = "",
     limit_name: str = "--timeout",
     xla_flags: str = "",

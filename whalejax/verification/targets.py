@@ -14,8 +14,8 @@ from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.catalogue import entries
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 
 
 TPU_NAMES: Final = {

@@ -27,8 +27,8 @@ from whalejax.wire.connection import (
     at_once,
     end_of,
 )
+from whalejax.wire.connection_loop import loop
 from whalejax.wire.keys import Key, peer_name, refused_words
-from whalejax.wire.loop import loop
 from whalejax.wire.messages import CONTROL_BYTES
 
 

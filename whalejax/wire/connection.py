@@ -28,8 +28,8 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax.meshes.texts import visible
+from whalejax.wire.connection_loop import loop
 from whalejax.wire.keys import Key, peer_name, refused_words
-from whalejax.wire.loop import loop
 from whalejax.wire.messages import (
     CONTROL_BYTES,
     M,
@@ -447,7 +447,9 @@ class Channel:
             socket.socket.shutdown(self._link, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection; a thread that waits in it raises ``ConnectionClosedError``."""
+        """End the connection; a thread that waits in it raises
+        ``ConnectionClosedError``.
+        """
         self._end("this process has ended the connection")
 
 

@@ -301,7 +301,9 @@ class Caller:
             channel.close()
 
     def close(self) -> None:
-        """End all connections; questions that wait for an answer raise ``UnreachableProcessError``."""
+        """End all connections; questions that wait for an answer raise
+        ``UnreachableProcessError``.
+        """
         with self._lock:
             self._closed = True
             addresses, busy = [*self._idle], [*self._busy]

@@ -11,9 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whalejax.meshes.units import gigabytes
-from whalejax.planner.plan.report.page import page_width
+from whalejax.planner.plan.report.plan_page import page_width
+from whalejax.planner.plan.report.plan_traffic import (
+    HANDED,
+    TIED,
+    TIED_GRADIENT,
+    by_sort,
+)
 from whalejax.planner.plan.report.text_layout import Line, indented, plain
-from whalejax.planner.plan.report.traffic import HANDED, TIED, TIED_GRADIENT, by_sort
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import SPATIAL_AXES
 from whalejax.planner.step_options import attention_words, combine_words

@@ -15,14 +15,14 @@ from typing import Any
 from whalejax.meshes.checks import short_repr
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
-from whalejax.planner.entries import Collective, LeafPlan, starred
-from whalejax.planner.errors import PlanError
-from whalejax.planner.plan.report.page import SHOWN_ROWS, page_width
+from whalejax.planner.cost_terms import precision_words
 from whalejax.planner.plan.report.parameter_table import (
     collective_words,
     collectives_of,
     homes,
 )
+from whalejax.planner.plan.report.plan_page import SHOWN_ROWS, page_width
+from whalejax.planner.plan.report.plan_traffic import by_sort
 from whalejax.planner.plan.report.text_layout import (
     Line,
     check_lines,
@@ -30,12 +30,12 @@ from whalejax.planner.plan.report.text_layout import (
     plain,
     table,
 )
-from whalejax.planner.plan.report.traffic import by_sort
 from whalejax.planner.plan.report.why import mesh_words, spec_text
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import Collective, LeafPlan, starred
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.layout import shards
 from whalejax.planner.step_options import option_rows
-from whalejax.planner.terms import precision_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
 from whalejax.planner.cost.collectives import axis_parts
-from whalejax.planner.entries import LeafPlan
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.report.logical_names import logical_names
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import LeafPlan
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.layout import MESH_AXES, STAGE, Spec
 
 

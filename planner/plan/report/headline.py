@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.units import count_digits, count_text, duration_text
-from whalejax.planner.entries import ModelWork
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.report.prices import HourlyPrice, hourly_price
 from whalejax.planner.plan.report.text_layout import Line, paragraph
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import ModelWork
+from whalejax.planner.plan_errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from whalejax.planner.entries import RoleInfo, starred
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import RoleInfo, starred
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.planner.cost.optimizer_step import reduced_gradients
-from whalejax.planner.entries import (
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import (
     Collective,
     CollectiveKind,
     LeafPlan,
     starred,
 )
-from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import Spec, shards
 
 

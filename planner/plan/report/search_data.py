@@ -15,11 +15,9 @@ from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes, milliseconds
-from whalejax.planner.entries import Candidate
-from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.headline import speed_words
-from whalejax.planner.plan.report.page import page_width
+from whalejax.planner.plan.report.plan_page import page_width
 from whalejax.planner.plan.report.prices import hourly_price
 from whalejax.planner.plan.report.text_layout import (
     Line,
@@ -29,6 +27,8 @@ from whalejax.planner.plan.report.text_layout import (
     table,
 )
 from whalejax.planner.plan.report.why import layout_text
+from whalejax.planner.plan_entries import Candidate
+from whalejax.planner.plan_errors import NothingFits, PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from whalejax.meshes.units import gigabytes, milliseconds
-from whalejax.planner.entries import Candidate, LeafPlan, starred
+from whalejax.planner.cost_terms import precision_words
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Tensor
 from whalejax.planner.plan.report.parameter_table import homes
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import Candidate, LeafPlan, starred
 from whalejax.planner.sharding.layout import STAGE, Spec, shards
 from whalejax.planner.step_options import option_words
-from whalejax.planner.terms import precision_words
 
 
 def shape_text(shape: Sequence[int]) -> str:

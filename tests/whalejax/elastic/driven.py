@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from whalejax.membership.elastic_run import ElasticRun
 from whalejax.membership.events import (
     AgentJoined,
     Effect,
@@ -23,7 +24,6 @@ from whalejax.membership.events import (
 from whalejax.membership.generations import settle
 from whalejax.membership.members import refusal
 from whalejax.membership.react import react
-from whalejax.membership.run import ElasticRun
 from whalejax.membership.settings import SupervisorSettings
 
 

@@ -12,8 +12,8 @@ import jax
 
 import whalejax as wh
 from tests.whalejax.elastic import job
-from whalejax.elastic.control import Control
-from whalejax.elastic.programs import ReplicaPrograms
+from whalejax.elastic.replica_programs import ReplicaPrograms
+from whalejax.elastic.supervisor_client import Control
 
 
 def main() -> None:

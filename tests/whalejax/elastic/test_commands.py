@@ -17,7 +17,7 @@ from tests.whalejax.elastic.test_status import Journal, written
 from whalejax.cli import launch
 from whalejax.cli.main import main
 from whalejax.cli.options import LaunchCommand
-from whalejax.elastic.supervisor.telling import event_message
+from whalejax.elastic.supervisor.event_messages import event_message
 from whalejax.meshes.errors import WhaleError
 
 

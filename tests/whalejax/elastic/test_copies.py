@@ -15,8 +15,8 @@ import pytest
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.test_spread import in_order, within
 from tests.whalejax.keys import KEY, OTHER
-from whalejax.elastic.shard_copies import copies, copying
-from whalejax.elastic.shard_copies import machines as copy_machines
+from whalejax.elastic.shard_copies import copies, copy_schedule
+from whalejax.elastic.shard_copies import remote_copies as copy_machines
 from whalejax.elastic.shard_copies.copies import (
     BadCopies,
     Copies,
@@ -26,14 +26,14 @@ from whalejax.elastic.shard_copies.copies import (
     read_copies,
     whole_sets,
 )
-from whalejax.elastic.shard_copies.copying import ShardCopyManager
-from whalejax.elastic.shard_copies.machines import (
+from whalejax.elastic.shard_copies.copy_schedule import ShardCopyManager
+from whalejax.elastic.shard_copies.remote_copies import (
     CopyExchange,
     CopyHolder,
     Put,
     names_in,
 )
-from whalejax.elastic.spread_programs import SpreadPrograms
+from whalejax.elastic.sharded_programs import SpreadPrograms
 from whalejax.elastic.supervisor.memory_folder import (
     memory_folder,
     memory_folders,
@@ -120,7 +120,7 @@ def test_copies_that_were_changed_or_are_not_whole_are_not_used(
 def test_the_newest_set_is_taken_and_older_ones_go(
     tmp_path: Path, made: SpreadPrograms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "memory_folder", lambda key, run: key / "c")
+    monkeypatch.setattr(copy_schedule, "memory_folder", lambda key, run: key / "c")
     told: list[str] = []
 
     def makes_of(generation: int) -> ShardCopyManager:

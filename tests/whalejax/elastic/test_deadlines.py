@@ -9,7 +9,7 @@ import pytest
 
 from tests.whalejax.elastic.simulated import Simulated, World
 from whalejax.membership import phases
-from whalejax.membership.endings import Ending
+from whalejax.membership.exit_status import Ending
 from whalejax.membership.settings import SupervisorSettings
 
 

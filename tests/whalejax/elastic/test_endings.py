@@ -13,8 +13,8 @@ from tests.whalejax.elastic.test_restarting import register
 from tests.whalejax.messages import received
 from whalejax.elastic.supervisor import supervisor as loop
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
-from whalejax.membership.endings import STATUS, Ending
 from whalejax.membership.events import End
+from whalejax.membership.exit_status import STATUS, Ending
 from whalejax.membership.phases import FINISHED, SAVING
 from whalejax.membership.run_ends import end, saves_last
 from whalejax.membership.settings import SupervisorSettings

@@ -11,13 +11,13 @@ import pytest
 from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.simulated import Simulated, World
 from tests.whalejax.messages import received
-from whalejax.elastic.agents.fleet import AgentFleet
-from whalejax.elastic.supervisor.telling import event_message
-from whalejax.membership.endings import exit_text
+from whalejax.elastic.agents.agent_fleet import AgentFleet
+from whalejax.elastic.supervisor.event_messages import event_message
 from whalejax.membership.events import WriteEvent
-from whalejax.membership.failures import Failure, error_line
+from whalejax.membership.exit_status import exit_text
 from whalejax.membership.phases import FINISHED
 from whalejax.membership.react import check_step
+from whalejax.membership.restart_policy import Failure, error_line
 from whalejax.membership.settings import SupervisorSettings, least_and_most
 from whalejax.meshes.errors import WhaleError
 

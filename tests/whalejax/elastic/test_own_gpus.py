@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from whalejax.elastic.agents.agent import Agent, AgentOptions
+from whalejax.elastic.supervisor.event_messages import event_message
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
-from whalejax.elastic.supervisor.telling import event_message
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership.events import Started, WriteEvent

@@ -18,7 +18,7 @@ from whalejax.distributed.reserved_port import (
     release_port,
     reserve_port,
 )
-from whalejax.elastic import placing
+from whalejax.elastic import script_placement
 from whalejax.elastic.environment import SUPERVISOR
 from whalejax.elastic.supervisor.supervisor import KEY
 from whalejax.journals.journal import FOLDER
@@ -90,19 +90,21 @@ def test_the_port_that_a_process_announces_is_its_own(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    obey = placing._obey
+    obey = script_placement._obey
 
     def prepares(control: Any, said: Any) -> None:
         if said.kind == "prepare":  # Else it would end this process.
             obey(control, said)
 
-    monkeypatch.setattr(placing, "_obey", prepares)
+    monkeypatch.setattr(script_placement, "_obey", prepares)
     with live(tmp_path, most=1, lease_seconds=2.0) as there:
         key = str(tmp_path / FOLDER / KEY)
-        found = placing.await_placement({SUPERVISOR: there.where, KEY_FILE: key})
+        found = script_placement.await_placement(
+            {SUPERVISOR: there.where, KEY_FILE: key}
+        )
         assert found is not None and found[1:] == (1, 0)
         assert taken(split_address(found[0])[1])
-        control: Any = placing._held.pop()
+        control: Any = script_placement._held.pop()
         control.close()
     said = capsys.readouterr().err
     assert f"the coordination service of JAX listens at {found[0]}; it asks" in said
@@ -110,6 +112,6 @@ def test_the_port_that_a_process_announces_is_its_own(
 
 
 def test_who_can_reach_the_service_is_said() -> None:
-    said = placing.listens("10.0.0.1:8476")
+    said = script_placement.listens("10.0.0.1:8476")
     assert "JAX listens at 10.0.0.1:8476; it asks nobody" in said
     assert "so that whoever reaches it can end a generation" in said

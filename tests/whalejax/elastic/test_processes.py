@@ -24,8 +24,8 @@ from whalejax.distributed.standard_streams import BackgroundLines
 from whalejax.elastic import launching
 from whalejax.elastic.environment import AT_ONCE, SUPERVISOR_SECONDS
 from whalejax.elastic.launching import _SignalForwarder
+from whalejax.elastic.supervisor.event_messages import tell_user
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
-from whalejax.elastic.supervisor.telling import tell_user
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership.events import Event, Tick

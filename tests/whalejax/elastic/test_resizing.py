@@ -9,9 +9,9 @@ import pytest
 from tests.whalejax.elastic.simulated import World
 from tests.whalejax.elastic.test_restarting import Scripts
 from tests.whalejax.elastic.test_spread import commit
+from whalejax.membership.elastic_run import AT_STEPS
 from whalejax.membership.events import ResizeEvent
 from whalejax.membership.resizing import resize_refusal
-from whalejax.membership.run import AT_STEPS
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 

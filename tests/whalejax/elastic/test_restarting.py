@@ -19,9 +19,9 @@ from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.elastic.runs import ROOT, Run
 from tests.whalejax.messages import received
-from whalejax.elastic.placing import await_placement
+from whalejax.elastic.script_placement import await_placement
+from whalejax.membership.elastic_run import IN_GENERATIONS, MODE
 from whalejax.membership.events import End, KillEffect, Send, StartEffect
-from whalejax.membership.run import IN_GENERATIONS, MODE
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.messages import Message

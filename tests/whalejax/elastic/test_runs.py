@@ -16,7 +16,7 @@ import pytest
 
 from tests.whalejax.elastic import job as example
 from tests.whalejax.elastic.runs import ROOT, SECONDS, Run, running, runs
-from whalejax.elastic.programs import ReplicaPrograms
+from whalejax.elastic.replica_programs import ReplicaPrograms
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership.assignment import check_tiles

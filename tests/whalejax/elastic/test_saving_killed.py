@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.whalejax.elastic import job as example
-from whalejax.elastic.programs import ReplicaPrograms
-from whalejax.elastic.saving import Saver
+from whalejax.elastic.async_checkpoints import Saver
+from whalejax.elastic.replica_programs import ReplicaPrograms
 from whalejax.runtime.resume import checkpoints, restore_newest
 
 

@@ -21,13 +21,13 @@ from tests.whalejax.elastic.test_restarting import Scripts
 from tests.whalejax.messages import received
 from whalejax.elastic.member import Training
 from whalejax.elastic.mesh_sizes import mesh_of
-from whalejax.elastic.spread import SpreadMember
-from whalejax.elastic.spread_programs import SpreadPrograms
+from whalejax.elastic.sharded_member import SpreadMember
+from whalejax.elastic.sharded_programs import SpreadPrograms
 from whalejax.elastic.supervisor.run_folder import COMPILED
 from whalejax.journals.journal import FOLDER
-from whalejax.membership.run import AT_STEPS
+from whalejax.membership.elastic_run import AT_STEPS
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan_errors import PlanError
 from whalejax.wire.run_messages import Prepared, Report, Unfit
 
 

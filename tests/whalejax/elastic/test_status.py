@@ -12,7 +12,7 @@ import pytest
 from tests.whalejax.elastic.driven import Driven
 from whalejax.cli.elastic_outcome import sentence
 from whalejax.cli.main import main
-from whalejax.elastic.supervisor.telling import event_message
+from whalejax.elastic.supervisor.event_messages import event_message
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import MemberStatus, status_of

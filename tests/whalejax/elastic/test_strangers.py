@@ -22,10 +22,10 @@ from tests.whalejax.elastic.test_supervisor import live, register
 from tests.whalejax.keys import KEY, OTHER
 from tests.whalejax.messages import Loose, received
 from tests.whalejax.wire.test_connections import push
-from whalejax.elastic.control import Control
-from whalejax.elastic.peers import Peers
+from whalejax.elastic.member_connections import Peers
 from whalejax.elastic.supervisor import supervisor as supervisors
 from whalejax.elastic.supervisor.supervisor import Supervised, Supervisor
+from whalejax.elastic.supervisor_client import Control
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
@@ -37,8 +37,8 @@ from whalejax.wire.connection import (
     dial,
     listen,
 )
+from whalejax.wire.connection_loop import loop
 from whalejax.wire.keys import Key, make_key
-from whalejax.wire.loop import loop
 from whalejax.wire.messages import DATA_BYTES, WireError
 from whalejax.wire.run_messages import (
     TO_MEMBER,
@@ -404,7 +404,7 @@ def test_what_is_no_supervisor_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: bytes, why: str
 ) -> None:
     make_key(tmp_path / "key")
-    monkeypatch.setattr("whalejax.elastic.control.FIRST_SECONDS", 0.2)
+    monkeypatch.setattr("whalejax.elastic.supervisor_client.FIRST_SECONDS", 0.2)
     with listen() as listening:
         host, port = listening.getsockname()
         links: list[socket.socket] = []

@@ -21,7 +21,6 @@ import pytest
 from tests.whalejax.keys import OTHER
 from tests.whalejax.messages import Loose, received
 from whalejax.distributed.launch_env import KEY_FILE, split_address
-from whalejax.elastic.control import Control, NoSupervisorError, RunStopped
 from whalejax.elastic.environment import RUN
 from whalejax.elastic.supervisor.supervisor import (
     ADDRESS,
@@ -29,6 +28,7 @@ from whalejax.elastic.supervisor.supervisor import (
     Supervised,
     Supervisor,
 )
+from whalejax.elastic.supervisor_client import Control, NoSupervisorError, RunStopped
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership.settings import SupervisorSettings
@@ -224,7 +224,7 @@ def test_an_address_that_answers_nothing_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_key(tmp_path / "key")
-    monkeypatch.setattr("whalejax.elastic.control.FIRST_SECONDS", 0.3)
+    monkeypatch.setattr("whalejax.elastic.supervisor_client.FIRST_SECONDS", 0.3)
     control = Control("127.0.0.1:1", str(tmp_path / "key"), register)
     with pytest.raises(WhaleError, match="no supervisor answers at 127.0.0.1:1"):
         control.open()

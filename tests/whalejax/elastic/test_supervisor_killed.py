@@ -9,10 +9,10 @@ import pytest
 from tests.whalejax.elastic.driven import written
 from tests.whalejax.elastic.simulated import World
 from tests.whalejax.messages import received
-from whalejax.membership.endings import Ending
+from whalejax.membership.elastic_run import ElasticRun
 from whalejax.membership.events import StartEffect
+from whalejax.membership.exit_status import Ending
 from whalejax.membership.history import replay_events
-from whalejax.membership.run import ElasticRun
 
 
 def begun(world: World) -> list[dict[str, Any]]:

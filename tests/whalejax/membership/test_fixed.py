@@ -14,7 +14,7 @@ from whalejax.distributed.launch_env import (
     DeviceReport,
     Joining,
 )
-from whalejax.membership.fixed import (
+from whalejax.membership.fixed_run import (
     LOOK_SECONDS,
     SOON_SECONDS,
     STOPPED_LOOKS,

@@ -24,9 +24,9 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live import local_socket, plan_worker
 from whalejax.scheduler.live.job_book import JobBook
+from whalejax.scheduler.live.job_planning import Planning
 from whalejax.scheduler.live.job_service import JobService, ServeSettings, device_names
 from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, ask, make_private
-from whalejax.scheduler.live.planning import Planning
 from whalejax.scheduler.live.requests import (
     Add,
     Answer,

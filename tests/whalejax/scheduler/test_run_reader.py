@@ -12,10 +12,10 @@ import pytest
 
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
-from whalejax.membership.endings import Ending
+from whalejax.membership.exit_status import Ending
 from whalejax.processes.local_processes import began_at
+from whalejax.scheduler.live.device_assignment import MOST_LAUNCHES, Placing
 from whalejax.scheduler.live.job_book import JobBook
-from whalejax.scheduler.live.placing import MOST_LAUNCHES, Placing
 from whalejax.scheduler.live.requests import Add
 from whalejax.scheduler.live.run_reader import RunReader
 

@@ -11,12 +11,12 @@ import numpy as np
 
 from tests.whalejax.keys import KEY
 from tests.whalejax.swarm import swarm_jobs as jobs
-from whalejax.swarm_runtime.cut import StagedJob
-from whalejax.swarm_runtime.leading.further import SecondaryTrainer
-from whalejax.swarm_runtime.leading.state import Settings
 from whalejax.swarm_runtime.peer import Peer
 from whalejax.swarm_runtime.registry import PeerRecord
-from whalejax.swarm_runtime.serving import RegistryServer
+from whalejax.swarm_runtime.registry_server import RegistryServer
+from whalejax.swarm_runtime.staged_job import StagedJob
+from whalejax.swarm_runtime.trainers.secondary_trainer import SecondaryTrainer
+from whalejax.swarm_runtime.trainers.trainer_state import Settings
 
 
 PEERS: Final = 6

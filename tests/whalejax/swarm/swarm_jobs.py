@@ -13,7 +13,7 @@ import optax
 import whalejax as wh
 from whalejax import jobs
 from whalejax.meshes import cluster
-from whalejax.swarm_runtime.cut import StagedJob
+from whalejax.swarm_runtime.staged_job import StagedJob
 
 
 SIZE: Final = 24

@@ -19,13 +19,17 @@ import whalejax as wh
 from tests.whalejax.keys import KEY
 from whalejax.swarm.ledger import Ledger
 from whalejax.swarm_runtime.commit import SwarmStepCommit
-from whalejax.swarm_runtime.fleet import Fleet
-from whalejax.swarm_runtime.leading.state import Settings, SnapshotDownload
-from whalejax.swarm_runtime.moving import StageMover
-from whalejax.swarm_runtime.passage import Counts, MicroBatchRoute, StepContext
+from whalejax.swarm_runtime.micro_batch_route import (
+    Counts,
+    MicroBatchRoute,
+    StepContext,
+)
 from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.peer_fleet import Fleet
 from whalejax.swarm_runtime.registry import Registry
+from whalejax.swarm_runtime.stage_moves import StageMover
 from whalejax.swarm_runtime.trainer import Trainer
+from whalejax.swarm_runtime.trainers.trainer_state import Settings, SnapshotDownload
 from whalejax.wire.messages import Message
 from whalejax.wire.service import RefusedRequestError, UnreachableProcessError
 from whalejax.wire.swarm_messages import (
@@ -622,7 +626,7 @@ def test_a_peer_that_has_failed_is_no_mate_of_one_that_may_move(
 ) -> None:
     """Its announcement holds, and the other is all that its stage has."""
     monkeypatch.setattr(
-        "whalejax.swarm_runtime.fleet.Fleet.seconds_per_task",
+        "whalejax.swarm_runtime.peer_fleet.Fleet.seconds_per_task",
         lambda self, member: 4.0 if member.name == "p2" else 1.0,
     )
     trainer, _, _, told = newcomers(lambda *given, **more: has_state(), [0, 0, 1])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.whalejax.keys import KEY
 from tests.whalejax.messages import SWARM, Loose
-from whalejax.swarm_runtime.wire.states import downloaded
+from whalejax.swarm_runtime.wire.state_transfer import downloaded
 from whalejax.wire.connection import listen
 from whalejax.wire.messages import Message, Question, answer_type
 from whalejax.wire.service import (

@@ -23,8 +23,8 @@ from whalejax.cli import main, swarm
 from whalejax.cli.swarm_options import SwarmJoinCommand, SwarmServeCommand
 from whalejax.distributed.launch_env import reached_host
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm_runtime.serving import open_listener
-from whalejax.swarm_runtime.wire.registering import told_address
+from whalejax.swarm_runtime.registry_server import open_listener
+from whalejax.swarm_runtime.wire.registration import told_address
 from whalejax.wire.connection import listen
 from whalejax.wire.keys import Key, make_key
 from whalejax.wire.service import Address
@@ -281,7 +281,7 @@ def test_an_interrupt_says_what_is_not_saved(
     monkeypatch: pytest.MonkeyPatch,
     saves: bool,
 ) -> None:
-    monkeypatch.setattr("whalejax.swarm_runtime.running.Run", Interrupted)
+    monkeypatch.setattr("whalejax.swarm_runtime.swarm_run.Run", Interrupted)
     monkeypatch.setattr(signal, "signal", lambda *given: None)
     words = ["swarm", "serve", JOB, "--stages", str(jobs.STAGES)]
     words += ["--key", str(tmp_path / "k")]

@@ -16,9 +16,9 @@ import whalejax as wh
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Fault, Swarm, same, swarm
 from whalejax.swarm_runtime.checkpoints import Checkpoints
-from whalejax.swarm_runtime.cut import StagedJob
-from whalejax.swarm_runtime.stage import StageState, ready_stage
-from whalejax.swarm_runtime.wire.states import digest_of
+from whalejax.swarm_runtime.peer_programs import StageState, ready_stage
+from whalejax.swarm_runtime.staged_job import StagedJob
+from whalejax.swarm_runtime.wire.state_transfer import digest_of
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

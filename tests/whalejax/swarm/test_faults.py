@@ -10,7 +10,7 @@ import pytest
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import Fault, Swarm, same, swarm
 from whalejax.swarm.ledger import committed, count_lost_and_doubled
-from whalejax.swarm_runtime.working.summing import GradientSum
+from whalejax.swarm_runtime.peer_store.gradient_sums import GradientSum
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

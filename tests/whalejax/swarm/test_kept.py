@@ -17,7 +17,7 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from whalejax.cli import main
 from whalejax.cli.swarm_options import SwarmServeCommand
 from whalejax.cli.swarm_processes import _words
-from whalejax.processes.keeper import Keeper, KeptCommand
+from whalejax.processes.restarting_processes import Keeper, KeptCommand
 
 
 # JAX may be there; nothing is shared.
@@ -133,8 +133,10 @@ def test_what_cannot_be_kept_is_refused(
 def test_one_that_always_fails_beside_others_that_serve_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whalejax.processes.keeper.FRUITFUL_SECONDS", 0.5)
-    monkeypatch.setattr("whalejax.membership.failures.Failures.hold", lambda *_: 0.0)
+    monkeypatch.setattr("whalejax.processes.restarting_processes.FRUITFUL_SECONDS", 0.5)
+    monkeypatch.setattr(
+        "whalejax.membership.restart_policy.Failures.hold", lambda *_: 0.0
+    )
     fails = f"sleep 1; echo 'WhaleError: no'; echo x >> {tmp_path}/fails; exit 2"
     leader = f"while [ $(cat {tmp_path}/fails | wc -l) -lt 3 ]; do sleep 0.1; done"
     (tmp_path / "fails").touch()

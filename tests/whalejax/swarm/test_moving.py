@@ -11,10 +11,10 @@ import pytest
 
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import same, swarm
-from whalejax.swarm_runtime.leading.state import TransferRates
-from whalejax.swarm_runtime.moving import StageMover
 from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.stage_moves import StageMover
 from whalejax.swarm_runtime.trainer import Trainer
+from whalejax.swarm_runtime.trainers.trainer_state import TransferRates
 from whalejax.wire.messages import Message
 
 
@@ -31,7 +31,8 @@ def test_a_peer_moves_to_the_stage_that_lacks_one(
     The peer is told so only when the next step is over, and is left alone meanwhile.
     """
     monkeypatch.setattr(
-        "whalejax.swarm_runtime.fleet.Fleet.seconds_per_task", lambda self, member: 1.0
+        "whalejax.swarm_runtime.peer_fleet.Fleet.seconds_per_task",
+        lambda self, member: 1.0,
     )
     mover, may_move = StageMover(jobs.STAGES, period=1e-6), threading.Event()
 
@@ -101,7 +102,8 @@ def test_a_peer_moves_while_a_step_is_computed(
     Four gradients of the second step are computed; the others wait until it is there.
     """
     monkeypatch.setattr(
-        "whalejax.swarm_runtime.fleet.Fleet.seconds_per_task", lambda self, member: 1.0
+        "whalejax.swarm_runtime.peer_fleet.Fleet.seconds_per_task",
+        lambda self, member: 1.0,
     )
     mover, calls = StageMover(jobs.STAGES, period=1e-6), itertools.count()
     held: list[int] = []

@@ -12,7 +12,7 @@ import pytest
 import whalejax as wh
 from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import PEERS, Swarm, same, swarm
-from whalejax.swarm_runtime.cut import StagedJob
+from whalejax.swarm_runtime.staged_job import StagedJob
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts

@@ -15,9 +15,9 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import same, swarm
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint import save
-from whalejax.swarm_runtime.leading.state import Settings
 from whalejax.swarm_runtime.peer import Peer
-from whalejax.swarm_runtime.running import SwarmRun, SwarmRunPaths
+from whalejax.swarm_runtime.swarm_run import SwarmRun, SwarmRunPaths
+from whalejax.swarm_runtime.trainers.trainer_state import Settings
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Optax promotes its counts
@@ -52,7 +52,7 @@ def test_a_lost_stage_goes_back_to_the_snapshot(
 ) -> None:
     """To the newest one, or to the beginning; all stages, and to the same losses."""
     # Until the lease ends, the stage is waited for, which is no attempt.
-    monkeypatch.setattr("whalejax.swarm_runtime.passage.MOST_ATTEMPTS", 8)
+    monkeypatch.setattr("whalejax.swarm_runtime.micro_batch_route.MOST_ATTEMPTS", 8)
     with swarm(steps=STEPS, snapshot_every=every, lease_seconds=2.0) as found:
         for stage in range(jobs.STAGES):
             found.join(stage)
@@ -167,7 +167,7 @@ def test_a_full_disk_ends_no_step(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("whalejax.swarm_runtime.checkpoints.save", full)
-    monkeypatch.setattr("whalejax.swarm_runtime.running.RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("whalejax.swarm_runtime.swarm_run.RETRY_SECONDS", (0.0, 0.0))
     monkeypatch.setattr("whalejax.journals.journal.os.write", full)
     told: list[tuple[str, dict[str, Any]]] = []
     place = SwarmRunPaths(save=tmp_path / "s", key=tmp_path / "key", save_every=1)
@@ -197,7 +197,7 @@ def test_the_last_checkpoint_is_tried_again(
         save(*given, **more)
 
     monkeypatch.setattr("whalejax.swarm_runtime.checkpoints.save", sometimes)
-    monkeypatch.setattr("whalejax.swarm_runtime.running.RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("whalejax.swarm_runtime.swarm_run.RETRY_SECONDS", (0.0, 0.0))
     told: list[str] = []
     found = SwarmRun(
         jobs.cut(),

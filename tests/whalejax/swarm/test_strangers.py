@@ -23,12 +23,12 @@ from tests.whalejax.swarm import swarm_jobs as jobs
 from tests.whalejax.swarm.fleets import same, swarm
 from tests.whalejax.wire.test_connections import push
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.errors import PlanError
-from whalejax.swarm_runtime import serving
-from whalejax.swarm_runtime.cut import StagedJob
+from whalejax.planner.plan_errors import PlanError
+from whalejax.swarm_runtime import registry_server
 from whalejax.swarm_runtime.peer import Peer
+from whalejax.swarm_runtime.peer_programs import BackwardResult, StagePrograms
 from whalejax.swarm_runtime.registry import Registry, facts_of
-from whalejax.swarm_runtime.stage import BackwardResult, StagePrograms
+from whalejax.swarm_runtime.staged_job import StagedJob
 from whalejax.wire.connection import _HEADER, dial
 from whalejax.wire.messages import DATA_BYTES, Message, Messages, Question, WireError
 from whalejax.wire.service import (
@@ -98,7 +98,7 @@ def test_a_lease_begins_when_a_newcomer_has_been_reached(
     """A peer that answers nothing may take longer than a lease to give up on."""
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(
-        serving, "time", types.SimpleNamespace(monotonic=lambda: clock.now)
+        registry_server, "time", types.SimpleNamespace(monotonic=lambda: clock.now)
     )
     with swarm(steps=1, lease_seconds=10.0) as found:
         registry = found.serving.registry
@@ -408,8 +408,8 @@ def test_a_stage_whose_messages_are_too_large_is_refused(
 ) -> None:
     cut = jobs.cut()
     assert not cut._too_large(0)
-    monkeypatch.setattr("whalejax.swarm_runtime.cut.MOST_ARRAY_BYTES", 100)
-    monkeypatch.setattr("whalejax.swarm_runtime.cut.MOST_ARRAYS", 2)
+    monkeypatch.setattr("whalejax.swarm_runtime.staged_job.MOST_ARRAY_BYTES", 100)
+    monkeypatch.setattr("whalejax.swarm_runtime.staged_job.MOST_ARRAYS", 2)
     border, half, count = cut._too_large(0)
     assert "stage 0 hands on" in border and "micro-batches" in border
     assert "sums gradients in parts of" in half and "more stages" in half

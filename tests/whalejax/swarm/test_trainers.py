@@ -17,14 +17,14 @@ from tests.whalejax.swarm.fleets import Swarm, same, swarm
 from tests.whalejax.swarm.test_faults import Journal, counted_once
 from tests.whalejax.swarm.test_processes import processes
 from whalejax.meshes.errors import WhaleError
-from whalejax.swarm_runtime.cut import StagedJob
-from whalejax.swarm_runtime.leading.further import SecondaryTrainer
-from whalejax.swarm_runtime.leading.shares import (
+from whalejax.swarm_runtime.staged_job import StagedJob
+from whalejax.swarm_runtime.trainers.micro_batch_queue import (
     ATTEMPTS,
     OWN,
     MicroBatchLease,
     MicroBatchQueue,
 )
+from whalejax.swarm_runtime.trainers.secondary_trainer import SecondaryTrainer
 from whalejax.wire.service import RefusedRequestError
 from whalejax.wire.swarm_messages import Led, PeersReached, Reach, ShowSwarm
 

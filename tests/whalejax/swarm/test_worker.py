@@ -11,10 +11,10 @@ import pytest
 from tests.whalejax.messages import SWARM, received
 from tests.whalejax.swarm.swarm_jobs import COUNT
 from whalejax.planner.swarm_data import BLOCK, SUM_WIRES, sum_bytes
-from whalejax.swarm_runtime.stage import StageState
-from whalejax.swarm_runtime.wire.states import digest_of, piece
-from whalejax.swarm_runtime.worker import Worker
-from whalejax.swarm_runtime.working.summing import GradientSum
+from whalejax.swarm_runtime.peer_programs import StageState
+from whalejax.swarm_runtime.peer_store.gradient_sums import GradientSum
+from whalejax.swarm_runtime.peer_worker import Worker
+from whalejax.swarm_runtime.wire.state_transfer import digest_of, piece
 from whalejax.wire.messages import Message
 from whalejax.wire.service import RefusedRequestError
 from whalejax.wire.swarm_messages import Fetch, FetchState, Forward, Summed, Tensors

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whalejax import _compat
-from whalejax.capture.patterns.attention import trained_in
+from whalejax.capture.patterns.attention_pattern import trained_in
 from whalejax.capture.patterns.blockwise import (
     ScoreNode,
     Tags,

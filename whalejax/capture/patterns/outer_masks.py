@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax import _compat
-from whalejax.capture.patterns.attention import (
+from whalejax.capture.patterns.attention_pattern import (
     recognised,
     trained_in,
     trained_in_scan,

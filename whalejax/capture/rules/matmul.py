@@ -14,7 +14,7 @@ from whalejax.capture.rules.behaviour import (
     unknown,
 )
 from whalejax.capture.rules.elementwise import multiplication
-from whalejax.capture.rules.windows import windows_of_convolution
+from whalejax.capture.rules.window_geometry import windows_of_convolution
 
 
 def _product(shape: Sequence[int], dims: Iterable[int]) -> int:

@@ -12,7 +12,7 @@ from whalejax.capture.rules.behaviour import (
     Rule,
     unknown,
 )
-from whalejax.capture.rules.windows import pooled, windows_of_pooling
+from whalejax.capture.rules.window_geometry import pooled, windows_of_pooling
 
 
 def _reduce(equation: Equation, axes: tuple[int, ...], count: int) -> FactorBuilder:

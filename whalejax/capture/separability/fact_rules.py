@@ -39,7 +39,7 @@ from whalejax.capture.separability.facts import (
 )
 from whalejax.capture.separability.loop_rules import LOOP_RULES
 from whalejax.capture.separability.reduction_rules import with_sum
-from whalejax.capture.separability.table import apply_rule
+from whalejax.capture.separability.separability_rules import apply_rule
 from whalejax.capture.separability.values import (
     Along,
     CoupledError,

@@ -20,7 +20,7 @@ from whalejax.capture.separability.equations import (
 from whalejax.capture.separability.fact_rules import apply_fact_rule, divided_order
 from whalejax.capture.separability.random_rules import FIXED_KEY
 from whalejax.capture.separability.sample_loops import SampleLoop
-from whalejax.capture.separability.table import apply_rule
+from whalejax.capture.separability.separability_rules import apply_rule
 from whalejax.capture.separability.values import (
     SIZE,
     CoupledError,

@@ -17,8 +17,8 @@ from whalejax import _compat
 from whalejax.capture.separability.elementwise_rules import check_sum_dtype
 from whalejax.capture.separability.equations import PairedEquation, fixed
 from whalejax.capture.separability.facts import LoopPlace, RunningSum, fact_of
+from whalejax.capture.separability.separability_rules import apply_rule
 from whalejax.capture.separability.shape_rules import TAKES
-from whalejax.capture.separability.table import apply_rule
 from whalejax.capture.separability.values import (
     Along,
     Atom,

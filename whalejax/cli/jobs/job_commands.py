@@ -19,7 +19,7 @@ from whalejax.cli.jobs.jobs_options import (
     JobsServeCommand,
     JobsShowCommand,
 )
-from whalejax.elastic.worker import mesh_asked
+from whalejax.elastic.elastic_worker import mesh_asked
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES
 from whalejax.meshes.errors import Problems, WhaleError

@@ -28,10 +28,10 @@ from whalejax.elastic.environment import (
     SUPERVISOR,
     local_host,
 )
+from whalejax.elastic.supervisor.event_messages import tell_user
 from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
-from whalejax.elastic.supervisor.telling import tell_user
-from whalejax.membership.run import process_count_text
+from whalejax.membership.elastic_run import process_count_text
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.processes.local_gpus import own_gpus, refusal, visible_gpus
 from whalejax.processes.local_processes import (
@@ -46,8 +46,8 @@ from whalejax.wire.connection import (
     dial,
     listen,
 )
+from whalejax.wire.connection_loop import Waker
 from whalejax.wire.keys import load_key
-from whalejax.wire.loop import Waker
 from whalejax.wire.messages import WireError
 from whalejax.wire.run_messages import (
     TO_AGENT,

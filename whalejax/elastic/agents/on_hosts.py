@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Final
 
 from whalejax.elastic.agents.agent import FOLDER
-from whalejax.elastic.supervisor.telling import tell_user
-from whalejax.membership.endings import exit_text
+from whalejax.elastic.supervisor.event_messages import tell_user
+from whalejax.membership.exit_status import exit_text
 from whalejax.processes.launch_spec import is_here, words_there
 from whalejax.wire.keys import make_key
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from whalejax.elastic.agents.agent import FOLDER
 from whalejax.elastic.agents.on_hosts import KEY, agent_words
-from whalejax.elastic.supervisor.telling import tell_user
+from whalejax.elastic.supervisor.event_messages import tell_user
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes.local_processes import die_with_parent
 from whalejax.wire.keys import make_key

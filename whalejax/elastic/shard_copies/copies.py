@@ -25,9 +25,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from whalejax.adapters.leaves import is_key
-from whalejax.elastic.shard_copies.machines import NAME
+from whalejax.elastic.shard_copies.remote_copies import NAME
 from whalejax.lowering.global_arrays import impl_of, wrapped
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint import _leaves
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic.environment import RUN
-from whalejax.elastic.supervisor.telling import tell_user
+from whalejax.elastic.supervisor.event_messages import tell_user
 
 
 COMPILED: Final = "compiled"

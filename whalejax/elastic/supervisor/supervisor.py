@@ -28,9 +28,10 @@ from whalejax.distributed.launch_env import (
     joined_address,
     reached_host,
 )
-from whalejax.elastic.agents.fleet import AgentFleet, program
+from whalejax.elastic.agents.agent_fleet import AgentFleet, program
 from whalejax.elastic.environment import AT_ONCE, RUN
 from whalejax.elastic.environment import SUPERVISOR as SUPERVISOR
+from whalejax.elastic.supervisor.event_messages import event_message, tell_user
 from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.run_folder import (
     COMPILED,
@@ -39,15 +40,18 @@ from whalejax.elastic.supervisor.run_folder import (
     remove_unfinished,
     write_pointer,
 )
-from whalejax.elastic.supervisor.telling import event_message, tell_user
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership import events as ev
+from whalejax.membership.elastic_run import (
+    LONGEST_TURN_SECONDS,
+    ElasticRun,
+    MemberRecord,
+)
 from whalejax.membership.history import replay_events
 from whalejax.membership.members import refusal
 from whalejax.membership.react import react
 from whalejax.membership.resizing import resize_refusal
-from whalejax.membership.run import LONGEST_TURN_SECONDS, ElasticRun, MemberRecord
 from whalejax.membership.run_ends import saves_last
 from whalejax.membership.settings import Supervised as Supervised
 from whalejax.meshes.errors import WhaleError
@@ -61,8 +65,8 @@ from whalejax.processes.local_processes import (
 from whalejax.runtime.folder_lock import FolderLock
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import Channel, ConnectionClosedError, listen
+from whalejax.wire.connection_loop import Waker
 from whalejax.wire.keys import load_key, make_key
-from whalejax.wire.loop import Waker
 from whalejax.wire.messages import Message, WireError
 from whalejax.wire.run_messages import (
     TO_SUPERVISOR,

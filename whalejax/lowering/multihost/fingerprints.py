@@ -22,7 +22,7 @@ from whalejax.lowering.optimizer_state import updates
 
 
 if TYPE_CHECKING:
-    from whalejax.lowering.spmd.executor import Program
+    from whalejax.lowering.spmd.spmd_executor import Program
 
 
 _SIMPLE: Final = (bool, int, float, complex, str, type(None), np.dtype, np.generic)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from whalejax.lowering.pipeline_mpmd.executor import StageProgramsExecutor
+from whalejax.lowering.pipeline_mpmd.stage_programs_executor import (
+    StageProgramsExecutor,
+)
 
 
 class StageProgramsEvaluator(StageProgramsExecutor):
-    """Evaluates what another runner of the same plan trains; see ``StageProgramsExecutor``."""
+    """Evaluates what another runner of the same plan trains; see
+    ``StageProgramsExecutor``.
+    """
 
     def __init__(self, home: StageProgramsExecutor, *args: Any) -> None:
         """Trace what is needed to know shapes; compile nothing.

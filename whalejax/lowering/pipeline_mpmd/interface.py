@@ -9,15 +9,16 @@ from typing import Any, Protocol
 from jax.sharding import Mesh, NamedSharding
 
 from whalejax.lowering.pipeline_mpmd.stage_programs import VirtualStagePrograms
-from whalejax.lowering.spmd.executor import Program, Sums
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.spmd.spmd_executor import Program, Sums
+from whalejax.lowering.train_state import TrainState
 from whalejax.planner.pipeline.program_cut import Division, Value
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.plan.plan import Plan
 
 
 class StageExecutor(Protocol):
-    """Stages with programs of their own, laid out and compiled; ``executor.StageProgramsExecutor``.
+    """Stages with programs of their own, laid out and compiled;
+    ``stage_programs_executor.StageProgramsExecutor``.
 
     Attributes:
         plan, plans: Plan of the model and of each stage.

@@ -21,7 +21,7 @@ from whalejax.jaxpr.steps import Operand, Step, Steps
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.spmd.evaluate import evaluate, named_sharding
-from whalejax.lowering.spmd.executor import Program, sums_of
+from whalejax.lowering.spmd.spmd_executor import Program, sums_of
 from whalejax.planner.pipeline.program_cut import PlacePart, Position, Units, Value
 from whalejax.planner.sharding.layout import Spec
 

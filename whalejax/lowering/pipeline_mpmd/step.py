@@ -15,12 +15,12 @@ import jax
 
 from whalejax.jaxpr.steps import FixedValue
 from whalejax.lowering.global_arrays import seen_on
-from whalejax.lowering.pipeline_mpmd.channels import Coming
 from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
+from whalejax.lowering.pipeline_mpmd.stage_channels import Coming
 from whalejax.lowering.pipeline_mpmd.stage_programs import VirtualStagePrograms
 from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT
-from whalejax.lowering.spmd.executor import Sums
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.spmd.spmd_executor import Sums
+from whalejax.lowering.train_state import TrainState
 from whalejax.planner.pipeline.program_cut import Value
 from whalejax.planner.pipeline.schedules import Action, ScheduleRow
 from whalejax.planner.pipeline.transfer_order import ScheduledTransfer

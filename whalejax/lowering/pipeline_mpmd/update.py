@@ -29,7 +29,11 @@ from whalejax.lowering.global_arrays import (
     run_alone,
     seen_on,
 )
-from whalejax.lowering.pipeline_mpmd.update_split import Group, Owner, UpdatePartition
+from whalejax.lowering.pipeline_mpmd.update_partition import (
+    Group,
+    Owner,
+    UpdatePartition,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

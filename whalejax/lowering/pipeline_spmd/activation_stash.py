@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from whalejax import _compat
 from whalejax.lowering.pipeline_spmd.stage_body import Carry, OneStage
 from whalejax.lowering.pipeline_spmd.ticks import put, where
-from whalejax.lowering.spmd.executor import Sums
+from whalejax.lowering.spmd.spmd_executor import Sums
 
 
 Function = Callable[[list[Any], Carry, Any], Carry]

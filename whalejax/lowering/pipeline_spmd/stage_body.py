@@ -18,7 +18,7 @@ from whalejax.jaxpr import rebuild
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.pipeline_spmd.dynamic_layers import DynamicLoop, run_dynamic_loop
 from whalejax.lowering.pipeline_spmd.ticks import chosen
-from whalejax.lowering.spmd.executor import Program, Sums, sums_of
+from whalejax.lowering.spmd.spmd_executor import Program, Sums, sums_of
 from whalejax.planner.pipeline.layer_stack import STAGE, of_stage
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from whalejax.capture.layer_scan import Stack
-from whalejax.lowering.spmd.executor import Program
+from whalejax.lowering.spmd.spmd_executor import Program
 from whalejax.planner.pipeline.layer_stack import STAGE, of_stage
 from whalejax.planner.sharding.layout import Spec
 

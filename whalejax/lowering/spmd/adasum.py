@@ -1,4 +1,4 @@
-"""Adasum of what the ranks of ``data`` hold; see ``planner.cost.adasum``.
+"""Adasum of what the ranks of ``data`` hold; see ``planner.cost.adasum_cost``.
 
 Every device has a part of every tensor, of all ranks: so the same numbers are combined
 at one place, and all ranks are given the same bits. Each tensor is scaled by a power of
@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from whalejax.meshes.jax_mesh import partition_spec
-from whalejax.planner.cost.adasum import COLUMN, DATA, Part
+from whalejax.planner.cost.adasum_cost import COLUMN, DATA, Part
 from whalejax.planner.sharding.layout import Spec
 
 

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat
-from whalejax.capture.patterns.calls import called_logits, makes_logits
+from whalejax.capture.patterns.named_calls import called_logits, makes_logits
 from whalejax.capture.sharding_constraints import CONSTRAINT
 from whalejax.capture.sorted_rows import sorts_rows
 from whalejax.jaxpr import rebuild
@@ -26,6 +26,7 @@ from whalejax.lowering.spmd.constraints import Constraints, Position
 from whalejax.lowering.spmd.gather_scatter import in_whole
 from whalejax.lowering.spmd.grouped_conv import grouped, is_grouped
 from whalejax.lowering.spmd.label_lookup import picked, picks_from_rows
+from whalejax.lowering.spmd.local_sorted_rows import COPYING, on_own_rows
 from whalejax.lowering.spmd.loop_weights import (
     Place,
     loop_weights,
@@ -35,7 +36,6 @@ from whalejax.lowering.spmd.loop_weights import (
 from whalejax.lowering.spmd.opaque_kernels import runs_whole
 from whalejax.lowering.spmd.parameter_offload import HostParameter, settled, viewed
 from whalejax.lowering.spmd.ring_attention import attend
-from whalejax.lowering.spmd.sorted_rows import COPYING, on_own_rows
 from whalejax.lowering.spmd.spatial_windows import in_slabs, shared_windows
 from whalejax.lowering.spmd.strided_slices import is_strided, strided
 from whalejax.meshes.jax_mesh import has_manual_axes, partition_spec

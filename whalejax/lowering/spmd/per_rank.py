@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec
 
 from whalejax.lowering.metrics import wide
 from whalejax.lowering.optimizer_state import updates
-from whalejax.lowering.spmd import executor
+from whalejax.lowering.spmd import spmd_executor
 from whalejax.lowering.spmd.adasum import adasum_reduce, weighted_means
-from whalejax.lowering.spmd.executor import Program, Sums
-from whalejax.planner.cost.adasum import DATA, node_size
+from whalejax.lowering.spmd.spmd_executor import Program, Sums
+from whalejax.planner.cost.adasum_cost import DATA, node_size
 from whalejax.planner.model.layer_axes import layers_by_path
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.layout import Spec
@@ -62,8 +62,8 @@ def gradients_of(
     Args:
         program: Loss, optimizer and plan to run; the loss is traced at a rank's
             micro-batch.
-        params, rest, batch, rng, step, scale: Arguments of ``executor.gradients_of``,
-            unchanged.
+        params, rest, batch, rng, step, scale: Arguments of
+            ``spmd_executor.gradients_of``, unchanged.
 
     Returns:
         Sums whose gradients are combined; in the delta form those of each rank, along
@@ -73,7 +73,7 @@ def gradients_of(
 
     def of_rank(own: Program, shared: Any, batch: Sequence[Any], first: Any) -> Any:
         params, rest, rng, step, scale = shared
-        sums, after = executor.gradients_of(
+        sums, after = spmd_executor.gradients_of(
             own, params, rest, batch, rng, step, scale, first
         )
         kept = enumerate(jax.tree.leaves(after))
@@ -111,7 +111,7 @@ def losses_of(
 
     def of_rank(own: Program, shared: Any, batch: Sequence[Any], first: Any) -> Any:
         params, rest, rng, step = shared
-        return executor.losses_of(own, params, rest, batch, rng, step, first)
+        return spmd_executor.losses_of(own, params, rest, batch, rng, step, first)
 
     shared = params, rest, rng, step
     sums = _on_batches(program, of_rank, shared, batch)
@@ -135,7 +135,7 @@ def update(
     All ranks begin at the same state, which afterwards is the mean of theirs.
 
     Args:
-        program, params, state, loss, applies: Arguments of ``executor.update``,
+        program, params, state, loss, applies: Arguments of ``spmd_executor.update``,
             unchanged.
         gradients: Gradients of each rank, along a leading dimension.
     """

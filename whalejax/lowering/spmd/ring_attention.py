@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from whalejax import _compat
-from whalejax.capture.patterns.attention import (
+from whalejax.capture.patterns.attention_pattern import (
     AttentionPattern,
     attention_of,
     product_tags,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from whalejax import _compat
 from whalejax.capture.rules.behaviour import Equation
-from whalejax.capture.rules.table import behaviour
+from whalejax.capture.rules.rule_table import behaviour
 from whalejax.lowering.spmd.gather_scatter import OperationParts, on_each
 from whalejax.planner.model.graph import CONVOLUTION, LINEAR_WINDOWS
 from whalejax.planner.model.windows import Window

@@ -17,13 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.sample_shares import PortionLayout, checked_shares
-from whalejax.lowering.spmd.executor import Program
+from whalejax.lowering.spmd.spmd_executor import Program
 from whalejax.lowering.step_runner import StepRunner
 from whalejax.lowering.uneven.timer import Stopwatch
 from whalejax.planner.balance.online import Rebalance
 from whalejax.planner.balance.shares import micro_batch_ranges
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.uneven_replicas import most_shares
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from whalejax.lowering.global_arrays import impl_of, unwrapped, wrapped
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.train_state import TrainState
 from whalejax.lowering.uneven.flat_all_reduce import Buffers, Exchange
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from whalejax.lowering.global_arrays import put_global
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
-from whalejax.lowering.state import TrainState, consuming
 from whalejax.lowering.step_runner import Metrics
+from whalejax.lowering.train_state import TrainState, consuming
 from whalejax.lowering.uneven.adaptive_shares import told_size
 from whalejax.lowering.uneven.replica import inputs_of
 from whalejax.lowering.uneven.replica_executor import UnevenReplicasExecutor

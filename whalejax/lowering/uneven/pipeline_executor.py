@@ -32,24 +32,26 @@ from whalejax.lowering.global_arrays import (
     wrapped,
 )
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
-from whalejax.lowering.multihost.agreement import Agreement
+from whalejax.lowering.multihost.plan_agreement import Agreement
 from whalejax.lowering.multihost.watchdog import Watch
 from whalejax.lowering.pipeline_mpmd.evaluation import StageProgramsEvaluator
-from whalejax.lowering.pipeline_mpmd.executor import StageProgramsExecutor
+from whalejax.lowering.pipeline_mpmd.stage_programs_executor import (
+    StageProgramsExecutor,
+)
 from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT
 from whalejax.lowering.pipeline_mpmd.step import SchedulePass
-from whalejax.lowering.spmd.executor import Sums
-from whalejax.lowering.state import Origin, TrainState, bare, consuming
+from whalejax.lowering.spmd.spmd_executor import Sums
 from whalejax.lowering.step_runner import Evaluation, Metrics
+from whalejax.lowering.train_state import Origin, TrainState, bare, consuming
 from whalejax.lowering.uneven.adaptive_shares import AdaptiveSharesRunner, told_size
 from whalejax.lowering.uneven.broadcast_init import several_kinds
 from whalejax.lowering.uneven.moving_statistics import StatisticsReduction, slopes
 from whalejax.lowering.uneven.stage_groups import StageGroup, groups_of, together
 from whalejax.planner.balance.shares import micro_batch_ranges
-from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import ScheduleRow, schedule
 from whalejax.planner.pipeline.transfer_order import ScheduledTransfer
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 
 
 WHOLE = PartitionSpec()

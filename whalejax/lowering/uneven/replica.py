@@ -16,12 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from whalejax.capture.units import units_of
+from whalejax.capture.program_units import units_of
 from whalejax.lowering.runner import evaluation_of, finished, rest_layouts
 from whalejax.lowering.spmd.evaluate import named_sharding
-from whalejax.lowering.spmd.executor import Program, Sums, differentiator, evaluator
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.spmd.spmd_executor import (
+    Program,
+    Sums,
+    differentiator,
+    evaluator,
+)
 from whalejax.lowering.step_runner import Evaluation, Metrics
+from whalejax.lowering.train_state import TrainState
 from whalejax.lowering.uneven.adaptive_shares import told_size
 from whalejax.lowering.uneven.flat_all_reduce import Buffers
 from whalejax.lowering.uneven.moving_statistics import StatisticsReduction

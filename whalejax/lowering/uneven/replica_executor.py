@@ -25,7 +25,7 @@ from whalejax.lowering.global_arrays import (
     put_global,
     seen_on,
 )
-from whalejax.lowering.multihost.agreement import Agreement
+from whalejax.lowering.multihost.plan_agreement import Agreement
 from whalejax.lowering.multihost.watchdog import Watch
 from whalejax.lowering.runner import (
     abstract_state,
@@ -36,9 +36,9 @@ from whalejax.lowering.runner import (
 )
 from whalejax.lowering.spmd.constraints import constraints_of
 from whalejax.lowering.spmd.evaluate import named_sharding
-from whalejax.lowering.spmd.executor import Program
-from whalejax.lowering.state import Origin, TrainState, bare, consuming
+from whalejax.lowering.spmd.spmd_executor import Program
 from whalejax.lowering.step_runner import Evaluation, Metrics
+from whalejax.lowering.train_state import Origin, TrainState, bare, consuming
 from whalejax.lowering.uneven.adaptive_shares import AdaptiveSharesRunner
 from whalejax.lowering.uneven.broadcast_init import as_first, several_kinds
 from whalejax.lowering.uneven.flat_all_reduce import DATA, Exchange
@@ -46,9 +46,9 @@ from whalejax.lowering.uneven.moving_statistics import slopes
 from whalejax.lowering.uneven.replica import Replica, inputs_of
 from whalejax.lowering.uneven.zero1_update import OwningReplica, ReplicaSlices
 from whalejax.planner.balance.shares import micro_batch_ranges
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.search.spmd import analysed_for
+from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.search.spmd_search import analysed_for
 
 
 MicroBatches = Mapping[int, Sequence[Any]]

@@ -26,7 +26,6 @@ from whalejax.adapters.leaves import is_key
 from whalejax.lowering.optimizer_state import owners_of
 from whalejax.lowering.runner import finished
 from whalejax.lowering.spmd.evaluate import named_sharding
-from whalejax.lowering.spmd.executor import Program, followers, stepping
 from whalejax.lowering.spmd.optimizer_offload import (
     Follower,
     FollowerPart,
@@ -35,13 +34,14 @@ from whalejax.lowering.spmd.optimizer_offload import (
     evaluated,
     flattened,
 )
-from whalejax.lowering.state import TrainState
+from whalejax.lowering.spmd.spmd_executor import Program, followers, stepping
 from whalejax.lowering.step_runner import Metrics
+from whalejax.lowering.train_state import TrainState
 from whalejax.lowering.uneven.flat_all_reduce import DATA, by_dtype, on_shards
 from whalejax.lowering.uneven.replica import Replica
 from whalejax.meshes.jax_mesh import partition_spec
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 
 
 def cut_along(plan: Plan) -> dict[int, int]:
@@ -145,7 +145,7 @@ class ReplicaSlices:
         loss: Any,
         applies: Any = None,
     ) -> tuple[list[Any], Any]:
-        """The optimizer's step on this replica's slices; see ``spmd.update``.
+        """The optimizer's step on this replica's slices; see ``spmd_executor.update``.
 
         Returns:
             New parameters and state: slices, but for parameters that are not cut.

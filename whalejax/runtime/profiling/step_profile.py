@@ -20,9 +20,9 @@ import jax
 from whalejax.hlo import HloError, Instruction, collectives
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes, milliseconds
-from whalejax.planner.plan.report.page import page_width
+from whalejax.planner.plan.report.plan_page import page_width
+from whalejax.planner.plan.report.plan_traffic import traffic
 from whalejax.planner.plan.report.text_layout import Line, paragraph, plain, table
-from whalejax.planner.plan.report.traffic import traffic
 from whalejax.planner.plan_data import PlanData
 from whalejax.runtime.planned_traffic import (
     Finding,

@@ -27,11 +27,11 @@ from whalejax.runtime.folder_lock import FolderLock
 from whalejax.scheduler.allocation import Objective
 from whalejax.scheduler.job_table import JobError, ScheduledJob, with_measured
 from whalejax.scheduler.live import requests
+from whalejax.scheduler.live.device_assignment import Placing
 from whalejax.scheduler.live.job_book import JobBook, LiveJob
+from whalejax.scheduler.live.job_planning import PlannedJob, Planning
 from whalejax.scheduler.live.job_run import JobRun
 from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, make_private
-from whalejax.scheduler.live.placing import Placing
-from whalejax.scheduler.live.planning import PlannedJob, Planning
 from whalejax.scheduler.live.reports import report_of
 from whalejax.scheduler.live.requests import (
     Add,

@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
         print(f"whalejax: {error}", file=sys.stderr, flush=True)
         return IS_HELD
     try:
-        command = [sys.executable, "-m", "whalejax.elastic.worker"]
+        command = [sys.executable, "-m", "whalejax.elastic.elastic_worker"]
         return supervise(
             [*command, json.dumps(told.options)],
             home,

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from whalejax.api import job_plans
 from whalejax.api.named_jobs import find_job, named_values
-from whalejax.elastic.programs import most_micro_batches
-from whalejax.elastic.worker import precision_asked
+from whalejax.elastic.elastic_worker import precision_asked
+from whalejax.elastic.replica_programs import most_micro_batches
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.scheduler.job_table import JobError

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
-from whalejax.membership.endings import Ending
+from whalejax.membership.exit_status import Ending
 from whalejax.processes.local_processes import runs
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import whalejax as wh
-from whalejax.elastic.adding_up import agreement
+from whalejax.elastic.gradient_reduction import backend_agreement
 from whalejax.meshes import cluster
 
 
@@ -47,5 +47,5 @@ def losses() -> list[float]:
 
 
 if __name__ == "__main__":
-    agreement.own_devices = lambda: cluster("h100:1")
+    backend_agreement.own_devices = lambda: cluster("h100:1")
     losses()

@@ -20,22 +20,27 @@ from tests.whalejax.elastic.runs import Run, running
 from tests.whalejax.elastic.test_runs import audit, expected_losses
 from tests.whalejax.elastic.test_supervisor import Live, live
 from whalejax.distributed.launch_env import KEY_FILE
-from whalejax.elastic import programs
-from whalejax.elastic.adding_up import agreement, price
-from whalejax.elastic.adding_up.agreement import Arbiter, agreed
-from whalejax.elastic.adding_up.price import ReductionProcesses
+from whalejax.elastic import replica_programs
 from whalejax.elastic.environment import RUN, SUPERVISOR
-from whalejax.elastic.programs import planned_replica
+from whalejax.elastic.gradient_reduction import backend_agreement, reduction_cost
+from whalejax.elastic.gradient_reduction.backend_agreement import Arbiter, agreed
+from whalejax.elastic.gradient_reduction.reduction_cost import ReductionProcesses
+from whalejax.elastic.replica_programs import planned_replica
 from whalejax.elastic.supervisor.supervisor import KEY
 from whalejax.journals import journal
-from whalejax.journals.adding_up import COLLECTIVES, MESSAGES, GradientReduction, Way
+from whalejax.journals.gradient_reduction import (
+    COLLECTIVES,
+    MESSAGES,
+    GradientReduction,
+    Way,
+)
 from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import show, status_of
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes import cluster
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -88,7 +93,7 @@ def test_hosts_are_those_of_agents_that_are_there_or_awaited() -> None:
 def test_the_price_decides_and_who_comes_later_prices_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "own_devices", lambda: cluster("h100:1"))
+    monkeypatch.setattr(backend_agreement, "own_devices", lambda: cluster("h100:1"))
     priced: list[ReductionProcesses] = []
 
     def replica(processes: ReductionProcesses) -> None:
@@ -104,7 +109,7 @@ def test_the_price_decides_and_who_comes_later_prices_nothing(
 def test_a_batch_that_starts_the_devices_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "own_devices", lambda: cluster("h100:1"))
+    monkeypatch.setattr(backend_agreement, "own_devices", lambda: cluster("h100:1"))
     started: list[bool] = []
     settings = {"batch": None, "micro_batches": 8, "precision": "f32"}
     plan = planned_replica(example.make(), cluster("h100:1"), **settings).plan
@@ -116,7 +121,9 @@ def test_a_batch_that_starts_the_devices_is_named(
     def no_room_either(processes: ReductionProcesses) -> None:
         started.append(True)
 
-    monkeypatch.setattr(price, "MESSAGE_SECONDS", 1.0)  # Collectives are cheaper.
+    monkeypatch.setattr(
+        reduction_cost, "MESSAGE_SECONDS", 1.0
+    )  # Collectives are cheaper.
     options: dict[str, Any] = {"mtbf": 3600.0, "too_late": lambda: bool(started)}
     with live(tmp_path / "a") as there:
         found = agreed(arbiter(there), None, replica, **options)
@@ -151,7 +158,7 @@ def test_a_plan_for_another_platform_is_made_anew() -> None:
     settings: dict[str, Any] = {"batch": None, "micro_batches": 8, "precision": "f32"}
     for name, kept in (("h100:1", False), ("cpu:1", True)):
         planned = planned_replica(example.make(), cluster(name), **settings)
-        found = programs.ReplicaPrograms(
+        found = replica_programs.ReplicaPrograms(
             example.make(), **settings, seed=0, planned=planned
         )
         assert found.step.plan.cluster.platform == "cpu"
@@ -170,7 +177,7 @@ def test_what_the_planner_refuses_is_raised_as_it_is(
         def refuses(*_: Any, **__: Any) -> None:
             raise PlanError("no 8 micro-batches")
 
-        monkeypatch.setattr(programs, "planned_replica", refuses)
+        monkeypatch.setattr(replica_programs, "planned_replica", refuses)
         with pytest.raises(PlanError, match="^no 8 micro-batches$"):
             wh.train_elastic(example.make(), steps=1)
         assert there.events("adding_up") == []
@@ -179,7 +186,7 @@ def test_what_the_planner_refuses_is_raised_as_it_is(
 def test_who_wants_it_otherwise_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "own_devices", lambda: cluster("h100:1"))
+    monkeypatch.setattr(backend_agreement, "own_devices", lambda: cluster("h100:1"))
     with live(tmp_path) as there:
         options: dict[str, Any] = {"mtbf": 3600.0, "too_late": not_yet}
         assert agreed(arbiter(there), ASKED, no_room, **options) == ASKED
@@ -212,7 +219,7 @@ def test_a_process_of_an_earlier_run_decides_nothing(
 def test_nobody_who_answers_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "FIRST_SECONDS", 0.3)
+    monkeypatch.setattr(backend_agreement, "FIRST_SECONDS", 0.3)
     with live(tmp_path / "run") as there:
         key = str(there.folder / FOLDER / KEY)
         with pytest.raises(WhaleError, match="no supervisor answers at 127.0.0.1:1"):

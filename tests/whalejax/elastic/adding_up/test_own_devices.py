@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.whalejax.elastic.runs import ROOT
-from whalejax.elastic.adding_up import own_devices
+from whalejax.elastic.gradient_reduction import local_devices
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import WhaleError
 
@@ -19,7 +19,7 @@ from whalejax.meshes.errors import WhaleError
 LOOKS = """
 import glob, jax
 from whalejax import _compat_processes
-from whalejax.elastic.adding_up import own_devices
+from whalejax.elastic.gradient_reduction import own_devices
 own_devices._DEVICE_FILES = ("/dev/null",)  # As if there were accelerators.
 found = own_devices.own_devices()
 print(found.platform, found.num_devices, _compat_processes.backends_are_there())
@@ -54,27 +54,29 @@ def test_they_are_found_and_not_started(named: str) -> None:
 def test_devices_that_cannot_be_seen(
     monkeypatch: pytest.MonkeyPatch, program: str, said: str
 ) -> None:
-    there = own_devices._compat_processes
+    there = local_devices._compat_processes
     monkeypatch.setattr(there, "backends_are_there", lambda: False)
-    monkeypatch.setattr(own_devices.jax, "config", SimpleNamespace(jax_platforms="tpu"))
-    monkeypatch.setattr(own_devices, "_LOOK", (sys.executable, "-c", program))
+    monkeypatch.setattr(
+        local_devices.jax, "config", SimpleNamespace(jax_platforms="tpu")
+    )
+    monkeypatch.setattr(local_devices, "_LOOK", (sys.executable, "-c", program))
     if "sleep" in program:
-        monkeypatch.setattr(own_devices, "_LOOK_SECONDS", 0.5)
+        monkeypatch.setattr(local_devices, "_LOOK_SECONDS", 0.5)
     match = f"(?s)cannot be looked at: .*{said}.*mesh='auto'"
     with pytest.raises(WhaleError, match=match):
-        own_devices.own_devices()
+        local_devices.own_devices()
 
 
 def test_what_another_process_prints_is_a_cluster(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert own_devices.main() == 0
+    assert local_devices.main() == 0
     said = json.loads(capsys.readouterr().out)
     assert Cluster.from_json(said).platform == "cpu"
 
 
 def test_speed_of_the_network_card(tmp_path: Path) -> None:
-    assert own_devices.network_bytes_per_second(tmp_path) is None
+    assert local_devices.network_bytes_per_second(tmp_path) is None
     cards = {"lo": None, "eth0": "25000\n", "eth1": "-1\n", "docker0": "100000\n"}
     for name, speed in cards.items():
         (tmp_path / name).mkdir()
@@ -82,10 +84,10 @@ def test_speed_of_the_network_card(tmp_path: Path) -> None:
             (tmp_path / name / "device").mkdir()
         if speed is not None:
             (tmp_path / name / "speed").write_text(speed)
-    assert own_devices.network_bytes_per_second(tmp_path) == 3.125e9
+    assert local_devices.network_bytes_per_second(tmp_path) == 3.125e9
 
 
 def test_a_fabric_beside_the_cards(tmp_path: Path) -> None:
-    assert not own_devices.has_fabric(tmp_path / "infiniband")
+    assert not local_devices.has_fabric(tmp_path / "infiniband")
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    assert own_devices.has_fabric(tmp_path / "infiniband")
+    assert local_devices.has_fabric(tmp_path / "infiniband")

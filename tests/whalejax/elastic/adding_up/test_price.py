@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax.elastic.adding_up.price import (
+from whalejax.elastic.gradient_reduction.reduction_cost import (
     AGREED_SECONDS,
     ReductionProcesses,
     all_reduce_seconds,
@@ -22,12 +22,12 @@ from whalejax.elastic.adding_up.price import (
     message_seconds,
     price,
 )
-from whalejax.elastic.programs import planned_replica
-from whalejax.journals.adding_up import COLLECTIVES, MESSAGES
+from whalejax.elastic.replica_programs import planned_replica
+from whalejax.journals.gradient_reduction import COLLECTIVES, MESSAGES
 from whalejax.meshes import Cluster, cluster
 from whalejax.meshes.catalogue import kind_names
-from whalejax.planner.errors import NothingFits
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import NothingFits
 
 
 pytestmark = pytest.mark.relaxed_promotion

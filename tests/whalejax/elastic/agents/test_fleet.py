@@ -8,7 +8,7 @@ from typing import Any
 from tests.whalejax.elastic.driven import Driven
 from tests.whalejax.messages import arrives, received
 from whalejax._version import __version__
-from whalejax.elastic.agents.fleet import RETURN_SECONDS, AgentFleet
+from whalejax.elastic.agents.agent_fleet import RETURN_SECONDS, AgentFleet
 from whalejax.membership.events import StartEffect
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.wire.messages import Message

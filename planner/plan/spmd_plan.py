@@ -1,0 +1,63 @@
+"""From a captured loss and a cluster to a plan of one program on all devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan.build import build_plan
+from whalejax.planner.plan.estimates import paper_notes
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_entries import BatchLeaf
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd_search import (
+    Again,
+    ProgramCache,
+    by_marks,
+    decided_on,
+)
+
+
+def decide(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    *,
+    precision: str = "f32",
+    batch: Sequence[BatchLeaf] = (),
+    again: Again | None = None,
+    known: ProgramCache | None = None,
+) -> Plan:
+    """Choose how to run a model on a cluster.
+
+    Args:
+        graph: the captured loss.
+        cluster: the machine.
+        request: optimizer state, micro-batches and the default strategy.
+        precision: noted in the plan.
+        batch: leaves of the GLOBAL batch, in the order of ``graph.batch_dims``; their
+            layouts are filled in here.
+        again: the graph with TaskGraphs computed again in the backward pass, and with
+            attention in blocks; without it nothing is.
+        known: Results of other searches of the same loss.
+
+    Raises:
+        PlanError: the marks cannot be obeyed, or no plan fits; every problem that was
+            found is listed.
+    """
+    request = by_marks(graph, request)
+    decided = decided_on(graph, cluster, request, again, known)
+    plan = build_plan(
+        decided.analysed,
+        decided.search,
+        decided.weighed,
+        cluster,
+        request,
+        precision,
+        batch,
+        decided.gap,
+    )
+    notes = paper_notes(decided.on_paper, request, plan)
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))

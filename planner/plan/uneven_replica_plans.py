@@ -1,0 +1,533 @@
+"""Plans whose data-parallel replicas are unlike: each takes micro-batches of its own.
+
+Every kind of device is asked how long a micro-batch takes on one replica, in a search
+of its own, corrected by what it was measured to take (``measured_speed``); shares are
+the integers with which the last replica is done as early as can be. All replicas have
+one layout: that of the kind with the least memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.balance.measured_speed import (
+    corrections,
+    timing_note,
+    weights_hash,
+)
+from whalejax.planner.balance.shares import (
+    even_shares,
+    gain_words,
+    idle_note,
+    makespan,
+    shares,
+    speed_bound,
+)
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds
+from whalejax.planner.cost_terms import TimeTerms
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_entries import Candidate, Collective
+from whalejax.planner.plan_errors import DeviceCountError, NothingFits, PlanError
+from whalejax.planner.search.likely_replicas import (
+    LikelyReplicas,
+    likely_replicas,
+)
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd_search import ProgramCache, check_marks
+from whalejax.planner.search.uneven_replicas import (
+    Replicas,
+    SharesCase,
+    device_kinds,
+    devices_of_kind,
+    nothing_fits,
+)
+from whalejax.planner.search.user_shares import DATA, check_shares, said_of
+from whalejax.planner.search.zero1_slices import (
+    check_zero,
+    sliceable,
+    sliced,
+    with_slices,
+)
+from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.step_options import options_of
+
+
+Decide = Callable[..., Plan]
+"""A search for the plan of one replica; see ``decide.decide``."""
+
+MOST_COUNTS = 5
+"""Numbers of micro-batches that are weighed for replicas of one size."""
+
+MANY_DEVICES, MANY_CASES = 8, 8
+"""Of more devices, and sizes of replicas with numbers of micro-batches, only those
+that are estimated to be near the fastest are weighed."""
+
+LEAST_TRIES, MOST_TRIES = 2, 12
+"""Promising replicas that are weighed."""
+
+
+def decide_shares(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    *,
+    asked: Sequence[int] | None,
+    even: bool = False,
+    decide: Decide,
+    **options: Any,
+) -> Plan:
+    """Choose how replicas of unlike devices run a model, and who takes how much of it.
+
+    Args:
+        graph: the captured loss.
+        cluster: the machine.
+        request: Options of the question; the axis ``data`` is what is left to choose.
+        asked: the shares that the user wants, in node order, or None.
+        even: the user wants the same for all.
+        decide: searches for the plan of one replica.
+        options: Further options of that search.
+
+    Returns:
+        The plan, with ``shares``.
+
+    Raises:
+        PlanError: shares that cannot be, or no plan fits.
+    """
+    _check(graph, cluster, request, asked)
+    options = {"known": ProgramCache(), **options}
+    ranks = {
+        size: cluster.num_devices // size
+        for size in _served(graph, _sizes(cluster, request, asked))
+    }
+    every = {
+        size: counts(graph, request, asked, least=least, even=even)
+        for size, least in ranks.items()
+    }
+
+    def weigh(case: SharesCase) -> Replicas:
+        shared = asked
+        if even:
+            shared = even_shares(case.count, ranks[case.size])
+        return _weigh(graph, cluster, request, case, shared, decide, options)
+
+    # Of others, some have no micro-batch at all.
+    busy = [size for size, least in ranks.items() if every[size][-1] >= least]
+    tries = _Tries(request, weigh)
+    several = {size: every[size][:MOST_COUNTS] for size in busy or every}
+    cases = sum(map(len, several.values()))
+    if cluster.num_devices > MANY_DEVICES and cases > MANY_CASES:
+        programs = {name: options.get(name) for name in ("again", "known")}
+        likely = likely_replicas(graph, cluster, request, several, **programs)
+        tries.add_likely(likely)
+        marks = (r.strategy.kind for r in graph.task_graphs if r.strategy)
+        if 1 in several and "split" in (request.default, *marks):
+            tries.add(1, several[1][::-1])  # One device has nothing to split.
+    for size in several if tries.best_seconds == math.inf else ():
+        if size > _within(cluster) and tries.best_seconds < math.inf:
+            break  # Links between nodes are slower than those inside.
+        tries.add(size, several[size][::-1])
+    for size in several if tries.best_seconds == math.inf else ():
+        tries.add_fewest(size, every[size][MOST_COUNTS:])
+    for size in every if tries.best_seconds == math.inf else ():
+        if size not in several:
+            tries.add(size, every[size][:MOST_COUNTS])
+    if not tries.found:
+        raise _nearest(cluster, tries.problems)
+    ranked = sorted(tries.found, key=lambda one: one.step_seconds)
+    return _build_plan(cluster, ranked, asked)
+
+
+def _check(
+    graph: Graph, cluster: Cluster, request: Request, asked: Sequence[int] | None
+) -> None:
+    """Refuse what no shares can be had with, and shares that cannot be."""
+    check_zero(request)
+    if request.num_devices < cluster.num_devices:
+        raise DeviceCountError(
+            "devices of several kinds have programs of their own, which use all of "
+            "them. Drop allow_idle, or plan for fewer devices"
+        )
+    if asked is not None:
+        check_shares(graph, request, asked, num_devices=cluster.num_devices)
+        size = cluster.num_devices // len(asked)
+        with said_of(f"shares makes {len(asked)} replicas of {size} devices each"):
+            check_marks(graph, size)
+
+
+class _Tries:
+    """Replicas that were weighed, and what was wrong with others.
+
+    Attributes:
+        found: Evaluated replicas.
+        problems: Errors of the others.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        weigh: Callable[[SharesCase], Replicas],
+    ) -> None:
+        self.request = request
+        self.weigh = weigh
+        self.found: list[Replicas] = []
+        self.problems: list[PlanError] = []
+
+    @property
+    def best_seconds(self) -> float:
+        """Step time of the fastest that fits; infinite where none does."""
+        return min((o.step_seconds for o in self.found if o.fits), default=math.inf)
+
+    def add(self, size: int, several: Sequence[int]) -> None:
+        """Weigh replicas of some size.
+
+        Args:
+            size: devices of a replica.
+            several: numbers of micro-batches, the most first.
+        """
+        request = self.request
+        for zero in (0, 1) if request.zero is None else (request.zero,):
+            for count in several:
+                case = SharesCase(size=size, count=count, zero=zero)
+                if request.zero is None and zero and _roomy(self.found, case, request):
+                    continue
+                if self._lacks(case):
+                    break  # Fewer micro-batches are larger ones.
+
+    def add_fewest(self, size: int, several: Sequence[int]) -> None:
+        """Weigh replicas of some size in the fewest micro-batches that fit.
+
+        Args:
+            size: devices of a replica.
+            several: numbers of micro-batches, the fewest first.
+        """
+        if not several:
+            return
+
+        def fits(at: int) -> bool:
+            before = len(self.found)
+            self.add(size, [several[at]])
+            return any(one.fits for one in self.found[before:])
+
+        low, high = 0, len(several) - 1
+        if not fits(high):
+            return
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle + 1, high)
+
+    def add_likely(self, likely: Iterable[LikelyReplicas]) -> None:
+        """Weigh the promising, the best first, while they may be faster than others.
+
+        What an estimate leaves out takes a like part of everyone's step.
+        """
+        ratio, tries = 1.0, 0
+        for one in likely:
+            far = tries >= LEAST_TRIES and one.seconds * ratio >= self.best_seconds
+            if far or tries == MOST_TRIES:
+                break
+            whole = dataclasses.replace(one.case, zero=0)
+            known = any(other.fits and other.case == whole for other in self.found)
+            if known and one.case.zero:
+                continue  # Slices were no faster, or they would have come before.
+            tries, before = tries + 1, len(self.found)
+            self._lacks(one.case)
+            for shared in self.found[before:]:
+                ratio = min(ratio, shared.step_seconds / one.seconds)
+
+    def _lacks(self, case: SharesCase) -> bool:
+        """Weigh a case; whether memory is too small for any plan of it."""
+        try:
+            self.found.append(self.weigh(case))
+        except NothingFits as error:
+            self.problems.append(error)
+            return True
+        except PlanError as error:
+            self.problems.append(error)
+        return False
+
+
+def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
+    """The error that lacks least, with the kind that has the least memory."""
+    if not isinstance(problems[0], NothingFits):
+        return problems[0]
+    short = [error for error in problems if isinstance(error, NothingFits)]
+    error = min(short, key=lambda one: one.lacks_bytes)
+    if cluster.is_uniform:
+        return error
+    kinds = sorted(device_kinds(cluster), key=lambda kind: kind.memory_bytes)
+    least = kinds[0].display_name()
+    enough = kinds[-1].memory_bytes >= error.of_bytes + error.lacks_bytes
+    said = str(error).removeprefix("no plan fits:").strip().rstrip(".")
+    return NothingFits(
+        f"no plan fits {least}, of these kinds that with the least memory: {said}. "
+        + (f"Or plan without {least}" if enough else "All the others lack memory, too"),
+        lacks_bytes=error.lacks_bytes,
+        of_bytes=error.of_bytes,
+        nearest=error.nearest,
+        what=error.what,
+    )
+
+
+def _roomy(found: Sequence[Replicas], case: SharesCase, request: Request) -> bool:
+    """Replicas have room for the whole state, or nothing of it can be cut."""
+    if request.offload or not sliceable(request):
+        return True
+    plans = [one for one in found if one.case == dataclasses.replace(case, zero=0)]
+    return any(one.fits and not (one.plan.remat or one.plan.offload) for one in plans)
+
+
+def _within(cluster: Cluster) -> int:
+    """Devices of the largest replica that lies inside a node, on every node."""
+    return math.gcd(*(node.count for node in cluster.nodes))
+
+
+def _sizes(
+    cluster: Cluster, request: Request, asked: Sequence[int] | None
+) -> list[int]:
+    """Devices of a replica, the fewest first: of one kind, and part of a node or nodes.
+
+    A replica lies inside a node, or on whole ones.
+    """
+    mesh = dict(request.mesh or {})
+    data = mesh.pop(DATA, None)
+    fixed = math.prod(mesh.values())
+    kinds = [kind.name for kind in device_kinds(cluster)]
+    borders = {0, *itertools.accumulate(node.count for node in cluster.nodes)}
+
+    def lies_well(first: int, end: int) -> bool:
+        split = any(first < border < end for border in borders)
+        return len({*kinds[first:end]}) == 1 and (not split or {first, end} <= borders)
+
+    sizes = [
+        size
+        for size in divisors(cluster.num_devices)
+        if size % fixed == 0
+        and (data is None or cluster.num_devices == data * size)
+        and (asked is None or cluster.num_devices == len(asked) * size)
+        and all(
+            node.count % size == 0 or size % node.count == 0 for node in cluster.nodes
+        )
+        and all(lies_well(r, r + size) for r in range(0, len(kinds), size))
+    ]
+    if not sizes:
+        raise PlanError(
+            "replicas lie on one kind, inside a node or on whole ones, and have the "
+            "same number of devices: none "
+            + (f"such has a multiple of {fixed}, as mesh asks" if fixed > 1 else "do")
+            + ("" if data is None else f"; mesh asks for data {data}")
+            + ". Change mesh or shares, or plan for one kind"
+        )
+    return sizes
+
+
+def _served(graph: Graph, sizes: Sequence[int]) -> list[int]:
+    """Sizes of replicas that the marks can be obeyed on."""
+    found = []
+    problem: PlanError | None = None
+    for size in sizes:
+        try:
+            check_marks(graph, size)
+            found.append(size)
+        except DeviceCountError as error:
+            problem = error
+    if problem is not None and not found:
+        raise DeviceCountError(
+            "a replica lies on one kind, inside a node or on whole ones, of which it "
+            f"has {' or '.join(map(str, sizes))} here: {problem}"
+        )
+    return found
+
+
+def counts(
+    graph: Graph,
+    request: Request,
+    asked: Sequence[int] | None,
+    *,
+    least: int,
+    even: bool = False,
+) -> list[int]:
+    """Numbers of micro-batches that there may be, the fewest first.
+
+    Args:
+        graph: the captured loss.
+        request, asked: Options of the question, and the shares that it fixes.
+        least: micro-batches that keep everybody busy.
+        even: everybody shall have the same number.
+    """
+    fixed = sum(asked) if asked is not None else request.num_micro_batches
+    if fixed is not None:
+        return [fixed]
+    size = graph.batch_size * graph.num_micro_batches
+    every = [n for n in divisors(size) if n % graph.num_micro_batches == 0]
+    enough = [n for n in every if n >= least]
+    if even:
+        enough = [n for n in enough if n % least == 0] or enough
+    return enough or every[-1:]
+
+
+def _weigh(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    case: SharesCase,
+    asked: Sequence[int] | None,
+    decide: Decide,
+    options: Mapping[str, Any],
+) -> Replicas:
+    """Replicas of so many devices, with so many micro-batches in all."""
+    size, count, replicas = case.size, case.count, cluster.num_devices // case.size
+    mesh = {**(request.mesh or {}), DATA: 1}
+    alone = dataclasses.replace(
+        request,
+        num_devices=size,
+        num_micro_batches=count,
+        mesh=mesh,
+        zero=None,
+        is_part=True,
+        # How many micro-batches it holds is a question of its share.
+        batch_bytes=tuple(-(-nbytes // count) for nbytes in request.batch_bytes),
+    )
+    if case.zero:
+        alone = with_slices(alone, replicas)
+    names = {node.kind.name: node.kind for node in cluster.nodes}
+    kinds = sorted(names.values(), key=lambda kind: kind.memory_bytes)
+    part = {kind.name: devices_of_kind(cluster, kind, size) for kind in kinds}
+    first = decide(graph, part[kinds[0].name], alone, **options)
+    same = _pinned(alone, first)
+    plans = {
+        kind.name: decide(graph, part[kind.name], same, **options) for kind in kinds[1:]
+    }
+    plans[kinds[0].name] = first
+    on = tuple(device_kinds(cluster)[::size])
+    ratios = corrections(on, weights_hash(graph.params))
+    seconds = tuple(
+        _pace(plans[kind.name], count) * ratio
+        for kind, ratio in zip(on, ratios, strict=True)
+    )
+    summed = _exchange(first, cluster, len(on))
+    slices = sliced(first, cluster, len(on), request) if case.zero else None
+    found = Replicas(
+        case=case,
+        plan=first,
+        kinds=on,
+        seconds=seconds,
+        after=max(plan.time.update_seconds for plan in plans.values()),
+        exchange=summed,
+        slices=slices,
+    )
+    if asked is not None:
+        return dataclasses.replace(found, shares=tuple(asked))
+    enough = sum(found.most) >= count
+    dealt_out = shares(count, seconds, found.most if enough else None)
+    return dataclasses.replace(found, shares=dealt_out)
+
+
+def _pinned(request: Request, plan: Plan) -> Request:
+    """The request of what another kind is to run: the same as the first."""
+    return dataclasses.replace(
+        request,
+        mesh={DATA: 1, **plan.axis_sizes},
+        **options_of(plan),
+    )
+
+
+def _pace(plan: Plan, count: int) -> float:
+    """Seconds of a micro-batch."""
+    return (plan.time.step_seconds - plan.time.update_seconds) / count
+
+
+def _exchange(plan: Plan, cluster: Cluster, replicas: int) -> tuple[Collective, float]:
+    """The all-reduce of what replicas have added up."""
+    summed = Collective(
+        kind="all-reduce",
+        axes=(DATA,),
+        phase="update",
+        what="gradient",
+        payload_bytes=plan.memory.gradients_bytes,
+        count=1,
+    )
+    parts = axis_parts((DATA,), {DATA: replicas, **plan.axis_sizes}, cluster)
+    seconds = collective_seconds(summed.kind, summed.payload_bytes, parts)
+    return summed, seconds
+
+
+def _build_plan(
+    cluster: Cluster, found: Sequence[Replicas], asked: Sequence[int] | None
+) -> Plan:
+    """The plan of the fastest that fits; ``found`` has the fastest first."""
+    best = next((one for one in found if one.fits), None)
+    if best is None:
+        raise nothing_fits(found, asked)
+    plan, slices = cast("Plan", best.plan), best.slices
+    candidates = [
+        Candidate(
+            layout=one.layout,
+            time=_time(one),
+            memory=one.memory,
+            fits=one.fits,
+            verdict=_verdict(one, best),
+        )
+        for one in (best, *(other for other in found if other is not best))
+    ]
+    return dataclasses.replace(
+        plan,
+        cluster=cluster,
+        axes=((DATA, len(best.kinds)), *plan.axes),
+        shares=best.shares,
+        leaves=tuple(
+            dataclasses.replace(leaf, summed=(DATA, *leaf.summed))
+            if leaf.trained
+            else leaf
+            for leaf in (slices or plan).leaves
+        ),
+        zero=best.case.zero,
+        time=_time(best),
+        memory=best.memory,
+        collectives=(
+            *(*plan.collectives, best.exchange[0]),
+            *(() if slices is None else (slices.gather[0],)),
+        ),
+        candidates=tuple(candidates),
+        notes=(*plan.notes, *_notes(best)),
+    )
+
+
+def _verdict(one: Replicas, best: Replicas) -> str:
+    if one is best:
+        return "chosen"
+    return "slower" if one.fits else "does not fit"
+
+
+def _time(one: Replicas) -> TimeTerms:
+    """The step, by the terms of the plan of one replica."""
+    terms = dataclasses.asdict(one.plan.time)
+    terms.pop("update_seconds")
+    ratio = one.pace / max(sum(terms.values()), 1e-30)
+    return TimeTerms(
+        **{name: seconds * ratio for name, seconds in terms.items()},
+        update_seconds=one.after,
+    ) + TimeTerms(
+        gradient_seconds=one.exchange[1], parameter_seconds=one.gather_seconds
+    )
+
+
+def _notes(one: Replicas) -> Iterator[str]:
+    total = sum(one.shares)
+    if note := timing_note(one.kinds, weights_hash(one.plan.leaves)):
+        yield note
+    even = even_shares(total, len(one.kinds))
+    rest = one.step_seconds - one.pace
+    gain = (makespan(even, one.seconds) + rest) / one.step_seconds
+    words = gain_words(gain, speed_bound(one.seconds))
+    said = f"shares: {one.share_words} of {total} micro-batches"
+    yield said if one.shares == even else f"{said}: {words}"
+    if one.slices is not None:
+        yield one.slices.note(len(one.kinds))
+    if idle := idle_note("replicas", one.shares, one.seconds, one.pace):
+        yield idle

@@ -1,0 +1,322 @@
+"""Limits on a search whose ranks of ``data`` combine by Adasum.
+
+Each rank keeps a gradient of its own, so there are several ranks, each holds the whole
+of what it combines, and none takes a larger share of the batch than another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.errors import Problems
+from whalejax.planner.cost.adasum_cost import DATA, Part, combining, node_size
+from whalejax.planner.cost.collectives import axis_parts
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.layer_axes import layer_axes
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import Collective
+from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.search.request import Request
+from whalejax.planner.sharding.layout import shards
+from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
+
+
+BUFFERS = 3
+"""Times the gradients of a device that are there at once while ranks combine: laid out
+to be sent, as received from all, and as the levels leave them with what they lost."""
+
+PASSES = 12
+"""Times that the levels together read and write as many bytes as the gradients have."""
+
+
+def check_combine(
+    request: Request,
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    shares: object,
+    others: Iterable[str] = (),
+) -> None:
+    """Refuse what ranks cannot combine.
+
+    Args:
+        request: Options of the question.
+        graph: the captured loss.
+        cluster: the machine.
+        shares: Micro-batches that the replicas are asked to take.
+        others: problems of the same request that are known besides.
+
+    Raises:
+        PlanError: every problem, with its numbers and a remedy.
+    """
+    if request.combine == "mean":
+        return
+    problems = Problems("combine", PlanError)
+    texts = (
+        *_of_ranks(request, cluster),
+        *_of_shares(request, cluster, shares),
+        *_of_storage(request),
+        *(
+            request.refused_by_stages().values()
+            if "stage" in (request.mesh or {})
+            else ()
+        ),
+        *_of_parameters(graph),
+        *others,
+    )
+    for text in texts:
+        problems.add(text)
+    problems.raise_if_any()
+
+
+def _of_ranks(request: Request, cluster: Cluster) -> Iterator[str]:
+    way, mesh = request.combine, dict(request.mesh or {})
+    ranks = mesh.get(DATA)
+    others = math.prod(size for axis, size in mesh.items() if axis != DATA)
+    most = request.num_devices // others
+    if ranks == 1 or most < 2:
+        which = "mesh= fixes data 1" if ranks == 1 else f"data is at most {most}"
+        yield (
+            f'combine is "{way}", and {which} of {request.num_devices} devices: one '
+            'rank has nothing to combine with. Give data at least 2, as in mesh={"data"'
+            ": 2}, or leave combine out"
+        )
+    if way == "adasum_nodes" and len(cluster.nodes) < 2:
+        yield (
+            f'combine is "{way}", and all {cluster.num_devices} devices are on one '
+            'node, whose ranks are averaged: nothing is left to combine. Take "adasum"'
+            ", or a cluster of several nodes"
+        )
+
+
+def _of_shares(request: Request, cluster: Cluster, shares: object) -> Iterator[str]:
+    kinds = list(dict.fromkeys(node.kind.name for node in cluster.nodes))
+    alike = shares is None or (isinstance(shares, str) and len(kinds) == 1)
+    if alike and len(kinds) == 1:
+        return
+    which = f"shares is {shares}" if len(kinds) == 1 else f"devices are {kinds}"
+    yield (
+        f'combine is "{request.combine}", and {which}: ranks then take shares of their '
+        "own, and Adasum knows no weights, so one with more samples would count as one "
+        "with fewer. Leave shares out, on devices of one kind; or leave combine out"
+    )
+
+
+def _of_storage(request: Request) -> Iterator[str]:
+    way = request.combine
+    if way == "adasum_updates" and request.zero:
+        yield (
+            f'zero is {request.zero}, and with combine "{way}" each rank makes updates '
+            "with all of the optimizer's state: expected 0. Give that, or shard over "
+            "the mesh axis fsdp"
+        )
+    elif (request.zero or 0) > 1:
+        yield (
+            f'zero is {request.zero}, and with combine "{way}" each rank has all of '
+            "its gradients: expected 0 or 1. Give that, or shard over the mesh axis "
+            "fsdp"
+        )
+    if request.offload:
+        yield (
+            f"offload is {', '.join(request.offload)}, and ranks that combine by "
+            "Adasum keep nothing in host memory. Leave one of the two out"
+        )
+
+
+def _of_parameters(graph: Graph) -> Iterator[str]:
+    read = {t for op in graph.ops for t in op.operands} | set(graph.whole)
+    trained = [t for t in graph.params if not t.frozen]
+    unread = [t.path for t in trained if t.id not in read]
+    if unread:
+        some = ", ".join(unread[:3]) + " …" * (len(unread) > 3)
+        yield (
+            f"{len(unread)} of {len(trained)} trained parameters have no gradient, "
+            f"because the loss does not read them: {some}. There is nothing of them "
+            "to combine; leave them out of trainable="
+        )
+    blocks = [
+        f"{graph.tensors[t].path} {list(graph.tensors[t].shape)}"
+        for t, axes in layer_axes(graph).items()
+        if axes is None
+    ]
+    if blocks:
+        yield (
+            f"{len(blocks)} of {len(trained)} trained parameters are taken in blocks "
+            f"that do not divide them into layers: {', '.join(blocks[:3])}. Adasum is "
+            "of each layer: take single layers, or equal blocks of all of them; or "
+            "leave combine out"
+        )
+    odd = [f"{t.path} ({t.dtype})" for t in trained if t.dtype.startswith("complex")]
+    if odd:
+        yield (
+            f"{len(odd)} of {len(trained)} trained parameters are complex numbers, of "
+            f"which Adasum is not defined: {', '.join(odd[:3])}. Leave combine out"
+        )
+
+
+def may_combine(request: Request, mesh: Mapping[str, int], cluster: Cluster) -> bool:
+    """Whether a mesh has ranks that combine as asked for."""
+    if request.combine == "mean":
+        return True
+    ranks: int = mesh[DATA]
+    if request.combine != "adasum_nodes":
+        return ranks > 1
+    parts = axis_parts((DATA,), mesh, cluster)
+    return bool(parts) and parts[-1].level != cluster.levels[0]
+
+
+def zero_levels(request: Request, levels: Sequence[int]) -> tuple[int, ...]:
+    """Returns the levels of ZeRO over ``data`` under which ranks can combine."""
+    most = {"mean": 2, "adasum_updates": 0}.get(request.combine, 1)
+    return tuple(level for level in levels if level <= most)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GradientCombineCost:
+    """Costs of combining under one layout.
+
+    Attributes:
+        collectives: Collectives of one step.
+        nbytes: Bytes of a device's gradients, as they are laid out to be sent.
+    """
+
+    collectives: tuple[Collective, ...] = ()
+    nbytes: int = 0
+
+
+class CombiningCosts:
+    """Costs of combining the gradients or updates of all ranks.
+
+    Args:
+        graph, dims: Graph of the loss and its logical dimensions.
+        facts: its parameters.
+        cluster: the machine.
+        combine: the way.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        dims: Dimensions,
+        facts: LeafFacts,
+        cluster: Cluster,
+        combine: str,
+    ) -> None:
+        self._facts, self._cluster, self._combine = facts, cluster, combine
+        asked = combine != "mean"
+        self._averaged_bytes = averaged_bytes(graph, dims) if asked else 0
+        self._axes = layer_axes(graph) if asked else {}
+        self._known: dict[tuple[object, ...], GradientCombineCost] = {}
+
+    def of(
+        self, layouts: tuple[LeafLayout, ...], mesh: Mapping[str, int]
+    ) -> GradientCombineCost:
+        """The costs of one layout.
+
+        Args:
+            layouts: Layout of each group of parameters.
+            mesh: axis sizes.
+        """
+        if self._combine == "mean":
+            return GradientCombineCost()
+        key = (layouts, *mesh.items())
+        if key not in self._known:
+            found = self._combine_cost(layouts, mesh)
+            mean = dataclasses.replace(
+                found.collectives[0],
+                kind="all-reduce",
+                what="activation",
+                payload_bytes=self._averaged_bytes,
+            )
+            collectives = (*found.collectives, mean)
+            self._known[key] = dataclasses.replace(found, collectives=collectives)
+        return self._known[key]
+
+    def _combine_cost(
+        self, layouts: Sequence[LeafLayout], mesh: Mapping[str, int]
+    ) -> GradientCombineCost:
+        parts, itemsize, state = list[Part](), 4, 0.0
+        pairs = zip(self._facts.tensors, self._facts.group_of, strict=True)
+        for tensor, place in pairs:
+            (group, _), spec = self._facts.groups[place], layouts[place].param
+            if not group.trained:
+                continue
+            axes = self._axes.get(tensor.id)
+            if axes is None:
+                parts.append(Part.of(tensor.shape, spec, 1, mesh))
+            else:
+                laid = axes.stacked_spec(spec, mesh)
+                parts.append(Part.of(axes.stacked_shape, laid, axes.count, mesh))
+            itemsize = max(itemsize, tensor.itemsize_bytes)
+            state += group.optimizer_bytes / shards(spec, mesh)
+        node = node_size(mesh, self._cluster, self._combine)
+        found = combining(parts, mesh, node=node, itemsize_bytes=itemsize)
+        nbytes = found[0].payload_bytes
+        if self._combine == "adasum_updates" and state:
+            mean = dataclasses.replace(
+                found[0], kind="all-reduce", what="moments", payload_bytes=int(state)
+            )
+            found.append(mean)
+        return GradientCombineCost(collectives=tuple(found), nbytes=nbytes)
+
+
+def averaged_bytes(graph: Graph, dims: Dimensions) -> int:
+    """Bytes that ranks average once a step beside gradients.
+
+    These are the loss and what else it gives, such as metrics and running statistics,
+    but for values of each sample, and for what it gives as it was given it.
+    """
+    batch = {role.index for role in dims.batch}
+    made = {t for op in graph.ops for t in op.results}
+    found = 0
+    for t in made.intersection((graph.loss, *graph.whole)):
+        tensor = graph.tensors[t]
+        if not any(role in batch for atoms in dims.layouts[t] for role in atoms):
+            found += math.prod(tensor.shape) * max(4, tensor.itemsize_bytes)
+    return found
+
+
+def combine_seconds(nbytes: int, cluster: Cluster) -> float:
+    """Time of the arithmetic of all levels."""
+    return float(cluster.slowest.elementwise_seconds(PASSES * nbytes, 0.0))
+
+
+_FORMS = {
+    "adasum": "gradients over {ranks} ranks of data",
+    "adasum_nodes": "gradients over {groups} groups of {node} ranks of data, which are "
+    "averaged first",
+    "adasum_updates": "updates over {ranks} ranks of data: each makes its own from the "
+    "optimizer state that all share, which then becomes the mean of theirs",
+}
+
+
+def combine_notes(plan: PlanData) -> list[str]:
+    """Returns the notes of a plan whose ranks combine by Adasum."""
+    if plan.combine == "mean":
+        return []
+    mesh = plan.axis_sizes
+    ranks, node = mesh[DATA], node_size(mesh, plan.cluster, plan.combine)
+    groups = ranks // node
+    form = _FORMS[plan.combine].format(ranks=ranks, groups=groups, node=node)
+    notes = [
+        f"Adasum of {form}; statistics over the batch are those of each rank's own "
+        "samples, and the order of ranks is part of the result"
+    ]
+    if groups & (groups - 1):
+        padded = 2 ** (groups - 1).bit_length()
+        notes.append(
+            f"{groups} is no power of two: Adasum pairs them as if {padded - groups} "
+            f"more made {padded} whose gradients are zero, which change nothing "
+            "(Adasum(0, b) = b); one without a partner counts as much as the pairs "
+            "that it meets later"
+        )
+    if plan.combine == "adasum_updates":
+        notes.append(
+            "checkpoints hold one optimizer state, the mean of the ranks', and any "
+            "plan can go on from them"
+        )
+    return notes

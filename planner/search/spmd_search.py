@@ -1,0 +1,627 @@
+"""From a captured loss and a cluster to a plan of one program.
+
+Checks what can be checked before searching, searches, and writes down what was
+decided with everything needed to explain it.
+
+The module is long because ``ProgramSearches`` tries the programs of a loss in an order
+in which each bounds those behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.errors import Problems
+from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.cost_terms import ALL, Chosen, Remat
+from whalejax.planner.model.analysis import GraphAnalysis, analyse_graph
+from whalejax.planner.model.graph import ATTENTION, Graph
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_errors import DeviceCountError, PlanError
+from whalejax.planner.search.analysis_cache import AnalysedProgram
+from whalejax.planner.search.enumerate import (
+    KnownLayouts,
+    Search,
+    fixed_space,
+    meshes,
+    ranked,
+)
+from whalejax.planner.search.infeasible import refusal
+from whalejax.planner.search.ranking import SURE, TIE
+from whalejax.planner.search.request import LayoutCandidate, Request
+from whalejax.planner.sharding.layout import SPATIAL_AXES, STAGE, replicas
+from whalejax.planner.sharding.sequence_parallel import (
+    SUFFIX,
+    split_between,
+    splits_between,
+)
+from whalejax.planner.sharding.virtual_devices import check_devices, copies
+from whalejax.planner.step_options import LOSS_CHUNKS
+
+
+def analysed_for(plan: PlanData, graph: Graph) -> GraphAnalysis:
+    """A graph with the TaskGraphs of a plan.
+
+    Args:
+        plan: made for the same model.
+        graph: a trace of it.
+    """
+    analysed = analyse_graph(graph)
+    if not plan.sequence_parallel:
+        return analysed
+    names = {
+        name
+        for region in plan.compute
+        if not region.task_graph.endswith(SUFFIX)
+        for axis, roles in region.axes
+        for name in roles
+        if axis == "tensor"
+    }
+    roles = [analysed.dims.find(name) for name in names]
+    batch = {r.index for r in analysed.dims.batch}
+    shared = frozenset({r.index for r in roles if r is not None} - batch)
+    split = split_between(analysed.graph, analysed.dims, shared)
+    return GraphAnalysis(graph=split.graph, dims=analysed.dims)
+
+
+Again = Callable[[Remat, Chosen, int], Graph]
+"""The captured loss with some TaskGraphs computed again in the backward pass, some
+attention run in blocks, and logits made of a part of the tokens at a time."""
+
+
+MOST_GRIDS = 32
+"""Grids of layouts that are kept for later searches."""
+
+
+class ProgramCache(
+    dict[
+        tuple[Remat, Chosen, int, CompilerProfile],
+        "tuple[GraphAnalysis, AnalysedProgram] | None",
+    ]
+):
+    """Programs of one loss, as policies, attention and chunks make them, for devices of
+    a compiler; None where there is no such program.
+
+    Attributes:
+        grids: layouts that the last searches of some of them have made.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        super().__init__()
+        self.grids: deque[KnownLayouts] = deque(maxlen=MOST_GRIDS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpmdDecision:
+    """Result of a search.
+
+    Attributes:
+        analysed: the graph that was searched.
+        search: the search.
+        weighed: its plans, of which the first is taken.
+        gap: Part of the step by which another plan of one program may be faster; None
+            for a stage or a replica.
+        on_paper: A clearly faster plan of one program that no executor runs, or None.
+    """
+
+    analysed: GraphAnalysis
+    search: Search
+    weighed: list[LayoutCandidate]
+    gap: float | None
+    on_paper: LayoutCandidate | None = None
+
+
+def decided_on(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    again: Again | None = None,
+    known: ProgramCache | None = None,
+) -> SpmdDecision:
+    """Search; ``decide`` without the checks before and the writing after it.
+
+    Args:
+        graph, cluster, request, again, known: Arguments of ``decide``, unchanged.
+
+    Raises:
+        PlanError: no plan fits.
+    """
+    every = searches(graph, cluster, request, again, known)
+    searched = every.found
+    fits = [s for _, one in searched for s in one.scored if s.fits]
+    fitting = ranked(fits if request.is_part else _without_needless(fits))
+    if request.sequence_parallel and not any(one.scored for _, one in searched):
+        raise PlanError(_no_sequence(searched[0][1]))
+    if not fitting:
+        looked = [search for _, search in searched]
+        raise refusal(looked, open_remat=request.remat is None)
+    analysed, search = next(
+        pair for pair in searched if any(s is fitting[0] for s in pair[1].scored)
+    )
+    refused = ranked([s for _, one in searched for s in one.scored if not s.fits])
+    decided = SpmdDecision(
+        analysed=analysed, search=search, weighed=[*fitting, *refused], gap=None
+    )
+    if request.is_part:
+        return decided
+    least = min(every.best_seconds(), every.least_left_out())
+    seconds = fitting[0].time.step_seconds
+    return dataclasses.replace(
+        decided,
+        gap=max(0.0, 1 - least / seconds),
+        on_paper=every.on_paper(seconds / (1 + SURE)),
+    )
+
+
+def _without_needless(fits: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
+    """Plans without those that keep more in host memory than others that tie."""
+    alike: dict[object, list[LayoutCandidate]] = {}
+    for one in fits:
+        # All other options are those of the search that gives the details.
+        layout = tuple(one.mesh.items()), id(one.tables), one.zero
+        key = id(one.details), layout, one.num_micro_batches
+        alike.setdefault(key, []).append(one)
+    found = []
+    for several in alike.values():
+        kept: list[LayoutCandidate] = []
+        for one in sorted(several, key=lambda one: len(one.offload)):
+            if not any(
+                {*other.offload} < {*one.offload}
+                and other.time.step_seconds <= one.time.step_seconds * (1 + TIE)
+                for other in kept
+            ):
+                kept.append(one)
+        found += kept
+    return found
+
+
+def searches(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    again: Again | None,
+    known: ProgramCache | None = None,
+) -> ProgramSearches:
+    """One search for each policy of remat that may be worth it, the lightest first.
+
+    Computing again takes time and gives memory: where every layout has enough with the
+    fewest micro-batches, or those that lack some would be slower with enough than what
+    fits, no policy can be better than none.
+    """
+    known = ProgramCache() if known is None else known
+    found = ProgramSearches(graph, cluster, request, again, known)
+    found.all()
+    return found
+
+
+def _normalised_mesh(mesh: Mapping[str, int] | None) -> dict[str, int]:
+    """Returns the mesh that the user fixed, without spatial axes of one."""
+    every = (mesh or {}).items()
+    return {a: n for a, n in every if n > 1 or a not in SPATIAL_AXES}
+
+
+def attention_variants(
+    graph: Graph, request: Request, again: Again | None
+) -> dict[Chosen, Graph]:
+    """The loss as it is, and with attention in blocks, as far as they are asked for."""
+    found: dict[Chosen, Graph] = {}
+    if not request.attention:
+        found[()] = graph
+    if again is not None and request.attention != ():
+        blocks = request.attention or ((ALL, "ring"),)
+        ringed = again((), blocks, 1)
+        if any(op.kind == ATTENTION for op in ringed.ops):
+            found[blocks] = ringed
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramAnalyses:
+    """Programs of one loss, analysed for the devices of a cluster.
+
+    Attributes:
+        graph: Captured loss.
+        cluster: Devices and their compiler.
+        again: Traces other programs of the loss; None where there are none.
+        known: Programs that were analysed before.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    again: Again | None
+    known: ProgramCache
+
+    def of(
+        self, remat: Remat, attention: Chosen, chunks: int
+    ) -> tuple[GraphAnalysis, AnalysedProgram] | None:
+        """One program, or None where there is none such."""
+        key = remat, attention, chunks, self.cluster.compiler
+        if key not in self.known:
+            graph = self._graph(remat, attention, chunks)
+            self.known[key] = None if graph is None else self._analyse(graph)
+        return self.known[key]
+
+    def _analyse(self, graph: Graph) -> tuple[GraphAnalysis, AnalysedProgram]:
+        found = analyse_graph(graph)
+        return found, AnalysedProgram(found.graph, found.dims, self.cluster.compiler)
+
+    def _graph(self, remat: Remat, attention: Chosen, chunks: int) -> Graph | None:
+        """A graph that is traced for it, or None where there is none such."""
+        if self.again is None or not (remat or attention or chunks > 1):
+            return self.graph
+        graph = self.graph
+        # Where nothing runs in blocks or chunks, none of it has to be computed again.
+        for policy in dict.fromkeys(((), remat)):
+            graph = self.again(policy, attention, chunks)
+            rings = any(op.kind == ATTENTION for op in graph.ops)
+            cut = any(op.chunks > 1 for op in graph.ops)
+            if (attention and not rings) or (chunks > 1 and not cut):
+                return None
+        return None if graph is self.graph else graph
+
+
+class ProgramSearches:
+    """Searches of programs of one loss; each is bounded by the best before it.
+
+    Attributes:
+        found: GraphAnalysis programs with their searches.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        again: Again | None,
+        known: ProgramCache,
+    ) -> None:
+        self.known = known
+        self.program = ProgramAnalyses(
+            graph=graph, cluster=cluster, again=again, known=known
+        ).of
+        self.cluster = cluster
+        self.request = request
+        self.again = again
+        self.found: list[tuple[GraphAnalysis, Search]] = []
+        self.tried: dict[int, dict[frozenset[int], set[tuple[int, ...]]]] = {}
+        self.searched: dict[
+            tuple[Remat, Chosen, int], tuple[GraphAnalysis, Search]
+        ] = {}
+        self.hopeless = False
+
+    def best_seconds(self) -> float:
+        """Step time of the fastest plan so far that fits; infinite without one."""
+        steps = (
+            s.time.step_seconds for _, one in self.found for s in one.scored if s.fits
+        )
+        return min(steps, default=math.inf)
+
+    def all(self) -> None:
+        """Search every program that may be worth it."""
+        request = self.request
+        asked = request.loss_chunks or 1
+        self.policies(request.attention or (), asked)
+        if self.hopeless:
+            return
+        if request.attention is None and self.again is not None:
+            # In blocks it moves less even where nothing can share the sequence.
+            self.policies(((ALL, "ring"),), asked)
+        if request.loss_chunks is None and self.again is not None:
+            if any(self.gains(search) for _, search in self.found):
+                self.policies(self.best_attention(), LOSS_CHUNKS)
+        self.use_host_memory([*self.found])
+        for analysed, search in self.searched.values() if not request.is_part else ():
+            for apart in self.set_apart(analysed, search, every=True):
+                apart.use_host_memory(self.best_seconds())
+
+    def use_host_memory(self, pairs: Sequence[tuple[GraphAnalysis, Search]]) -> None:
+        """Put more in host memory, where with enough memory a plan may be the best.
+
+        Args:
+            pairs: searches that have looked at their layouts.
+        """
+        plain = [pair for pair in pairs if pair[1].split is None]
+        others = [pair for pair in pairs if pair[1].split is not None]
+        for _, search in others:
+            search.use_host_memory(self.best_seconds())
+        for analysed, search in plain:
+            before = len(search.scored)
+            search.use_host_memory(self.best_seconds())
+            if len(search.scored) > before:
+                for apart in self.set_apart(analysed, search):
+                    apart.use_host_memory(self.best_seconds())
+
+    def best_attention(self) -> Chosen:
+        """Returns the attention of the fastest plan that fits, or of the last one
+        tried.
+        """
+        plans = [s for _, one in self.found for s in one.scored if s.fits]
+        best = min(plans, key=lambda s: s.time.step_seconds, default=None)
+        last = self.found[-1][1].request.attention or ()
+        return last if best is None else best.attention
+
+    def gains(self, search: Search) -> bool:
+        """Some plan that lacks memory would be the fastest if it had enough.
+
+        What gives memory takes time: else nothing that does can be faster than what
+        fits. Nor does it serve layouts that nothing else serves: where there is no
+        layout, other programs have none.
+        """
+        best = self.best_seconds() * (1 + TIE)
+        lacks = search.least_lacking < math.inf and search.least_lacking <= best
+        return bool(search.hosting.nothing) or lacks
+
+    def policies(self, attention: Chosen, chunks: int) -> None:
+        """Search with one way of attention and of logits, under policies of remat."""
+        # Of replicas and stages many are asked about, of which some fit.
+        first_of_all = not (self.found or self.request.is_part)
+        lightest, *others = self.remats()
+        if not self.search(lightest, attention, chunks):
+            if lightest:
+                self.search((), attention, chunks)
+            return
+        analysed, first = self.searched[lightest, attention, chunks]
+        if first_of_all and first.far_from_fitting() and self.leanest_lacks():
+            self.hopeless = True
+            return
+        for policy in others if self.gains(first) else ():
+            self.search(policy, attention, chunks)
+        first.resume(self.best_seconds())
+        self.set_apart(analysed, first)
+
+    def remats(self) -> list[Remat]:
+        """Returns the remat policies to try, the least recomputation first."""
+        if self.request.remat is not None:
+            return [self.request.remat]
+        policies = self.request.policies if self.again is not None else ("none",)
+        return [((ALL, p),) if p != "none" else () for p in policies]
+
+    def leanest_lacks(self) -> bool:
+        """Whether the program of least memory lacks much of it under any layout.
+
+        It computes all again, has attention in blocks, logits in parts, and what it can
+        in host memory. No other program of the loss takes notably less, so that where
+        this lacks more than ``HOPELESS`` of a device none of them has to be traced.
+        """
+        request = self.request
+        blocks = ((ALL, "ring"),) if request.attention is None else request.attention
+        chunks = LOSS_CHUNKS if request.loss_chunks is None else request.loss_chunks
+        remat = self.remats()[-1]
+        before = len(self.found)
+        for attention, parts in itertools.product(
+            dict.fromkeys((blocks, request.attention or ())),
+            dict.fromkeys((chunks, request.loss_chunks or 1)),
+        ):
+            if self.search(remat, attention, parts):
+                break
+        pairs = self.found[before:]
+        lean = [search for _, search in pairs]
+        if not any(
+            s.program.sliced or s.fits_without_state(1 + HOPELESS) for s in lean
+        ):
+            for search in lean:
+                if search.split is not None or not request.sequence_parallel:
+                    search.keep_nearest(request.offload or ())
+            return any(search.scored for search in lean)
+        self.use_host_memory(pairs)
+        scored = [(s, one) for _, s in self.found[before:] for one in s.scored]
+        lacking = (sum(s.lacks(one.memory)) for s, one in scored)
+        return min(lacking, default=0) > HOPELESS * self.cluster.memory_bytes
+
+    def search(
+        self,
+        remat: Remat,
+        attention: Chosen,
+        chunks: int,
+    ) -> bool:
+        """One program, and beside its best plans those that shard the sequence too.
+
+        Args:
+            remat, attention, chunks: Options of the program.
+
+        Returns:
+            Whether there is such a program.
+        """
+        if (remat, attention, chunks) in self.searched:
+            return True
+        program = self.program(remat, attention, chunks)
+        if program is None:
+            return False
+        analysed, shared = program
+        asked = dataclasses.replace(
+            self.request,
+            remat=remat,
+            attention=attention,
+            loss_chunks=chunks,
+        )
+        one = Search(
+            analysed.graph,
+            analysed.dims,
+            self.cluster,
+            asked,
+            best=self.best_seconds(),
+            slack=1 + TIE,
+            program=shared,
+            grids=self.known.grids,
+        )
+        one.search_layouts()
+        self.found.append((analysed, one))
+        self.searched[remat, attention, chunks] = analysed, one
+        self.set_apart(analysed, one)
+        return True
+
+    def set_apart(
+        self, analysed: GraphAnalysis, plain: Search, *, every: bool = False
+    ) -> list[Search]:
+        """Beside a search's best plans, those that shard the sequence, too.
+
+        Args:
+            analysed, plain: the program, and its search.
+            every: all that may be the best plan, not only the likeliest.
+        """
+        options, asked = plain.options, self.request.sequence_parallel
+        if asked is False or not options.sequence or plain.has_one_sample:
+            plain.scored = [] if asked else plain.scored
+            return []
+        tried = self.tried.setdefault(id(plain), {})
+        best = self.best_seconds() * (1 if every else 1 + TIE)
+        best = math.inf if asked else best
+        near = {
+            roles: set[tuple[int, ...]]().union(*(one.sizes(best) for one in several))
+            for roles, several in plain.near_sequence_parallel(best).items()
+            if roles not in tried
+        }
+        near = {roles: sizes for roles, sizes in near.items() if sizes}
+        if not (every or asked):
+            most = MOST_PART_SPLITS if self.request.is_part else FIRST_SPLITS
+            left = max(0, most - len(tried))
+            near = dict(itertools.islice(near.items(), left))
+        tried.update(near)
+        if asked:
+            plain.scored = []  # Nor do they bound those that are asked for.
+        found = []
+        for split in splits_between(analysed.graph, analysed.dims, near):
+            if not split.parents:
+                continue  # Nothing stands between products.
+            apart = Search(
+                split.graph,
+                analysed.dims,
+                self.cluster,
+                plain.request,
+                beside=plain,
+                split=split,
+                best=self.best_seconds(),
+                slack=1 + TIE,
+                grids=self.known.grids,
+                sizes=near[split.shared],
+            )
+            apart.search_layouts()
+            self.found.append(
+                (GraphAnalysis(graph=split.graph, dims=analysed.dims), apart)
+            )
+            found.append(apart)
+        return found
+
+    def on_paper(self, best: float) -> LayoutCandidate | None:
+        """The fastest plan that keeps more in host memory than an executor does.
+
+        Args:
+            best: Seconds of a step that it may not exceed.
+        """
+        if self.request.estimate or self.request.offload is not None:
+            return None
+        found = [one for _, search in self.found for one in search.on_paper(best)]
+        return min(found, key=lambda one: one.time.step_seconds, default=None)
+
+    def least_left_out(self) -> float:
+        """Least seconds of a step in any layout that was not evaluated."""
+        best = self.best_seconds()
+        found = [search.least_skipped for _, search in self.found]
+        if self.request.sequence_parallel is False:
+            return min(found)
+        for _, plain in self.searched.values():
+            tried = self.tried.get(id(plain), {})
+            if plain.options.sequence:
+                found += [
+                    one.least_of_others(tried.get(roles, ()))
+                    for roles, several in plain.near_sequence_parallel(best).items()
+                    for one in several
+                ]
+        return min(found)
+
+
+HOPELESS = 0.1
+"""Part of a device's memory that the leanest program may lack before others are tried:
+what is computed again, in blocks or in parts takes some room of its own."""
+
+FIRST_SPLITS, MOST_PART_SPLITS = 1, 3
+"""Sets of sharded dimensions beside which the sequence is sharded, too: before the best
+plan of each program is known, and at all in a stage or a replica."""
+
+
+def _no_sequence(search: Search) -> str:
+    """Why no plan is sequence parallel."""
+    options, mesh = search.options, search.request.mesh or {}
+    sizes = ", ".join(str(options.sizes[r]) for r in options.sequence)
+    used = math.prod(mesh.values()) == search.request.num_devices
+    if search.has_one_sample:
+        why = (
+            "a micro-batch has one sample, and what stands between products is told by "
+            "its dimension of samples. Take fewer micro-batches, or fix context in "
+            "mesh= to shard the sequence everywhere"
+        )
+    elif not sizes:
+        why = (
+            "the model has no sequence: no dimension that can be sharded meets itself "
+            "in a product, as attention's does"
+        )
+    elif mesh.get("tensor", 1 if used else 2) == 1:
+        why = (
+            "mesh= leaves tensor 1, and it is that axis which would shard the sequence"
+        )
+    else:
+        why = (
+            f"the sequence ({sizes}) does not divide by any size of tensor (times "
+            "context) that the marks and mesh= leave, or no weights divide by it. Pad "
+            "the sequence, or fix another mesh="
+        )
+    return f"sequence_parallel=True: {why}. Leave it to the planner, or drop it"
+
+
+def check_marks(graph: Graph, num_devices: int, stages: int = 1) -> None:
+    """Refuse marks that nothing can obey.
+
+    Args:
+        graph: the captured loss.
+        num_devices: Number of devices to use.
+        stages: Number of stages of a pipeline in which no stage is marked, where that
+            is known.
+
+    Raises:
+        PlanError: every problem is listed.
+    """
+    problems = Problems("the marks cannot be obeyed", DeviceCountError)
+    for text in graph.undeclared_marks:
+        problems.add(
+            f"the mark {text} covers no operation of the loss: nothing inside it was "
+            "reached while tracing. Remove it or move it around what it should cover"
+        )
+    marked = [g for g in graph.task_graphs if g.marks]
+    if marked:
+        check_devices(marked, num_devices, problems, stages)
+    problems.raise_if_any()
+
+
+def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
+    """Returns the question with the devices that marks give one copy of the model.
+
+    Args:
+        graph: the captured loss.
+        request: Other options of the question.
+        stages: Number of stages of a pipeline in which no stage is marked.
+
+    Raises:
+        PlanError: nothing can obey the marks; every problem is listed.
+    """
+    count = request.num_devices
+    check_marks(graph, count, stages)
+    found = copies([g for g in graph.task_graphs if g.marks], count, stages)
+    mesh = {a: n for a, n in _normalised_mesh(request.mesh).items() if a != STAGE}
+    if found > 1 and not any(
+        mesh.items() <= one.items() and replicas(one) % found == 0
+        for one in meshes(count // stages, mesh.get("context", 1), fixed_space(mesh))
+    ):
+        given = {"stage": stages, **mesh} if stages > 1 else mesh
+        fixed = " × ".join(f"{axis} {n}" for axis, n in given.items())
+        raise DeviceCountError(
+            f"devices= of the marks gives one copy of the model {count // found} of "
+            f"{count} devices, so data × fsdp × context is a multiple of {found}; with "
+            f"{fixed} it is not. Change one of the two"
+        )
+    return dataclasses.replace(request, copies=found)

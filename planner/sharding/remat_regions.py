@@ -1,0 +1,329 @@
+"""Finds the parts of a program that the backward pass recomputes, by TaskGraph.
+
+A region is a run of equations that one ``jax.checkpoint`` goes around: what one
+TaskGraph does in one repeated layer. Between regions stands what a policy of ``none``
+keeps, and what the user already wrapped. Policies are ``none``; ``dots``, which keeps
+results of products with weights; ``named`` or ``named:a,b``, which keeps what the model
+names; ``full``, which keeps what a region is given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from whalejax.meshes.errors import Problems
+from whalejax.planner.cost_terms import ALL
+from whalejax.planner.model.expert_regions import check_task_graphs
+from whalejax.planner.model.graph import LOOPS, Graph, Op
+from whalejax.planner.model.repeated_layers import layer_starts, stacked_loop
+from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.step_options import REMAT_POLICIES
+
+
+Position = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Equations that are computed again together.
+
+    Attributes:
+        prefix: position of the jaxpr that holds them.
+        first, end: a half-open range of its equations.
+        policy: Policy of the values that are saved inside.
+    """
+
+    prefix: Position
+    first: int
+    end: int
+    policy: str
+
+
+def policy_for(task_graph: str, policies: Mapping[str, str]) -> str:
+    """The policy of a TaskGraph: its own, or that of all.
+
+    >>> policy_for("split", {"*": "full", "replicate": "dots"})
+    'full'
+    """
+    return policies.get(task_graph, policies.get(ALL, "none"))
+
+
+def named_in(policy: str) -> tuple[str, ...]:
+    """The names that a policy lists; empty where it takes all or is no ``named``."""
+    kind, _, names = policy.partition(":")
+    return tuple(n.strip() for n in names.split(",") if n.strip()) * (kind == "named")
+
+
+def checked_policies(
+    remat: str | Mapping[str, str] | None, graph: Graph, names: Sequence[str]
+) -> tuple[tuple[str, str], ...]:
+    """Returns the user's choices other than ``none`` as (TaskGraph, policy) pairs.
+
+    Args:
+        remat: a policy for all TaskGraphs, or by the name of a TaskGraph.
+        graph: the captured loss.
+        names: checkpoint names that the model gives to values.
+
+    Raises:
+        PlanError: there is no such policy, TaskGraph or checkpoint name; all of them.
+    """
+    problems = Problems("remat", PlanError)
+    if remat is not None and not isinstance(remat, str | Mapping):
+        problems.add(f"{remat!r:.60} is neither a policy nor one for each TaskGraph")
+        remat = None
+    given = {ALL: remat} if isinstance(remat, str) else dict(remat or {})
+    check_task_graphs(given, graph, problems)
+    for text in dict.fromkeys(map(repr, given.values())):
+        _check(next(p for p in given.values() if repr(p) == text), names, problems)
+    problems.raise_if_any()
+    rest = given.pop(ALL, "none")
+    kept = [(name, policy) for name, policy in given.items() if policy != rest]
+    return (*kept, *([(ALL, rest)] if rest != "none" else []))
+
+
+def _check(policy: object, names: Sequence[str], problems: Problems) -> None:
+    kind, colon, _ = str(policy).partition(":")
+    listed = named_in(str(policy))
+    if not isinstance(policy, str) or kind not in REMAT_POLICIES:
+        problems.add(
+            f"{policy!r} is no policy; expected one of {', '.join(REMAT_POLICIES)}"
+        )
+    elif colon and not listed:
+        problems.add(f"{policy!r} lists no name; expected such as named:attention,mlp")
+    elif kind == "named" and not names:
+        problems.add(
+            f"{policy!r} keeps what the model names, and it names nothing: put "
+            "jax.ad_checkpoint.checkpoint_name(x, name) into it, or take dots"
+        )
+    for name in listed:
+        if names and name not in names:
+            problems.add(
+                f"{policy!r}: the model gives no value the name {name!r}; it names "
+                f"{', '.join(names)}"
+            )
+
+
+def regions(graph: Graph, policies: Mapping[str, str]) -> tuple[Region, ...]:
+    """Finds the regions to checkpoint.
+
+    Args:
+        graph: the captured loss.
+        policies: by the name of a TaskGraph; none for what is absent.
+
+    Returns:
+        Regions in program order; none where there is nothing to divide.
+    """
+    level = _Level.of(graph)
+    if level is None:
+        return ()
+    runs = itertools.groupby(level.equations(policies), key=lambda e: e[1])
+    found = []
+    for (layer, policy), members in runs:
+        if layer < 0 or policy == "none":
+            continue
+        indices = [index for index, _ in members]
+        for first, end in level.pieces(indices[0], indices[-1] + 1):
+            region = Region(prefix=level.prefix, first=first, end=end, policy=policy)
+            if level.saves(region):
+                found.append(region)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """The jaxpr in which the layers stand side by side, or whose turns they are.
+
+    Attributes:
+        prefix: its position.
+        ops: for each of its equations that computes values, the operations inside.
+        starts: the equation with which each layer begins, and the end of the last.
+        parts: Whether the parts belong to a model without layers.
+    """
+
+    graph: Graph
+    prefix: Position
+    ops: Mapping[int, tuple[Op, ...]]
+    starts: tuple[int, ...]
+    parts: bool = False
+
+    @classmethod
+    def of(cls, graph: Graph) -> _Level | None:
+        """Find it; None where the layers are no equations of one jaxpr.
+
+        A model without repeated layers is cut at its narrowest places into about as
+        many parts as the square root of its products, which keeps least in all.
+        """
+        weight = graph.weight_tensors()
+        computed = [
+            op
+            for op in graph.ops
+            if op.kind not in LOOPS and not all(weight[t] for t in op.results)
+        ]
+        loop = stacked_loop(graph)
+        if not computed:
+            return None
+        if loop is not None:
+            prefix = (*loop, 0)
+            inside = _by_equation(computed, prefix)
+            bounds = (min(inside), max(inside) + 1) if inside else ()
+            return cls(graph, prefix, inside, bounds) if inside else None
+        starts = layer_starts(graph)
+        if not starts:
+            prefix = _common([op.position for op in computed])
+            level = cls(graph, prefix, _by_equation(computed, prefix), ())
+            parts = level._parts()
+            # One part would keep all of itself while it is computed again.
+            several = len(parts) > 2
+            return cls(graph, prefix, level.ops, parts, parts=True) if several else None
+        layers = [graph.ops[i] for i in range(starts[0], starts[-1])]
+        positions = [op.position for op in layers if op.kind not in LOOPS]
+        prefix = _common(positions)
+        inside = _by_equation(computed, prefix)
+        depth = len(prefix)
+        firsts = [_next_position(graph, at, prefix)[depth] for at in starts[:-1]]
+        end = max(p[depth] for p in positions) + 1
+        if len(set(firsts)) < len(firsts):
+            return None  # Several layers in one equation: a loop of another kind.
+        level = cls(graph, prefix, inside, (*firsts, end))
+        return cls(graph, prefix, inside, level._narrowest())
+
+    def equations(
+        self, policies: Mapping[str, str]
+    ) -> Iterator[tuple[int, tuple[int, str]]]:
+        """Each equation of the layers with its layer and policy; -1 for none's."""
+        names = [g.name for g in self.graph.task_graphs]
+        kept = (-1, "none")
+        before = kept
+        layer = -1
+        for index in range(self.starts[0], self.starts[-1]):
+            if layer + 1 < len(self.starts) - 1 and index >= self.starts[layer + 1]:
+                layer += 1
+                before = (layer, before[1])
+            ops = self.ops.get(index, ())
+            # The user's own stays as it is, and so does a loop that is no layer's:
+            # computed again as a whole it would keep what all of its turns keep.
+            loops = self.parts and any(op.trip > 1 for op in ops)
+            if loops or any(op.remat is not None for op in ops):
+                before = kept
+            elif ops:
+                before = layer, policy_for(names[ops[0].task_graph], policies)
+            yield index, before
+
+    def pieces(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """A run of equations, in parts where a mark's edge would be inside of it.
+
+        A mark may be inside a region or around it; one that begins inside and goes on
+        behind would be two.
+        """
+        before, *marks, behind = self._marked(first - 1, end + 1)
+        opens = marks[0] and marks[0] == before
+        goes_on = marks[-1] and marks[-1] == behind
+        if len(set(marks)) == 1 or not (opens or goes_on):
+            yield first, end
+            return
+        at = first
+        for _, members in itertools.groupby(marks):
+            size = len(list(members))
+            yield at, at + size
+            at += size
+
+    def _marked(self, first: int, end: int) -> list[int]:
+        """The marked TaskGraph that each equation is in, or that before it; else 0."""
+        index, least = first, min(self.ops)
+        while index not in self.ops and index >= least:
+            index -= 1
+        found: list[int] = []
+        graph = 0
+        for at in range(min(index, first), end):
+            if at in self.ops:
+                graph = self.ops[at][0].task_graph
+            found.append(graph if self.graph.task_graphs[graph].marks else 0)
+        return found[first - end :]
+
+    def saves(self, region: Region) -> bool:
+        """The backward pass reads something of it."""
+        inside = range(region.first, region.end)
+        return any(op.saves for index in inside for op in self.ops.get(index, ()))
+
+    def _narrowest(self) -> tuple[int, ...]:
+        """The bounds of the layers, shifted together to where least passes them.
+
+        Layers of equal length may be cut at any of their equations; a cut in the
+        middle of a residual branch would keep more than one between two blocks.
+        """
+        lengths = {b - a for a, b in itertools.pairwise(self.starts[:-1])}
+        if len(lengths) != 1:
+            return self.starts
+        (period,) = lengths
+        crossing = self._border_bytes()
+        first = min(self.ops)
+        shifts = range(-min(period // 2, self.starts[0] - first), (period + 1) // 2)
+        # The second border stands for all: what the first passes may be wider.
+        border = self.starts[min(1, len(self.starts) - 2)]
+        shift = min(shifts, key=lambda s: (crossing.get(border + s, 0), abs(s)))
+        last = min(self.starts[-2] + period, max(self.ops) + 1)
+        return (*(s + shift for s in self.starts[:-1]), last + shift)
+
+    def _parts(self) -> tuple[int, ...]:
+        """Borders of parts of about equal bytes, where little passes them."""
+        kept = {index: self._kept_bytes(ops) for index, ops in self.ops.items()}
+        products = sum(op.matmul is not None for ops in self.ops.values() for op in ops)
+        crossing, total = self._border_bytes(), sum(kept.values())
+        found = [min(self.ops, default=0)]
+        sums = dict(zip(kept, itertools.accumulate(kept.values()), strict=True))
+        for part in range(1, math.isqrt(products)):
+            ideal, reach = part * total / math.isqrt(products), total / products
+            near = [i + 1 for i, n in sums.items() if abs(n - ideal) <= reach]
+            if near:
+                found.append(min(near, key=lambda border: crossing.get(border, 0)))
+        return (*dict.fromkeys(found), max(self.ops, default=0) + 1)
+
+    def _kept_bytes(self, ops: Sequence[Op]) -> int:
+        """Returns the bytes of some operations' results that the backward
+        pass reads.
+        """
+        slots = {(op.operands + op.results)[s] for op in ops for s in op.saves}
+        return sum(self.graph.tensors[t].nbytes for t in slots)
+
+    def _border_bytes(self) -> dict[int, int]:
+        """Bytes of values with a gradient that pass each border between equations."""
+        made: dict[int, int] = {}
+        until: dict[int, int] = {}
+        for index, ops in self.ops.items():
+            for op in ops:
+                until.update(dict.fromkeys(op.operands, index))
+                for t in op.results:
+                    made.setdefault(t, index)
+        found: dict[int, int] = {}
+        for t, first in made.items():
+            if self.graph.tensors[t].differentiable:
+                nbytes = self.graph.tensors[t].nbytes
+                for border in range(first + 1, until.get(t, first) + 1):
+                    found[border] = found.get(border, 0) + nbytes
+        return found
+
+
+def _by_equation(ops: Sequence[Op], prefix: Position) -> dict[int, tuple[Op, ...]]:
+    depth = len(prefix)
+    found: dict[int, list[Op]] = {}
+    for op in ops:
+        if op.position[:depth] == prefix and len(op.position) > depth:
+            found.setdefault(op.position[depth], []).append(op)
+    return {index: tuple(several) for index, several in sorted(found.items())}
+
+
+def _common(positions: Sequence[Position]) -> Position:
+    """The position of the jaxpr that holds all of them: a prefix of even length."""
+    least, most = min(positions), max(positions)
+    equal = itertools.takewhile(lambda p: p[0] == p[1], zip(least, most, strict=False))
+    depth = len(list(equal))
+    return least[: depth - depth % 2]
+
+
+def _next_position(graph: Graph, at: int, prefix: Position) -> Position:
+    """Position of the first operation from one on that stands below a prefix."""
+    depth = len(prefix)
+    return next(op.position for op in graph.ops[at:] if op.position[:depth] == prefix)

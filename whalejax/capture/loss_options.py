@@ -1,0 +1,148 @@
+"""Options of a step as they concern one loss: checked against it, and carried out.
+
+``fixed_options`` says what a search has to keep to, or why the loss cannot be run so;
+``as_planned`` makes the program of a plan's options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from whalejax.capture.loss_programs import Programs
+from whalejax.capture.patterns.named_calls import most_tokens
+from whalejax.capture.trace import Captured
+from whalejax.meshes.errors import Problems
+from whalejax.planner.cost_terms import ALL, OFFLOADS, Chosen
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.search.host_offload import unhosted
+from whalejax.planner.search.request import OffloadableState
+from whalejax.planner.sharding.attention_blocks import check_rings, checked_attention
+from whalejax.planner.sharding.remat_regions import checked_policies
+from whalejax.planner.step_options import FixedOptions, UserOptions, is_nothing
+
+
+def fixed_options(
+    options: UserOptions,
+    programs: Programs,
+    *,
+    runnable: bool,
+    has_optimizer: bool,
+    hosts: Callable[[], OffloadableState],
+) -> FixedOptions:
+    """Returns the options that a search of a loss must respect.
+
+    Args:
+        options: Options that the user gave.
+        programs: the loss, as written and otherwise.
+        runnable: the plan is to run.
+        has_optimizer: an optimizer was given.
+        hosts: Function that returns the offloadable state, called where it matters.
+
+    Raises:
+        PlanError: an option that this loss or its optimizer cannot have.
+    """
+    remat = checked_policies(options.remat, programs.graph, programs.traced.names)
+    return FixedOptions(
+        remat=None if options.remat is None else remat,
+        offload=_offload(options.offload, runnable, has_optimizer, hosts),
+        sequence_parallel=options.sequence_parallel,
+        attention=_attention(options, programs),
+        loss_chunks=_loss_chunks(options.loss_chunks, programs),
+        combine=options.combine,
+    )
+
+
+def as_planned(captured: Captured, plan: PlanData) -> Captured:
+    """A loss with all that a plan changes of its program.
+
+    Args:
+        captured: Loss as the user wrote it, in the planned precision.
+        plan: its options and the precision of its TaskGraphs.
+    """
+    found = captured.with_precisions(plan.precisions).with_attention(plan.attention)
+    return found.with_chunks(plan.loss_chunks).with_remat(plan.remat)
+
+
+def _attention(options: UserOptions, programs: Programs) -> Chosen | None:
+    """Returns the variant of attention that the user asked for, if it can run."""
+    chosen = checked_attention(options.attention, programs.graph)
+    if chosen:
+        check_rings(
+            programs.again((), chosen, 1),
+            chosen,
+            programs.traced.blocks(chosen).whole,
+            lambda: programs.again((), ((ALL, "ring"),), 1),
+        )
+    return chosen
+
+
+def _loss_chunks(count: int | None, programs: Programs) -> int | None:
+    """Parts in which logits are made, if the user says so and they can be."""
+    if count is None or count == 1:
+        return count
+    cut = programs.cut((), count)
+    if cut is programs.captured:
+        raise PlanError(
+            f"loss_chunks is {count}, and the model makes no logits that can be "
+            "made in parts: a product after which each token is treated alone, "
+            "until no vocabulary is left. Reduce over tokens last, or drop it"
+        )
+    most = most_tokens(cut.jaxpr)
+    if count > most:
+        raise PlanError(
+            f"loss_chunks is {count}, and a micro-batch has {most} tokens of which "
+            f"logits are made (num_micro_batches is {programs.graph.num_micro_batches})"
+            f"; expected at most {most}, divided by the devices that share them"
+        )
+    return count
+
+
+def check_runs(
+    offload: Sequence[str] | None, hosts: Callable[[], OffloadableState]
+) -> None:
+    """Refuse what no executor of this version keeps in host memory.
+
+    Args:
+        offload: State to keep in host memory, as ``fixed_options`` returns it.
+        hosts: Function that returns the offloadable state.
+
+    Raises:
+        PlanError: all that cannot.
+    """
+    problems = Problems("offload", PlanError)
+    for problem in unhosted(offload or (), hosts, has_optimizer=True):
+        problems.add(problem)
+    problems.raise_if_any()
+
+
+def _offload(
+    offload: str | Sequence[str] | None,
+    runnable: bool,
+    has_optimizer: bool,
+    hosts: Callable[[], OffloadableState],
+) -> tuple[str, ...] | None:
+    """Returns the state to keep in host memory, in the usual order; raises all problems
+    at once.
+    """
+    if offload is None:
+        return None
+    if is_nothing(offload):
+        return ()
+    problems = Problems("offload", PlanError)
+    given = [offload] if isinstance(offload, str) else offload
+    if "gradients" in given and "params" not in given:
+        problems.add(
+            "gradients lie in host memory only beside the parameters that they are of. "
+            "Add 'params', or leave 'gradients' out"
+        )
+    if "optimizer" in given and not has_optimizer:
+        problems.add(
+            "no optimizer was given, so there is no state of one to keep in host "
+            "memory. Pass optimizer=, or leave 'optimizer' out"
+        )
+    if runnable:
+        for problem in unhosted(given, hosts, has_optimizer=has_optimizer):
+            problems.add(problem)
+    problems.raise_if_any()
+    return tuple(name for name in OFFLOADS if name in given)

@@ -1,0 +1,224 @@
+"""One loss and the programs that plans make of it, each of which is traced once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from whalejax.adapters.base import Adapter
+from whalejax.capture import Captured, capture
+from whalejax.capture.assemble import model_hash
+from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
+from whalejax.capture.passes.remat_pass import checkpoint_names
+from whalejax.capture.precision import at_precision
+from whalejax.capture.reported_values.combinations import check_clear
+from whalejax.meshes.progress_events import tell
+from whalejax.planner.cost_terms import ALL, Chosen, Remat
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.rebatch import rebatch_graph
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.spmd_search import ProgramCache
+from whalejax.planner.sharding.precision_regions import checked_precisions
+
+
+class Programs:
+    """A loss as it was written, and with attention, logits or layers run otherwise.
+
+    Args:
+        adapter: the model and its loss.
+        capture: traces the loss as it was written.
+
+    Attributes:
+        adapter: the model and its loss.
+        known: Results of earlier searches about the programs.
+        blocks: the loss with attention in blocks, by (TaskGraph, ``"ring"`` or
+            ``"gather"``) pairs.
+        cut: the same, and the tokens cut into so many parts where logits are made.
+        again: the graph of that, where the backward pass computes some again, by
+            (TaskGraph, policy) pairs that come first.
+    """
+
+    def __init__(self, adapter: Adapter, capture: Callable[[], Captured]) -> None:
+        self.adapter = adapter
+        self.known: ProgramCache = ProgramCache()
+        self._capture = capture
+        self.blocks = functools.cache(self._blocks)
+        self.cut = functools.cache(self._cut)
+        self.again = functools.cache(self._again)
+
+    @functools.cached_property
+    def captured(self) -> Captured:
+        """The loss as it was written; traced when it is first asked for."""
+        return self._capture()
+
+    @functools.cached_property
+    def traced(self) -> Programs:
+        """The same loss, perhaps with another batch, that is traced in any case.
+
+        What does not depend on the batch is read there.
+        """
+        return self
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """The loss as it was written, as plain data."""
+        return self.captured.graph
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names that the model gives for checkpointing."""
+        return checkpoint_names(self.captured.jaxpr)
+
+    def _blocks(self, attention: Chosen) -> Captured:
+        return self.captured.with_attention(attention)
+
+    def _cut(self, attention: Chosen, chunks: int) -> Captured:
+        return self.blocks(attention).with_chunks(chunks)
+
+    def _again(self, remat: Remat, attention: Chosen, chunks: int) -> Graph:
+        return self.cut(attention, chunks).with_remat(remat).graph
+
+
+class ResizedPrograms(Programs):
+    """A loss with another batch than one that was traced.
+
+    Args:
+        like: with the batch that was traced.
+        capture: traces it with this batch; called only where nothing else will do.
+        leaves: the batch.
+        num_micro_batches: into how many parts it is cut.
+    """
+
+    def __init__(
+        self,
+        like: Programs,
+        capture: Callable[[], Captured],
+        leaves: Sequence[TracedLeaf],
+        num_micro_batches: int,
+    ) -> None:
+        super().__init__(like.adapter, capture)
+        self._like = like
+        self._size = next(x.micro_shape[x.axis] for x in leaves if x.axis is not None)
+        self._count = num_micro_batches
+        self._hash = model_hash(like.graph, leaves)
+        self._known: dict[int, tuple[Graph, Graph | None]] = {}
+
+    @functools.cached_property
+    def traced(self) -> Programs:
+        """The one that it is like, if its graph can be told from that."""
+        return self if self._resize_graph(self._like.graph) is None else self._like
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """The loss as it was written, as plain data."""
+        return self._resize_graph(self._like.graph) or self.captured.graph
+
+    def _again(self, remat: Remat, attention: Chosen, chunks: int) -> Graph:
+        found = None
+        if self.traced is self._like:
+            found = self._resize_graph(self._like.again(remat, attention, chunks))
+        return found or super()._again(remat, attention, chunks)
+
+    def _resize_graph(self, graph: Graph) -> Graph | None:
+        """One of the other's graphs with this batch; None where it cannot be told."""
+        if id(graph) not in self._known:
+            found = rebatch_graph(graph, self._size)
+            if found is not None:
+                found = dataclasses.replace(
+                    found, num_micro_batches=self._count, model_hash=self._hash
+                )
+            self._known[id(graph)] = graph, found
+        return self._known[id(graph)][1]
+
+
+class Traces:
+    """Programs of one loss by what they depend on; it is traced as seldom as can be."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], Programs] = {}
+
+    def of(
+        self,
+        adapter: Adapter,
+        batch: Any,
+        *,
+        batch_axes: Any,
+        num_micro_batches: int,
+        precision: str | Mapping[str, str],
+    ) -> Programs:
+        """The programs of a batch.
+
+        Args:
+            adapter: the model and its loss; always the same.
+            batch: the GLOBAL batch, abstract.
+            batch_axes: the batch dimension of its leaves; always the same.
+            num_micro_batches: into how many parts it is cut.
+            precision: Precision of the model, or of each TaskGraph.
+
+        Raises:
+            WhaleError: the batch cannot be cut so, or the loss cannot be traced.
+        """
+        cast = at_precision(adapter, precision if isinstance(precision, str) else "f32")
+
+        def captured() -> Captured:
+            tell("tracing the model")
+            found = capture(
+                cast,
+                batch,
+                num_micro_batches=num_micro_batches,
+                batch_axes=batch_axes,
+            )
+            if isinstance(precision, str):
+                return found
+            return found.with_precisions(checked_precisions(precision, found.graph))
+
+        shapes = [str(aval_of(leaf)) for leaf in jax.tree.leaves(batch)]
+        key = str(precision), str(num_micro_batches), *shapes
+        if key not in self._known:
+            like = next((p for k, p in self._known.items() if k[0] == key[0]), None)
+            found = Programs(cast, captured)
+            if like is not None:
+                leaves, _ = batch_leaves(batch, batch_axes, num_micro_batches)
+                found = ResizedPrograms(
+                    like.traced, captured, leaves, num_micro_batches
+                )
+            found.graph  # noqa: B018  What cannot be traced is not kept.
+            self._known[key] = found
+        return self._known[key]
+
+
+def check_reports(programs: Programs, plan: Plan) -> None:
+    """Refuse what micro-batches of a plan report and cannot be put together.
+
+    Args:
+        programs: Programs of the loss, perhaps traced with another number of
+            micro-batches.
+        plan: Plan that may be run.
+    """
+    count = plan.num_micro_batches
+    # Ranks that combine what each has report as so many micro-batches do.
+    ranks = 1 if plan.combine == "mean" else plan.axis_sizes["data"]
+    if plan.runnable and count * ranks > 1:
+        captured = programs.traced.captured
+        whole = captured.graph.batch_size * captured.graph.num_micro_batches
+        asked = count == 1 or programs.graph.num_micro_batches == count
+        check_clear(
+            captured.apart().unclear,
+            whole // (count * ranks),
+            chosen=None if asked else count,
+            combine=None if ranks == 1 else plan.combine,
+        )
+
+
+def attention_note(found: Plan, programs: Programs) -> list[str]:
+    """Why keys and values are gathered that might go round, where any are."""
+    if not found.runnable or found.axis_sizes.get("context", 1) == 1:
+        return []
+    reasons = programs.traced.blocks(found.attention or ((ALL, "ring"),)).whole
+    return [
+        f"keys and values are gathered over context: {reason}" for reason in reasons
+    ]

@@ -1,0 +1,332 @@
+"""Finds how reported values of micro-batches combine to the whole batch's.
+
+It goes through two traces of a loss, with fewer and with more samples, and gives every
+value its form. A value that one device would compute in another way of the whole batch
+than anything that can be made of its parts is said to be unclear, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from whalejax import _compat
+from whalejax.capture.reported_values.forms import (
+    APART,
+    MIXED,
+    SAME,
+    Kind,
+    ValueForm,
+    added,
+    join_forms,
+    mixed,
+    passed,
+)
+from whalejax.capture.reported_values.paired_traces import (
+    UNKNOWN,
+    Pairing,
+    decides,
+    power_of,
+)
+from whalejax.planner.model.graph import LOOKUPS, LOOPS, Op
+
+
+HOWS = ("same", "sum", "average", "mean", "max", "min", "rows")
+"""How a value of micro-batches is put together: as the first has it, added up, averaged
+over the samples, averaged by the loss's weights, by its maximum or minimum, or row by
+row."""
+
+MADE_OTHERWISE = "is made in another way where the batch has more samples"
+"""Why a value of two traces cannot be compared."""
+
+_KEYS = frozenset("random_bits random_gamma rng_uniform threefry2x32".split())
+"""Operations that draw random numbers."""
+
+_TRUTHS = {"reduce_or": "reduce_max", "reduce_and": "reduce_min"}
+"""Operations on truth values, and what they are of the numbers 0 and 1."""
+
+_PLACES = frozenset(
+    "lt select_n broadcast_in_dim reshape squeeze convert_element_type concatenate "
+    "expand_dims copy".split()
+)
+"""Operations by which numbers of samples become an index."""
+
+_SMALL = frozenset(("max", "convert_element_type", "copy", "reshape", "squeeze"))
+"""Operations that guard a weight, or cast it."""
+
+
+@dataclass(slots=True)
+class ValueForms:
+    """The forms of all values of a program.
+
+    Attributes:
+        pairing: the two traces.
+        rows: tensors of which it is known which dimension holds the samples.
+        changing: inputs that every micro-batch changes, and random keys.
+        statistics: operations that mix samples for the loss itself, as batch
+            normalisation does: what was said of these is true of all behind them.
+    """
+
+    pairing: Pairing
+    rows: frozenset[int]
+    changing: Collection[int]
+    statistics: Collection[int]
+    forms: dict[int, ValueForm] = field(default_factory=dict)
+    _names: dict[int, Any] = field(default_factory=dict)
+    _turns: Mapping[int, int] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Go through the program until nothing changes, as carries of loops may."""
+        small = self.pairing.small
+        batch = {tensor for tensor, _ in small.graph.batch_dims}
+        for tensor in small.graph.tensors:
+            if tensor.kind in ("param", "state", "batch", "rng", "const"):
+                kind = Kind.NOISE if tensor.id in self.changing else Kind.SAME
+                kind = Kind.ROWS if tensor.id in batch else kind
+                self._put(tensor.id, ValueForm(kind=kind))
+        self._turns = {back: out for out, back in small.walk.loops}
+        before: Mapping[int, ValueForm] = {}
+        while before != self.forms:
+            before = dict(self.forms)
+            for index, op in enumerate(small.graph.ops):
+                if any(t in self.pairing.pairs for t in op.results):
+                    self._op(index, op)
+
+    def combination_rule(self, tensor: int, *, inexact: bool) -> str:
+        """Returns the combination of a reported value, or why there is none.
+
+        Args:
+            tensor: Tensor of the smaller program.
+            inexact: Whether it is of floating point.
+        """
+        form = self.forms.get(tensor, MIXED)
+        grown = bool(self.pairing.grown.get(tensor))
+        if tensor in self.pairing.torn:
+            return MADE_OTHERWISE
+        if form.kind == Kind.ROWS and form.power in (0, None) and grown:
+            return "rows"
+        if form.kind == Kind.NOISE:
+            return "is made of random numbers, or of state that micro-batches change"
+        if form.kind == Kind.MIXED:
+            one = form.sources == {APART}
+            return _APART if one else "is neither a sum nor a mean over the samples"
+        if grown or form.kind in (Kind.PLACE, Kind.ROWS):
+            return "depends on more than one sample in every row"
+        if form.kind == Kind.WEIGHED:
+            return "mean" if form.power in (0, None) else _APART
+        if form.kind in (Kind.MOST, Kind.LEAST):
+            return "max" if form.kind == Kind.MOST else "min"
+        if form.power == 1:
+            return "sum"
+        if form.power not in (0, None):
+            return "depends on the number of samples"
+        if form.kind == Kind.SAME:
+            return "same"
+        return "average" if inexact else "is neither a sum nor a count of the samples"
+
+    def _put(self, tensor: int, form: ValueForm) -> None:
+        if tensor in self.pairing.torn:
+            form = MIXED
+        known = form.sources and form.sources <= set(self.statistics)
+        if form.kind == Kind.MIXED and known and self.pairing.grown.get(tensor):
+            form = ValueForm(kind=Kind.ROWS, sources=form.sources)
+        if form.kind == Kind.SAME and self.pairing.grown.get(tensor):
+            form = ValueForm(kind=Kind.ROWS, power=form.power)
+        self.forms[tensor] = form
+
+    def _op(self, index: int, op: Op) -> None:
+        if op.kind in LOOPS:
+            self._loop(op)
+            return
+        given = self.pairing.operands(op)
+        try:
+            forms = [self._form(x) for x in given]
+        except ValueError:
+            forms = [MIXED]
+        found = self._operation_form(index, op, given, forms)
+        for t in op.results:
+            self._put(t, found)
+
+    def _form(self, operand: int | tuple[Any, Any]) -> ValueForm:
+        if isinstance(operand, int):
+            return self.forms.get(operand, MIXED)
+        return ValueForm(power=power_of(*operand, self.pairing.times))
+
+    def _operation_form(
+        self, index: int, op: Op, given: Sequence[Any], forms: Any
+    ) -> ValueForm:
+        kinds = {form.kind for form in forms}
+        grown = any(self.pairing.grown.get(t) for t in op.results)
+        if op.unknown or op.kind in _KEYS:
+            plain = kinds <= {Kind.SAME, Kind.NOISE, Kind.ROWS}
+            if plain and (grown or Kind.ROWS not in kinds):
+                return ValueForm(kind=max(kinds, default=Kind.SAME))
+            return mixed(forms, index)
+        if op.kind == "iota" and grown:
+            along = self.pairing.equation(op).params["dimension"]
+            own = along in self.pairing.grown[op.results[0]]
+            return ValueForm(kind=Kind.PLACE if own else Kind.ROWS)
+        if Kind.PLACE in kinds and Kind.MIXED not in kinds:
+            return self._row_form(op, forms)
+        if op.kind in ("convert_element_type", "div") and self._cut_off(op):
+            return passed("round", forms)
+        if op.reshape and grown and not self.rows.isdisjoint(op.operands):
+            # Samples side by side in one dimension are others in a larger batch.
+            if self.rows.isdisjoint(op.results):
+                return MIXED
+        truths = op.kind in _TRUTHS and self._dtype(op.results[0]) == "bool"
+        kind = _TRUTHS[op.kind] if truths else op.kind
+        mixes, takes = self._spread(op)
+        if mixes or (takes and grown):
+            return mixed(forms, index)
+        if takes:
+            return added(kind, forms, index)
+        several = any(len(self.pairing.grown.get(t, ())) > 1 for t in op.results)
+        if several:
+            return mixed(forms, index)
+        if op.kind == "div" and len(given) == 2 and forms[0].kind == Kind.ADDED:
+            return self._ratio(given, forms)
+        return passed(kind, forms)
+
+    def _dtype(self, tensor: int) -> str:
+        return self.pairing.small.graph.tensors[tensor].dtype
+
+    def _ratio(self, given: Sequence[Any], forms: Sequence[ValueForm]) -> ValueForm:
+        """Returns the form of a sum divided by something: a mean if that is the loss's
+        own weight.
+        """
+        weight, over = self.pairing.small.results[1], forms[0]
+        if weight is not None and isinstance(given[1], int):
+            own, under = self._base(weight), self._base(given[1])
+            form = self.forms.get(under, MIXED)
+            same = form.kind == Kind.ADDED and form.power == over.power
+            if same and self._source_name(own) == self._source_name(under):
+                return ValueForm(kind=Kind.WEIGHED, sources=over.sources)
+        return passed("div", forms)
+
+    def _base(self, tensor: int) -> int:
+        """Returns the tensor before casts and guards against zero."""
+        makers = self.pairing.makers[0][tensor]
+        op = self.pairing.small.graph.ops[makers[0]] if makers else None
+        if op is None or op.kind not in _SMALL or len(op.operands) != 1:
+            return tensor
+        scalars = [x[0] for x in self.pairing.operands(op) if not isinstance(x, int)]
+        return tensor if any(x > 1 for x in scalars) else self._base(op.operands[0])
+
+    def _row_form(self, op: Op, forms: Sequence[ValueForm]) -> ValueForm:
+        kinds = {form.kind for form in forms}
+        if op.kind in LOOKUPS:
+            known = all(t in self.rows for t in op.results)
+            right = forms[0].kind == Kind.ROWS and forms[0].power in (0, None)
+            return ValueForm(kind=Kind.ROWS) if known and right else MIXED
+        if op.kind == "concatenate" and kinds <= {Kind.PLACE, Kind.ROWS, Kind.SAME}:
+            return ValueForm(kind=Kind.PLACE)
+        whole = [form.power for form in forms if form.kind == Kind.SAME]
+        if op.kind == "add" and whole == [1]:  # What a negative index stands for.
+            return ValueForm(kind=Kind.PLACE)
+        own = kinds <= {Kind.PLACE, Kind.SAME} and op.kind in _PLACES
+        return ValueForm(kind=Kind.PLACE) if own else MIXED
+
+    def _cut_off(self, op: Op) -> bool:
+        """Whether a type of whole numbers, or truth values, rounds what it holds."""
+        equation = self.pairing.equation(op)
+        before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+        truth = str(after) == "bool" != str(before)
+        divides = op.kind == "div" or _compat.is_inexact(before)
+        return truth or (divides and not _compat.is_inexact(after))
+
+    def _spread(self, op: Op) -> tuple[bool, bool]:
+        """Whether an operation mixes the samples along them, and takes them together.
+
+        A dimension that is in no factor is cut, or put beside another.
+        """
+        if op.reshape:
+            return False, False
+        count, mixes, takes = len(op.operands), False, False
+        left = {
+            (slot, dim)
+            for slot, t in enumerate(op.operands)
+            for dim in self.pairing.grown.get(t, ())
+        }
+        onto = {
+            (slot, dim)
+            for slot, t in enumerate(op.results, count)
+            for dim in self.pairing.grown.get(t, ())
+        }
+        for factor in op.factors:
+            here = left & set(factor.members)
+            if not here:
+                continue
+            left -= here
+            mixes |= factor.whole
+            takes |= not onto & set(factor.members)
+        return mixes or bool(left), takes
+
+    def _loop(self, op: Op) -> None:
+        pairing = self.pairing
+        forms = [self.forms[t] for t in op.operands if t in self.forms]
+        found = join_forms(forms) if op.operands else self._start(op)
+        result = op.results[0] if op.results else None
+        if result is None:
+            return
+        if (out := self._turns.get(result)) in self.forms:
+            found = join_forms([found, self.forms[out]])  # Of the turn before.
+        lost = {len(pairing.grown.get(t, ())) for t in op.operands}
+        if lost - {
+            len(pairing.grown.get(result, ()))
+        } or not self._is_batch_independent(op):
+            found = mixed(forms)
+        self._put(result, found)
+
+    def _start(self, op: Op) -> ValueForm:
+        """A carry that begins as a scalar of the program: zero, or unlike anything."""
+        pair = self.pairing.equation(op), self.pairing.other_equation(op)
+        if None in pair:
+            return MIXED
+        values = [
+            [float(a.val) for a in e.invars if _compat.is_literal(a)] for e in pair
+        ]
+        if values[0] != values[1]:
+            return MIXED
+        return SAME if any(values[0]) else ValueForm(power=None)
+
+    def _is_batch_independent(self, op: Op) -> bool:
+        """Whether a loop turns as often, or a branch is chosen, for all samples."""
+        pairing = self.pairing
+        pair = pairing.equation(op), pairing.other_equation(op)
+        if None in pair:
+            return False
+        if op.kind == "scan":
+            lengths = [_compat.scan_parts(e).length for e in pair]
+            return lengths[0] == lengths[1]
+        tensor = decides(pairing.small, op)
+        if tensor == UNKNOWN:
+            return False
+        # What a loop's first turn has not reached yet is seen in the next.
+        start = SAME if tensor is None or tensor in pairing.pairs else MIXED
+        form = start if tensor is None else self.forms.get(tensor, start)
+        return form.kind <= Kind.NOISE and form.power in (0, None)
+
+    def _source_name(self, operand: Any, depth: int = 0) -> Any:
+        """A name by how a value is made, so that equal ones have equal names."""
+        if not isinstance(operand, int):
+            return "scalar", float(abs(operand[0]))
+        makers = self.pairing.makers[0][operand]
+        if len(makers) != 1 or depth > _DEPTH:
+            return operand
+        op = self.pairing.small.graph.ops[makers[0]]
+        if operand not in self._names:
+            equation = self.pairing.equation(op)
+            given = [self._source_name(x, depth + 1) for x in self.pairing.operands(op)]
+            text = "" if equation is None else str(equation.params)
+            place = op.results.index(operand)
+            own = () if op.operands and op.kind not in LOOPS else (operand,)
+            self._names[operand] = hash((op.kind, tuple(given), place, text, own))
+        return self._names[operand]
+
+
+_DEPTH = 100
+"""As far as values are followed to see that they are the same."""
+
+_APART = "cannot be put together of the values of micro-batches"

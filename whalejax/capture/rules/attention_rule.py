@@ -1,0 +1,114 @@
+"""The rule for attention as one operation: how it treats dimensions, and its work.
+
+Apart from the other rules because it looks at the equations inside a call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax import _compat
+from whalejax.capture.patterns.attention_pattern import AttentionPattern, attention_of
+from whalejax.capture.rules.behaviour import Behaviour, Member
+from whalejax.planner.model.graph import Factor, FactorKind
+
+
+def attention_behaviour(jaxpr: Any) -> Behaviour:
+    """Returns the behaviour of an attention as one operation.
+
+    Queries, keys and values are sharded over the sequence alike: the keys go round.
+
+    Args:
+        jaxpr: the body of the call, whose inputs are the operands.
+    """
+    one = attention_of(jaxpr)
+    places = {v: n for n, v in enumerate(_compat.open_jaxpr(jaxpr)[0].invars)}
+    # Keys may be values too, as one variable inside; outside they are two operands.
+    slots = [0, 1, 2, *(places[v] for v in one.outside)]
+    result = len(slots)
+    shapes = [v.aval.shape for v in (*one.inputs, one.output)]
+    out = {what: place for place, what in enumerate(one.output_dims)}
+    factors: list[Factor] = []
+
+    def link(*members: Member, kind: FactorKind = "linked") -> None:
+        kept = tuple(
+            (result if slot == result else slots[slot], dim)
+            for slot, dim in members
+            if shapes[slot][dim] > 1
+        )
+        if kept:
+            factors.append(Factor(members=kept, kind=kind))
+
+    read = _outside_members(one)
+    for q, k, v, tag in one.batch:
+        link((0, q), (1, k), (2, v), *read.get(tag, ()), (result, out["scores", tag]))
+    for q, tag in one.rows:
+        link((0, q), *read.get(tag, ()), (result, out["scores", tag]))
+    link((1, one.column[0]), (2, one.column[1]))
+    for v in one.width:
+        link((2, v), (result, out["width", v]), kind="unshardable")
+    for q, k in one.depth:
+        link((0, q), (1, k), kind="unshardable")
+    for member in read.get(None, ()):
+        link(member, kind="unshardable")
+    rows, depth, columns, count = _sizes(one)
+    width = math.prod(shapes[2][v] for v in one.width)
+    share, zigzag = _visible_fraction(one, rows, columns)
+    return Behaviour(
+        factors=tuple(factors),
+        flops=2 * count * rows * columns * (depth + width),
+        matmul=(rows, depth, columns, count),
+        # The output too, but whoever reads it next keeps it.
+        saves=tuple((slot, slots[wrt]) for slot in slots[:3] for wrt in range(3)),
+        share=share,
+        zigzag=zigzag,
+    )
+
+
+_PARTS: Final = 64
+"""Parts into which a sequence is cut, at most, to see what a mask hides."""
+
+
+def _visible_fraction(
+    one: AttentionPattern, rows: int, columns: int
+) -> tuple[float, bool]:
+    """The part of the scores that is not hidden, and whether all later ones are."""
+    tag = next(t for q, t in one.rows if one.query.aval.shape[q] == rows)
+    both = math.gcd(rows, columns)
+    parts = max(n for n in range(1, _PARTS + 1) if both % n == 0)
+    hidden = one.scores.masked_blocks(parts, parts, tag, one.column[2])
+    later = np.triu(np.ones((parts, parts), bool), 1)
+    causal = rows == columns and parts > 1 and bool(hidden[later].all())
+    return 1.0 - float(hidden.mean()), causal
+
+
+def _outside_members(one: AttentionPattern) -> dict[int | None, list[Member]]:
+    """Dimensions of the values from outside, by what they are in the scores.
+
+    Under None stand those that every device needs whole: columns, and what is read in
+    two ways.
+    """
+    found: dict[int | None, list[Member]] = {}
+    for number, ways in enumerate(one.scores.tags):
+        for dim, tags in enumerate(zip(*ways, strict=True)):
+            single = tags[0] if len(set(tags)) == 1 else None
+            key = None if single == one.column[2] else single
+            found.setdefault(key, []).append((3 + number, dim))
+    return found
+
+
+def _sizes(one: AttentionPattern) -> tuple[int, int, int, int]:
+    """Rows, depth and columns of the first product, and how many there are.
+
+    The rows are of the longest dimension that queries alone have.
+    """
+    query, key = one.query.aval.shape, one.key.aval.shape
+    rows = [query[place] for place, _ in one.rows]
+    longest = max(rows, default=1)
+    depth = math.prod(query[place] for place, _ in one.depth)
+    count = math.prod(itertools.chain(rows, (query[q] for q, *_ in one.batch)))
+    return longest, depth, key[one.column[0]], count // longest

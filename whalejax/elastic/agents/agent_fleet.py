@@ -1,0 +1,352 @@
+"""The agents of a run as its supervisor sees them, and the processes that they hold.
+
+No socket is touched here: what agents say comes in with the time of it, and what they
+are told goes out by a function. So that it can be tried with a clock of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+from whalejax._version import __version__
+from whalejax.membership import events as ev
+from whalejax.membership.elastic_run import LONGEST_TURN_SECONDS, ElasticRun
+from whalejax.membership.lease import Lease
+from whalejax.wire.messages import Message
+from whalejax.wire.run_messages import (
+    AgentBeat,
+    Enlist,
+    Enlisted,
+    Exited,
+    Finish,
+    Kill,
+    Launched,
+    NotLaunched,
+    Release,
+    Start,
+    ToAgent,
+)
+
+
+RETURN_SECONDS: Final = 2.0
+"""An agent whose connections all ended is back by then, or lost."""
+
+_SOON_SECONDS: Final = 0.2
+
+Link = TypeVar("Link")
+"""A connection, of which nothing is known here."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentRecord(Generic[Link]):
+    """An agent, as the supervisor last heard of it.
+
+    Attributes:
+        name: unlike that of any other agent.
+        host: Address at which its members are reached.
+        machine: Machine that it runs on, as ``processes.machine`` names it.
+        room: processes that it may hold.
+        token: Random token of its process, which tells it from its successor.
+        link: its connection; None where that ended.
+        leaving: Whether it was asked to end and takes no further process.
+        asked: processes that it was asked to start: names and slots.
+        there: names of processes that it holds.
+    """
+
+    name: str
+    host: str = ""
+    machine: str = ""
+    room: int = 0
+    token: str = ""
+    link: Link | None = None
+    leaving: bool = False
+    asked: dict[str, int] = field(default_factory=dict)
+    there: set[str] = field(default_factory=set)
+
+    @property
+    def free(self) -> int:
+        """Processes that it can take."""
+        if self.link is None or self.leaving:
+            return 0
+        return self.room - len(self.there) - len(self.asked)
+
+
+class AgentFleet(Generic[Link]):
+    """All agents of a run.
+
+    Attributes:
+        program: ``command``, words of the program that agents start, and
+            ``environment``, variables for it.
+    """
+
+    def __init__(
+        self,
+        run: ElasticRun,
+        take: Callable[[float, ev.Event], None],
+        send: Callable[[Link, Message], None],
+        close: Callable[[Link], None],
+        program: Mapping[str, Any] | None = None,
+    ) -> None:
+        """No agent is there yet.
+
+        Args:
+            run: Run that the agents serve.
+            take: Function that receives the agents' events with their times.
+            send: sends a message over a connection.
+            close: ends one; what is behind it connects anew.
+            program: see the attribute.
+        """
+        self._run, self._take, self.program = run, take, program or {}
+        self._send, self._close = send, close
+        self._agents: dict[str, AgentRecord[Link]] = {}
+        self._linked: dict[Link, AgentRecord[Link]] = {}
+        self._lease: Lease[str] = Lease(run.lease.seconds, LONGEST_TURN_SECONDS)
+        self._away: Lease[str] = Lease(RETURN_SECONDS, LONGEST_TURN_SECONDS)
+        self._ended_for: str | None = None
+
+    # What agents say.
+
+    def refusal(self, message: Enlist) -> str:
+        """Why an agent is not taken, or nothing."""
+        name, known = message.agent, self._agents.get(message.agent)
+        if message.version != __version__:
+            return (
+                f"agent {name} is of whalejax {message.version}, and this supervisor "
+                f"of {__version__}. Install the same on all machines"
+            )
+        if known is not None and known.link is not None:
+            if known.token != message.token:
+                return (
+                    f"an agent of the name {name} is there already, at {known.host}. "
+                    "Give this one another --name, or end that one"
+                )
+        # An agent of the run comes back to the end of it.
+        if known is None and self._run.phase == "ending":
+            return "the run is over"
+        return ""
+
+    def enlist(self, now: float, link: Link, message: Enlist) -> None:
+        """Take an agent, first or again.
+
+        Args:
+            now: the time.
+            link: its connection.
+            message: Accepted message of the agent.
+        """
+        name, told = message.agent, {one[0]: one for one in message.there}
+        if self._ended_for is not None:
+            self._send(link, Finish(why=self._ended_for))
+            self._drop(name)
+            return
+        known = self._agents.get(name)
+        if known is not None and known.token not in ("", message.token):
+            self._lose(now, known, "another took its place")
+            known = None
+        old = None if known is None else self._unlink(known)
+        is_new = known is None or not known.token
+        record = known or AgentRecord[Link](name=name)
+        record.host, record.machine = message.host, message.machine
+        record.room, record.token = message.room, message.token
+        record.link, record.leaving = link, False
+        self._linked[link] = record
+        self._lease.renew(name, now)
+        self._away.forget(name)
+        asked, record.asked = record.asked, {}
+        before, record.there = record.there, set(told)
+        self._agents[name] = record
+        beats = self._run.settings.beat_seconds
+        self._tell(record, Enlisted(**self.program, beat_seconds=beats))
+        if is_new:
+            self._take(now, ev.AgentJoined(name, record.host, record.room))
+        for one, slot in asked.items():
+            if one in told:
+                self._started(now, record, one, slot, told[one][1], told[one][2])
+            else:
+                self._take(now, ev.NotStarted(slot, "the agent was away"))
+        for one in before - set(told):
+            self._take(now, ev.ProcessExitEvent(one, None))
+        if not is_new:
+            self._take(now, ev.RoomFreed(record.free))
+        for one in told:
+            member = self._run.members.get(one)
+            if member is None or not member.is_there or member.agent != name:
+                self._tell(record, Kill(name=one))
+            else:
+                self._tell(record, Release(name=one))
+        if old is not None:
+            self._close(old)
+
+    def on_message(self, now: float, link: Link, message: Message) -> None:
+        """An agent said something else."""
+        record = self._of(link)
+        if record is None:
+            return
+        self._lease.renew(record.name, now)
+        match message:
+            case AgentBeat(leaving=leaving):
+                record.leaving = leaving
+            case Launched(name=name, pid=pid, began=began):
+                slot = record.asked.pop(name, None)
+                if slot is not None:
+                    record.there.add(name)
+                    self._started(now, record, name, slot, pid, began)
+            case NotLaunched(name=name, why=why):
+                slot = record.asked.pop(name, None)
+                if slot is not None:
+                    why = f"agent {record.name}: {why}"
+                    self._take(now, ev.NotStarted(slot, why))
+            case Exited(name=name, status=status, said=log):
+                record.there.discard(name)
+                self._take(now, ev.ProcessExitEvent(name, status, log))
+                self._take(now, ev.RoomFreed(1))
+
+    def on_disconnect(self, now: float, link: Link) -> None:
+        """A connection of an agent ended; it may come back."""
+        record = self._of(link)
+        if record is None:
+            return
+        self._unlink(record)
+        self._away.renew(record.name, now)
+        if self._ended_for is not None:
+            self._drop(record.name)
+        elif record.leaving and not record.there:
+            self._drop(record.name)
+            self._give_back(now, record)
+            self._take(now, ev.AgentLeft(record.name))
+
+    def tick(self, now: float) -> None:
+        """Time has passed: agents that are silent are lost, with their members."""
+        self._lease.turn(now)
+        self._away.turn(now)
+        for name, silent in self._lease.overdue(now).items():
+            self._lose(now, self._agents[name], f"it was silent for {silent:.1f} s")
+        for name in self._away.overdue(now):
+            members = self._run.members
+            held = [members[n] for n in self._agents[name].there if n in members]
+            if not any(m.is_there and m.connected for m in held):
+                self._lose(now, self._agents[name], "its connection ended")
+
+    def _lose(self, now: float, record: AgentRecord[Link], why: str) -> None:
+        self._drop(record.name)
+        self._give_back(now, record)
+        self._take(now, ev.AgentLost(record.name, why))
+        link = self._unlink(record)
+        if link is not None:
+            self._close(link)  # It is told anew which of its processes end.
+
+    def _unlink(self, record: AgentRecord[Link]) -> Link | None:
+        """Forget the connection of an agent, and give it."""
+        link, record.link = record.link, None
+        if link is not None:
+            self._linked.pop(link, None)
+        return link
+
+    def _drop(self, name: str) -> None:
+        self._agents.pop(name, None)
+        self._lease.forget(name)
+        self._away.forget(name)
+
+    def _give_back(self, now: float, record: AgentRecord[Link]) -> None:
+        """Let other agents start what this one was asked to start."""
+        for slot in record.asked.values():
+            self._take(now, ev.NotStarted(slot, f"agent {record.name} is gone"))
+
+    def expect(self, now: float) -> None:
+        """Give the agents of an earlier supervisor time to come back."""
+        back_at = now + self._run.settings.rejoin_seconds
+        for member in self._run.members.values():
+            if member.is_there and member.agent:
+                new = AgentRecord[Link](name=member.agent)
+                record = self._agents.setdefault(member.agent, new)
+                record.there.add(member.name)
+                self._lease.expect(member.agent, back_at)
+                self._away.expect(member.agent, back_at)
+
+    # What agents are told.
+
+    def start(self, now: float, slot: int, name: str) -> bool:
+        """Have a process started where there is most room; whether there is any."""
+        found = [r for r in self._agents.values() if r.free > 0]
+        if not found:
+            members = self._run.members
+            ends = {n for r in self._agents.values() for n in r.there}
+            ending = any(n not in members or not members[n].is_there for n in ends)
+            until = now + _SOON_SECONDS if ending else None
+            self._take(now, ev.Deferred(slot, until=until))
+            return False
+        # Members are spread; among agents with equally many, the first that came.
+        record = min(found, key=lambda r: (len(r.there) + len(r.asked), -r.free))
+        record.asked[name] = slot
+        self._tell(record, Start(name=name))
+        return True
+
+    def release(self, name: str) -> None:
+        """Let a process run that was started."""
+        self._tell_holder(name, Release(name=name))
+
+    def kill(self, name: str) -> None:
+        """Have a process ended at once."""
+        self._tell_holder(name, Kill(name=name))
+
+    def finish(self, why: str) -> None:
+        """Tell all agents that the run is over; those that are away, as they return."""
+        self._ended_for = why
+        for record in self._agents.values():
+            self._tell(record, Finish(why=why))
+
+    @property
+    def hears_the_end(self) -> bool:
+        """Whether an agent has yet to hear that the run is over."""
+        return bool(self._agents)
+
+    @property
+    def names(self) -> list[str]:
+        """Returns the names of processes whose end was not reported."""
+        return [name for r in self._agents.values() for name in sorted(r.there)]
+
+    def holds(self, link: Link) -> bool:
+        """Whether a connection is one of an agent."""
+        return self._of(link) is not None
+
+    def _of(self, link: Link) -> AgentRecord[Link] | None:
+        return self._linked.get(link)
+
+    def _tell_holder(self, name: str, message: ToAgent) -> None:
+        member = self._run.members.get(name)
+        known = None if member is None else self._agents.get(member.agent)
+        for record in self._agents.values() if known is None else (known,):
+            if name in record.there:
+                self._tell(record, message)
+
+    def _tell(self, record: AgentRecord[Link], message: ToAgent) -> None:
+        if record.link is not None:
+            self._send(record.link, message)
+
+    def _started(
+        self,
+        now: float,
+        record: AgentRecord[Link],
+        name: str,
+        slot: int,
+        pid: int,
+        began: str,
+    ) -> None:
+        record.there.add(name)
+        where = record.name, record.machine
+        self._take(now, ev.Started(name, slot, pid, began, *where))
+
+
+def program(
+    command: Sequence[str], environment: Mapping[str, str], python: str
+) -> dict[str, Any]:
+    """Returns the program that agents start, each by its own Python where that is the
+    first word.
+
+    >>> program(["/usr/bin/python", "a.py"], {}, "/usr/bin/python")["command"]
+    ['', 'a.py']
+    """
+    first, *rest = command
+    words = ["" if first == python else first, *rest]
+    return {"command": words, "environment": dict(environment)}

@@ -1,0 +1,182 @@
+"""All processes of a run add up in one way, which its supervisor keeps.
+
+Each asks it before it joins: the first answer that a process gives counts, is written
+into the journal, and holds for those that come later.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Final, Literal, cast
+
+from whalejax.distributed.launch_env import split_address
+from whalejax.elastic.environment import RUN, SUPERVISOR_SECONDS
+from whalejax.elastic.gradient_reduction.local_devices import (
+    has_fabric,
+    network_bytes_per_second,
+    own_devices,
+)
+from whalejax.elastic.gradient_reduction.reduction_cost import (
+    NETWORK_BYTES_PER_SECOND,
+    ReductionProcesses,
+    choose,
+)
+from whalejax.elastic.supervisor_client import (
+    FIRST_SECONDS,
+    RunStopped,
+    is_hopeless,
+    key_of_run,
+    unreachable,
+)
+from whalejax.journals.gradient_reduction import (
+    COLLECTIVES,
+    MESSAGES,
+    GradientReduction,
+    Way,
+)
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan
+from whalejax.wire.connection import dial
+from whalejax.wire.messages import Messages, WireError
+from whalejax.wire.run_messages import (
+    ReductionDecision,
+    ReductionOffer,
+    RegistrationRefused,
+)
+
+
+_AGAIN_SECONDS: Final = 0.2
+_ANSWER_SECONDS: Final = 30.0
+
+_ANSWERS: Final = Messages[ReductionDecision | RegistrationRefused](
+    ReductionDecision, RegistrationRefused
+)
+
+_CALLER: Final = "the devices of this process were started before wh.train_elastic"
+_PRICING: Final = (
+    "the devices of this process were started by the job's first batch, which was made "
+    "for the price and holds arrays of JAX's"
+)
+
+
+class Arbiter:
+    """The supervisor, of which a process asks how gradients are added up."""
+
+    def __init__(self, address: str, key_file: str) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            address: Address of the supervisor.
+            key_file: path of the key of the run.
+        """
+        self._where, self._address = address, split_address(address, "supervisor")
+        self._key = key_of_run(key_file, address)
+
+    def ask(self) -> ReductionDecision:
+        """Returns the decision of the run, if there is one, and the number of
+        processes.
+
+        Raises:
+            WhaleError: no supervisor answers.
+        """
+        return self._read_decision(FIRST_SECONDS, by="", why="")
+
+    def decide(self, offer: GradientReduction) -> GradientReduction:
+        """Returns the run's decision: the earlier one, or else this offer.
+
+        Raises:
+            WhaleError: no supervisor answers.
+        """
+        told = self._read_decision(SUPERVISOR_SECONDS, by=offer.by, why=offer.why)
+        return GradientReduction(by=cast(Way, told.by), why=told.why)
+
+    def _read_decision(
+        self, seconds: float, *, by: Way | Literal[""], why: str
+    ) -> ReductionDecision:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                left = max(end - time.monotonic(), 0.1)
+                channel = dial(self._address, self._key, seconds=min(left, 10.0))
+                try:
+                    run = os.environ.get(RUN, "")
+                    channel.send(ReductionOffer(run=run, by=by, why=why))
+                    answer = channel.receive(_ANSWERS, seconds=_ANSWER_SECONDS)
+                finally:
+                    channel.close()
+                if isinstance(answer, RegistrationRefused):
+                    raise RunStopped(
+                        f"the supervisor refused this process: {answer.why}"
+                    )
+                return answer
+            except WireError as error:
+                if is_hopeless(error) or time.monotonic() > end:
+                    raise unreachable(self._where, error) from None
+            time.sleep(_AGAIN_SECONDS)
+
+
+def agreed(
+    arbiter: Arbiter,
+    asked: GradientReduction | None,
+    replica: Callable[[ReductionProcesses], Plan | None],
+    *,
+    mtbf: float,
+    too_late: Callable[[], bool],
+) -> GradientReduction:
+    """Returns the reduction of gradients that all processes of this run use.
+
+    Args:
+        arbiter: keeps it.
+        asked: Backend that the user wants; None leaves the choice to the cost.
+        replica: gives the plan of one of these processes; None where it has no room.
+        mtbf: mean seconds between failures.
+        too_late: whether this process has started its devices by now, and cannot join
+            others by collectives any more; asked again when the price was made.
+
+    Raises:
+        WhaleError: no supervisor answers, or the run adds up otherwise than this
+            process wants, or can.
+    """
+    started = _CALLER if too_late() else _PRICING
+    known = arbiter.ask()
+    if known.by:
+        found = GradientReduction(by=known.by, why=known.why)
+    else:
+        offer = asked
+        if offer is None:
+            processes = _processes(known)
+            plan = replica(processes)
+            offer = choose(plan, processes, mtbf)
+            if offer.by == COLLECTIVES and plan is not None and too_late():
+                offer = GradientReduction(
+                    by=MESSAGES,
+                    why=f"{started}, so that it cannot join others by collectives "
+                    f"({offer.why})",
+                )
+        found = arbiter.decide(offer)
+    if asked is not None and asked.by != found.by:
+        raise WhaleError(
+            f"this run adds gradients up by {found.by} ({found.why}), and this process "
+            f"was started with {asked.why}. Give all processes the same mesh"
+        )
+    if found.by == COLLECTIVES and too_late():
+        raise WhaleError(
+            f"this run adds gradients up by collectives ({found.why}), and {started}, "
+            "so that it cannot join the others. Call wh.train_elastic before anything "
+            "asks for devices or arrays, make batches of NumPy's arrays, or give all "
+            "mesh='replicas'"
+        )
+    return found
+
+
+def _processes(known: ReductionDecision) -> ReductionProcesses:
+    """Returns the processes of the run, as far as this one can see."""
+    return ReductionProcesses(
+        count=known.processes,
+        hosts=known.hosts,
+        each=own_devices(),
+        network_bytes_per_second=network_bytes_per_second() or NETWORK_BYTES_PER_SECOND,
+        has_fabric=has_fabric(),
+    )

@@ -1,0 +1,137 @@
+"""The devices of this process, found without starting JAX's backend in it.
+
+Processes that meet by the platform's collectives must join before their backend starts,
+and whether they do depends on what devices they have. So another process looks, unless
+it is plain that there are only CPUs.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import jax
+
+from whalejax import _compat_processes
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.errors import WhaleError
+
+
+_LOOK_SECONDS: Final = 120.0
+
+_DEVICE_FILES: Final = (
+    "/dev/nvidia[0-9]*",
+    "/dev/dxg",
+    "/dev/kfd",
+    "/dev/accel*",
+    "/dev/vfio/[0-9]*",
+)
+"""Where the system shows accelerators: NVIDIA's, those under Windows, AMD's, TPUs."""
+
+_LOOK: Final = (
+    sys.executable,
+    "-m",
+    "whalejax.elastic.gradient_reduction.local_devices",
+)
+
+_NET: Final = Path("/sys/class/net")
+_FABRIC: Final = Path("/sys/class/infiniband")
+
+
+def own_devices() -> Cluster:
+    """The devices of this process, found without starting them.
+
+    Returns:
+        Them, as a cluster of one host; ``cpu:1`` where they are CPUs, however many.
+
+    Raises:
+        WhaleError: they cannot be looked at.
+    """
+    if _compat_processes.backends_are_there():
+        return _detect_local_cluster()
+    named = getattr(jax.config, "jax_platforms", None) or ""
+    if named == "cpu" or not (named or any(map(glob.glob, _DEVICE_FILES))):
+        return parse_cluster("cpu:1")
+    try:
+        found = subprocess.run(
+            _LOOK,
+            env={
+                **os.environ,
+                **({"JAX_PLATFORMS": named} if named else {}),
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            },
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _unseen(f"no answer within {_LOOK_SECONDS:g} s") from None
+    if found.returncode:
+        raise _unseen(found.stderr.strip()[-1000:])
+    try:
+        return Cluster.from_json(json.loads(found.stdout.splitlines()[-1]))
+    except (IndexError, ValueError) as error:
+        raise _unseen(f"{found.stdout[-200:]!r} was printed ({error})") from None
+
+
+def _unseen(why: str) -> WhaleError:
+    return WhaleError(
+        f"the devices of this process cannot be looked at: {why}. Give mesh='replicas' "
+        "or mesh='auto', which do not depend on them"
+    )
+
+
+def _detect_local_cluster() -> Cluster:
+    """The local devices. Starts JAX."""
+    if jax.local_devices()[0].platform == "cpu":
+        return parse_cluster("cpu:1")
+    try:
+        return Cluster.detect(calibrate=False)
+    except WhaleError:  # Of a kind that the catalogue lacks.
+        return Cluster.detect()
+
+
+def network_bytes_per_second(net: Path = _NET) -> float | None:
+    """Returns the rate of this host's fastest network card that is up, or None.
+
+    Args:
+        net: Folder where the system describes its network cards.
+    """
+    rates = []
+    for card in net.glob("*"):
+        if not (card / "device").exists():  # Virtual, such as a bridge or loopback.
+            continue
+        try:
+            megabits = int((card / "speed").read_text())
+        except (OSError, ValueError):  # It is down.
+            continue
+        if megabits > 0:
+            rates.append(megabits * 1e6 / 8)
+    return max(rates, default=None)
+
+
+def has_fabric(folder: Path = _FABRIC) -> bool:
+    """Whether this host has a network such as InfiniBand beside its cards.
+
+    Args:
+        folder: Folder where the system describes such networks.
+    """
+    return any(folder.glob("*"))
+
+
+def main() -> int:
+    """Print the devices as one line of JSON."""
+    print(json.dumps(_detect_local_cluster().to_json()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

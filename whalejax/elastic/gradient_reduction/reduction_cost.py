@@ -1,0 +1,283 @@
+"""Costs of reducing gradients by messages and by the platform's collectives.
+
+By messages each process is a whole replica, and one that is lost costs the others a
+moment. By collectives all processes are one program, which starts again when one is
+lost. Links and their formulas are those of the planner, what failures cost is that of
+``wh.goodput``, and the bytes of messages are those that ``exchange`` sends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from whalejax.elastic.message_all_reduce import rounds_of, sent_bytes
+from whalejax.journals.gradient_reduction import (
+    COLLECTIVES,
+    MESSAGES,
+    GradientReduction,
+)
+from whalejax.membership.assignment import assign_micro_batches, shares
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.cluster_data import Level, Node
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import gigabytes, milliseconds
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds
+from whalejax.planner.plan.goodput_estimate import goodput_of
+from whalejax.planner.plan.plan import Plan
+
+
+RESTART_SECONDS: Final = 32.0
+"""From the loss of a process until all, started again, do a step: the mean of five
+(``recovery.cold_seconds`` of ``scripts/elastic.json``). Where compilation takes long it
+is more."""
+
+RECOVERY_SECONDS: Final = 0.5
+"""That replicas lose when one is lost or comes: the mean of the five beside those."""
+
+WIRE_BYTES_PER_SECOND: Final = 5.5e8
+"""That one core takes off the wire and checks; it signs and sends faster. 64 MiB in a
+message over loopback, on an AMD EPYC (family 25, model 17), 2026-11-27."""
+
+ADDED_BYTES_PER_SECOND: Final = 1e9
+"""Of sums in host memory, by one core of the same."""
+
+MESSAGE_SECONDS: Final = 1e-3
+"""Of one round of messages that are nearly empty, on the same."""
+
+AGREED_SECONDS: Final = 2.5e-3
+"""Before each step processes that meet by collectives agree on going on: two of them,
+on the same."""
+
+HOST_LINK_BYTES_PER_SECOND: Final = 15.75e9
+"""Between a device and its host where its kind does not say: 16 lanes of PCI Express
+3."""
+
+NETWORK_BYTES_PER_SECOND: Final = 3.125e9
+"""Of a host whose network cards do not say: 25 Gb/s."""
+
+
+_LEAST_MTBF: Final = 1e-3
+"""Seconds, so that nothing below is too small a number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReductionProcesses:
+    """The processes among which gradients are added up.
+
+    Attributes:
+        count: Largest number of processes.
+        hosts: on which they run, in equal parts.
+        each: the devices of one of them; the others have the same.
+        network_bytes_per_second: Rate of one host's network card, which messages cross.
+        has_fabric: the hosts have another network for the platform's collectives, such
+            as InfiniBand; else these cross the same card.
+    """
+
+    count: int
+    hosts: int
+    each: Cluster
+    network_bytes_per_second: float = NETWORK_BYTES_PER_SECOND
+    has_fabric: bool = False
+
+    @property
+    def platform(self) -> str:
+        """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
+        return self.each.platform
+
+    def devices(self) -> Cluster:
+        """The devices of all processes."""
+        name, size = self.each.kinds[0].name, self.each.num_devices
+        try:
+            if self.platform == "gpu" and self.hosts > 1:
+                here = math.ceil(self.count / self.hosts) * size
+                return self._with_network_card(
+                    parse_cluster(f"{name}:{self.hosts}x{here}")
+                )
+            return parse_cluster(f"{name}:{self.count * size}")
+        except WhaleError:  # The catalogue lacks the kind, or so many of them joined.
+            return self._joined_by_hosts()
+
+    def _with_network_card(self, cluster: Cluster) -> Cluster:
+        """With the network card in place of a network that the hosts do not have."""
+        if self.has_fabric:
+            return cluster
+        *inner, outer = cluster.levels
+        own = self.network_bytes_per_second / (cluster.num_devices // self.hosts)
+        rate = min(outer.bandwidth_bytes_per_second, own)
+        outer = dataclasses.replace(outer, bandwidth_bytes_per_second=rate)
+        return Cluster.of(dataclasses.replace(cluster, levels=(*inner, outer)))
+
+    def _joined_by_hosts(self) -> Cluster:
+        """Devices that reach each other through their hosts, as far as is known."""
+        kind = self.each.kinds[0]
+        here = math.ceil(self.count / self.hosts) * self.each.num_devices
+        link = kind.host_link_bytes_per_second or HOST_LINK_BYTES_PER_SECOND
+        inner = Level(
+            name="host",
+            size=here,
+            bandwidth_bytes_per_second=link,
+            latency_seconds=MESSAGE_SECONDS,
+        )
+        outer = dataclasses.replace(
+            inner,
+            name="network",
+            size=self.hosts,
+            bandwidth_bytes_per_second=min(link, self.network_bytes_per_second / here),
+        )
+        return Cluster(
+            nodes=(Node(kind=kind, count=here),) * self.hosts,
+            levels=(inner, outer) if self.hosts > 1 else (inner,),
+            compiler=self.each.compiler,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReductionCosts:
+    """Step time with each backend, in seconds.
+
+    Attributes:
+        messages, collectives: Duration of an undisturbed step.
+        with_failures: the same two with what failures cost, by the mean.
+    """
+
+    messages: float
+    collectives: float
+    with_failures: tuple[float, float]
+
+
+def choose(
+    replica: Plan | None, processes: ReductionProcesses, mtbf: float
+) -> GradientReduction:
+    """The cheaper way; by messages on CPUs, by collectives where they must be.
+
+    Args:
+        replica: the plan of one process alone; None where it has no room for the model.
+        processes: Processes that the run will have.
+        mtbf: mean seconds between failures of any of them.
+    """
+    one = f"{processes.each.num_devices} {processes.each.kinds[0].display_name()}"
+    if replica is None:
+        return GradientReduction(
+            by=COLLECTIVES,
+            why=f"the model has no room on the devices of one process ({one}), so that "
+            "it is spread over all",
+        )
+    if processes.count == 1:
+        return GradientReduction(
+            by=MESSAGES, why="there is one process, and nothing to add up"
+        )
+    priced = price(replica, processes, mtbf)
+    where = f" on {processes.hosts} hosts" if processes.hosts > 1 else ""
+    times = (
+        f"{processes.count} processes of {one}{where}, "
+        f"{gigabytes(gradient_bytes(replica))} of gradients: a step takes "
+        f"{milliseconds(priced.with_failures[0])} by messages and "
+        f"{milliseconds(priced.with_failures[1])} by collectives, if one fails every "
+        f"{mtbf:,.0f} s"
+    )
+    if processes.platform == "cpu":
+        # Whatever the price: both ways go over the sockets of the hosts, so that no
+        # faster link is left unused.
+        return GradientReduction(
+            by=MESSAGES,
+            why="on CPUs it always is, so that the loss of one process does not stop "
+            f"the others; mesh='auto' takes collectives ({times})",
+        )
+    cheaper = priced.with_failures[0] <= priced.with_failures[1]
+    return GradientReduction(by=MESSAGES if cheaper else COLLECTIVES, why=times)
+
+
+def price(replica: Plan, processes: ReductionProcesses, mtbf: float) -> ReductionCosts:
+    """Returns the step time with each backend."""
+    count, micro_batches = processes.count, replica.num_micro_batches
+    alone = replica.time.step_seconds
+    most = max(shares([0.0] * count, micro_batches)) / micro_batches
+    messages = alone * most + message_seconds(replica, processes)
+    collectives = alone / count + all_reduce_seconds(replica, processes)
+    collectives += AGREED_SECONDS
+    copy = _copy_seconds(replica, processes)
+
+    def goodput(seconds: float) -> tuple[float, float]:
+        found = goodput_of(
+            seconds,
+            nodes=count,
+            mtbf=max(mtbf, _LEAST_MTBF) * count,
+            restart=RESTART_SECONDS,
+            snapshot=copy,
+            recovery=RECOVERY_SECONDS,
+            micro_batches=micro_batches,
+        )
+        return found.elastic, found.restart
+
+    return ReductionCosts(
+        messages=messages,
+        collectives=collectives,
+        with_failures=(
+            _seconds_with_failures(messages, goodput(messages)[0]),
+            _seconds_with_failures(collectives, goodput(collectives)[1]),
+        ),
+    )
+
+
+def _copy_seconds(replica: Plan, processes: ReductionProcesses) -> float:
+    """Returns the seconds that a copy of the shards in memory delays steps: the copy to
+    the host, and its way to the next host where steps use the same network card.
+    """
+    state = replica.memory.params_bytes + replica.memory.optimizer_bytes
+    seconds = state / processes.count / _host_link(processes)
+    if processes.hosts > 1 and not processes.has_fabric:
+        seconds += state / processes.hosts / processes.network_bytes_per_second
+    return seconds
+
+
+def _seconds_with_failures(seconds: float, goodput: float) -> float:
+    return seconds / goodput if goodput > 0 else math.inf
+
+
+def gradient_bytes(replica: Plan) -> int:
+    """Returns the bytes of one sum of gradients, each as wide as its parameter."""
+    return sum(leaf.nbytes for leaf in replica.trained)
+
+
+def message_seconds(replica: Plan, processes: ReductionProcesses) -> float:
+    """To add up by messages: from the devices, over the wire, and back.
+
+    Each micro-batch's gradients go to the host, where they are added up.
+    """
+    count, size = processes.count, gradient_bytes(replica)
+    names = [str(n) for n in range(count)]
+    given = assign_micro_batches(names, {}, replica.num_micro_batches).values()
+    ran = max(sum(end - first for first, end in nodes) for nodes in given)
+    parts = max(map(len, given))
+    # On CPUs gradients lie in the memory of the host already.
+    to_host = 0 if processes.platform == "cpu" else ran
+    moved = (to_host + 1) * size / _host_link(processes)
+    own, others = ran - parts, sum(map(len, given)) - 1
+    added = (own + others / count) * size / ADDED_BYTES_PER_SECOND
+    sent = sent_bytes(size, count, parts)
+    together = count / processes.hosts
+    # Those on the same host share its network card, and reach each other without it.
+    crosses = sent * together * (count - together) / (count - 1)
+    wire = max(
+        sent / WIRE_BYTES_PER_SECOND, crosses / processes.network_bytes_per_second
+    )
+    return moved + added + wire + MESSAGE_SECONDS * rounds_of(size)
+
+
+def all_reduce_seconds(replica: Plan, processes: ReductionProcesses) -> float:
+    """To add up by an all-reduce of the platform over all devices."""
+    cluster = processes.devices()
+    parts = axis_parts(("data",), {"data": cluster.num_devices}, cluster)
+    return collective_seconds("all-reduce", gradient_bytes(replica), parts)
+
+
+def _host_link(processes: ReductionProcesses) -> float:
+    """Bytes a second between a device and its host; memory itself on CPUs."""
+    if processes.platform == "cpu":
+        return ADDED_BYTES_PER_SECOND
+    links = [k.host_link_bytes_per_second for k in processes.each.kinds]
+    return min(link or HOST_LINK_BYTES_PER_SECOND for link in links)

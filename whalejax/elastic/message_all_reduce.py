@@ -1,0 +1,226 @@
+"""The sum of all members' gradients, by messages, in an order that nobody changes.
+
+Every member adds up one slice of the buffers (reduce-scatter) and sends it to the
+others (all-gather); of small buffers each adds up all, in one round instead of two. The
+order of the sum is that of ``assignment.total``, so that it is the same to the last bit
+whoever takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax.elastic.member_connections import Look, Peers
+from whalejax.membership.assignment import Node, check_tiles, total
+from whalejax.meshes.errors import WhaleError
+from whalejax.wire.run_messages import GradientPart, Total
+
+
+SMALL_BYTES: Final = 1 << 16
+"""Buffers below it are added up by every member: the second round would cost more."""
+
+BLOCK_ELEMENTS: Final = 1 << 24
+"""Elements that are under way at once, of each buffer."""
+
+Buffers = Sequence[np.ndarray]
+Expected = tuple[int, np.dtype[Any]]
+"""Length and dtype of an array."""
+
+Parts = Mapping[Node, Buffers]
+"""Flat buffers, one for each dtype, by the micro-batches that they are the sum of."""
+
+
+def exchanged(
+    peers: Peers,
+    names: Sequence[str],
+    me: str,
+    step: int,
+    parts: Parts,
+    shapes: Sequence[tuple[int, Any]],
+    count: int,
+    look: Look,
+) -> tuple[list[np.ndarray], dict[str, list[Node]]]:
+    """The sum of all parts of all members.
+
+    Args:
+        peers: connections to the others.
+        names: Names of the members, by rank.
+        me: this member's.
+        step: Number of the step.
+        parts: Parts of this member; none where it has no micro-batch in this step.
+        shapes: length and dtype of each buffer.
+        count: micro-batches of a step.
+        look: called while others are waited for.
+
+    Returns:
+        The buffers, and the micro-batches that each member gave.
+
+    Raises:
+        WhaleError: micro-batches are missing, or came twice.
+    """
+    small = rounds_of(sum(size * dtype.itemsize for size, dtype in shapes)) == 1
+    found = [np.empty(size, dtype) for size, dtype in shapes]
+    longest = max((size for size, _ in shapes), default=0)
+    came: dict[str, list[Node]] = {}
+    for first in range(0, max(longest, 1), BLOCK_ELEMENTS):
+        spans = [
+            (min(first, size), min(first + BLOCK_ELEMENTS, size)) for size, _ in shapes
+        ]
+        dtypes = [np.dtype(dtype) for _, dtype in shapes]
+        block = _Block(peers, names, me, step, count, dtypes, look)
+        came = block.run(parts, spans, found, whole=small)
+    return found, came
+
+
+def sent_bytes(size: int, members: int, parts: int) -> float:
+    """Returns the bytes that a member sends to reduce a step's buffers.
+
+    Args:
+        size: bytes of one set of buffers.
+        members: Number of members, itself included.
+        parts: Number of equally large parts that it contributes.
+
+    >>> sent_bytes(1 << 20, 4, 2) / (1 << 20), sent_bytes(100, 4, 2)
+    (2.25, 600)
+    """
+    others = members - 1
+    if size <= SMALL_BYTES:
+        return others * size * parts
+    return others / members * size * (parts + 1)
+
+
+def rounds_of(size: int) -> int:
+    """Returns the number of message rounds that sum so many bytes."""
+    return 1 if size <= SMALL_BYTES else 2
+
+
+class _Block:
+    """The exchange of a part of all buffers."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        names: Sequence[str],
+        me: str,
+        step: int,
+        count: int,
+        dtypes: Sequence[np.dtype[Any]],
+        look: Look,
+    ) -> None:
+        self._dtypes = dtypes
+        self._peers, self._names, self._me = peers, list(names), me
+        self._step, self._count, self._look = step, count, look
+        self._at = {"generation": peers.generation, "step": step}
+        self._others = [name for name in names if name != me]
+
+    def run(
+        self,
+        parts: Parts,
+        spans: Sequence[tuple[int, int]],
+        found: Sequence[np.ndarray],
+        *,
+        whole: bool,
+    ) -> dict[str, list[Node]]:
+        """Write the sums of these spans into ``found``; who gave what."""
+        nodes = sorted(parts)
+        for other in self._others:
+            several = self._spans(spans, other, whole=whole)
+            arrays = [
+                parts[node][i][a:b]
+                for node in nodes
+                for i, (a, b) in enumerate(several)
+            ]
+            part = GradientPart(**self._at, nodes=nodes, arrays=tuple(arrays))
+            self._peers.send(other, part, self._look)
+        mine = self._spans(spans, self._me, whole=whole)
+        came: dict[Node, list[np.ndarray]] = {
+            node: [parts[node][i][a:b] for i, (a, b) in enumerate(mine)]
+            for node in nodes
+        }
+        told = {self._me: nodes}
+        for other in self._others:
+            told[other] = self._take_parts(other, mine, came)
+        check_tiles([node for name in told for node in told[name]], self._count)
+        sums = total(came, self._count, _added)
+        for (a, b), buffer, one in zip(mine, found, sums, strict=True):
+            buffer[a:b] = one
+        if not whole:
+            self._gather(spans, found, sums)
+        return told
+
+    def _take_parts(
+        self,
+        other: str,
+        mine: Sequence[tuple[int, int]],
+        came: dict[Node, list[np.ndarray]],
+    ) -> list[Node]:
+        said = self._peers.take(other, GradientPart, self._step, self._look)
+        nodes = said.nodes
+        check_arrays(said, self._expected(mine) * len(nodes), other)
+        for place, node in enumerate(nodes):
+            if node not in came:  # Else ``check_tiles`` finds it doubled.
+                start = place * len(mine)
+                came[node] = list(said.arrays[start : start + len(mine)])
+        return nodes
+
+    def _gather(
+        self,
+        spans: Sequence[tuple[int, int]],
+        found: Sequence[np.ndarray],
+        sums: Sequence[np.ndarray],
+    ) -> None:
+        for other in self._others:
+            self._peers.send(other, Total(**self._at, arrays=tuple(sums)), self._look)
+        for other in self._others:
+            said = self._peers.take(other, Total, self._step, self._look)
+            theirs = self._spans(spans, other, whole=False)
+            check_arrays(said, self._expected(theirs), other)
+            for (a, b), buffer, one in zip(theirs, found, said.arrays, strict=True):
+                buffer[a:b] = one
+
+    def _spans(
+        self, spans: Sequence[tuple[int, int]], name: str, *, whole: bool
+    ) -> list[tuple[int, int]]:
+        """Returns the spans of each buffer that a member sums."""
+        if whole:
+            return list(spans)
+        rank, size = self._names.index(name), len(self._names)
+        return [
+            (a + (b - a) * rank // size, a + (b - a) * (rank + 1) // size)
+            for a, b in spans
+        ]
+
+    def _expected(self, spans: Sequence[tuple[int, int]]) -> list[Expected]:
+        """Lengths and dtypes of the arrays that hold some elements."""
+        pairs = zip(spans, self._dtypes, strict=True)
+        return [(b - a, dtype) for (a, b), dtype in pairs]
+
+
+def check_arrays(
+    said: GradientPart | Total, expected: Sequence[Expected], other: str
+) -> None:
+    """Refuse arrays of another form than was agreed on.
+
+    Args:
+        said: Message that holds the arrays.
+        expected: length and dtype of each; they have one dimension.
+        other: Name of the sender.
+
+    Raises:
+        WhaleError: which came, from whom.
+    """
+    there = [(x.shape, x.dtype) for x in said.arrays]
+    if there != [((size,), dtype) for size, dtype in expected]:
+        found = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in there[:8])
+        wanted = ", ".join(f"{dtype}[{size}]" for size, dtype in expected[:8])
+        raise WhaleError(
+            f"{other} sent {len(there)} arrays for {said.kind} ({found or 'none'}); "
+            f"expected {len(expected)} ({wanted}). Run the same code in all members"
+        )
+
+
+def _added(one: list[np.ndarray], other: list[np.ndarray]) -> list[np.ndarray]:
+    return [x + y for x, y in zip(one, other, strict=True)]

@@ -1,0 +1,463 @@
+"""Programs of a member: a job as one replica, and its state as bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jaxlib.version
+import numpy as np
+
+from whalejax._version import __version__
+from whalejax.adapters.leaves import is_key
+from whalejax.api import job_plans
+from whalejax.capture.split_checks import DependentSamplesError
+from whalejax.distributed.standard_streams import say
+from whalejax.elastic.async_checkpoints import Tell
+from whalejax.lowering.global_arrays import impl_of
+from whalejax.lowering.multihost.fingerprints import fingerprint
+from whalejax.lowering.train_state import TrainState
+from whalejax.lowering.uneven.contributing_replica import ContributingReplica
+from whalejax.lowering.uneven.replica_executor import UnevenReplicasExecutor
+from whalejax.membership.assignment import Node, halves
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.adopt_state import to_save
+from whalejax.runtime.checkpoint import save
+from whalejax.runtime.resume import (
+    RestoredRun,
+    batches_by_samples,
+    checkpoints,
+    restore_newest,
+)
+from whalejax.runtime.train_step import compile as compile_step
+from whalejax.user_code.losses import Job
+from whalejax.wire.run_messages import Note, Recovered, State
+
+
+MICRO_BATCHES: Final = 16
+"""At most so many of a step, where the user names no number: enough for several
+members to share without one of them idle for long."""
+
+PIECE_BYTES: Final = 1 << 24
+"""Of a state, in one message."""
+
+_LONGEST_NOTE: Final = 2000
+
+Buffers = list[np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedReplica:
+    """A job, planned as one whole replica.
+
+    Attributes:
+        plan: Plan of the replica alone.
+        model: its shapes.
+        first: the first global batch, of ``size`` samples, or its shapes.
+        count: micro-batches of a step.
+    """
+
+    plan: Plan
+    model: Any
+    first: Any
+    size: int
+    count: int
+
+
+def planned_replica(
+    job: Job,
+    cluster: Cluster,
+    *,
+    batch: int | None,
+    micro_batches: int | None,
+    precision: Any,
+    by_shapes: bool = False,
+) -> PlannedReplica:
+    """Plan a whole replica; no device is touched, unless the job's batch does.
+
+    Args:
+        job: Job to train.
+        cluster: the devices of one process.
+        batch: samples of the global batch; the job's own number if left out.
+        micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
+        precision: Precision of the model, as ``wh.plan`` takes it.
+        by_shapes: trace the first batch, where it can be, in place of making it.
+
+    Raises:
+        PlanError: it has no room there, or cannot be planned.
+    """
+    make = _shapes_of_batch if by_shapes else job_plans.first_batch
+    first = make(job, batch)
+    size = batch or job.batch_size or 0
+    model = job_plans.abstract_model(job)
+
+    def planned(count: int) -> Plan:
+        return job_plans.make_plan(
+            job,
+            model,
+            first,
+            cluster,
+            precision=precision,
+            num_micro_batches=count,
+            shares=[count],
+        )
+
+    count = micro_batches or most_micro_batches(size, job.group_size or 1)
+    try:
+        plan = planned(count)
+    except DependentSamplesError as error:
+        if micro_batches is not None:
+            raise
+        plan, count = _with_fewer(planned, size, error)
+    return PlannedReplica(plan=plan, model=model, first=first, size=size, count=count)
+
+
+def _shapes_of_batch(job: Job, batch: int | None) -> Any:
+    """The first batch as shapes, so that arrays of JAX's start no device; the batch
+    itself where it cannot be traced."""
+    try:
+        return jax.eval_shape(lambda: job.batch_at(0, batch))
+    except Exception:  # Whatever the user's function raises there.
+        return job_plans.first_batch(job, batch)
+
+
+class ReplicaPrograms:
+    """A job as one replica that runs some of the micro-batches of each step.
+
+    Attributes:
+        job: Job that is trained.
+        size: samples of a global batch.
+        step: the compiled step of the replica alone.
+        count: micro-batches of a step.
+        shapes: length and dtype of each buffer of a sum.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        batch: int | None,
+        micro_batches: int | None,
+        precision: Any,
+        seed: int,
+        planned: PlannedReplica | None = None,
+    ) -> None:
+        """Plan and trace; compile nothing yet.
+
+        Args:
+            job: Job to train.
+            batch: samples of the global batch; the job's own number if left out.
+            micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
+            precision: Precision of the model, as ``wh.plan`` takes it.
+            seed: Seed of the run.
+            planned: Replica that was planned from the first batch itself, where there
+                is one; it is planned anew where that was for another platform than this
+                process's.
+        """
+        self.job, self._seed = job, seed
+        here = jax.local_devices()[0].platform
+        if planned is None or planned.plan.cluster.platform != here:
+            planned = planned_replica(
+                job,
+                local_cluster(),
+                batch=batch,
+                micro_batches=micro_batches,
+                precision=precision,
+            )
+        plan = planned.plan
+        self.size = planned.size
+        self.step = compile_step(
+            plan,
+            job.loss_fn,
+            planned.model,
+            optimizer=job.optimizer,
+            batch=planned.first,
+            devices=jax.local_devices()[: plan.cluster.num_devices],
+        )
+        runner = self.step._runner
+        assert isinstance(runner, UnevenReplicasExecutor)
+        self._runner = runner
+        self._contributing = ContributingReplica(runner)
+        self.count, self.shapes = planned.count, self._contributing.shapes
+        self._data = _digest(jax.tree.leaves(planned.first))
+
+    def facts(self) -> dict[str, str]:
+        """Returns the facts that must be equal in all members."""
+        captured = self._runner.program.captured
+        text = re.sub(r"0x[0-9a-f]+", "", str(captured.jaxpr))
+        return {
+            "code of the loss": hashlib.sha256(text.encode()).hexdigest()[:12],
+            "plan": self.step.plan.hash,
+            "optimizer": fingerprint(self._runner.program),
+            "data of the first batch": self._data,
+            "seed": str(self._seed),
+            "whalejax": __version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.version.__version__,
+            "python": ".".join(platform.python_version_tuple()[:2]),
+        }
+
+    # The state.
+
+    def init_state(self) -> TrainState:
+        """A fresh state, the same in every member."""
+        key = jax.random.key(self._seed)
+        return self.step.init(self.job.make_model, rng=key)
+
+    def newest(self, save: Path | None, tell: Tell = lambda report: None) -> TrainState:
+        """The newest whole checkpoint of a folder, or a fresh state.
+
+        Args:
+            save: the folder; None has none.
+            tell: Function that receives notes for the user, and ``Recovered``.
+        """
+        found = restore_newest(self.step, checkpoints(save) if save else [])
+        state = self.init_state() if found is None else found.state
+        tell_source(state, found, tell)
+        return state
+
+    def pieces(self, state: TrainState) -> Iterator[State]:
+        """A state as messages, with a hash of all in the last."""
+        leaves = [np.asarray(_raw(x)) for x in jax.tree.leaves(state)]
+        flat = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]
+        data = np.concatenate(flat)
+        about = {
+            "sha256": hashlib.sha256(data.data).hexdigest(),
+            "samples": state.samples,
+        }
+        count = -(-data.size // PIECE_BYTES)
+        for place in range(count):
+            piece = data[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
+            text = json.dumps(about) if place == count - 1 else ""
+            yield State(place=place, count=count, text=text, arrays=(piece,))
+
+    def assembled(self, take: Callable[[], State], whose: str) -> TrainState:
+        """A state of another member's messages.
+
+        Raises:
+            WhaleError: they are not those of a state of this job.
+        """
+        pieces: list[np.ndarray] = []
+        while True:
+            said = take()
+            pieces.extend(said.arrays)
+            if said.place != len(pieces) - 1 or len(said.arrays) != 1:
+                raise WhaleError(f"{whose} sent the pieces of its state in disorder")
+            if len(pieces) == said.count:
+                break
+        data = np.concatenate([x.reshape(-1).view(np.uint8) for x in pieces])
+        about = json.loads(said.text)
+        if hashlib.sha256(data.data).hexdigest() != about["sha256"]:
+            raise WhaleError(f"the state that {whose} sent is not as it was sent")
+        return self._unpacked(data, about["samples"], whose)
+
+    def _unpacked(self, data: np.ndarray, samples: Any, whose: str) -> TrainState:
+        abstract = self.step.abstract_state()
+        leaves, place = [], 0
+        for aval in jax.tree.leaves(abstract):
+            raw = jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval
+            dtype = np.dtype(raw.dtype)
+            end = place + int(np.prod(raw.shape)) * dtype.itemsize
+            if end > data.size:
+                break
+            array = data[place:end].view(dtype).reshape(raw.shape)
+            leaves.append(_typed(array, aval))
+            place = end
+        tree: Any = jax.tree.structure(abstract)
+        if place != data.size or len(leaves) != tree.num_leaves:
+            raise WhaleError(
+                f"the state that {whose} sent has {data.size} bytes, which are not "
+                "those of this job's state. Run the same code in all members"
+            )
+        state: TrainState = tree.unflatten(leaves)
+        return dataclasses.replace(state, samples=samples)
+
+    def save(
+        self, path: Path, state: TrainState, before_it_appears: Callable[[], None]
+    ) -> None:
+        """Write a checkpoint.
+
+        Args:
+            path: Path of the new checkpoint.
+            state: State to write; it is not donated.
+            before_it_appears: raises where it may not.
+        """
+        whole = to_save(state, self.step.abstract_state(), trains=True)
+        save(
+            path,
+            whole,
+            self.step.plan,
+            self.step._batch_size,
+            before_it_appears=before_it_appears,
+        )
+
+    def copy_state(self, state: TrainState) -> TrainState:
+        """A state of its own, which no later step takes."""
+        found: TrainState = jax.tree.map(
+            lambda x: _typed(np.array(_raw(x), copy=True), x), state
+        )
+        return dataclasses.replace(found, samples=state.samples)
+
+    # A step.
+
+    def batch(self, step: int, samples: int | None = None) -> list[Any]:
+        """Flat leaves of the global batch of a step.
+
+        Args:
+            step: its number, counted from 0.
+            samples: Number of samples of the steps before; default: as many batches as
+                there were steps.
+        """
+        return jax.tree.leaves(
+            self._batches(step * self.size if samples is None else samples)
+        )
+
+    @functools.cached_property
+    def _batches(self) -> Callable[[int], Any]:
+        """Returns a function from the number of earlier samples to a global batch."""
+        return batches_by_samples(self.job, self.size)
+
+    def add_up(
+        self,
+        state: TrainState,
+        batch: Sequence[Any],
+        nodes: Sequence[Node],
+        held: dict[Node, Buffers],
+        look: Callable[[], None],
+    ) -> None:
+        """Run micro-batches, and add up those of each subtree.
+
+        Args:
+            state: State of the run; it is not donated.
+            batch: Global batch of the step.
+            nodes: subtrees of micro-batches.
+            held: Sums by node, extended in place: when ``look`` raises, nothing that
+                was computed is lost.
+            look: called before every micro-batch.
+        """
+
+        def value(node: Node) -> None:
+            if node in held:
+                return
+            if node[1] - node[0] == 1:
+                look()
+                held[node] = self._contributing.part(state, batch, node[0])
+                return
+            both = halves(node)
+            for half in both:
+                value(half)
+            left, right = (held.pop(half) for half in both)
+            held[node] = [x + y for x, y in zip(left, right, strict=True)]
+
+        for node in nodes:
+            value(node)
+
+    def finish(
+        self, state: TrainState, sums: Sequence[np.ndarray]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The next state and metrics."""
+        return self._contributing.finish(state, sums)
+
+    def warm_up(self) -> None:
+        """Compile what steps, checkpoints and states of others take.
+
+        The state that it takes for that is thrown away.
+        """
+        # A member may come to save, or to fetch a state, in the middle of the run.
+        state = self.copy_state(self.init_state())
+        batch = self.batch(0)
+        sums = self._contributing.part(state, batch, 0)
+        state, metrics = self.finish(state, sums)
+        jax.block_until_ready((state, metrics))
+
+
+NEW_STATE: Final = "a new state"
+
+
+def tell_source(state: TrainState, found: RestoredRun | None, tell: Tell) -> None:
+    """Say where a state is from, and what is to be known of that.
+
+    Args:
+        state: with which a run goes on.
+        found: the checkpoint that it is of; None for a new one.
+        tell: Function that receives a ``Note`` and ``Recovered``.
+    """
+    for note in () if found is None else found.notes:
+        say(f"whalejax: {note}")
+        tell(Note(why=note[:_LONGEST_NOTE]))
+    source = NEW_STATE if found is None else found.checkpoint.name
+    tell(Recovered(step=int(state.step), source=source))
+
+
+def most_micro_batches(size: int, group: int = 1) -> int:
+    """The largest number up to ``MICRO_BATCHES`` that divides a batch into groups.
+
+    >>> most_micro_batches(40), most_micro_batches(7), most_micro_batches(40, 8)
+    (10, 7, 5)
+    """
+    counts = range(1, MICRO_BATCHES + 1)
+    return max((n for n in counts if size % (n * group) == 0), default=1)
+
+
+def _with_fewer(
+    planned: Callable[[int], Plan], size: int, error: DependentSamplesError
+) -> tuple[Plan, int]:
+    """A replica with as many micro-batches as a loss allows that was not asked for any.
+
+    Args:
+        planned: plans with a number of them.
+        size: samples of the batch.
+        error: Error that rules out the usual number.
+    """
+    whole = [n for n in range(2, MICRO_BATCHES) if size % n == 0] if error.unit else []
+    for count in reversed(whole):
+        try:
+            return planned(count), count
+        except DependentSamplesError:
+            continue
+    say(f"whalejax: one micro-batch is taken, so one member computes: {error}")
+    return planned(1), 1
+
+
+def local_cluster() -> Cluster:
+    """Returns the cluster of one replica: this process's CPU, or all its
+    accelerators.
+    """
+    if jax.local_devices()[0].platform == "cpu":
+        return parse_cluster("cpu:1")  # Not measured: members are compared by steps.
+    return Cluster.detect()
+
+
+def _raw(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def _typed(array: np.ndarray, like: Any) -> Any:
+    """A device's array of NumPy's, laid out and typed like another."""
+    found = jax.device_put(array, like.sharding)
+    # On CPUs a NumPy array may be taken as it is, and then be donated.
+    found = jax.numpy.array(found, copy=True)
+    if is_key(like):
+        found = jax.random.wrap_key_data(found, impl=impl_of(like))
+    return jax.device_put(found, like.sharding)
+
+
+def _digest(leaves: Sequence[Any]) -> str:
+    found = hashlib.sha256()
+    for leaf in leaves:
+        array = np.asarray(leaf)
+        found.update(f"{array.dtype}{array.shape}".encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:12]

@@ -1,0 +1,176 @@
+"""Asks the supervisor for the rank of an ordinary script's process.
+
+Such a script knows nothing of members: its processes meet by the platform's
+collectives, and one that is lost ends the generation for all of them. The supervisor
+starts them again, and they go on from their newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from whalejax.distributed.launch_env import (
+    KEY_FILE,
+    is_loopback,
+    joined_address,
+    split_address,
+)
+from whalejax.distributed.reserved_port import reserve_port
+from whalejax.elastic.environment import SUPERVISOR, local_host
+from whalejax.membership.phases import STOPPED, WAITING
+from whalejax.wire.run_messages import (
+    Begin,
+    Finished,
+    Prepare,
+    Prepared,
+    Ready,
+    RunEnded,
+    Stop,
+)
+
+
+if TYPE_CHECKING:
+    from whalejax.elastic.supervisor_client import Control
+    from whalejax.wire.run_messages import ToMember
+
+
+_FLUSH_SECONDS: Final = 5.0
+
+_held: list[Control] = []
+"""The connection, which lasts as long as the process does."""
+
+
+def connection() -> Control:
+    """The connection to the supervisor of a process that was placed."""
+    return _held[-1]
+
+
+def await_placement(
+    environment: Mapping[str, str] = os.environ,
+    *,
+    told: Mapping[str, Any] | None = None,
+    hears: Callable[[ToMember], bool] = lambda said: False,
+) -> tuple[str, int, int] | None:
+    """Coordinator, number of processes and rank; None without a supervisor.
+
+    It returns when a generation begins. Until the process ends, a thread of its own
+    beats, and ends it when the supervisor says so.
+
+    Args:
+        environment: Environment of the process.
+        told: Fields to register with beside its address: ``steps``, ``save``,
+            ``micro_batches`` and further ``facts``.
+        hears: Handler of the supervisor's later messages, called in that thread; it
+            returns whether it has dealt with one.
+
+    Raises:
+        WhaleError: no supervisor answers, or it refuses this process.
+    """
+    address = environment.get(SUPERVISOR)
+    if address is None:
+        return None
+    from whalejax.elastic.supervisor_client import Control
+
+    host = local_host(address)
+    # For the coordinator of a generation in which this is the first process.
+    port = reserve_port(host)
+
+    more = {"micro_batches": 0, "steps": 0, "save": "", "facts": {}, **(told or {})}
+    more["facts"] = {**_facts(), **more["facts"]}
+
+    def registers() -> dict[str, Any]:
+        return {"host": host, "port": port, "generation": 0, **more}
+
+    control = Control(address, environment.get(KEY_FILE, ""), registers)
+    control.open()
+    control.phase = STOPPED
+    control.post(Ready())
+    while True:
+        said = control.wait()
+        if said is None:
+            continue
+        if isinstance(said, Begin):
+            break
+        _obey(control, said)
+    control.phase, control.generation = WAITING, said.generation
+    _held.append(control)
+    atexit.register(_finished, control)
+    threading.Thread(target=_listen, args=(control, hears), daemon=True).start()
+    names = [m[0] for m in said.members]
+    _, first_host, first_port = said.members[0]
+    coordinator, rank = (
+        joined_address(first_host, first_port),
+        names.index(control.name),
+    )
+    if not rank:
+        print(f"whalejax: {listens(coordinator)}", file=sys.stderr, flush=True)
+    return coordinator, len(names), rank
+
+
+def listens(coordinator: str) -> str:
+    """Describes who can reach the coordinator of a generation.
+
+    >>> listens("10.0.0.1:8476").partition(";")[0]
+    'the coordination service of JAX listens at 10.0.0.1:8476'
+    """
+    host, _ = split_address(coordinator)
+    who = "any user of this machine" if is_loopback(host) else "whoever reaches it"
+    return (
+        f"the coordination service of JAX listens at {coordinator}; it asks nobody for "
+        f"the key of the run, so that {who} can end a generation or join it "
+        "(docs/elastic.md, Security)"
+    )
+
+
+def _facts() -> dict[str, str]:
+    import jax
+    import jaxlib.version
+
+    from whalejax._version import __version__
+    from whalejax.membership.elastic_run import IN_GENERATIONS, MODE
+
+    return {
+        MODE: IN_GENERATIONS,
+        "whalejax": __version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def _obey(control: Any, said: Any) -> None:
+    match said:
+        case Prepare(generation=generation):
+            control.post(Prepared(generation=generation, step=-1, held=[]))
+        case RunEnded() | Stop():
+            if isinstance(said, RunEnded) and said.well:
+                control.flush(_FLUSH_SECONDS)
+                os._exit(0)  # Nobody needed it.
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _finished(control: Any) -> None:
+    """Say that the script came to its end: a supervisor that was started again since
+    cannot ask for the status of a process that another one started."""
+    if not hasattr(sys, "last_value"):  # No exception ended it.
+        control.post(Finished(step=-1))
+    control.flush(_FLUSH_SECONDS)
+
+
+def _listen(control: Any, hears: Callable[[ToMember], bool]) -> None:
+    from whalejax.meshes.errors import WhaleError
+
+    while True:
+        try:
+            said = control.wait()
+        except WhaleError:
+            return  # Without a supervisor the script goes on to its end.
+        if said is not None and not hears(said):
+            _obey(control, said)

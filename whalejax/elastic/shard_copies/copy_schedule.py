@@ -1,0 +1,305 @@
+"""When the processes of a spread model copy their shards, and how they take them back.
+
+How often follows from what a copy costs and how long it is between failures. Whether
+one is made, and which set is taken, all processes decide alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+
+from whalejax.elastic.environment import RUN, SUPERVISOR, local_host
+from whalejax.elastic.shard_copies.copies import (
+    BadCopies,
+    Copies,
+    CopyFile,
+    ShardCopySet,
+    copy_file,
+    read_copies,
+    whole_sets,
+)
+from whalejax.elastic.shard_copies.remote_copies import (
+    CopyExchange,
+    CopyHolder,
+    holder_from,
+    names_in,
+    other_machine,
+    remove_others,
+)
+from whalejax.elastic.supervisor.memory_folder import memory_folder
+from whalejax.lowering.train_state import TrainState
+from whalejax.planner.plan.goodput_estimate import daly_seconds
+from whalejax.processes.local_processes import machine
+from whalejax.runtime.adopt_state import to_save
+from whalejax.runtime.checkpoint_files import told_by_all
+from whalejax.runtime.train_step import TrainStep
+from whalejax.wire.keys import load_key
+
+
+_LEAST_SECONDS: Final = 1e-4
+_MOST_STEPS: Final = 1_000_000
+_MOST_FAILED: Final = 3
+"""Sets in a row that were not written, after which none are made."""
+
+
+class ShardCopyManager:
+    """Copies of a run in the memory of its machines; without them it goes on."""
+
+    def __init__(
+        self,
+        step: TrainStep,
+        key: Path,
+        generation: int,
+        *,
+        every: int | None,
+        mtbf: float,
+        tell: Callable[[int, str], None],
+    ) -> None:
+        """Copy nothing yet; all processes call this.
+
+        Args:
+            step: Step whose states are copied.
+            key: file of the key of the run.
+            generation: Generation of these processes.
+            every: steps between copies; None finds the best number, by Daly.
+            mtbf: seconds between failures, for that.
+            tell: Function that receives the step and the reason when copies end.
+        """
+        self._step, self._generation = step, generation
+        self._every, self._mtbf, self._tell = every, mtbf, tell
+        self._cost = self._seconds = 0.0
+        self._last, self._failed = -1, 0
+        self._begun: ShardCopySet | None = None
+        self._whole: ShardCopySet | None = None
+        self._copies: Copies | None = None
+        self._exchange: CopyExchange | None = None
+        self._other: CopyHolder | None = None
+        error = ""
+        folder = memory_folder(key, os.environ.get(RUN, ""))
+        try:
+            self._copies = Copies(folder)
+        except BadCopies as found:
+            error = str(found)
+        mine = {"machine": machine(), "folder": str(folder), "host": "", "port": 0}
+        if self._agreed(0, error):
+            self._meet(mine, key)
+
+    def _meet(self, mine: dict[str, Any], key: Path) -> None:
+        """Learn who holds copies where, and answer where there are several folders."""
+        assert self._copies is not None
+        error = ""
+        self._holders = _holders(mine)
+        places = [(h.machine, h.folder) for h in self._holders]
+        if len(set(places)) > 1:
+            try:
+                host = local_host(os.environ[SUPERVISOR])
+                self._exchange = CopyExchange(self._copies.folder, load_key(key), host)
+            except OSError as found:
+                error = f"copies of other machines cannot be taken here ({found})"
+            if not self._agreed(0, error):
+                return
+            assert self._exchange is not None
+            at = self._exchange.host, self._exchange.port
+            print(
+                f"whalejax: shards of other machines are taken at {at[0]}:{at[1]}",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._holders = _holders({**mine, "host": at[0], "port": at[1]})
+        here = jax.process_index()
+        self._other = other_machine(self._holders, here)
+        self._removes = places.index(places[here]) == here
+
+    def close(self) -> None:
+        """Wait until what was begun is written, and answer nobody any more."""
+        self.wait()
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def _agreed(self, done: int, error: str) -> bool:
+        """Whether all go on making copies; none does where one process cannot.
+
+        Args:
+            done: the step.
+            error: Error of this process, or empty.
+        """
+        found = _first_error(error, "copies in memory")
+        if found:
+            self._copies = None
+            self.close()
+            self._tell(done, found)
+        return not found
+
+    # Back.
+
+    def newest(self, than: int) -> TrainState | None:
+        """The state of the newest whole set, where it is newer than a checkpoint.
+
+        Args:
+            than: step of the checkpoint. All processes call this.
+        """
+        if self._copies is None:
+            return None
+        folder = self._copies.folder
+        told = told_by_all(json.dumps(names_in(folder)), "copies")
+        there: dict[str, list[int]] = {}
+        for rank, text in enumerate(told):
+            for name in json.loads(text):
+                there.setdefault(name, []).append(rank)
+        whole = whole_sets(there)
+        for copied in [s for s in whole if s.step > than][:2]:
+            state, error = None, ""
+            try:
+                state = read_copies(
+                    lambda name: self._open_copy(name, there[name]),
+                    copied,
+                    self._step.abstract_state(),
+                    self._step.plan,
+                )
+            except BadCopies as bad:
+                error = str(bad)
+            if problem := _first_error(error, f"copies of step {copied.step}"):
+                self._tell(copied.step, problem)
+                whole.remove(copied)
+                continue
+            self._whole = copied
+            break
+        else:
+            state = None
+        # Nobody reads any more.
+        if self._removes:
+            names = (name for copied in whole[:2] for name in copied.names)
+            remove_others(folder, names)
+        return state
+
+    def _open_copy(self, name: str, ranks: Sequence[int]) -> CopyFile:
+        """A file, of this folder where that has it, else of who answers first.
+
+        Raises:
+            OSError: nobody gives it.
+        """
+        assert self._copies is not None
+        here = jax.process_index()
+        own = self._holders[here]
+        if self._exchange is None or any(
+            (self._holders[n].machine, self._holders[n].folder)
+            == (own.machine, own.folder)
+            for n in ranks
+        ):
+            return copy_file(self._copies.folder / name)
+        # Those who read spread over those who have it.
+        first = here % len(ranks)
+        problem = OSError(f"{name} is nowhere")
+        for rank in [*ranks[first:], *ranks[:first]]:
+            try:
+                return self._exchange.file(name, self._holders[rank])
+            except OSError as error:
+                problem = error
+        raise problem
+
+    # Forth.
+
+    def took(self, seconds: float) -> None:
+        """A step took so long."""
+        weight = 0.2 if self._seconds else 1.0
+        self._seconds += weight * (seconds - self._seconds)
+
+    def steps(self) -> int:
+        """After how many steps a copy is due."""
+        if self._every is not None:
+            return self._every
+        if not self._cost:
+            return 1  # What one costs is not known yet.
+        best = daly_seconds(max(self._cost, _LEAST_SECONDS), self._mtbf)
+        if self._copies is not None:  # Links are for steps, half the time at least.
+            best = max(best, 2 * self._copies.seconds)
+        return min(
+            max(round(best / max(self._seconds, _LEAST_SECONDS)), 1), _MOST_STEPS
+        )
+
+    def is_due(self, done: int) -> bool:
+        """Whether this process would copy the state of a step; the first decides."""
+        copies = self._copies
+        if copies is None or copies.busy or done <= max(self._last, 0):
+            return False
+        return self._last < 0 or done - self._last >= self.steps()
+
+    @property
+    def busy(self) -> bool:
+        """This process still writes or sends what was begun."""
+        return self._copies is not None and self._copies.busy
+
+    def copy(self, state: TrainState, done: int) -> None:
+        """Copy a state, beside the steps that follow; all processes call this."""
+        if self._copies is None:
+            return
+        began = time.monotonic()
+        self._settle(done)
+        if self._copies is None:
+            return
+        whole: Any = to_save(state, self._step.abstract_state(), trains=True)
+        count, rank = jax.process_count(), jax.process_index()
+        copied = ShardCopySet(step=done, generation=self._generation, count=count)
+        if self._removes:  # Two sets have room: the last whole one, and this one.
+            kept = [*copied.names] + (self._whole.names if self._whole else [])
+            drafts = [f".{name}{end}" for name in copied.names for end in ("", ".put")]
+            remove_others(self._copies.folder, [*kept, *drafts])
+        send = self._send if self._other is not None else None
+        self._copies.begin(whole, self._step.plan, copied, rank, send)
+        self._begun = copied
+        self._last, self._cost = done, time.monotonic() - began
+
+    def _settle(self, done: int) -> None:
+        """Find out together whether the set that was begun last is whole."""
+        assert self._copies is not None
+        if self._begun is None:
+            return
+        self._copies.wait()
+        begun, self._begun = self._begun, None
+        problem = _first_error(self._copies.problem(), "copies in memory")
+        if not problem:
+            self._whole, self._failed = begun, 0
+            return
+        self._failed += 1
+        if self._failed >= _MOST_FAILED:
+            self._copies = None
+            self.close()
+            problem += f"; {self._failed} in a row, so that none are made any more"
+        self._tell(done, problem)
+
+    def _send(self, path: Path) -> None:
+        assert self._exchange is not None and self._other is not None
+        self._exchange.send(path, self._other)
+
+    def wait(self) -> None:
+        """Wait until what was begun is written."""
+        if self._copies is not None:
+            self._copies.wait()
+
+
+def _first_error(error: str, what: str) -> str:
+    """The first error that a process has, or nothing; all processes call this.
+
+    Args:
+        error: Error of this process, or empty.
+        what: Action that failed, for the message.
+
+    Raises:
+        WhaleError: a process did not come here.
+    """
+    return next((text for text in told_by_all(error, what) if text), "")
+
+
+def _holders(mine: dict[str, Any]) -> list[CopyHolder]:
+    """Returns the holders of copies in all processes; all of them call this."""
+    said = told_by_all(json.dumps(mine), "where copies are")
+    return [holder_from(json.loads(text)) for text in said]

@@ -1,0 +1,199 @@
+"""A job as one model over all processes of a generation: its plan, step and batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from whalejax.api import job_plans
+from whalejax.capture.batch import aval_of
+from whalejax.elastic.async_checkpoints import Tell
+from whalejax.elastic.mesh_sizes import Asked, mesh_of
+from whalejax.elastic.replica_programs import most_micro_batches, tell_source
+from whalejax.lowering.train_state import TrainState
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.adopt_state import to_save
+from whalejax.runtime.checkpoint import save
+from whalejax.runtime.resume import (
+    agreed_checkpoints,
+    batches_by_samples,
+    restore_newest,
+)
+from whalejax.runtime.train_step import compile as compile_step
+from whalejax.user_code.losses import Job
+
+
+class SpreadPrograms:
+    """A job, planned and compiled for the processes that are there.
+
+    Attributes:
+        size: samples of a global batch.
+        count: micro-batches of a step, the same at every number of processes: random
+            keys and statistics depend on it.
+        plan: for these processes.
+        step: Compiled training step.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        mesh: Asked,
+        batch: int | None,
+        micro_batches: int | None,
+        precision: Any,
+        seed: int,
+    ) -> None:
+        """Plan and trace; compile nothing yet.
+
+        Args:
+            job: Job to train.
+            mesh: sizes of its axes, or how they come of a number of devices.
+            batch: samples of the global batch; the job's own number if left out.
+            micro_batches: Number of micro-batches in a step; default: 1, or
+                ``most_micro_batches`` where ``mesh`` has stages.
+            precision: Precision of the model, as ``wh.plan`` takes it.
+            seed: Seed of the run.
+
+        Raises:
+            PlanError: there is no plan for the devices of these processes.
+        """
+        self._job, self._mesh, self._seed = job, mesh, seed
+        first = job_plans.first_batch(job, batch)
+        self.size = batch or job.batch_size or 0
+        staged = isinstance(mesh, Mapping) and STAGE in mesh
+        self.count = micro_batches or (most_micro_batches(self.size) if staged else 1)
+        model = self._model = job_plans.abstract_model(job)
+        # Shapes alone: a batch may be large.
+        self._batch = jax.tree.map(aval_of, first)
+        here = jax.process_count()
+        self.plan = job_plans.make_plan(
+            job,
+            model,
+            first,
+            cluster_of(here),
+            precision=precision,
+            num_micro_batches=self.count,
+            mesh=mesh_of(mesh, here * jax.local_device_count()),
+        )
+        self.step = compile_step(
+            self.plan, job.loss_fn, model, optimizer=job.optimizer, batch=first
+        )
+
+    def plan_for(self, processes: int) -> Plan:
+        """The plan for another number of processes; nothing is traced or compiled.
+
+        Raises:
+            PlanError: there is none.
+        """
+        sizes = mesh_of(self._mesh, processes * jax.local_device_count())
+        return self.plan.what_if(cluster=cluster_of(processes), mesh=sizes)
+
+    def compile_for(self, plan: Plan) -> bool:
+        """Compile the step of one process into the persistent cache; run nothing.
+
+        Returns:
+            Whether it was: only on CPUs, and only the step of one process. The name of
+            a program in the cache tells on CPUs which process it is of, and on GPUs how
+            many there are; and to compile on GPUs, XLA may wait for the other
+            processes, which share its measurements. Stages with programs of their own
+            are not compiled either.
+        """
+        several = plan.cluster.num_devices > jax.local_device_count()
+        if plan.stage_plans or several or plan.cluster.platform != "cpu":
+            return False
+        step = compile_step(
+            plan,
+            self._job.loss_fn,
+            self._model,
+            optimizer=self._job.optimizer,
+            batch=self._batch,
+            devices=jax.devices()[: plan.cluster.num_devices],
+        )
+        step.lower().compile()
+        return True
+
+    def restore_or_init(
+        self, folder: Path | None, tell: Tell = lambda report: None
+    ) -> TrainState:
+        """The newest whole checkpoint, or a new state.
+
+        Args:
+            folder: Folder of checkpoints; None has none. All processes call this.
+            tell: Argument of ``ReplicaPrograms.newest``, unchanged.
+        """
+        found = (
+            restore_newest(self.step, agreed_checkpoints(folder)) if folder else None
+        )
+        if found is None:
+            key = jax.random.key(self._seed)
+            state = self.step.init(self._job.make_model, rng=key)
+        else:
+            state = found.state
+        tell_source(state, found, tell)
+        return state
+
+    def batch(self, step: int, samples: int | None = None) -> Any:
+        """This process's part of the global batch of a step.
+
+        Args:
+            step: its number, counted from 0.
+            samples: Number of samples of the steps before; default: as many batches as
+                there were steps.
+        """
+        batch = self._batches(step * self.size if samples is None else samples)
+        if jax.process_count() == 1:
+            return batch
+        leaves = jax.tree.leaves(batch)
+        tree: Any = jax.tree.structure(batch)
+        rows = self.step.batch_rows()
+        return tree.unflatten(
+            leaf if axis is None else np.take(np.asarray(leaf), rows, axis)
+            for leaf, axis in zip(leaves, self.step.batch_axes, strict=True)
+        )
+
+    @functools.cached_property
+    def _batches(self) -> Callable[[int], Any]:
+        """Returns a function from the number of earlier samples to a global batch."""
+        return batches_by_samples(self._job, self.size)
+
+    def save(
+        self, path: Path, state: TrainState, before_it_appears: Callable[[], None]
+    ) -> None:
+        """Write a checkpoint; all processes call this.
+
+        Args:
+            path: Path of the new checkpoint.
+            state: State to write; it is not donated.
+            before_it_appears: raises where it may not, in all of them.
+        """
+        whole = to_save(state, self.step.abstract_state(), trains=True)
+        size = self.step._batch_size
+        save(path, whole, self.plan, size, before_it_appears=before_it_appears)
+
+
+def cluster_of(processes: int) -> Cluster:
+    """Returns the cluster of so many processes, each with as many devices as this one.
+
+    Processors of hosts are not measured: all processes must come to the same plan.
+    """
+    each = jax.local_device_count()
+    if jax.local_devices()[0].platform == "cpu":
+        return parse_cluster(f"cpu:{processes * each}")
+    if processes == jax.process_count():
+        return _detected()
+    kind = _detected().nodes[0].kind
+    return parse_cluster(f"{kind}:{processes}x{each}")
+
+
+@functools.cache
+def _detected() -> Cluster:
+    return Cluster.detect()

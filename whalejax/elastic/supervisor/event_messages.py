@@ -1,0 +1,87 @@
+"""Texts of a run's events for its user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from whalejax.distributed.standard_streams import say_in_background
+from whalejax.journals.status import loss_words
+from whalejax.membership.elastic_run import process_count_text
+from whalejax.membership.exit_status import Ending
+
+
+_PROGRESS: Final = frozenset({"adding_up", "begun", "leaving", "recovered", "saved"})
+"""Events of a run that goes well."""
+
+
+def adding_up_words(by: str, why: str) -> str:
+    """Describes how gradients are reduced.
+
+    >>> adding_up_words("messages", "there is one process")
+    'gradients are added up by messages: there is one process'
+    """
+    return f"gradients are added up by {by}: {why}"
+
+
+def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
+    """Returns the text of an event for the user; empty for others."""
+    if quiet and event in _PROGRESS:
+        return ""
+    match event:
+        case "begun":
+            names, step = ", ".join(fields["members"]), fields["step"]
+            # Where nobody has a state yet, who finds one says so: ``recovered``.
+            whence = f" from step {step}" if step >= 0 else ""
+            return f"generation {fields['generation']}{whence}: {names}"
+        case "recovered":
+            verb = "goes on from" if fields["step"] else "begins with"
+            return f"the run {verb} {fields['source']}"
+        case "adding_up":
+            return adding_up_words(fields["by"], fields["why"])
+        case "lost":
+            what = "failed" if fields.get("how") == Ending.FAILED else "is lost"
+            return f"{fields['name']} {what}: {loss_words(fields)}"
+        case "refused" | "leaving" | "note":
+            return f"{fields['name']}: {fields['why']}"
+        case "left":
+            return f"{fields['name']}: its loop was left at step {fields['step']}"
+        case "agent_joined":
+            most = f"it holds at most {process_count_text(fields['room'])}"
+            return f"agent {fields['agent']} at {fields['host']} joined; {most}"
+        case "agent_lost":
+            return f"agent {fields['agent']} is lost: {fields['why']}"
+        case "agent_left":
+            return f"agent {fields['agent']} was told to end, and left"
+        case "agent_refused":
+            return f"agent {fields['agent']} is refused: {fields['why']}"
+        case "not_started":
+            return f"a process could not be started: {fields['why']}"
+        case "slot_held":
+            return (
+                f"process {fields['pid']} ({fields['name']}) keeps its GPUs: "
+                f"{fields['why']}. None takes its place before it has"
+            )
+        case "saved":
+            return f"checkpoint {fields['path']}"
+        case "not_saved":
+            return f"no checkpoint after step {fields['step']}: {fields['why']}"
+        case "not_copied":
+            return f"no copies in memory, and the run goes on: {fields['why']}"
+        case "unfit":
+            return (
+                f"there is no plan for {process_count_text(fields['count'])}: "
+                f"{fields['why']}"
+            )
+        case "short":
+            return (
+                f"{len(fields['members'])} members are left, of at least "
+                f"{fields['least']}; waiting for others"
+            )
+    return ""
+
+
+def tell_user(text: str) -> None:
+    """Print a line, where somebody still reads it; nothing waits for that."""
+    if text:
+        say_in_background(f"whalejax: {text}")

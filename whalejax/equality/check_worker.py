@@ -1,0 +1,75 @@
+"""The process that checks a plan: ``python -m whalejax.equality.check_worker``.
+
+It has virtual CPU devices and memory of its own, so that nothing it does can take the
+user's program down. What it is asked for is a pickle of ``CheckRequest``, which its
+parent wrote into a folder that only this user can read; it answers with JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+from whalejax.equality.check_request import CheckRequest
+from whalejax.verification.compile_worker import serve
+
+
+def main(request_path: str, answer_path: str, limit_seconds: str) -> None:
+    """Check what a file asks for, and write down what came of it."""
+    serve(request_path, answer_path, limit_seconds, _answer)
+
+
+def _answer(request: CheckRequest, phase: list[str]) -> dict[str, Any]:
+    import jax
+
+    from whalejax.equality.run_checks import run_checks
+
+    _end_at(request.limit_bytes)
+    if request.wide:
+        jax.config.update("jax_enable_x64", True)
+    phase.append("checking the plan")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which the user was given when planning
+        runs, failures = run_checks(request)
+    return {
+        "runs": [dataclasses.asdict(run) for run in runs],
+        "failures": failures,
+    }
+
+
+def _end_at(limit_bytes: int) -> None:
+    """End this process when it takes more memory than it may."""
+    page = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+    def watch() -> None:
+        while True:
+            used = _resident_pages() * page
+            if used > limit_bytes:
+                print(
+                    f"the check took {used / 1e9:.1f} GB of memory; it may take "
+                    f"{limit_bytes / 1e9:.1f} GB (memory_bytes= of wh.check)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+            time.sleep(0.2)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _resident_pages() -> int:
+    """Pages in memory; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

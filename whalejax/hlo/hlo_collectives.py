@@ -1,0 +1,253 @@
+"""The collectives of a compiled program: kind, bytes, executions and mesh axes.
+
+What devices send is stated as the planner states it: the bytes of the whole array on
+one device, that is what an all-gather gives and what a reduce-scatter is given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whalejax.hlo.groups import Groups, axes_between, axes_of, groups_of, pairs_of
+from whalejax.hlo.hlo_text import (
+    COLLECTIVES,
+    HloError,
+    Line,
+    Module,
+    Shape,
+    nbytes_of,
+    read,
+    shapes_of,
+)
+from whalejax.hlo.loops import Branch, Execution, executions, largest_branches
+
+
+KINDS = tuple(sorted(COLLECTIVES))
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+"""Fusions that carry one asynchronous collective on, as TPU programs write it."""
+
+_START = 'custom_call_target="AsyncCollectiveStart"'
+"""What the first of them gives: all that the others need to carry it on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """A collective of the program.
+
+    Attributes:
+        kind: Kind of ``KINDS``.
+        shapes: (dtype, shape) of its results on one device.
+        nbytes: bytes of its results on one device.
+        count: Number of executions in one execution of the program.
+        group_size: devices that it joins; 0 where the text does not say, and for a
+            collective-permute.
+        groups: these devices; of a collective-permute the (source, target) pairs.
+        name: name stack of the operation behind it, if the compiler kept it.
+        places: lines of the source behind it, innermost first.
+        instruction: Name of the instruction in the program, as profiles have it.
+    """
+
+    kind: str
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    nbytes: int
+    count: int
+    group_size: int
+    name: str
+    groups: Groups = ()
+    places: tuple[str, ...] = ()
+    instruction: str = ""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes on one device as the planner counts them: of the whole array."""
+        whole = self.kind == "reduce-scatter"
+        return self.nbytes * (max(1, self.group_size) if whole else 1)
+
+    def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
+        """The mesh axes it runs over; None where its groups are no axes.
+
+        Args:
+            mesh: axes and sizes, outermost first.
+        """
+        if self.kind == "collective-permute":
+            return axes_between(self.groups, mesh) if self.groups else None
+        return axes_of(self.groups, mesh)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives:
+    """All collectives of a program."""
+
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Executions by kind."""
+        found: Counter[str] = Counter()
+        for i in self.instructions:
+            found[i.kind] += i.count
+        return found
+
+    @property
+    def nbytes(self) -> Mapping[str, int]:
+        """Result bytes on one device by kind, executions multiplied."""
+        found: Counter[str] = Counter()
+        for i in self.instructions:
+            found[i.kind] += i.count * i.nbytes
+        return found
+
+    def of(self, kind: str) -> tuple[Instruction, ...]:
+        """The collectives of one kind."""
+        return tuple(i for i in self.instructions if i.kind == kind)
+
+
+def collectives(program: str | Module) -> Collectives:
+    """The collectives of a compiled program.
+
+    An asynchronous one counts once: where it starts, or, where a chain of fusions
+    carries it on, in the first of them. A loop may carry on one that began before it,
+    beside what it computes: that is still one. Of a conditional the branch counts
+    that sends most bytes.
+
+    Args:
+        program: ``compiled.as_text()``, or what ``read`` made of it.
+
+    Returns:
+        Those that the entry computation reaches, in the order of the text.
+
+    Raises:
+        HloError: a loop that holds a collective has no known trip count, or the
+            program is not understood.
+
+    >>> found = collectives(
+    ...     "ENTRY %main (x: f32[4]) -> f32[8] {\\n"
+    ...     "  ROOT %g = f32[8]{0} all-gather(%x), replica_groups={{0,1}}\\n"
+    ...     "}"
+    ... )
+    >>> found.counts, found.nbytes["all-gather"]
+    (Counter({'all-gather': 1}), 32)
+    """
+    module = read(program) if isinstance(program, str) else program
+    found: list[tuple[Branch, Instruction]] = []
+    chains = _Chains()
+    uncounted: Counter[str] = Counter()
+    for execution in executions(module):
+        kind = execution.line.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            _refuse(execution.line)
+            continue
+        if not chains.begins(kind, execution):
+            continue
+        if execution.loop:
+            uncounted[execution.loop] += 1
+        found.append((execution.branch, _instruction(module, kind, execution)))
+    for number in uncounted.values():
+        raise HloError(
+            f"a loop with {number} collectives has no known trip count; "
+            "they cannot be counted"
+        )
+    sent: Counter[Branch] = Counter()
+    for branch, one in found:
+        sent[branch] += one.nbytes * one.count
+    largest = largest_branches(sent)
+    return Collectives(instructions=tuple(i for b, i in found if b in largest))
+
+
+class _Chains:
+    """Tells where asynchronous collectives begin from where fusions carry them on."""
+
+    def __init__(self) -> None:
+        self.begun: set[tuple[str, str, str, tuple[int, ...]]] = set()
+
+    def begins(self, kind: str, execution: Execution) -> bool:
+        """Whether a collective is sent, and no part of one that is counted already."""
+        chain = _CHAIN.search(execution.line.rest)
+        if chain is None:
+            return True
+        channel = _CHANNEL.search(execution.line.rest)
+        number = channel[1] if channel else ""
+        *around, here = (
+            (kind, chain[1], number, execution.visits[: n + 1])
+            for n in range(len(execution.visits))
+        )
+        if here in self.begun:
+            return False
+        # A loop carries on what began before it, unless it begins another by itself.
+        if not _starts(execution) and self.begun.intersection(around):
+            return False
+        self.begun.add(here)
+        return True
+
+
+def _starts(execution: Execution) -> bool:
+    """Whether a collective is the first of its chain."""
+    return _START in execution.computation.root().rest
+
+
+def _refuse(line: Line) -> None:
+    """Raise for what sends and is not counted."""
+    sends = line.opcode in ("send", "recv") and "is_host_transfer=true" not in line.rest
+    if sends or line.opcode == "collective-broadcast":
+        raise HloError(f"the {line.opcode} {line.name} sends, and is not counted")
+
+
+def _instruction(module: Module, kind: str, execution: Execution) -> Instruction:
+    line = execution.line
+    shapes = shapes_of(_result(kind, line))
+    if kind == "collective-permute":
+        groups = pairs_of(line.rest)
+        size = 0
+    else:
+        groups = groups_of(line.rest, module.num_devices)
+        size = max(map(len, groups), default=0)
+    cut = _cut(execution, kind, size)
+    if cut is not None:
+        kind, shapes = "reduce-scatter", cut
+    return Instruction(
+        kind=kind,
+        shapes=shapes,
+        nbytes=nbytes_of(shapes),
+        count=execution.count,
+        group_size=size,
+        name=line.op_name,
+        groups=groups,
+        places=module.places(line),
+        instruction=line.name,
+    )
+
+
+def _cut(execution: Execution, kind: str, size: int) -> tuple[Shape, ...] | None:
+    """Returns the shapes left of an all-reduce where a fusion keeps this device's part.
+
+    That is how TPU programs write a reduce-scatter.
+    """
+    fused = execution.computation.name != execution.caller
+    if kind != "all-reduce" or not fused or size < 2:
+        return None
+    root = execution.computation.root()
+    whole = execution.line.shapes
+    if root.opcode != "dynamic-slice" or execution.line.name not in root.operands:
+        return None
+    return root.shapes if nbytes_of(root.shapes) * size == nbytes_of(whole) else None
+
+
+def _result(kind: str, line: Line) -> str:
+    """The shape of what a collective gives, without what an asynchronous one holds.
+
+    Where one starts, its type is a tuple of operands, results and context; only an
+    all-reduce names its results alone.
+    """
+    if line.opcode == kind or kind == "all-reduce":
+        return line.result
+    elements, depth = [""], 0
+    for character in line.result.strip()[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += character
+    return elements[1]

@@ -1,0 +1,268 @@
+"""The ``pipeline_spmd`` executor: stages alike in one program, turn by turn.
+
+Every stage holds some layers of a scan over stacked parameters, and all stages run one
+loop: in each turn a stage takes one micro-batch forward through its layers and another
+one backward, as the rows of the schedule say, and hands results on to its neighbours.
+What stands before and behind the layers is computed by all stages and counts on the
+first and the last. What is kept of a micro-batch in flight ``stashed.py`` says. Other
+mesh axes stay automatic inside. Where stages have unequal numbers of layers, each takes
+as many turns of a loop of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from whalejax.capture.layer_scan import Stack
+from whalejax.lowering.pipeline_spmd.activation_stash import STASHES
+from whalejax.lowering.pipeline_spmd.stage_body import Carry, OneStage, layer_counts
+from whalejax.lowering.pipeline_spmd.ticks import (
+    handed_back,
+    handed_on,
+    read_ring_slot,
+    turns_of,
+    where,
+)
+from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import (
+    collected,
+    dealt_rest,
+    distribute_layers,
+)
+from whalejax.lowering.spmd.spmd_executor import Program, Sums, micro_batches
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.schedules import Schedule, schedule
+
+
+def pipelined_gradients(
+    program: Program,
+    stack: Stack,
+    params: Sequence[Any],
+    rest: Any,
+    batch: Sequence[Any],
+    rng: Any,
+    step: Any,
+    scale: Any = None,
+) -> tuple[Sums, Any]:
+    """Loss and gradients of the global batch, and the rest; see ``gradients_of``.
+
+    Args:
+        program: Loss, optimizer and plan to run.
+        stack: the scan over layers.
+        params, rest, batch, rng, step, scale: Arguments of ``gradients_of``, unchanged.
+    """
+    table, plan = _table(program), program.plan
+    assert plan.stages is not None
+    stash = STASHES[plan.stages.stash]
+
+    def trained(local: OneStage) -> Sums:
+        here, none = stash(local), local.nothing()
+
+        def turn(carry: Any, now: Any) -> tuple[Any, None]:
+            handed, returned, kept, sums = carry
+            ahead, back = now[:, 0], now[:, 1]
+            kept, out = here.ahead(kept, handed, ahead)
+            number = jnp.maximum(back[local.stage], 0)
+            mine = [read_ring_slot(ring, number) for ring in kept]
+
+            def behind() -> tuple[Sums, Carry]:
+                found, before = here.behind(mine, returned, number)
+                return jax.tree.map(jnp.add, sums, found), local.constrain_carry(before)
+
+            sums, before = local.chosen(back, behind, (sums, none))
+            handed = handed_on(out, table.num_stages)
+            returned = handed_back(before, table.num_stages)
+            return (handed, returned, kept, sums), None
+
+        depth = max(table.in_flight)
+        kept = [jnp.broadcast_to(x, (depth, *x.shape)) for x in here.empty]
+        sums = replace(local.no_sums(), gradients=local.no_gradients())
+        carry: Any = (none, none, kept, sums)
+        (*_, sums), _ = jax.lax.scan(turn, carry, turns_of(table))
+        return _summed(sums, stack)
+
+    layers = tuple(_specs_of(len(params), stack))
+    outputs = Sums(total=_WHOLE, weight=_WHOLE, metrics=_WHOLE, gradients=layers)
+    run = _on_stages(program, stack, trained, outputs)
+    sums = run(params, rest, batch, rng, step, scale)
+    return sums, _advance_counters(rest, stack, program.plan.num_micro_batches)
+
+
+_WHOLE = PartitionSpec()
+
+
+def _summed(sums: Sums, stack: Stack) -> Sums:
+    """Sums over the stages: of the loss, and of what all stages have."""
+    whole = jax.tree.map(
+        lambda x: jax.lax.psum(x, STAGE), (sums.total, sums.weight, sums.metrics)
+    )
+    gradients = [
+        g if i in stack.params else jax.lax.psum(g, STAGE)
+        for i, g in enumerate(sums.gradients)
+    ]
+    total, weight, metrics = whole
+    return Sums(total=total, weight=weight, metrics=metrics, gradients=tuple(gradients))
+
+
+def _specs_of(count: int, stack: Stack) -> list[PartitionSpec]:
+    return [PartitionSpec(STAGE) if i in stack.params else _WHOLE for i in range(count)]
+
+
+def _rest_specs(rest: Any, stack: Stack) -> Any:
+    """Returns the specs of the non-trainable state, whose layers are stored on the
+    stages.
+    """
+    tree: Any = jax.tree.structure(rest)
+    count = tree.num_leaves
+    return tree.unflatten(
+        [PartitionSpec(STAGE) if i in stack.frozen else _WHOLE for i in range(count)]
+    )
+
+
+def _on_stages(
+    program: Program,
+    stack: Stack,
+    function: Callable[[OneStage], Sums],
+    outputs: Any,
+) -> Callable[..., Sums]:
+    """A function of one stage, run by all, from global arrays.
+
+    A micro-batch finds counters as those before it leave them.
+    """
+    adapter, cut = program.adapter, program.batch_axes
+
+    def run(
+        params: Sequence[Any],
+        rest: Any,
+        batch: Sequence[Any],
+        rng: Any,
+        step: Any,
+        scale: Any,
+    ) -> Any:
+        at_step = adapter.fold_rest(rest, step)
+        rng = None if rng is None else jax.random.fold_in(rng, step)
+        parts, whole = micro_batches(program, batch)
+        pairs = zip(batch, cut, strict=True)
+        others = [x if axis is None else None for x, axis in pairs]
+
+        def local(params: list[Any], given: tuple[Any, ...]) -> Sums:
+            here: Any = jax.sharding.get_abstract_mesh()  # where stages are manual
+            at_step, parts, others, rng, scale = given
+
+            def micro(number: Any) -> tuple[Any, Sequence[Any], Any]:
+                key = None if rng is None else jax.random.fold_in(rng, number)
+                taken = [
+                    jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
+                    for x in parts
+                ]
+                counted = _advance_counters(at_step, stack, number)
+                return adapter.fold_rest(counted, number), whole(taken, others), key
+
+            return function(
+                OneStage(
+                    program=replace(program, mesh=here),
+                    stack=stack,
+                    params=params,
+                    stage=jax.lax.axis_index(STAGE),
+                    micro=micro,
+                    scale=scale,
+                )
+            )
+
+        specs = _rest_specs(rest, stack)
+        mapped = jax.shard_map(
+            local,
+            mesh=program.mesh,
+            in_specs=(_specs_of(len(params), stack), (specs, *[_WHOLE] * 4)),
+            out_specs=outputs,
+            axis_names={STAGE},
+            check_vma=False,
+        )
+        at_step = dealt_rest(program, stack, at_step, layer_counts(program))
+        given = at_step, parts, others, rng, scale
+        return _dealt_out(program, stack, lambda own: mapped(own, given), params)
+
+    return run
+
+
+def _advance_counters(rest: Any, stack: Stack, number: Any) -> Any:
+    """Returns the non-trainable state with its counters after ``number``
+    micro-batches.
+    """
+    if not any(stack.advances):
+        return rest
+    leaves = [
+        x + jnp.asarray(number * more, x.dtype) if more else x
+        for x, more in zip(jax.tree.leaves(rest), stack.advances, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(rest), leaves)
+
+
+def _dealt_out(
+    program: Program,
+    stack: Stack,
+    run: Callable[[list[Any]], Sums],
+    params: Sequence[Any],
+) -> Sums:
+    """Runs the stages on their own layers, regrouped from the stored parameters."""
+    counts = layer_counts(program)
+    if min(counts) == max(counts):
+        return run(list(params))
+    sums = run(distribute_layers(program, stack, params, counts))
+    if not sums.gradients:
+        return sums
+    gradients = collected(program, stack, sums.gradients, counts)
+    return replace(sums, gradients=gradients)
+
+
+def pipelined_losses(
+    program: Program,
+    stack: Stack,
+    params: Sequence[Any],
+    rest: Any,
+    batch: Sequence[Any],
+    rng: Any,
+    step: Any,
+) -> Sums:
+    """The summed losses of the global batch, without gradients; see ``losses_of``.
+
+    Args:
+        program: Loss, optimizer and plan to run.
+        stack: the scan over layers.
+        params, rest, batch, rng, step: Arguments of ``losses_of``, unchanged.
+    """
+    table = _table(program)
+    turns = turns_of(table)[: table.num_micro_batches + table.num_stages - 1, :, 0]
+
+    def evaluated(local: OneStage) -> Sums:
+        def turn(carry: Any, now: Any) -> tuple[Any, None]:
+            handed, sums = carry
+            ahead = now[local.stage]
+            (out, _), found = local.loss(local.params, handed, jnp.maximum(ahead, 0))
+            found = where((ahead >= 0) & local.last, found)
+            handed = handed_on(local.constrain_carry(out), table.num_stages)
+            return (handed, jax.tree.map(jnp.add, sums, found)), None
+
+        carry = local.nothing(), local.no_sums()
+        (_, sums), _ = jax.lax.scan(turn, carry, turns)
+        return _summed(sums, stack)
+
+    outputs = Sums(total=_WHOLE, weight=_WHOLE, metrics=_WHOLE, gradients=())
+    still = replace(stack, advances=())  # nothing is counted where nothing is trained
+    found: Sums = _on_stages(program, still, evaluated, outputs)(
+        params, rest, batch, rng, step, None
+    )
+    return found
+
+
+def _table(program: Program) -> Schedule:
+    plan = program.plan
+    assert plan.stages is not None
+    return schedule(
+        plan.stages.schedule, plan.axis_sizes[STAGE], plan.num_micro_batches
+    )

@@ -1,0 +1,637 @@
+"""The ``spmd`` executor: one program for all devices, layouts by constraint.
+
+Builds the pure step function of a plan without stages: micro-batches in a scan,
+gradients summed and divided by the summed weights, the optimizer on its own shards.
+Everything runs under automatic axes, so statistics over the batch (batch
+normalisation, valid-token means, auxiliary losses) are those of the whole micro-batch
+on one device.
+
+The module is long because the step, its evaluation and the update alone are made of the
+same few functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from whalejax import _compat
+from whalejax.lowering.metrics import summands, wide
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
+from whalejax.lowering.optimizer_state import owners_of, updates
+from whalejax.lowering.spmd.constraints import Constraints
+from whalejax.lowering.spmd.evaluate import (
+    PartialProgram,
+    ScanReplacement,
+    evaluate,
+    named_sharding,
+)
+from whalejax.lowering.spmd.optimizer_offload import (
+    Follower,
+    flattened,
+    streamable,
+    streamed,
+)
+from whalejax.lowering.spmd.parameter_offload import HostParameter
+from whalejax.planner.cost_terms import moves_to_host
+from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.search.request import OffloadableState
+from whalejax.planner.sharding.layout import Spec
+
+
+if TYPE_CHECKING:
+    from whalejax.adapters.base import Adapter
+    from whalejax.capture import Captured
+    from whalejax.planner.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Sums over micro-batches.
+
+    Attributes:
+        total: sum of the losses' totals.
+        weight: sum of their weights.
+        metrics: sum of each metric.
+        gradients: sum of the gradients of the totals, in flat order.
+        means: gradients are of the mean loss already.
+    """
+
+    total: Any
+    weight: Any
+    metrics: Any
+    gradients: tuple[Any, ...]
+    means: bool = False
+
+
+jax.tree_util.register_dataclass(
+    Sums, data_fields=["total", "weight", "metrics", "gradients"], meta_fields=["means"]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A plan, a trace and a mesh: what the step function is built from.
+
+    Attributes:
+        plan: the plan.
+        captured: the loss, traced at micro-batch shape.
+        adapter: Adapter that divides the model into parameters and other state.
+        constraints: layouts inside the loss.
+        mesh: the devices.
+        optimizer: an optax transformation.
+        batch_axes: the batch dimension of each flat batch leaf.
+    """
+
+    plan: Plan
+    captured: Captured
+    adapter: Adapter
+    constraints: Constraints
+    mesh: Mesh
+    optimizer: optax.GradientTransformationExtraArgs
+    batch_axes: tuple[int | None, ...]
+
+    def constrain(
+        self,
+        leaves: Sequence[Any],
+        specs: Sequence[Spec],
+        away: Collection[int] = (),
+    ) -> list[Any]:
+        """Fix the layout of flat leaves, but of those in host memory by number."""
+        return [
+            x
+            if i in away
+            else jax.lax.with_sharding_constraint(x, named_sharding(spec, self.mesh))
+            for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
+        ]
+
+    def loss(
+        self,
+        params: Sequence[Any],
+        rest: Any,
+        batch: Sequence[Any],
+        rng: Any,
+        part: ScanReplacement | None = None,
+        here: PartialProgram | None = None,
+    ) -> tuple[Any, tuple[Any, Any, Any]]:
+        """The traced loss of one micro-batch under the plan's constraints.
+
+        Args:
+            params, batch: flat leaves.
+            rest: Non-trainable state.
+            rng: a key, or None where the loss takes none.
+            part: Replacement of the layers' scan, where only some layers run.
+            here: Equations to run, where only some do.
+
+        Returns:
+            Total, and (weight, metrics, new rest).
+        """
+        leaves = jax.tree.leaves(rest)
+        params = [
+            HostParameter(host=p)
+            if leaf.hosted and not isinstance(p, HostParameter)
+            else p
+            for p, leaf in zip(params, self.plan.trained, strict=True)
+        ]
+        arguments = [*params, *leaves, *batch, *([] if rng is None else [rng])]
+        jaxpr, constraints = self.captured.jaxpr, self.constraints
+
+        outputs = evaluate(
+            jaxpr, arguments, constraints, self.mesh, part=part, here=here
+        )
+        total, *others = self.captured.out_tree.unflatten(outputs)
+        return total, tuple(others)
+
+    def followers(self) -> list[Follower]:
+        """Returns the state in host memory that is updated in chunks there, with its
+        layouts.
+
+        Raises:
+            PlanError: the optimizer is another one, and needs some of it as a whole.
+        """
+        leaves = self.plan.trained
+        away = [i for i, leaf in enumerate(leaves) if leaf.hosted]
+        state = "optimizer" in self.plan.offload
+        if not (state or away):
+            return []
+        found = followers(self.optimizer, self.adapter, state=state, params=away)
+        whole = [i for i in away if i not in {follower.fresh for follower in found}]
+        if whole:
+            raise PlanError(
+                f"the plan keeps {len(whole)} parameters in host memory, such as "
+                f"{leaves[whole[0]].path}, of which this optimizer needs the whole at "
+                "once. Compile with the optimizer that the plan was made for, or plan "
+                "with this one"
+            )
+        tree = jax.eval_shape(self.optimizer.init, self.adapter.params)
+        owners = owners_of(tree, [(leaf.path, leaf.shape) for leaf in leaves])
+        follows = any(i is not None and len(leaves[i].shape) > 1 for i in owners)
+        if state and follows and not any(f.hosted - {f.fresh} for f in found):
+            raise PlanError(
+                "the plan keeps the optimizer's state in host memory, and this one "
+                "does not update its state element by element. Compile with the "
+                "optimizer that the plan was made for, or plan with this one"
+            )
+        return [replace(f, spec=leaves[f.fresh].optimizer_spec) for f in found]
+
+
+def micro_batches(
+    program: Program, batch: Sequence[Any]
+) -> tuple[list[Any], Callable[..., list[Any]]]:
+    """Cut a global batch into micro-batches along a new leading dimension.
+
+    Args:
+        program: Loss, optimizer and plan that will run.
+        batch: flat leaves of the global batch.
+
+    Returns:
+        The leaves that are cut, and a function that takes one part of each (and the
+        flat batch, if another) and gives the flat micro-batch; a leaf without a batch
+        dimension is the same in all.
+    """
+    rows = MicroBatchRows.of(program.plan)
+    axes = {i: axis for i, axis in enumerate(program.batch_axes) if axis is not None}
+    places = list(axes)
+    found = [rows.stack(batch[place], axis) for place, axis in axes.items()]
+    specs = [((), *program.plan.batch[place].spec) for place in places]
+
+    def whole(parts: Sequence[Any], others: Sequence[Any] = batch) -> list[Any]:
+        leaves = list(others)
+        for place, part in zip(places, parts, strict=True):
+            leaves[place] = part
+        return leaves
+
+    return program.constrain(found, specs), whole
+
+
+def gradients_of(
+    program: Program,
+    params: Sequence[Any],
+    rest: Any,
+    batch: Sequence[Any],
+    rng: Any,
+    step: Any,
+    scale: Any = None,
+    first: Any = 0,
+) -> tuple[Sums, Any]:
+    """Loss and gradients of the global batch, and the new rest.
+
+    Args:
+        program: Loss, optimizer and plan to run.
+        params, batch: flat leaves.
+        rest: Non-trainable state, in the adapter's structure.
+        rng: the run's key, or None where the loss takes none.
+        step: number of the step; keys fold it in, and the micro-batch's index.
+        scale: Factor of the loss before differentiation, by which gradients are
+            divided; or None.
+        first: number of the first micro-batch, from which keys count.
+    """
+    one = differentiator(program, params, rest, rng, step, scale, first)
+    count = program.plan.num_micro_batches
+    if count == 1:
+        alone: tuple[Sums, Any] = one(rest, batch, 0)
+        return alone
+    return _accumulate(program, one, rest, batch, count)
+
+
+def differentiator(
+    program: Program,
+    params: Sequence[Any],
+    rest: Any,
+    rng: Any,
+    step: Any,
+    scale: Any = None,
+    first: Any = 0,
+) -> Callable[..., tuple[Sums, Any]]:
+    """Returns a function that runs a micro-batch forward and backward.
+
+    Args:
+        program, params, rng, step, scale, first: Arguments of ``gradients_of``,
+            unchanged.
+        rest: Non-trainable state at the beginning of the step, or at least its random
+            keys.
+
+    Returns:
+        From the rest, the flat micro-batch and its index to sums and the new rest.
+    """
+    adapter = program.adapter
+    at_step = adapter.fold_rest(rest, step)
+    rng = None if rng is None else jax.random.fold_in(rng, step)
+    # Reduced as the parameter is stored, then cut: asked for its own shards at once,
+    # the compiler reshards the activations instead.
+    stored = [leaf.param_spec for leaf in program.plan.trained]
+    specs = [leaf.gradient_spec for leaf in program.plan.trained]
+
+    hosted = [leaf.hosted for leaf in program.plan.trained]
+    differentiated = [
+        _seed(p, spec, program.mesh) if away else p
+        for p, spec, away in zip(params, stored, hosted, strict=True)
+    ]
+
+    def loss(given: Sequence[Any], *others: Any) -> tuple[Any, tuple[Any, Any]]:
+        triples = zip(params, given, hosted, strict=True)
+        leaves = [
+            HostParameter(host=p, seed=x) if away else x for p, x, away in triples
+        ]
+        total, others = program.loss(leaves, *others)
+        return total if scale is None else total * scale, (total, others)
+
+    differentiate = jax.value_and_grad(loss, has_aux=True)
+
+    def one(rest: Any, batch: Sequence[Any], index: Any) -> tuple[Sums, Any]:
+        drawn = index + first
+        folded = adapter.fold_rest(adapter.restore_keys(rest, at_step), drawn)
+        key = None if rng is None else jax.random.fold_in(rng, drawn)
+        (_, (total, (weight, metrics, fresh))), gradients = differentiate(
+            differentiated, folded, batch, key
+        )
+        if scale is not None:
+            gradients = [wide(g) / scale for g in gradients]
+        fresh = adapter.restore_keys(fresh, rest)
+        gradients = program.constrain(program.constrain(gradients, stored), specs)
+        sums = sums_of(program, total, weight, metrics, tuple(gradients), index)
+        return sums, fresh
+
+    return one
+
+
+def _seed(param: Any, spec: Spec, mesh: Mesh) -> Any:
+    """Returns the array that is differentiated in place of a parameter in host memory;
+    see ``HostParameter``.
+    """
+    nothing = jnp.zeros(param.shape, param.dtype)
+    return jax.lax.with_sharding_constraint(nothing, named_sharding(spec, mesh))
+
+
+def sums_of(
+    program: Program,
+    total: Any,
+    weight: Any,
+    metrics: Any,
+    gradients: tuple[Any, ...],
+    number: Any,
+) -> Sums:
+    """One micro-batch's part of the sums, at float32 or more.
+
+    Metrics are means over the micro-batch; where the user weighs the loss, they are
+    weighed alike, so that the whole batch's mean comes out.
+    """
+    total, weight = wide(total), wide(jnp.asarray(weight))
+    count = program.plan.num_micro_batches
+    weighted = program.captured.graph.weighted
+    rows = MicroBatchRows.of(program.plan)
+    metrics = summands(metrics, weight if weighted else None, number, rows)
+    if count > 1:
+        gradients = tuple(wide(g) for g in gradients)
+    return Sums(total=total, weight=weight, metrics=metrics, gradients=gradients)
+
+
+def losses_of(
+    program: Program,
+    params: Sequence[Any],
+    rest: Any,
+    batch: Sequence[Any],
+    rng: Any,
+    step: Any,
+    first: Any = 0,
+) -> Sums:
+    """The summed losses of the global batch, without gradients.
+
+    Args:
+        program, params, rest, batch, rng, step, first: Arguments of ``gradients_of``,
+            unchanged.
+    """
+    one = evaluator(program, params, rest, rng, step, first)
+    count = program.plan.num_micro_batches
+    if count == 1:
+        return one(0, batch)
+    parts, whole = micro_batches(program, batch)
+    shapes = jax.eval_shape(one, 0, whole([p[0] for p in parts]))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def body(sums: Sums, step: Any) -> tuple[Sums, None]:
+        index, part = step
+        return jax.tree.map(jnp.add, sums, one(index, whole(part))), None
+
+    summed: Sums
+    summed, _ = jax.lax.scan(body, zeros, (jnp.arange(count), parts))
+    return summed
+
+
+def evaluator(
+    program: Program,
+    params: Sequence[Any],
+    rest: Any,
+    rng: Any,
+    step: Any,
+    first: Any = 0,
+) -> Callable[..., Sums]:
+    """Returns a function that runs a micro-batch forward, from its index and flat
+    leaves to sums.
+
+    Args:
+        program, params, rest, rng, step, first: Arguments of ``gradients_of``,
+            unchanged.
+    """
+    adapter = program.adapter
+    at_step = adapter.fold_rest(rest, step)
+    rng = None if rng is None else jax.random.fold_in(rng, step)
+
+    def one(index: Any, batch: Sequence[Any]) -> Sums:
+        drawn = index + first
+        key = None if rng is None else jax.random.fold_in(rng, drawn)
+        folded = adapter.fold_rest(at_step, drawn)
+        total, (weight, metrics, _) = program.loss(params, folded, batch, key)
+        return sums_of(program, total, weight, metrics, (), index)
+
+    return one
+
+
+def _accumulate(
+    program: Program,
+    one: Callable[..., Any],
+    rest: Any,
+    batch: Sequence[Any],
+    count: int,
+) -> tuple[Sums, Any]:
+    parts, whole = micro_batches(program, batch)
+    shapes, _ = jax.eval_shape(one, rest, whole([p[0] for p in parts]), 0)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    specs = [leaf.gradient_spec for leaf in program.plan.trained]
+    zeros = Sums(
+        total=zeros.total,
+        weight=zeros.weight,
+        metrics=zeros.metrics,
+        gradients=tuple(program.constrain(zeros.gradients, specs)),
+    )
+
+    tree: Any = jax.tree.structure(rest)
+    leaves, frozen = jax.tree.leaves(rest), program.captured.frozen
+    moving = [i for i in range(len(leaves)) if i not in frozen]
+
+    def filled(some: Sequence[Any]) -> Any:
+        """The rest: a weight is no carry, of which the loop might hold two."""
+        given = iter(some)
+        pairs = enumerate(leaves)
+        return tree.unflatten([x if i in frozen else next(given) for i, x in pairs])
+
+    def body(carry: Any, step: Any) -> tuple[Any, None]:
+        sums, some = carry
+        index, part = step
+        added, after = one(filled(some), whole(part), index)
+        after = jax.tree.leaves(after)
+        return (jax.tree.map(jnp.add, sums, added), [after[i] for i in moving]), None
+
+    carry = zeros, [leaves[i] for i in moving]
+    (sums, some), _ = jax.lax.scan(body, carry, (jnp.arange(count), parts))
+    return sums, filled(some)
+
+
+def update(
+    program: Program,
+    params: Sequence[Any],
+    state: Any,
+    gradients: Sequence[Any],
+    loss: Any,
+    applies: Any = None,
+) -> tuple[list[Any], Any]:
+    """The optimizer's step, each device on the shards it owns.
+
+    Args:
+        program: Loss, optimizer and plan to run.
+        params: flat parameters, as stored.
+        state: optimizer state.
+        gradients: flat gradients of the mean loss.
+        loss: the mean loss, for optimizers that look at it.
+        applies: a scalar: where it is false nothing changes; None where it is true.
+
+    Returns:
+        New parameters, as stored, and new optimizer state.
+    """
+    owned = [leaf.optimizer_spec for leaf in program.plan.trained]
+    stored = [leaf.param_spec for leaf in program.plan.trained]
+    structure: Any = jax.tree.structure(program.adapter.params)
+    leaves = jax.tree.leaves(state)
+    state_tree: Any = jax.tree.structure(state)
+    count = len(params)
+
+    step = stepping(program.optimizer, structure, state_tree, skips=applies is not None)
+    away = [i for i, leaf in enumerate(program.plan.trained) if leaf.hosted]
+    values = [
+        *program.constrain(params, owned, away),
+        *program.constrain(gradients, owned),
+        *leaves,
+        loss,
+        jnp.asarray(True) if applies is None else applies,
+    ]
+    held = program.followers()
+    if held:
+        results = streamed(step, values, held, program.mesh)
+    else:
+        results = step(values)
+    fresh, new = results[:count], state_tree.unflatten(results[count:])
+    return program.constrain(fresh, stored, away), new
+
+
+def stepping(
+    optimizer: optax.GradientTransformationExtraArgs,
+    structure: Any,
+    state_tree: Any,
+    *,
+    skips: bool,
+) -> Callable[[Sequence[Any]], list[Any]]:
+    """An optimizer's step from flat values to flat values.
+
+    Args:
+        optimizer: the optimizer.
+        structure, state_tree: Tree structures of the parameters and of the optimizer's
+            state.
+        skips: the last value says whether anything changes.
+
+    Returns:
+        From parameters, gradients, state, the loss and a truth value to parameters and
+        state.
+    """
+    count = structure.num_leaves
+
+    def step(values: Sequence[Any]) -> list[Any]:
+        *values, loss, applies = values
+        tree = structure.unflatten(values[:count])
+        gradients = structure.unflatten(values[count : 2 * count])
+        kept = state_tree.unflatten(values[2 * count :])
+        changes, new = updates(optimizer, gradients, kept, tree, loss)
+        fresh = optax.apply_updates(tree, changes)
+        found = [*jax.tree.leaves(fresh), *jax.tree.leaves(new)]
+        if not skips:
+            return found
+        before = [*values[:count], *values[2 * count :]]
+        pairs = zip(found, before, strict=True)
+        return [jnp.where(applies, x, y) for x, y in pairs]
+
+    return step
+
+
+def followers(
+    optimizer: optax.GradientTransformationExtraArgs,
+    adapter: Adapter,
+    *,
+    state: bool,
+    params: Collection[int],
+    small: bool = False,
+    program: UpdateProgram | None = None,
+) -> list[Follower]:
+    """Parameters of which something lies in host memory and is updated in pieces.
+
+    Those are matrices that are updated element by element, and so is their state.
+
+    Args:
+        optimizer: the optimizer.
+        adapter: the model, with abstract parameters.
+        state: the optimizer's state of all of them lies there.
+        params: numbers of parameters that lie there themselves.
+        small: with the state of those that are no matrices too.
+        program: from ``update_program``, where it is known.
+
+    Returns:
+        Each with its state, by the numbers of ``stepping``; layouts are left open.
+    """
+    program = program or update_program(optimizer, adapter)
+    shapes = [x.shape for x in jax.tree.leaves(adapter.params)]
+    count = len(shapes)
+    owners = owners_of(program.state, [*zip(adapter.param_paths, shapes, strict=True)])
+    held: dict[int, list[tuple[int, int]]] = {i: [] for i in params}
+    for place, owner in enumerate(owners):
+        if owner is None:
+            continue
+        if owner in held or (state and (small or moves_to_host(shapes[owner]))):
+            held.setdefault(owner, []).append((2 * count + place, count + place))
+    found = [
+        Follower(
+            inputs=(owner, count + owner),
+            state=tuple(pairs),
+            fresh=owner,
+            hosted=frozenset([i for i, _ in pairs] if state else [])
+            | frozenset({owner}.intersection(params)),
+        )
+        for owner, pairs in held.items()
+    ]
+    return streamable(program.jaxpr, found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateProgram:
+    """An optimizer's step, traced.
+
+    Attributes:
+        state: Abstract state of the optimizer.
+        jaxpr: Program of ``stepping``, without calls.
+    """
+
+    state: Any
+    jaxpr: Any
+
+
+def update_program(
+    optimizer: optax.GradientTransformationExtraArgs, adapter: Adapter
+) -> UpdateProgram:
+    """Trace an optimizer's step.
+
+    Args:
+        optimizer: the optimizer.
+        adapter: the model, with abstract parameters.
+    """
+    params = [
+        _compat.abstract(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+        for x in jax.tree.leaves(adapter.params)
+    ]
+    structure: Any = jax.tree.structure(adapter.params)
+    states = jax.eval_shape(optimizer.init, structure.unflatten(params))
+    state_tree: Any = jax.tree.structure(states)
+    step = stepping(optimizer, structure, state_tree, skips=False)
+    scalars = [_compat.abstract((), jnp.float32), _compat.abstract((), jnp.bool_)]
+    given = [*params, *params, *jax.tree.leaves(states), *scalars]
+    return UpdateProgram(state=states, jaxpr=flattened(step, given))
+
+
+def offloadable_state(
+    adapter: Adapter, optimizer: optax.GradientTransformation
+) -> OffloadableState:
+    """Returns the state that a plan may offload, as far as the optimizer allows.
+
+    Args:
+        adapter: the model, with abstract parameters.
+        optimizer: an optax transformation.
+    """
+    extended = optax.with_extra_args_support(optimizer)
+    paths = adapter.param_paths
+    first = 2 * len(paths)
+    program = update_program(extended, adapter)
+    state = jax.tree.leaves(program.state)
+    # Parameters may lie there with their state, or alone.
+    of_state, alone, beside = (
+        followers(extended, adapter, state=state, params=params, program=program)
+        for state, params in (
+            (True, ()),
+            (False, range(len(paths))),
+            (True, range(len(paths))),
+        )
+    )
+    return OffloadableState(
+        state={
+            paths[follower.fresh]: sum(
+                state[place - first].size * state[place - first].dtype.itemsize
+                for place, _ in follower.state
+            )
+            for follower in of_state
+            if follower.state
+        },
+        params=frozenset.intersection(
+            *(frozenset(paths[f.fresh] for f in found) for found in (alone, beside))
+        ),
+    )

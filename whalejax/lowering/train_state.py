@@ -1,0 +1,243 @@
+"""The training state: everything that a step changes, and how it is made ready."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from whalejax import _compat
+from whalejax.adapters.base import Adapter
+from whalejax.adapters.leaves import is_key
+from whalejax.capture.batch import aval_of
+from whalejax.lowering.loss_scale import LossScale
+from whalejax.lowering.spmd.parameter_offload import out_of_host
+from whalejax.lowering.stage_arrays import spread
+from whalejax.meshes.checks import is_array, short_repr
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import count_digits
+from whalejax.planner.plan_errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """Identity of the step that made a state; equal to no other.
+
+    A step that is given another one's state compares layouts once. It stands in the
+    tree of every state, which JAX's caches keep for ever; hence it is not the step
+    itself.
+
+    Attributes:
+        adapter: Adapter that divides the model into parameters and other state.
+        mesh: all devices, where stages hold leaves on devices of their own; else None.
+    """
+
+    adapter: Adapter
+    mesh: Mesh | None = None
+
+
+@dataclass(slots=True)
+class ExportedModel:
+    """Last model that was exported from a state.
+
+    Attributes:
+        model: the last one, if modes can be set on it.
+        modes: Modes that were set on an earlier exported model.
+    """
+
+    model: Any = None
+    modes: Any = None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "rest", "opt_state", "step", "rng", "loss_scale"],
+    meta_fields=["origin"],
+    # A program that the number is traced in would be compiled for each number.
+    drop_fields=["samples"],
+)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class TrainState:
+    """Everything that a step changes, as sharded arrays.
+
+    A step consumes the state that it is given and returns the next one. ``model`` is
+    the model in the user's own type.
+
+    Attributes:
+        params: trained leaves, in the structure of the user's model.
+        rest: Non-trainable state: statistics, random keys, other collections.
+        opt_state: the optimizer's state.
+        step: number of steps done, an int32 scalar.
+        rng: the run's random key, from which each step folds its own, or None.
+        loss_scale: Scale of float16 losses, or None.
+        origin: tells which step made it.
+        samples: Number of samples of all steps so far, at whatever batch size. It
+            stands beside the arrays: a function of your own that returns another state
+            loses it (None), and ``dataclasses.replace`` keeps it.
+    """
+
+    params: Any
+    rest: Any
+    opt_state: Any
+    step: Any
+    rng: Any
+    loss_scale: LossScale | None
+    origin: Origin
+    samples: int | None = None
+    _shown: ExportedModel = field(
+        init=False, repr=False, compare=False, default_factory=ExportedModel
+    )
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
+        count = count_digits(sum(math.prod(shape) for shape in shapes))
+        step = self.step
+        if isinstance(step, jax.Array) and _compat.is_concrete(step):
+            step = "(consumed)" if step.is_deleted() else int(step)
+        elif not isinstance(step, int):
+            step = "(abstract)"
+        return f"<TrainState of step {step}: {count} parameters, {len(leaves)} arrays>"
+
+    @property
+    def model(self) -> Any:
+        """The model in the user's own type and tree, in the devices' memory.
+
+        It is made anew from the state's values each time. Modes that were set on it
+        (``state.model.eval()``) stay, also in the states of later steps; they change
+        nothing of what a step computes. It shares the buffers of the state, which the
+        next step takes: take the model anew then, or keep a copy of its arrays.
+
+        What lies on devices of several stages is copied to all of them together, in
+        shards where a dimension divides, so that one function can take it.
+        """
+        check_alive(self)
+        if not isinstance(self.origin, Origin):
+            raise PlanError(
+                f"the origin of this state is {short_repr(self.origin)}, and its "
+                "model is "
+                "built as the step that made it says. Keep origin as the step gave it, "
+                "or move the state to a step: step.adopt(state).model"
+            )
+        parts = jax.tree.map(out_of_host, self.params), self.rest
+        if self.origin.mesh is not None:
+            mesh = self.origin.mesh
+            parts = jax.tree.map(lambda leaf: spread(leaf, mesh), parts)
+        adapter, handed = self.origin.adapter, self._shown
+        model = adapter.rebuild(*parts, modes=modes_of(self))
+        handed.model = model if adapter.kind == "nnx" else None
+        return model
+
+
+def modes_of(state: TrainState) -> Any:
+    """The modes that were set on the model of a state, or None."""
+    shown = state._shown
+    if shown.model is not None:
+        shown.modes = state.origin.adapter.modes_of(shown.model)
+    return shown.modes
+
+
+def following(state: TrainState, other: TrainState) -> TrainState:
+    """A state, whose model has the modes that were set on another one's."""
+    state._shown.modes = modes_of(other)
+    return state
+
+
+def check_alive(state: TrainState) -> None:
+    """Raise for a state whose buffers a step has taken; JAX itself may crash."""
+    if _is_gone(state.step):
+        raise PlanError(
+            "this state was consumed by a step, which reuses its memory. Go on with "
+            "the state that the step returned: state, metrics = step(state, batch)"
+        )
+    if not any(map(_is_gone, jax.tree.leaves(state))):
+        return
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    gone = [jax.tree_util.keystr(path) for path, leaf in leaves if _is_gone(leaf)]
+    raise PlanError(
+        f"{len(gone)} of the {len(leaves)} arrays of this state (state{gone[0]} first) "
+        "were consumed by a step, which reuses their memory, or deleted. Put a state "
+        "together from the one that the last step returned alone, or restore a "
+        "checkpoint"
+    )
+
+
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and (
+        _compat.is_concrete(leaf) and leaf.is_deleted()
+    )
+
+
+def bare(state: TrainState) -> TrainState:
+    """A state with nothing but what an evaluation reads."""
+    return replace(state, opt_state=(), loss_scale=None)
+
+
+@contextmanager
+def consuming(state: TrainState) -> Iterator[None]:
+    """Around what takes the buffers of a state, one program after another.
+
+    Whether a state was consumed is seen by its step count, so that one goes too: in
+    the end, and after an error if any other buffer has gone.
+
+    Args:
+        state: State whose buffers are donated.
+    """
+    try:
+        yield
+    except BaseException:
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            state.step.delete()
+        raise
+    state.step.delete()
+
+
+def strongly_typed(leaf: Any) -> Any:
+    """An array of the very type that a step returns, or the second would recompile."""
+    leaf = jnp.asarray(leaf)
+    return leaf if is_key(leaf) else jax.lax.convert_element_type(leaf, leaf.dtype)
+
+
+def typed_key(rng: Any, *, for_loss: bool) -> Any:
+    """A key array; raw uint32 keys, as ``jax.random.PRNGKey`` makes, are wrapped.
+
+    Args:
+        rng: Random key or seed that the user gave.
+        for_loss: the loss takes it; its algorithm must be the traced one.
+    """
+    if not is_array(rng) or isinstance(rng, jax.ShapeDtypeStruct):
+        raise WhaleError(
+            f"rng is {short_repr(rng)}; expected a random key. Give "
+            "jax.random.key(seed)"
+        )
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) and not rng.shape:
+        traced = jax.eval_shape(lambda: jax.random.key(0)).dtype
+        if for_loss and rng.dtype != traced:
+            raise WhaleError(
+                f"rng is a {rng.dtype}; the loss was traced with a {traced}. Give "
+                "jax.random.key(seed), or set jax_default_prng_impl before planning"
+            )
+        return rng
+    if rng.dtype == jnp.uint32 and rng.shape == (2,):
+        return jax.random.wrap_key_data(rng)
+    raise WhaleError(
+        f"rng has dtype {rng.dtype} and shape {tuple(rng.shape)}; expected a random "
+        "key. Give jax.random.key(seed)"
+    )
+
+
+def host_copy(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return leaf  # held by several processes: copied from device to device
+    if jnp.issubdtype(aval_of(leaf).dtype, jax.dtypes.prng_key):
+        data: Any = np.array(jax.random.key_data(leaf), copy=True)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return np.array(leaf, copy=True)

@@ -1,0 +1,370 @@
+"""The state of an elastic run: what its supervisor knows of it and of its members.
+
+Data and questions to it; what changes it is in the modules that ``react`` calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from whalejax.membership.assignment import Node
+from whalejax.membership.commit_times import CommitTimes
+from whalejax.membership.events import Effect, Send
+from whalejax.membership.exit_status import Ending
+from whalejax.membership.lease import Lease
+from whalejax.membership.phases import DEADLINES, STEP
+from whalejax.membership.restart_policy import Failures
+from whalejax.membership.settings import SupervisorSettings
+from whalejax.wire import run_messages as wire
+
+
+MODE = "mode"
+IN_GENERATIONS = "collectives in generations"
+"""The fact of members that meet by the platform's collectives: one that is lost ends
+the generation for all, and they start again from a checkpoint."""
+
+AT_STEPS = "collectives in generations, stopping at steps"
+"""The same of members that stop together behind a step where they are asked to, having
+saved their state."""
+
+LONGEST_TURN_SECONDS: Final = 1.0
+"""Between two turns of the supervisor: more, and it may have been stopped."""
+
+
+Parts = Mapping[str, Sequence[Node]]
+Phase = Literal["gathering", "preparing", "running", "draining", "ending"]
+Status = Literal[
+    "starting", "registered", "ready", "active", "finished", "left", "failed", "gone"
+]
+
+
+class RunOutcome(NamedTuple):
+    """The end of a run; ``saver`` writes a last checkpoint, and is empty for none."""
+
+    how: Ending
+    text: str
+    saver: str
+
+
+@dataclass(slots=True, kw_only=True)
+class MemberRecord:
+    """A member, as the supervisor last heard of it.
+
+    Attributes:
+        name: unlike that of any other process of the run, also of earlier ones.
+        slot: the place among local processes that it fills; None for one that the
+            supervisor did not start.
+        pid: Process id of a local process; 0 where it is not known.
+        began: when that process began.
+        agent: Agent that holds the process; empty where it runs on the supervisor's
+            machine.
+        machine: Machine of the process, as ``processes.machine`` names it.
+        token: Random token of the process, by which it is known before it has its name.
+        status: ``"starting"`` until it says something, ``"registered"`` while it
+            compiles, ``"ready"`` where it could take part, ``"active"`` where it does,
+            ``"finished"`` behind the last step, ``"left"`` where its loop was left,
+            ``"failed"`` where it told its error and has not ended yet.
+        leaving: Whether it asked to leave.
+        reached: its status before it failed or was given up.
+        since: when it came to the status that it reached.
+        connected: there is a connection.
+        released_at: when it was told that its part is over; None before.
+        ends_by_kill: Whether it is ended by SIGKILL, because it has nothing to save.
+        reported: number of its newest report that was taken.
+        host, port: Address at which other members reach it.
+        step: the step of the state that it holds; -1 without a state.
+        seconds: Seconds of a micro-batch.
+        phase, done, moved_at: Current phase, a count that rises during it, and the time
+            of the last rise.
+        beyond: beats that told of a step after the one where others left their loops.
+        prepared: the generation for which it has stopped.
+        held: Nodes that it has summed in the step after ``step``.
+    """
+
+    name: str
+    slot: int | None
+    pid: int = 0
+    began: str = ""
+    agent: str = ""
+    machine: str = ""
+    token: str = ""
+    status: Status = "starting"
+    leaving: bool = False
+    reached: Status = "starting"
+    since: float = 0.0
+    connected: bool = False
+    released_at: float | None = None
+    ends_by_kill: bool = False
+    reported: int = 0
+    host: str = ""
+    port: int = 0
+    step: int = -1
+    seconds: float = 0.0
+    phase: str = ""
+    done: int = 0
+    moved_at: float = 0.0
+    beyond: int = 0
+    prepared: int = -1
+    held: Sequence[Node] = ()
+
+    @property
+    def is_there(self) -> bool:
+        """It has not been given up."""
+        return self.status != "gone"
+
+    def becomes(self, status: Status, now: float) -> None:
+        """Come to a status."""
+        self.status = status
+        if status not in ("failed", "gone"):
+            self.reached, self.since = status, now
+
+
+@dataclass(slots=True, kw_only=True)
+class ElasticRun:
+    """A run: what its journal tells of it, down to ``over``, and what else is known.
+
+    Attributes:
+        settings: Settings of the supervisor.
+        members: all that ever were, by name.
+        generation: the newest that members were asked to form.
+        phase: ``"gathering"`` members, ``"preparing"`` a generation, ``"running"``,
+            ``"draining"`` where it was told to end, ``"ending"``.
+        active: Members of the newest generation that began, by rank.
+        target, after: Members that were asked to form the newest generation, and the
+            step that it follows.
+        step: Step at which the newest generation began.
+        size: members that the run is to have, as it was last resized.
+        devices: names of the devices of each slot; None where they were never said.
+        facts: Facts that all members share.
+        checkpoint: the newest.
+        adding_up: Gradient reduction and its reason; empty before it is decided.
+        formed: a generation has begun.
+        draining: the run was told to end.
+        well: Members of the generation that have done their work and ended.
+        over: Outcome of the run; None before its end.
+        pace: the steps that were committed.
+        failures: Failures of members, and the times at which slots are filled again.
+        lease: Leases of the members that have sent a message.
+        losses: generation and loss of committed steps.
+        assigned: number of a generation, with micro-batches of each member in its
+            first step and in those after it.
+        asked_at: when members were asked to form the newest generation.
+        short_since: since when too few members are there; None where enough are.
+        expected: members that are waited for, so that the world is no smaller.
+        unfit: numbers of members that no plan was found for, and why.
+        starting, unplaced: slots whose processes are being started, and those that no
+            agent has room for.
+        saver_reported: Whether the writer of the last checkpoint has reported.
+        awaited: agents that were started for this run and have not joined yet.
+        agents: Agents, with the number of processes that each has room for.
+        placed: processes are placed on agents.
+        suspected_at: when a link between members was first said to be broken.
+        broken_links, reconnected_links: Links that broke, and those that were connected
+            again.
+        is_settled: nothing has happened that may change who takes part.
+        outbox: Effects that the next ``react`` returns.
+    """
+
+    settings: SupervisorSettings
+    members: dict[str, MemberRecord] = field(default_factory=dict)
+    generation: int = 0
+    phase: Phase = "gathering"
+    active: list[str] = field(default_factory=list)
+    target: list[str] = field(default_factory=list)
+    after: int = -1
+    step: int = -1
+    size: int = field(init=False)
+    devices: tuple[str, ...] | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+    checkpoint: str = ""
+    adding_up: tuple[str, str] = ("", "")
+    formed: bool = False
+    draining: bool = False
+    well: set[str] = field(default_factory=set)
+    over: RunOutcome | None = None
+    pace: CommitTimes = field(init=False)
+    failures: Failures = field(init=False)
+    lease: Lease[str] = field(init=False)
+    losses: dict[int, tuple[int, float]] = field(default_factory=dict)
+    assigned: tuple[int, Parts, Parts] = field(default=(-1, {}, {}))
+    asked_at: float = 0.0
+    short_since: float | None = None
+    expected: int = 0
+    unfit: dict[int, str] = field(default_factory=dict)
+    starting: set[int] = field(default_factory=set)
+    unplaced: set[int] = field(default_factory=set)
+    saver_reported: bool = False
+    awaited: set[str] = field(default_factory=set)
+    agents: dict[str, int] = field(default_factory=dict)
+    placed: bool = False
+    suspected_at: float | None = None
+    broken_links: set[frozenset[str]] = field(default_factory=set)
+    reconnected_links: set[frozenset[str]] = field(default_factory=set)
+    is_settled: bool = True
+    outbox: list[Effect] = field(default_factory=list)
+    _first_left: int | None = None
+    _knows_left: bool = False
+
+    def __post_init__(self) -> None:
+        first = self.settings.first
+        self.size = self.settings.most if first is None else first
+        self.pace = CommitTimes(self.settings)
+        self.failures = Failures(self.settings)
+        self.lease = Lease(self.settings.lease_seconds, LONGEST_TURN_SECONDS)
+
+    # What members have in common.
+
+    @property
+    def steps(self) -> int:
+        """Returns the number of steps of the whole run; 0 until a member has reported
+        it.
+        """
+        return int(self.facts.get("steps", 0))
+
+    @property
+    def micro_batches(self) -> int:
+        """Returns the number of micro-batches in a step."""
+        return int(self.facts.get("micro-batches", 0))
+
+    @property
+    def stops(self) -> bool:
+        """Members of collectives can be stopped at a step, with their state saved."""
+        return self.facts.get(MODE) == AT_STEPS
+
+    @property
+    def restarts(self) -> bool:
+        """A loss ends all members, which start again from a checkpoint."""
+        return self.facts.get(MODE) in (AT_STEPS, IN_GENERATIONS)
+
+    # Who is there.
+
+    def present_members(self) -> list[MemberRecord]:
+        """Members that were not given up."""
+        return [m for m in self.members.values() if m.status != "gone"]
+
+    def taking_part(self) -> list[MemberRecord]:
+        """Members of the generation that are there and have not failed."""
+        members = [self.members[name] for name in self.active]
+        return [m for m in members if m.status not in ("failed", "gone")]
+
+    @property
+    def slots(self) -> range:
+        """Places for processes of this machine or of agents."""
+        return range(self.size + self.settings.spares)
+
+    def refill(self, now: float, slot: int | None) -> None:
+        """Have a slot filled at a time, if the run still has it."""
+        if slot is not None and slot in self.slots:
+            self.failures.due.setdefault(slot, now)
+
+    @property
+    def are_coming(self) -> bool:
+        """Processes start that may take part."""
+        return bool(self.starting) or any(
+            m.status in ("starting", "registered") for m in self.members.values()
+        )
+
+    @property
+    def is_finishing(self) -> bool:
+        """A member has done all steps."""
+        return any(m.status == "finished" for m in self.members.values())
+
+    def candidates(self) -> list[str]:
+        """Returns the members that could take part now: active ones, then
+        ready ones.
+        """
+        # Who has done all steps has nothing to leave any more.
+        there = [
+            m for m in self.present_members() if not m.leaving or m.status == "finished"
+        ]
+        took = [m.name for m in there if m.status in ("active", "finished")]
+        if self.is_finishing:
+            return took
+        ready = [m.name for m in there if m.status == "ready"]
+        return (took + ready)[: self.size]
+
+    def fitting(self) -> list[str]:
+        """Returns as many of the candidates as there is a plan for.
+
+        Fewer than the least number where there is none: the run waits for others.
+        """
+        candidates = self.candidates()
+        count = len(candidates)
+        while count in self.unfit:
+            count -= 1
+        return candidates[:count]
+
+    def first_left(self) -> int | None:
+        """The first step at which a loop was left in this generation; None without."""
+        if not self._knows_left:
+            left = [m.step for m in self.taking_part() if m.status == "left"]
+            left += [self.members[name].step for name in self.well]
+            self._first_left, self._knows_left = min(left, default=None), True
+        return self._first_left
+
+    def forget_left(self) -> None:
+        """Something has happened that may change ``first_left``."""
+        self._knows_left = False
+
+    def hosts(self) -> int:
+        """Returns the number of hosts on which members will run, as far as is known."""
+        most = self.settings.most
+        if not self.placed:
+            return 1
+        room = max(self.agents.values(), default=1)
+        return min(most, max(len({*self.agents, *self.awaited}), -(-most // room)))
+
+    # Times and texts.
+
+    def limit(
+        self, member: MemberRecord, step_seconds: float | None = None
+    ) -> float | None:
+        """Returns the longest time of a member's phase; None where it waits
+        for others.
+        """
+        name = DEADLINES.get(member.phase, STEP)
+        if name == STEP:
+            return self.pace.limit() if step_seconds is None else step_seconds
+        return None if name is None else float(getattr(self.settings, name))
+
+    def boundary(self) -> int:
+        """A step that is far enough ahead for all to hear of it before."""
+        return self.pace.boundary(
+            max((m.step for m in self.present_members()), default=0)
+        )
+
+    def checkpoint_text(self) -> str:
+        """Describes the place of the newest checkpoint, to follow a sentence."""
+        if self.checkpoint:
+            return f". The last checkpoint is {self.checkpoint}"
+        return ". No checkpoint was written"
+
+    def agents_text(self) -> str:
+        """Describes the agents that are there and those missing; empty in a run without
+        agents.
+        """
+        if not self.placed:
+            return ""
+        there = [
+            f"{name} ({process_count_text(room)})" for name, room in self.agents.items()
+        ]
+        missing = sorted(self.awaited)
+        text = f"; agents that are there: {', '.join(there) or 'none'}"
+        return text + (f"; missing: {', '.join(missing)}" if missing else "")
+
+    # What is to be done.
+
+    def send(self, name: str, message: wire.ToMember) -> None:
+        """Have a member told something."""
+        self.outbox.append(Send(name, message))
+
+
+def process_count_text(processes: int) -> str:
+    """A number of processes.
+
+    >>> counted(1), counted(2)
+    ('1 process', '2 processes')
+    """
+    return f"{processes} process" + "es" * (processes != 1)

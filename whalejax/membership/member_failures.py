@@ -1,0 +1,193 @@
+"""Members that end or are given up: what follows, and what takes their place."""
+
+from __future__ import annotations
+
+import signal
+from typing import Final
+
+from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER, LOSS_SIGNS
+from whalejax.membership.elastic_run import ElasticRun, MemberRecord, Status
+from whalejax.membership.events import KillEffect, StartEffect
+from whalejax.membership.exit_status import Ending, exit_text
+from whalejax.membership.history import record
+from whalejax.membership.restart_policy import Failure
+from whalejax.membership.run_ends import end, how_ended, miss_checkpoint
+from whalejax.wire import run_messages as wire
+
+
+_LASTING_SECONDS: Final = 60.0
+"""A generation by collectives that lasted so long did something."""
+
+_ERROR_SIGNALS: Final = (
+    signal.SIGILL,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGSEGV,
+)
+"""Of which a process dies by a fault of its own; others are sent to it."""
+
+_FURTHER: Final[tuple[Status, ...]] = (
+    "starting",
+    "registered",
+    "ready",
+    "active",
+    "finished",
+    "left",
+)
+"""What members come to, in this order."""
+
+
+def exited(
+    run: ElasticRun, now: float, name: str, status: int | None, log: str
+) -> None:
+    """A process has ended; see ``ProcessExitEvent``."""
+    member = run.members.get(name)
+    if member is None or not member.is_there:
+        return
+    miss_checkpoint(run, now, member, status)
+    how = how_ended(run, member, status)
+    if how is None:
+        why = f"its process ended {exit_text(status)}"
+        fails = status is not None and (status > 0 or -status in _ERROR_SIGNALS)
+        fails = fails and status != ENDS_FOR_ANOTHER
+        fails = fails or member.status == "failed"
+        if fails and run.restarts and len(run.active) > 1:
+            why += ", which may follow from the loss of another"
+        how = Ending.FAILED if fails else Ending.LOST
+        lose(run, now, member, why, log, how=how)
+    else:
+        well = name in run.active and how is Ending.COMPLETE
+        record(run, now, "ended", name=name, status=status, how=how, well=well)
+        if run.restarts and well:
+            pass  # It has done its work.
+        elif run.phase not in ("draining", "ending"):
+            run.refill(now + run.settings.hold_seconds, member.slot)
+    if run.restarts and run.active and run.well.issuperset(run.active):
+        end(run, now, Ending.COMPLETE, "")
+
+
+def lose(
+    run: ElasticRun,
+    now: float,
+    member: MemberRecord,
+    why: str,
+    log: str = "",
+    *,
+    counts: bool = True,
+    how: Ending = Ending.LOST,
+) -> None:
+    """Give a member up, and end it before its work is given to others.
+
+    Its loss is a failure of its own where it ``counts`` and nothing is ending; ``log``
+    is the end of what it wrote.
+    """
+    if not member.is_there:
+        return
+    over = run.phase in ("draining", "ending")
+    counts = counts and not member.leaving and not over
+    failed = how is Ending.FAILED
+    error = run.failures.error_of(member.name, log) if failed else ""
+    record(
+        run,
+        now,
+        "lost",
+        name=member.name,
+        why=why,
+        step=run.pace.step,
+        counts=counts,
+        how=how,
+        said=error,
+        seconds=round(now - member.since, 3),
+    )
+    if member.pid:
+        run.outbox.append(KillEffect(name=member.name, pid=member.pid))
+    run.send(member.name, wire.RunEnded(why=f"it was given up: {why}", well=False))
+    if over:
+        return
+    if counts:
+        error = "" if _may_follow(run, error) else error
+        count(run, now, member, why, error, log)
+        check_budget(run, now, member.reached)
+    if member.slot is not None and member.slot in run.slots:
+        run.failures.due[member.slot] = now + run.failures.hold(now, member.slot)
+    together = ("running", "preparing") if run.stops else ("running",)
+    if run.restarts and run.phase in together and member.name in run.active:
+        restart_world(run, now)
+
+
+def count(
+    run: ElasticRun,
+    now: float,
+    member: MemberRecord,
+    why: str,
+    error: str = "",
+    log: str = "",
+) -> None:
+    """Count a failure of a member, with its own error if it had one."""
+    failure = Failure(
+        at=now,
+        since=member.since,
+        name=member.name,
+        why=why,
+        error=error,
+        step=run.pace.step,
+    )
+    run.failures.count(failure, log)
+
+
+def agent_lost(run: ElasticRun, now: float, agent: str, why: str) -> None:
+    """Give up all members that an agent holds, which is one failure."""
+    record(run, now, "agent_lost", agent=agent, why=why)
+    run.agents.pop(agent, None)
+    text, alone = f"its agent {agent} is lost: {why}", True
+    for member in [m for m in run.present_members() if m.agent == agent]:
+        lose(run, now, member, text, counts=alone)
+        alone = False
+
+
+def restart_world(run: ElasticRun, now: float) -> None:
+    """End those that are left of a generation by collectives, to start anew."""
+    if not run.stops and now - run.pace.at > _LASTING_SECONDS:
+        run.failures.progressed()
+    run.short_since = now
+    record(run, now, "restarting", members=list(run.active))
+    for name in run.active:
+        member = run.members[name]
+        if member.is_there:
+            why = "the world starts again"
+            record(run, now, "ended", name=name, why=why, how=Ending.DRAINED)
+            run.outbox.append(KillEffect(name=name, pid=member.pid))
+        run.refill(now, member.slot)
+
+
+def _may_follow(run: ElasticRun, error: str) -> bool:
+    """Whether an error may come of the loss of another, by collectives."""
+    several = run.restarts and len(run.active) > 1
+    return several and any(sign in error.lower() for sign in LOSS_SIGNS)
+
+
+def check_budget(run: ElasticRun, now: float, reached: Status = "active") -> None:
+    """End the run where it fails for good; who failed last had ``reached`` this."""
+    far = _FURTHER.index(reached)
+    well = [m for m in run.present_members() if m.status != "failed"]
+    passed = any(_FURTHER.index(m.reached) > far for m in well)
+    why = run.failures.exceeded(now, run.checkpoint_text(), passed=passed)
+    if why:
+        end(run, now, Ending.FAILED, why)
+
+
+def start_due(run: ElasticRun, now: float) -> None:
+    """Fill slots whose time has come."""
+    if run.phase in ("draining", "ending") or run.is_finishing:
+        return
+    left = run.well or any(m.status == "left" for m in run.taking_part())
+    if left and not run.restarts:
+        return
+    for slot, due in [*run.failures.due.items()]:
+        if slot not in run.slots:
+            del run.failures.due[slot]  # The run was resized.
+        elif due <= now:
+            del run.failures.due[slot]
+            run.starting.add(slot)
+            run.outbox.append(StartEffect(slot=slot))

@@ -1,0 +1,182 @@
+"""A run of a process that leads and of others that serve it, started from here.
+
+The policy of ``whalejax swarm serve --processes``. Each that is killed, or a server
+that fails, is started again; the run is over when the leader ends by itself. What goes
+wrong again and again, or twice by the same error, ends it, unless others serve it.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from whalejax.membership.exit_status import exit_text
+from whalejax.membership.restart_policy import Failure, Failures
+from whalejax.membership.settings import SupervisorSettings
+from whalejax.meshes.errors import WhaleError
+from whalejax.processes.local_processes import (
+    GRACE_SECONDS,
+    Processes,
+    handled_signals,
+)
+
+
+FRUITFUL_SECONDS: Final = 60.0
+"""What runs for so long did not fail for good before."""
+
+_TICK_SECONDS: Final = 0.2
+_FAILED: Final = 1
+_SHELL_FAILED: Final = 255
+"""Status of ssh itself, of a host that is away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptCommand:
+    """Command that is started and kept running.
+
+    Attributes:
+        name: unlike that of others.
+        command: its words.
+        environment: variables that are added.
+    """
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Keeper:
+    """Keeps programs running until the first of them ends by itself."""
+
+    def __init__(
+        self, programs: Sequence[KeptCommand], logs: Path, say: Callable[[str], None]
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            programs: first the leader, which writes where this process does.
+            logs: folder of one log for each of the others.
+            say: Function that receives a line on each end and restart.
+
+        Raises:
+            WhaleError: the folder cannot be made.
+        """
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WhaleError(
+                f"--logs {logs}: {error.strerror}. Name a folder that can be made"
+            ) from error
+        self._programs = {program.name: program for program in programs}
+        self._leader, self._slots = programs[0].name, [p.name for p in programs]
+        self._say = say
+        self._selector = selectors.DefaultSelector()
+        self._processes = Processes((), {}, logs, self._selector, end_with_this=True)
+        count = len(programs)
+        self._failures = Failures(SupervisorSettings(least=count, most=count))
+        self._due = dict.fromkeys(self._slots, 0.0)
+        self._started_at: dict[str, float] = {}
+        self._told = self._passed_on = 0
+        self._status: int | None = None
+
+    def run(self) -> int:
+        """Keep them running.
+
+        Returns:
+            The status of the leader; 1 where the run is given up.
+
+        Raises:
+            WhaleError: there is no such program.
+        """
+        with self._selector, handled_signals(self._handle, signal.SIGINT):
+            try:
+                while self._status is None:
+                    self._turn()
+                end = time.monotonic() + (0.0 if self._status else GRACE_SECONDS)
+                while self._processes.names and time.monotonic() < end:
+                    self._take_ends()
+            finally:
+                self._processes.end_all()
+        return self._status
+
+    def _handle(self, number: int, _: object) -> None:
+        del number
+        self._told += 1
+
+    def _turn(self) -> None:
+        self._take_ends()
+        if self._told > self._passed_on:
+            self._passed_on = self._told
+            self._processes.terminate(self._leader)
+            if self._told > 1 or self._leader not in self._processes.names:
+                self._status = 128 + signal.SIGTERM
+            return
+        now = time.monotonic()
+        for name in [name for name, at in self._due.items() if at <= now]:
+            self._start(name)
+
+    def _take_ends(self) -> None:
+        for key, _ in self._selector.select(_TICK_SECONDS):
+            name = key.data
+            status = self._processes.take_exit_status(name)
+            assert status is not None  # Each is a child of this process.
+            if self._status is None:
+                self._on_process_end(name, status)
+
+    def _start(self, name: str) -> None:
+        program, leads = self._programs[name], name == self._leader
+        own = {"PYTHONUNBUFFERED": "1", **program.environment}
+        try:
+            self._processes.start(
+                name,
+                own,
+                command=program.command,
+                output=1 if leads else None,
+                errors=2 if leads else None,
+            )
+        except OSError as error:  # Too many processes or files, or no memory.
+            self._again(name, f"cannot be started ({error.strerror or error})")
+            return
+        self._processes.release(name)
+        self._started_at[name] = time.monotonic()
+        del self._due[name]
+
+    def _on_process_end(self, name: str, status: int) -> None:
+        """A process has ended: for good, or it is started again."""
+        if name == self._leader and (status >= 0 or self._told):
+            self._status = status if status >= 0 else 128 - status
+            return
+        if not status:
+            return  # It was asked to leave, or has heard that the run is over.
+        now, since = time.monotonic(), self._started_at[name]
+        log = "" if name == self._leader else self._processes.log_tail(name)
+        is_own = 0 < status != _SHELL_FAILED
+        error = self._failures.error_of(name, log) if is_own else ""
+        why = f"ended {exit_text(status)}"
+        if now - since > FRUITFUL_SECONDS:
+            self._failures.progressed()
+        failure = Failure(at=now, since=since, name=name, why=why, error=error)
+        self._failures.count(failure, log)
+        others = self._processes.names
+        since = min(
+            (self._started_at[n] for n in others if n != self._leader), default=now
+        )
+        # Where others serve for long, one of them may fail as often as it will.
+        passed = name != self._leader and now - since > FRUITFUL_SECONDS
+        if given_up := self._failures.exceeded(now, passed=passed):
+            self._say(f"the run is given up: {given_up}")
+            self._status = _FAILED
+            return
+        self._again(name, f"{why}{': ' if error else ''}{error}")
+
+    def _again(self, name: str, why: str) -> None:
+        now = time.monotonic()
+        seconds = self._failures.hold(now, self._slots.index(name))
+        self._due[name] = now + seconds
+        when = f" in {seconds:.0f} s" if seconds else ""
+        self._say(f"{name} {why}; it is started again{when}")

@@ -1,0 +1,255 @@
+"""Checks that a plan matches the machine and the model.
+
+Checked by hash and by shape before anything compiles, because the alternative is a
+compiler's message that names none of the user's words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+import optax
+
+from whalejax.adapters.base import Adapter
+from whalejax.capture import Captured
+from whalejax.capture.batch import check_batch
+from whalejax.lowering.optimizer_state import optimizer_bytes
+from whalejax.lowering.spmd.evaluate import HOST_MEMORY
+from whalejax.meshes.checks import short_repr
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.errors import Problems, warn
+from whalejax.meshes.jax_mesh import are_devices
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
+
+
+_OTHER_MODEL: Final = (
+    "this plan was made for another model or batch; plan again, or give the "
+    "trainable=, axis_names= and batch_axes= that it was made with"
+)
+
+
+def devices_of(plan: Plan, devices: Any) -> list[Any]:
+    """The devices of a plan: those given, or all of this process's machine.
+
+    Args:
+        plan: the plan.
+        devices: devices in node order, or None.
+
+    Raises:
+        PlanError: the plan is for other hardware, has its kinds in another order, or is
+            for another number of devices.
+    """
+    if isinstance(devices, Iterator):
+        devices = list(devices)
+    chosen = devices is not None
+    if chosen and not are_devices(devices):
+        raise PlanError(
+            f"devices is {short_repr(devices)}; expected devices in node order, such "
+            "as "
+            'jax.devices("cpu")[:8], or None for all'
+        )
+    found = list(devices) if chosen else jax.devices()
+    if not chosen and not _same_hardware(plan.cluster, found):
+        raise PlanError(
+            f"this plan is for {plan.cluster.describe()}; here are {len(found)}×"
+            f"{found[0].device_kind}. Make one for this machine: --cluster local, or "
+            'cluster="local" in wh.plan. From Python, devices= runs a plan on as many '
+            "devices of another kind"
+        )
+    if not chosen:
+        _check_places(plan.cluster, found)
+    if not chosen and len(found) == plan.cluster.num_devices:
+        found = found[: plan.num_devices]  # the plan may leave devices idle
+    numbers = Counter(map(id, found))  # devices are objects of their own
+    if twice := dict.fromkeys(str(d) for d in found if numbers[id(d)] > 1):
+        raise PlanError(
+            f"devices has {', '.join(twice)} more than once; expected "
+            f"{plan.num_devices} different ones"
+        )
+    if len(found) != plan.num_devices:
+        virtual = (
+            f'. jax.config.update("jax_num_cpu_devices", {plan.num_devices}), before '
+            "anything asks for devices, makes virtual ones"
+            if found[0].platform == "cpu"
+            else ""
+        )
+        raise PlanError(
+            f"this plan is for {plan.num_devices} devices "
+            f"({plan.cluster.describe()}); here are {len(found)} "
+            f"({found[0].device_kind}). Plan again for this machine, or pass "
+            f"devices= with {plan.num_devices} of them{virtual}"
+        )
+    return found
+
+
+def _same_hardware(cluster: Cluster, devices: Sequence[Any]) -> bool:
+    """The devices are what a cluster describes; kinds of the user's own may be any."""
+    from whalejax.meshes.catalogue import entries, entry_of_device
+
+    present = [entry_of_device(device.device_kind) for device in devices]
+    names = {entry.kind.name for entry in present if entry is not None}
+    catalogued = {k.name for k in cluster.kinds if k.name in entries()} - {"cpu"}
+    return devices[0].platform == cluster.platform and catalogued <= names
+
+
+def _check_places(cluster: Cluster, devices: Sequence[Any]) -> None:
+    """Refuse devices of which some are of another kind than the plan has there."""
+    from whalejax.meshes.catalogue import entries, entry_of_device
+
+    kinds = [node.kind.name for node in cluster.nodes for _ in range(node.count)]
+    for number, (kind, device) in enumerate(zip(kinds, devices, strict=False)):
+        present = entry_of_device(device.device_kind)
+        if present is None or kind not in entries() or cluster.platform == "cpu":
+            continue
+        if present.kind.name != kind:
+            raise PlanError(
+                f"this plan is for {cluster.describe()}, and has device {number} as "
+                f"{kind}; it is {device.device_kind} here, of process "
+                f"{device.process_index}. Start the processes in the order of the "
+                "plan's nodes, or plan for these (wh.Cluster.detect())"
+            )
+
+
+def check_planned(plan: Plan, batch: Any, batch_axes: Any) -> None:
+    """Raise if a plan was made for a batch of other leaves or shapes.
+
+    Args:
+        plan: the plan.
+        batch: the global batch, abstract or real.
+        batch_axes: the batch dimension of its leaves.
+
+    Raises:
+        WhaleError: it is no batch, or another one.
+    """
+    check_batch(batch, batch_axes)
+    flat = jax.tree_util.tree_flatten_with_path(batch)[0]
+    here = [(jax.tree_util.keystr(path), tuple(np.shape(x))) for path, x in flat]
+    planned = [(leaf.path, leaf.shape) for leaf in plan.batch]
+    if here != planned:
+        raise PlanError(
+            f"batch has {_leaves_text(here)}; the plan is for {_leaves_text(planned)}. "
+            "Give the batch that it was made for, or plan again"
+        )
+
+
+def _leaves_text(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{path or 'one array'} {list(shape)}" for path, shape in leaves)
+
+
+def check_same_shapes(plan: Plan, adapter: Adapter) -> None:
+    """Raise if trained parameters have other shapes than a plan's.
+
+    For where the loss cannot be traced: it may have failed on them, in its own words.
+
+    Args:
+        plan: the plan.
+        adapter: the model that is to run.
+
+    Raises:
+        PlanError: every leaf that both have, in different shapes.
+    """
+    problems = Problems()
+    planned = {leaf.path: leaf.shape for leaf in plan.leaves}
+    leaves = jax.tree.leaves(adapter.params)
+    for path, leaf in zip(adapter.param_paths, leaves, strict=True):
+        shape = tuple(leaf.shape)
+        if planned.get(path, shape) != shape:
+            problems.add(
+                f"{path}: the plan has {list(planned[path])}, the model {list(shape)}"
+            )
+    problems.raise_if_any(PlanError, title=_OTHER_MODEL)
+
+
+def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
+    """Raise if a plan was made for another model or batch, listing what differs.
+
+    Args:
+        plan: the plan.
+        captured: the model that is to run.
+        example: its global batch.
+
+    Raises:
+        PlanError: every leaf that differs.
+    """
+    problems = Problems()
+    planned = {x.path: (x.shape, x.dtype, x.trained) for x in plan.leaves}
+    given = {t.path: (t.shape, t.dtype, not t.frozen) for t in captured.graph.params}
+    # A file may state the hash of one model and the parameters of another.
+    if captured.graph.model_hash == plan.model_hash and planned == given:
+        return
+    for path in sorted(set(planned) | set(given)):
+        a, b = planned.get(path), given.get(path)
+        if a != b:
+            problems.add(
+                f"{path}: the plan has {_shape_text(a)}, the model {_shape_text(b)}"
+            )
+    shapes = [leaf.shape for leaf in plan.batch]
+    here = [tuple(x.shape) for x in jax.tree.leaves(example)]
+    if shapes != here:
+        problems.add(f"the batch: the plan is for {shapes}, given is {here}")
+    if not problems:
+        problems.add(
+            f"the loss or its marks changed (the plan has hash {plan.model_hash}, the "
+            f"model {captured.graph.model_hash})"
+        )
+    problems.raise_if_any(
+        PlanError,
+        title=_OTHER_MODEL,
+    )
+
+
+def _shape_text(entry: tuple[tuple[int, ...], str, bool] | None) -> str:
+    if entry is None:
+        return "no such leaf"
+    shape, dtype, trained = entry
+    return f"{dtype}{list(shape)}{'' if trained else ', not trained'}"
+
+
+def check_planned_state(
+    plan: Plan, adapter: Adapter, optimizer: optax.GradientTransformation | None
+) -> None:
+    """Refuse an optimizer that keeps other state than the plan was made with.
+
+    A plan that was made without any is warned of: its memory lacks the state.
+
+    Raises:
+        PlanError: how much each of them keeps.
+    """
+    planned = plan.optimizer_bytes
+    if planned is None or optimizer is None:
+        return
+    given = optimizer_bytes(adapter, optimizer).followed_bytes
+    if given and not planned:
+        warn(
+            f"the optimizer keeps {gigabytes(given)} beside the parameters, and the "
+            "plan was made without one that keeps any: more memory is needed than was "
+            "predicted. Give wh.plan the optimizer that wh.compile is given"
+        )
+    elif given != planned:
+        more = "more" if given > planned else "less"
+        raise PlanError(
+            f"this plan was made for another optimizer: the one given keeps "
+            f"{gigabytes(given)} beside the parameters, and the plan counts "
+            f"{gigabytes(planned)} (all of it, not one device's part), so that "
+            f"{more} memory is needed than was predicted. Plan again with "
+            "wh.plan(…, optimizer=…), and give wh.compile the same"
+        )
+
+
+def check_host_memory(plan: Plan, device: Any) -> None:
+    """Refuse a plan that keeps something where these devices reach nothing."""
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if plan.offload and HOST_MEMORY not in kinds:
+        saved = plan.memory.host_bytes
+        raise PlanError(
+            f"the plan keeps {' and '.join(plan.offload)} in host memory "
+            f"({gigabytes(saved)} of each device), and a {device.device_kind} reaches "
+            f"none here: it has {', '.join(kinds) or 'no memory that JAX knows of'} "
+            "(so have GPUs that are compiled for and not there). Plan with offload=()"
+        )

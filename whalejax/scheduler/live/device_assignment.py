@@ -1,0 +1,198 @@
+"""The devices of one host, handed from job to job as it was decided.
+
+What is decided is where jobs are to be; this brings them there. A device is another
+job's only when the process that had it has ended, and a job that is to have more waits
+until there are as many. Nothing is remembered between two turns but what is in the
+journals, so that it does not matter where a scheduler was killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from whalejax.membership.exit_status import Ending
+from whalejax.scheduler.live.job_book import (
+    CANCELLED,
+    COMPLETE,
+    FAILED,
+    REFUSED,
+    JobBook,
+    LiveJob,
+)
+from whalejax.scheduler.live.job_run import JobRun
+
+
+MOST_LAUNCHES: Final = 6
+"""Starts of a run without a new step between them, after which its job has failed."""
+
+MOST_FAILURES: Final = 3
+"""Processes in a row that end on a device before they are ready for steps."""
+
+_ERRORS: Final = (1, 2)
+"""Status of a supervisor that could not be started."""
+
+_ENDS: Final[Mapping[Ending, str]] = {
+    Ending.COMPLETE: COMPLETE,
+    Ending.FAILED: FAILED,
+    Ending.REFUSED: REFUSED,
+    Ending.LOST: FAILED,
+}
+"""Endings of a run that end its job; of others it starts again."""
+
+
+class Placing:
+    """Starts runs, resizes them and ends them, and says which jobs have ended.
+
+    Attributes:
+        failed: Devices that are used no more, as one process after the other fails on
+            them while others of the same job do not, and why.
+    """
+
+    def __init__(
+        self,
+        book: JobBook,
+        runs: Mapping[str, JobRun],
+        names: list[str],
+        *,
+        masks: bool,
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            book: The jobs, with the numbers of devices that they are to have.
+            runs: Their runs by name.
+            names: Names of the devices.
+            masks: Processes see only their own, by ``CUDA_VISIBLE_DEVICES``.
+        """
+        self._book, self._runs = book, runs
+        self._names, self._masks = names, masks
+        self.failed: dict[str, str] = {}
+
+    def turn(self, *, may_start: bool) -> None:
+        """Bring every job nearer to where it is to be.
+
+        Args:
+            may_start: Processes may be started: what happened is written down.
+        """
+        order = sorted(
+            self._book.unfinished(),
+            key=lambda job: (-job.request.priority, job.added_at),
+        )
+        # What gives devices up comes first.
+        for job in sorted(order, key=lambda job: job.target >= len(job.devices)):
+            run = self._runs[job.name]
+            if not run.is_alive:
+                run.poll()  # What it wrote before it ended.
+            self._end(job, run)
+            if job.how:
+                continue
+            if not run.is_alive and not run.reader.held_slots:
+                self._begin(job, run, may_start=may_start)
+            elif not run.is_alive:
+                if may_start:  # Members wait for a supervisor: it takes them back.
+                    self._start(job, run, max(run.reader.size, job.request.devices[0]))
+            elif run.has_opened and run.reader.ending is None:
+                self._find_failed(job, run)
+                self._resize(job, run)
+            self._release(job, run)
+
+    def free(self) -> list[str]:
+        """Devices that no job has, and that have not failed."""
+        taken = {name for job in self._book.jobs.values() for name in job.devices}
+        return [name for name in self.usable() if name not in taken]
+
+    def usable(self) -> list[str]:
+        """Devices that have not failed."""
+        return [name for name in self._names if name not in self.failed]
+
+    def _find_failed(self, job: LiveJob, run: JobRun) -> None:
+        """A device fails where others of the same job do not: else the job does."""
+        does_well = run.reader.members > 0
+        for slot, count in run.reader.failures.items():
+            if count >= MOST_FAILURES and does_well and slot < len(job.devices):
+                why = f"{count} processes of {job.name} in a row ended before a step"
+                self.failed.setdefault(job.devices[slot], why)
+
+    # Ends.
+
+    def _end(self, job: LiveJob, run: JobRun) -> None:
+        if run.is_alive or run.reader.held_slots:
+            return
+        ending = run.reader.ending if run.has_opened else None
+        if ending is not None and (how := _ENDS.get(ending[0])) is not None:
+            self._end_job(job, how, ending[1])
+        elif job.cancelled:
+            self._end_job(job, CANCELLED, "it was cancelled")
+        elif not run.has_opened and run.status() in _ERRORS:
+            why = f"its supervisor did not start: {run.end_of_log()}"
+            self._end_job(job, FAILED, why)
+        elif job.launches >= MOST_LAUNCHES and job.target:
+            why = f"it was started {job.launches} times without a new step"
+            last = run.refusal or run.end_of_log()
+            self._end_job(job, FAILED, f"{why}: {last}")
+
+    def _end_job(self, job: LiveJob, how: str, why: str) -> None:
+        self._book.record("ended", name=job.name, how=how, why=why[-5000:])
+
+    # Starts and resizes.
+
+    def _begin(self, job: LiveJob, run: JobRun, *, may_start: bool) -> None:
+        """Start a run that has no process, once there are devices for it."""
+        if job.devices and not job.target:
+            self._set_devices(job, [])
+        if not (job.target and may_start):
+            return
+        free = self._healthy_devices(job) + self.free()
+        if len(free) >= job.target:
+            self._set_devices(job, free[: job.target])
+            self._book.record("launched", name=job.name)
+            self._start(job, run, job.target)
+
+    def _start(self, job: LiveJob, run: JobRun, size: int) -> None:
+        least, most = job.request.devices
+        most = max(least, min(most, len(self._names)))
+        try:
+            run.start(least, most, min(max(size, least), most), self._mask(job))
+        except OSError as error:  # No room for a process, or its folder is gone.
+            run.refusal = f"its supervisor cannot be started ({error})"
+
+    def _resize(self, job: LiveJob, run: JobRun) -> None:
+        size = run.reader.size
+        if not size or run.is_asking or run.reader.drains:
+            return
+        target = self._without_failed(job, run)
+        if target < size:
+            run.resize(target, self._mask(job)[:target])
+        elif job.target > size:
+            free = self._healthy_devices(job) + self.free()
+            if len(free) >= job.target:
+                self._set_devices(job, free[: job.target])
+                run.resize(job.target, self._mask(job))
+
+    def _without_failed(self, job: LiveJob, run: JobRun) -> int:
+        """Number of members up to the first on a failed device, from which it grows."""
+        there = [n for n, name in enumerate(job.devices) if name in self.failed]
+        first = min(there, default=job.target)
+        return min(job.target, first if first >= job.request.devices[0] else 0)
+
+    def _release(self, job: LiveJob, run: JobRun) -> None:
+        """Take devices back that no process of a job has, or is to have."""
+        if run.is_asking or (run.is_alive and not run.has_opened):
+            return
+        slots, target = run.reader.held_slots, self._without_failed(job, run)
+        kept = max([run.reader.size, target, *(slot + 1 for slot in slots)])
+        if not run.is_alive and not slots:
+            kept = target
+        if kept < len(job.devices):
+            self._set_devices(job, job.devices[:kept])
+
+    def _set_devices(self, job: LiveJob, names: list[str]) -> None:
+        if names != job.devices:
+            self._book.record("devices", name=job.name, devices=names)
+
+    def _healthy_devices(self, job: LiveJob) -> list[str]:
+        return [name for name in job.devices if name not in self.failed]
+
+    def _mask(self, job: LiveJob) -> list[str]:
+        return job.devices if self._masks else []

@@ -1,0 +1,231 @@
+"""Sums gradients on a peer: those that it holds, and its part of the stage's sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from whalejax.swarm.ledger import check_partition
+from whalejax.swarm_runtime.peer_programs import StagePrograms
+from whalejax.swarm_runtime.peer_store.stage_store import Part, StageHolder, at
+from whalejax.swarm_runtime.wire import tensor_codec
+from whalejax.wire.service import RefusedRequestError
+from whalejax.wire.swarm_messages import (
+    Gradients,
+    GradientSlices,
+    Sum,
+    Summed,
+    SumPart,
+    Tensors,
+    UpdateStage,
+)
+
+
+class SumHolder(StageHolder):
+    """A peer's stage together with the gradient sums that it makes."""
+
+    def _sum(self, asked: Sum) -> Summed:
+        stage, state = self._at(asked, asked.stage)
+        step, peers = state.step, asked.peers
+        self._hook("sum", step)
+        key = step, asked.round
+        names = [p[0] for p in peers]
+        if self.name not in names:
+            raise RefusedRequestError(
+                "stale", f"{self.name} has no part in the sum of {names}"
+            )
+        where = f"step {step}, stage {stage.number}"
+        check_partition({p[0]: p[2] for p in peers}, self.cut.count, where)
+        part, parts = names.index(self.name), len(names)
+        # In the order of the peers, so that every mate makes the same sum.
+        total, lost = GradientSum(), 0.0
+        for name, address, numbers, attempts in peers:
+            if not numbers:
+                continue
+            question = Gradients(
+                **at(asked), numbers=numbers, attempts=attempts, part=part, parts=parts
+            )
+            if name == self.name:
+                held = self._held_sum(question)
+            else:
+                answer = self._pull(address, question, name, name)
+                slices = self._slices(stage, answer.arrays, part, parts, name)
+                held = GradientSum()
+                held.add(answer.numbers, answer.attempts, slices)
+                lost += answer.lost
+            total.add(held.numbers, held.attempts, held.arrays)
+        what = f"the sum of the gradients of {where}"
+        self._check_sum(total.arrays, what)
+        coded, more = self._coded_sum(total.arrays, what)
+        # Also this peer reads what it sends its mates, so that all have the same.
+        self._keep(asked, stage, lambda: self._parts.update({key: coded}))
+        is_exact = self.sum_wire == "f32"
+        return Summed(
+            numbers=total.numbers,
+            attempts=total.attempts,
+            lost=lost + more,
+            whole=0.0 if is_exact else tensor_codec.squared(total.arrays),
+        )
+
+    def _coded_sum(self, arrays: Part, what: str) -> tuple[Part, float]:
+        """Gradients as mates are sent them, and the squares of what that loses.
+
+        Raises:
+            Refused: they are too large for the format.
+        """
+        if self.sum_wire == "f32":
+            return arrays, 0.0
+        sent = tensor_codec.coded(arrays, self.sum_wire)
+        try:
+            read = tensor_codec.decoded(sent, arrays, self.sum_wire, self.name)
+        except RefusedRequestError as error:
+            raise RefusedRequestError(
+                "overflow",
+                f"{what} in {self.sum_wire}: {error.why}; --sum-wire int8 holds all "
+                "that float32 does",
+                self.name,
+            ) from None
+        pairs = zip(arrays, read, strict=True)
+        return sent, tensor_codec.squared([a - b for a, b in pairs])
+
+    def _check_sum(self, arrays: Sequence[np.ndarray], what: str) -> None:
+        """Refuse what is not finite, though all that it was made of is."""
+        try:
+            tensor_codec.check_finite(arrays, self.name)
+        except RefusedRequestError as error:
+            raise RefusedRequestError(
+                "overflow", f"{what}: {error.why}", self.name
+            ) from None
+
+    def _held_sum(self, asked: Gradients) -> GradientSum:
+        """The sum over micro-batches that this peer holds, in their order.
+
+        Raises:
+            Refused: it lacks some of them, or the sum overflows.
+        """
+        step, part, parts = asked.step, asked.part, asked.parts
+        keys = sorted(zip(asked.numbers, asked.attempts, strict=True))
+        with self._lock:
+            is_of_now, stage = self._is_of_now(asked), self.stage
+            held = {key: self._gradients.get((step, *key)) for key in keys}
+        lacking = [number for (number, _), one in held.items() if one is None]
+        if lacking or not is_of_now or stage is None:
+            raise RefusedRequestError(
+                "missing",
+                f"{self.name} does not hold the gradients of micro-batches "
+                f"{lacking or asked.numbers} of step {step} that it was assigned",
+                self.name,
+            )
+        total = GradientSum()
+        for (number, attempt), one in held.items():
+            slices = [_slice(x, part, parts) for x in one or ()]
+            total.add([number], [attempt], slices)
+        where = f"step {step}, stage {stage.number}"
+        self._check_sum(total.arrays, f"the sum of the gradients of {where}")
+        return total
+
+    def _slices(
+        self,
+        stage: StagePrograms,
+        sent: Sequence[np.ndarray],
+        part: int,
+        parts: int,
+        name: str,
+    ) -> Part:
+        """A part of every gradient, of how it was sent."""
+        avals = [
+            _ArraySpec((_size(a.shape, part, parts),), a.dtype) for a in stage.gradients
+        ]
+        return tensor_codec.decoded(sent, avals, self.sum_wire, name)
+
+    def _send_gradients(self, asked: Gradients) -> GradientSlices:
+        if not 0 <= asked.part < asked.parts:
+            raise RefusedRequestError("stale", f"part {asked.part} of a gradient")
+        held = self._held_sum(asked)
+        what = f"the sum of gradients of step {asked.step}"
+        coded, lost = self._coded_sum(held.arrays, what)
+        return GradientSlices(
+            numbers=held.numbers,
+            attempts=held.attempts,
+            lost=lost,
+            arrays=tuple(coded),
+        )
+
+    def _send_part(self, asked: SumPart) -> Tensors:
+        key = asked.step, asked.round
+        with self._lock:
+            held = self._parts.get(key)
+            if held is None or not self._is_of_now(asked):
+                raise RefusedRequestError(
+                    "missing",
+                    f"{self.name} does not hold a sum of step {key[0]}, round {key[1]}",
+                    self.name,
+                )
+            return Tensors(arrays=tuple(held))
+
+    def _gathered(self, stage: StagePrograms, asked: UpdateStage) -> Part:
+        """The whole sum, a part of every array from each mate."""
+        peers = asked.peers
+        question = SumPart(**at(asked), round=asked.round)
+        every: list[Sequence[np.ndarray]] = []
+        for part, (name, address, _, _) in enumerate(peers):
+            if name == self.name:
+                sent = self._send_part(question).arrays
+            else:
+                sent = self._pull(address, question, name, name).arrays
+            every.append(self._slices(stage, sent, part, len(peers), name))
+        return [
+            np.concatenate([several[i] for several in every]).reshape(aval.shape)
+            for i, aval in enumerate(stage.gradients)
+        ]
+
+
+class GradientSum:
+    """Gradients added up in order, and of which micro-batches they are.
+
+    Attributes:
+        arrays: the sum.
+        numbers: Micro-batches in the sum, once for each time that one was added.
+        attempts: Their attempts, as the ledger counts them.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has been added."""
+        self.arrays: Part = []
+        self.numbers: list[int] = []
+        self.attempts: list[int] = []
+
+    def add(
+        self,
+        numbers: Sequence[int],
+        attempts: Sequence[int],
+        slices: Sequence[np.ndarray],
+    ) -> None:
+        """Add the gradients of a micro-batch, or those that were added up before."""
+        if self.numbers:
+            pairs = zip(self.arrays, slices, strict=True)
+            with np.errstate(over="ignore", invalid="ignore"):  # Checked in the end.
+                self.arrays = [a + b for a, b in pairs]
+        else:
+            self.arrays = [np.array(x) for x in slices]
+        self.numbers += numbers
+        self.attempts += attempts
+
+
+class _ArraySpec:
+    """Shape and dtype of an array that is expected."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.shape, self.dtype = shape, dtype
+
+
+def _size(shape: Sequence[int], part: int, parts: int) -> int:
+    size = int(np.prod(shape))
+    return size * (part + 1) // parts - size * part // parts
+
+
+def _slice(array: np.ndarray, part: int, parts: int) -> np.ndarray:
+    flat = array.reshape(-1)
+    return flat[flat.size * part // parts : flat.size * (part + 1) // parts]

@@ -1,0 +1,485 @@
+"""Computes a peer's calls and holds its stage's state, tensors and gradients.
+
+Tensors are pulled from whoever made them; what was computed stays until the step is
+over on all stages. Gradients of a micro-batch are kept apart until the trainer assigns
+them. Then each peer adds up those that it holds, and adds one part of every array of
+these sums in the order of the peers, so that all mates hold the same sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+
+from whalejax.swarm_runtime.peer_programs import StagePrograms, StageState
+from whalejax.swarm_runtime.peer_store.gradient_sums import SumHolder
+from whalejax.swarm_runtime.peer_store.stage_store import Part, at
+from whalejax.swarm_runtime.wire import tensor_codec
+from whalejax.swarm_runtime.wire.state_transfer import (
+    digest_of,
+    downloaded,
+    packed,
+    piece,
+)
+from whalejax.wire.connection import SLOWEST_BYTES_PER_SECOND
+from whalejax.wire.service import Handlers, RefusedRequestError, UnreachableProcessError
+from whalejax.wire.swarm_messages import (
+    Address,
+    At,
+    BackwardCall,
+    Batch,
+    Fetch,
+    FetchState,
+    Forward,
+    Gradients,
+    PeersReached,
+    Ping,
+    Pong,
+    Reach,
+    Receipt,
+    StageCall,
+    StageValues,
+    StateChunk,
+    Sum,
+    SumPart,
+    Sync,
+    Tensors,
+    UpdateStage,
+)
+
+
+REACH_SECONDS: Final = 10.0
+"""In which another peer answers whether it is there."""
+
+PATIENT_TRANSFERS: Final = 8
+"""Transfers like it, over the slowest link, for which one waits for its turn."""
+
+_MOST_PINGS: Final = 16
+"""At once."""
+
+
+class Worker(SumHolder):
+    """The work of one peer at one stage at a time."""
+
+    @property
+    def handlers(self) -> Handlers:
+        """Returns the handler of each kind of request."""
+        return {
+            Ping: lambda _: Pong(name=self.name),
+            Forward: self._forward,
+            BackwardCall: self._backward,
+            Fetch: self._fetch,
+            Sum: self._sum,
+            Gradients: self._send_gradients,
+            SumPart: self._send_part,
+            UpdateStage: self._update,
+            Sync: self._sync,
+            FetchState: self._send_state,
+            Reach: self._reach,
+        }
+
+    # Micro-batches.
+
+    def _computes_with(self, asked: StageCall) -> tuple[StagePrograms, StageState]:
+        """The stage, and its state as the step of a call is computed with it."""
+        stage, state = self._at(asked, asked.stage)
+        step, delay = asked.step, int(self.cut.delayed_updates)
+        if not state.step <= step <= state.step + delay:
+            raise RefusedRequestError(
+                "stale", f"step {step} is not computed with the state of {state.step}"
+            )
+        return stage, stage.at(state, step)
+
+    def _forward(self, asked: Forward) -> Receipt:
+        stage, state = self._computes_with(asked)
+        step, number = state.step, asked.number
+        self._hook("forward", step)
+        batch, imports = self._call_inputs(stage, asked)
+        begun = time.monotonic()
+        results = self._run_on_device(
+            lambda: stage.forward(state, number, batch, imports)
+        )
+        tensor_codec.check_finite(results, self.name)
+        key = step, "forward", number, asked.attempt
+        coded, lost = self._coded(results, number)
+        self._keep(asked, stage, lambda: self._tensors.update({key: coded}))
+        return _receipt(time.monotonic() - begun, lost)
+
+    def _backward(self, asked: BackwardCall) -> Receipt:
+        stage, state = self._computes_with(asked)
+        step, number = state.step, asked.number
+        self._hook("backward", step)
+        batch, imports = self._call_inputs(stage, asked)
+        cotangents = self._cotangents(stage, asked)
+        begun = time.monotonic()
+        found = self._run_on_device(
+            lambda: stage.backward(state, number, batch, imports, cotangents)
+        )
+        tensor_codec.check_finite(
+            [*found.sums, *found.returns, *found.gradients], self.name
+        )
+        attempt = asked.attempt
+        returns, lost = self._coded(found.returns, number)
+
+        def keep() -> None:
+            self._tensors[step, "backward", number, attempt] = returns
+            self._gradients[step, number, attempt] = list(found.gradients)
+
+        self._keep(asked, stage, keep)
+        return _receipt(time.monotonic() - begun, lost, *found.sums)
+
+    def _coded(self, arrays: Sequence[np.ndarray], number: int) -> tuple[Part, float]:
+        """Tensors as others are sent them, and what that loses.
+
+        The squares of what is lost as a part of those of the whole; of the first
+        micro-batch of a step only, since it takes as long as reading the tensors.
+        """
+        sent = tensor_codec.coded(arrays, self.wire)
+        if self.wire == "f32" or number:
+            return sent, 0.0
+        read = tensor_codec.decoded(sent, arrays, self.wire, self.name)
+        whole = tensor_codec.squared(arrays)
+        pairs = zip(arrays, read, strict=True)
+        lost = tensor_codec.squared([a - b for a, b in pairs])
+        return sent, lost / whole if whole else 0.0
+
+    def _call_inputs(self, stage: StagePrograms, asked: StageCall) -> tuple[Part, Part]:
+        """Leaves of the micro-batch, and what earlier stages made of it."""
+        step, number = asked.step, asked.number
+        sources = asked.sources
+        key = step, number, tuple(s[3] for s in sources)
+        with self._lock:
+            held = self._inputs.get(key)
+        if held is None:
+            found = [*self._leaves(stage, asked), *self._imports(stage, asked)]
+            self._keep(asked, stage, lambda: self._inputs.update({key: found}))
+            held = found
+        count = len(held) - len(stage.imports)
+        batch: list[Any] = [None] * len(self.cut.program.batch_axes)
+        first = self.cut.params + self.cut.rest
+        for n, leaf in zip(stage.place.batch, held[:count], strict=True):
+            batch[n - first] = leaf
+        return batch, held[count:]
+
+    def _leaves(self, stage: StagePrograms, asked: StageCall) -> Part:
+        """Leaves of the micro-batch that the stage reads, from the trainer."""
+        first = self.cut.params + self.cut.rest
+        places = [n - first for n in stage.place.batch]
+        if not places:
+            return []
+        question = Batch(**at(asked), number=asked.number, places=places)
+        answer = self._pull(asked.batch, question, "the trainer", "")
+        if len(answer.arrays) != len(places):
+            raise RefusedRequestError(
+                "shape", "the trainer sent another batch than this job has"
+            )
+        return list(answer.arrays)
+
+    def _imports(self, stage: StagePrograms, asked: StageCall) -> Part:
+        found: list[Any] = [None] * len(stage.imports)
+        wanted = self.cut.sources(stage.number)
+        for source, name, address, attempt in asked.sources:
+            places = wanted.get(source, [])
+            arrays = self._fetched(
+                asked, "forward", source, stage, name, address, attempt
+            )
+            avals = [stage.imports[p] for p in places]
+            values = tensor_codec.decoded(arrays, avals, self.wire, name)
+            for place, value in zip(places, values, strict=True):
+                found[place] = value
+        if any(x is None for x in found):
+            raise RefusedRequestError(
+                "stale", f"stage {stage.number} was given too few sources"
+            )
+        return found
+
+    def _cotangents(self, stage: StagePrograms, asked: BackwardCall) -> Part:
+        """Returns the cotangents of exports, summed over the stages that read them."""
+        sums: dict[Any, np.ndarray] = {}
+        for source, name, address, attempt in asked.cotangents:
+            values = self.cut.returned(source, stage.number)
+            arrays = self._fetched(
+                asked, "backward", source, stage, name, address, attempt
+            )
+            avals = [self.cut.avals[v] for v in values]
+            for value, array in zip(
+                values,
+                tensor_codec.decoded(arrays, avals, self.wire, name),
+                strict=True,
+            ):
+                sums[value] = sums[value] + array if value in sums else array
+        sent = stage.place.sent
+        if any(v not in sums for v in sent):
+            raise RefusedRequestError(
+                "stale", f"stage {stage.number} was given too few cotangents"
+            )
+        return [sums[v] for v in sent]
+
+    def _fetched(
+        self,
+        asked: StageCall,
+        phase: str,
+        stage_of: int,
+        stage: StagePrograms,
+        name: str,
+        address: Address,
+        attempt: int,
+    ) -> Sequence[np.ndarray]:
+        question = Fetch(
+            **at(asked),
+            phase=phase,
+            number=asked.number,
+            attempt=attempt,
+            target=stage.number,
+        )
+        wanted = (
+            self.cut.exported_values(stage_of, stage.number)
+            if phase == "forward"
+            else self.cut.returned(stage_of, stage.number)
+        )
+        with self._turn(sum(_bytes(self.cut.avals[v]) for v in wanted)):
+            return self._pull(address, question, name, name).arrays
+
+    @contextlib.contextmanager
+    def _turn(self, size: int) -> Iterator[None]:
+        """Take tensors from others a few at a time, in the order of the calls.
+
+        All at once they would share the link and arrive together, and the device would
+        wait for that. Where a turn does not come, another may stand still: go on.
+
+        Args:
+            size: bytes of what is to be taken.
+        """
+        seconds = PATIENT_TRANSFERS * size / SLOWEST_BYTES_PER_SECOND
+        taken = self._turns.acquire(timeout=seconds)
+        try:
+            yield
+        finally:
+            if taken:
+                self._turns.release()
+
+    def _fetch(self, asked: Fetch) -> Tensors:
+        phase, target = asked.phase, asked.target
+        key = asked.step, phase, asked.number, asked.attempt
+        with self._lock:
+            held, stage = self._tensors.get(key), self.stage
+            if held is None or stage is None or not self._is_of_now(asked):
+                raise RefusedRequestError(
+                    "missing",
+                    f"{self.name} does not hold {phase} of micro-batch {key[2]} of "
+                    f"step {key[0]}, attempt {key[3]}",
+                )
+        if not 0 <= target < self.cut.stages:
+            raise RefusedRequestError(
+                "stale",
+                f"{self.name} was asked for what stage {target} reads; there are "
+                f"stages 0 to {self.cut.stages - 1}",
+            )
+        every = stage.place.part.exports if phase == "forward" else stage.place.received
+        wanted = (
+            self.cut.exported_values(stage.number, target)
+            if phase == "forward"
+            else self.cut.returned(stage.number, target)
+        )
+        named = dict(zip(every, held, strict=True))
+        arrays = tuple(named[v] for v in wanted)
+        with self._lock:
+            self.sent_bytes += sum(x.nbytes for x in arrays)
+        return Tensors(arrays=arrays)
+
+    # The update.
+
+    def _update(self, asked: UpdateStage) -> StageValues:
+        step, level = asked.step, asked.level
+        round_ = asked.round
+        stage, state = self._at(asked, asked.stage)
+        with self._lock:
+            if step + 1 in self._states and (step, round_, level) not in self._answers:
+                return _applied(self._digests[step + 1])
+            told = self._answers.get((step, round_, level))
+        if told is not None:
+            return told  # The question came twice.
+        self._hook("apply", step)
+        if level == 0:
+            arrays = asked.arrays
+            gradients = self._gathered(stage, asked)
+            update = stage.update(state, arrays, gradients)
+            heard: dict[int, np.ndarray] = {}
+        else:
+            with self._lock:
+                found = self._updates.get((step, round_))
+            if found is None:
+                raise RefusedRequestError(
+                    "missing", f"{self.name} began no update of step {step}"
+                )
+            update = found
+            heard = dict(zip(asked.heard, asked.arrays, strict=True))
+        said = self._run_on_device(lambda: update.run(level, heard))
+        answer = StageValues(numbers=[*said], digest="", arrays=tuple(said.values()))
+        after = None
+        if level == self.cut.update.rounds - 1:
+            after = update.finished()
+            raw = stage.raw(after)
+            self._check_state(stage, state, raw)
+            answer = _applied(digest_of(raw))
+
+        def keep() -> None:
+            self._updates[step, round_] = update
+            self._answers[step, round_, level] = answer
+            if after is not None:
+                self._states[step + 1] = after
+                self._digests[step + 1] = answer.digest
+
+        self._keep(asked, stage, keep)
+        return answer
+
+    def _check_state(
+        self, stage: StagePrograms, before: StageState, after: Sequence[np.ndarray]
+    ) -> None:
+        """Refuse a new state that is not finite where the one before was."""
+        if all(map(_is_finite, after)):
+            return
+        pairs = zip(after, stage.raw(before), strict=True)
+        self._check_sum(
+            [new for new, old in pairs if _is_finite(old)],
+            f"the state after step {before.step}, stage {stage.number}",
+        )
+
+    # The state.
+
+    def _sync(self, asked: Sync) -> StageValues:
+        """Be at a step of a generation; what is not there is pulled from a mate."""
+        generation, step = asked.generation, asked.step
+        with self._lock:
+            stage, state = self.stage, self._states.get(step)
+            if stage is None or stage.number != asked.stage:
+                raise RefusedRequestError(
+                    "stale", f"{self.name} does not serve {asked.stage}"
+                )
+            self._check_newer(asked)
+            self._syncs += 1
+            number = self._syncs
+            if asked.keeps and state is not None:
+                if generation != self.generation:
+                    self._clear()
+                self.generation = generation
+                for other in [k for k in self._states if k != step]:
+                    del self._states[other]
+                    self._digests.pop(other, None)
+                return _applied(self._digests[step])
+        self._hook("download", step)
+        if not asked.sources:
+            state = self._run_on_device(stage.init_state)
+        else:
+            state = self._downloaded(stage, asked)
+        digest = digest_of(stage.raw(state))
+        with self._lock:
+            self._check_newer(asked)
+            if stage is not self.stage or number != self._syncs:
+                raise RefusedRequestError(
+                    "stale",
+                    f"{self.name} was given another stage or step while it took the "
+                    f"state of stage {stage.number} at step {step}",
+                )
+            self._clear()
+            self._states, self._digests = {step: state}, {step: digest}
+            self._packed, self.generation = None, generation
+        return _applied(digest)
+
+    def _check_newer(self, asked: At) -> None:
+        """Refuse to go back to a generation that is over, or to another run."""
+        run, generation = asked.run, asked.generation
+        if run != self.run or generation < self.generation:
+            raise RefusedRequestError(
+                "stale",
+                f"{self.name} is in generation {self.generation} of run {self.run!r}, "
+                f"and was asked for generation {generation} of run {run!r}",
+            )
+
+    def _downloaded(self, stage: StagePrograms, asked: Sync) -> StageState:
+        """The state of a mate, or of the trainer; the next one where one fails."""
+        step, sources = asked.step, asked.sources
+        failed: RefusedRequestError | None = None
+        for name, address, _, _ in sources:
+
+            def ask(
+                place: int, name: str = name, address: Address = address
+            ) -> StateChunk:
+                question = FetchState(**at(asked), stage=stage.number, place=place)
+                answer = self._pull(address, question, name, name)
+                self._hook("downloading", step)
+                return answer
+
+            try:
+                arrays = downloaded(ask, self.cut, stage.number, name)
+                return stage.typed(arrays, step)
+            except RefusedRequestError as error:
+                failed = error
+        assert failed is not None
+        raise failed
+
+    def _send_state(self, asked: FetchState) -> StateChunk:
+        step, place = asked.step, asked.place
+        with self._lock:
+            stage, state = self.stage, self._states.get(step)
+            if (
+                stage is None
+                or state is None
+                or stage.number != asked.stage
+                or not self._is_of_now(asked)
+            ):
+                raise RefusedRequestError(
+                    "missing",
+                    f"{self.name} does not hold the state of stage "
+                    f"{asked.stage} at step {step}",
+                    self.name,
+                )
+            known, digest = self._packed, self._digests[step]
+        if known is None or known[0] != step:
+            # Calls of the step go on meanwhile.
+            known = step, packed(stage.raw(state))
+            with self._lock:
+                if self._states.get(step) is state:
+                    self._packed = known
+        data = known[1]
+        self._hook("save", step)
+        return piece(data, place, digest)
+
+    # Other peers.
+
+    def _reach(self, asked: Reach) -> PeersReached:
+        """Returns the peers that do not answer this one, and why."""
+
+        def why(one: tuple[str, Address]) -> str:
+            try:
+                self._caller.ask(one[1], Ping(), seconds=REACH_SECONDS)
+            except (UnreachableProcessError, RefusedRequestError) as error:
+                return str(error)
+            return ""
+
+        peers = asked.peers
+        with ThreadPoolExecutor(max(1, min(len(peers), _MOST_PINGS))) as pool:
+            found = zip(peers, pool.map(why, peers), strict=True)
+            unreached = {one[0]: text for one, text in found if text}
+        return PeersReached(unreached=unreached)
+
+
+def _bytes(aval: Any) -> int:
+    return int(np.prod(aval.shape)) * int(np.dtype(aval.dtype).itemsize)
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    return array.dtype.kind in "iub" or bool(np.isfinite(array).all())
+
+
+def _receipt(seconds: float, lost: float, *arrays: np.ndarray) -> Receipt:
+    return Receipt(seconds=seconds, lost=lost, arrays=arrays)
+
+
+def _applied(digest: str) -> StageValues:
+    return StageValues(numbers=[], digest=digest)

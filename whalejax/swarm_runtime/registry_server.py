@@ -1,0 +1,392 @@
+"""The process with the registry and the first trainer."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from whalejax.distributed.launch_env import reached_host
+from whalejax.meshes.errors import WhaleError
+from whalejax.swarm.deadlines import LEASE_SECONDS
+from whalejax.swarm.ledger import Write
+from whalejax.swarm_runtime.registry import PeerRecord, Registry, facts_of
+from whalejax.swarm_runtime.staged_job import StagedJob
+from whalejax.swarm_runtime.trainer import Trainer, as_told
+from whalejax.swarm_runtime.trainers.trainer_state import Settings, Snapshot, Tell
+from whalejax.wire.connection import listen
+from whalejax.wire.keys import Key
+from whalejax.wire.messages import A, Question
+from whalejax.wire.service import (
+    Address,
+    Caller,
+    Handlers,
+    RefusedRequestError,
+    Service,
+    UnreachableProcessError,
+)
+from whalejax.wire.swarm_messages import (
+    Announce,
+    AnnouncementReceived,
+    AskTerms,
+    Batch,
+    EnlistTrainer,
+    FetchState,
+    Join,
+    Led,
+    PeerWelcome,
+    Ping,
+    Pong,
+    Reach,
+    ShowSwarm,
+    StopPeer,
+    SwarmStatus,
+    Take,
+    Terms,
+    TrainerEnlisted,
+)
+
+
+REACH_SECONDS: Final = 5.0
+LINK_SECONDS: Final = 20.0
+"""In which a peer says whether others answer it."""
+
+ERRORS: Final = ("sum_error", "wire_error")
+"""Of each step's metrics, what formats lose; shown."""
+
+_MOST_LINKS: Final = 8
+"""Of a newcomer to others, that are tried when it joins."""
+
+_MOST_THREADS: Final = 64
+_MOST_WORDS: Final = 2000
+
+
+class RegistryServer:
+    """A registry and a trainer that answer at one address.
+
+    Attributes:
+        address: Address of both.
+        trainer: leads the run.
+        registry: Registry of its peers.
+    """
+
+    def __init__(
+        self,
+        cut: StagedJob,
+        key: Key,
+        settings: Settings,
+        *,
+        wire: str = "f32",
+        sum_wire: str = "f32",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        listening: socket.socket | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+        tell: Tell = lambda kind, **more: None,
+        write: Write | None = None,
+        snapshot: Snapshot | None = None,
+        generation: int = 0,
+        **more: Any,
+    ) -> None:
+        """Listen; no step is done before ``run``.
+
+        Args:
+            cut: Staged job.
+            key: Key of the swarm.
+            settings: Settings of the run.
+            wire: Wire format of tensors.
+            sum_wire: Wire format of gradients while they are summed.
+            host, port: Address to listen at.
+            listening: a socket that listens there already; closed by ``close``.
+            lease_seconds: for which a peer's announcement holds.
+            tell, write, snapshot, generation, more: Arguments of ``Trainer``,
+                unchanged.
+
+        Raises:
+            WhaleError: it cannot listen there.
+        """
+        self._caller = Caller(key)
+        self.registry = Registry(
+            facts_of(cut, wire, sum_wire),
+            stages=cut.stages,
+            lease_seconds=lease_seconds,
+            longest_turn=lease_seconds / 2,
+            reach=self._reach,
+        )
+        self.trainer = Trainer(
+            cut,
+            self.registry,
+            self._caller,
+            settings,
+            tell=tell,
+            write=write,
+            snapshot=snapshot,
+            generation=generation,
+            wire=wire,
+            sum_wire=sum_wire,
+            **more,
+        )
+        self._settings, self._tell = settings, tell
+        self._wires = wire, sum_wire
+        listening = listening or open_listener(host, port)
+        self._service = Service(listening, key, self._handlers)
+        host, port = self._service.address
+        self.address = self.trainer.address = reached_host(host), port
+        self._loss: float | None = None
+        self._errors: dict[str, float | None] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def _handlers(self) -> Handlers:
+        """Returns the handler of each kind of request."""
+        return {
+            Ping: lambda _: Pong(name="registry"),
+            Batch: self.trainer.give_batch,
+            FetchState: self.trainer.give_state,
+            Join: self._join,
+            Announce: self._announce,
+            EnlistTrainer: self._enlist,
+            Take: self.trainer.sharing.give,
+            Led: self.trainer.sharing.take_in,
+            ShowSwarm: self._show,
+            AskTerms: self._terms,
+        }
+
+    def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Do the steps; see ``Trainer.run``. In the end, peers are told."""
+        try:
+            for step, metrics in self.trainer.run():
+                self._loss = float(metrics["loss"])
+                self._errors = {name: metrics.get(name) for name in ERRORS}
+                yield step, metrics
+        except Exception as error:
+            self.stop(f"the run has failed: {error}"[:_MOST_WORDS], failed=True)
+            raise
+        self.stop("all steps are done")
+
+    def stop(self, why: str, *, failed: bool = False) -> None:
+        """Tell all peers and trainers that the run is over.
+
+        Args:
+            why: Reason, as a clause.
+            failed: Whether the run ended by a failure.
+        """
+        members = self.registry.members(time.monotonic())
+        addresses = [m.address for m in members]
+        addresses += self.trainer.sharing.addresses()
+        self._all(addresses, StopPeer(why=why, failed=failed), REACH_SECONDS)
+
+    def _all(
+        self,
+        addresses: Sequence[Address],
+        question: Question[A],
+        seconds: float,
+    ) -> list[A | None]:
+        """The answers of several peers; none of those that are gone or refuse."""
+
+        def one(address: Address) -> A | None:
+            try:
+                return self._caller.ask(address, question, seconds=seconds)
+            except (UnreachableProcessError, RefusedRequestError):
+                return None
+
+        with ThreadPoolExecutor(max(1, min(len(addresses), _MOST_THREADS))) as pool:
+            return [*pool.map(one, addresses)]
+
+    def close(self) -> None:
+        """End all connections."""
+        self._service.close()
+        self._caller.close()
+
+    # What peers ask.
+
+    def _reach(self, address: Address) -> str:
+        why = self._ping(address)
+        others = self._neighbours(address)
+        if others and not why:
+            question = Reach(peers=[(m.name, m.address) for m in others])
+            (own,) = self._all([address], question, LINK_SECONDS)
+            outward = {} if own is None else own.unreached
+            self._check_links("peer", address, others, outward)
+        return why
+
+    def _ping(self, address: Address) -> str:
+        """Why a process does not answer; empty where it does."""
+        try:
+            self._caller.ask(address, Ping(), seconds=REACH_SECONDS)
+        except (UnreachableProcessError, RefusedRequestError) as error:
+            return str(error)
+        return ""
+
+    def _neighbours(self, address: Address) -> list[PeerRecord]:
+        """Some peers of each stage, with which a newcomer exchanges tensors."""
+        members = self.registry.members(time.monotonic())
+        others = [m for m in members if m.address != address]
+        seen: dict[int, int] = {}
+        ranks = []
+        for member in others:
+            ranks.append(seen.setdefault(member.stage, 0))
+            seen[member.stage] += 1
+        order = sorted(range(len(others)), key=lambda n: (ranks[n], others[n].stage))
+        return [others[n] for n in order[:_MOST_LINKS]]
+
+    def _check_links(
+        self,
+        what: str,
+        address: Address,
+        others: Sequence[PeerRecord],
+        outward: Mapping[str, str],
+    ) -> None:
+        """Refuse a newcomer that most others do not reach, or that reaches not them.
+
+        Args:
+            what: the newcomer is.
+            address: Address of the newcomer.
+            others: peers.
+            outward: Reasons why it does not reach some peers, by name.
+
+        Raises:
+            Refused: which of them, and why.
+        """
+        where = f"{address[0]}:{address[1]}"
+        question = Reach(peers=[(where, address)])
+        told = self._all([m.address for m in others], question, LINK_SECONDS)
+        there = {
+            m.name: answer.unreached.get(where, "")
+            for m, answer in zip(others, told, strict=True)
+            if answer is not None
+        }
+        problems = [
+            f"it does not reach {name} ({outward[name]})"
+            if name in outward
+            else f"{name} does not reach it ({why})"
+            for name, why in there.items()
+            if name in outward or why
+        ]
+        if not problems:
+            return
+        text = f"the {what} at {where}: {'; '.join(problems)}"
+        if 2 * len(problems) <= len(there):
+            self._tell("note", why=f"{text}. What they exchange is computed elsewhere")
+            return
+        raise RefusedRequestError(
+            "failed",
+            f"{text}. Peers take tensors from each other and from trainers: give "
+            "--host an address of that machine that all machines of the swarm reach, "
+            "and open its port",
+        )
+
+    def _join(self, asked: Join) -> PeerWelcome:
+        name, stage, address = asked.name, asked.stage, asked.address
+        self.registry.admit(name, address, stage, asked.facts)
+        # That may have taken longer than a lease.
+        member = self.registry.join(name, address, stage, time.monotonic())
+        return PeerWelcome(
+            stage=member.stage,
+            incarnation=member.incarnation,
+            run=self.trainer.run_id,
+        )
+
+    def _announce(self, asked: Announce) -> AnnouncementReceived:
+        told = asked.fields
+        name = told.pop("name")
+        if self.registry.is_free(name):
+            return AnnouncementReceived(known=False, free=True)
+        found = self.registry.announce(name, time.monotonic(), **told)
+        return AnnouncementReceived(known=found is not None, free=False)
+
+    def _enlist(self, asked: EnlistTrainer) -> TrainerEnlisted:
+        """One more trainer."""
+        name, (host, port) = asked.name, asked.address
+        self.registry.check(f"trainer {name}", asked.facts)
+        if why := self._ping((host, port)):
+            raise RefusedRequestError(
+                "failed",
+                f"trainer {name} says that it listens at {host}:{port}, which cannot "
+                f"be reached from here ({why}). Give --host an address of that machine "
+                "that others reach, and open its port",
+            )
+        others = self._neighbours((host, port))
+        if others:
+            self._check_links("trainer", (host, port), others, {})
+        self.trainer.sharing.enlist(name, (host, port))
+        return TrainerEnlisted(run=self.trainer.run_id)
+
+    def _terms(self, asked: AskTerms) -> Terms:
+        """Returns the terms that a newcomer needs to cut the job alike."""
+        del asked
+        cut = self.trainer.cut
+        return Terms(
+            wire=self._wires[0],
+            sum_wire=self._wires[1],
+            stages=cut.stages,
+            batch=cut.size,
+            micro_batches=cut.count,
+            precision=cut.precision,
+            seed=cut.seed,
+            delayed_updates=cut.delayed_updates,
+            pull_seconds=self._settings.call_seconds / 3,
+            call_seconds=self._settings.call_seconds,
+        )
+
+    def _show(self, asked: ShowSwarm) -> SwarmStatus:
+        del asked
+        trainer, now = self.trainer, time.monotonic()
+        show = functools.partial(_peer_status, trainer=trainer)
+        ledger = trainer.ledger
+        return SwarmStatus(
+            wire=self._wires[0],
+            sum_wire=self._wires[1],
+            stages=trainer.cut.stages,
+            step=trainer.step,
+            steps=self._settings.steps,
+            generation=trainer.generation,
+            micro_batches=trainer.cut.count,
+            loss=self._loss,
+            sum_error=self._errors.get("sum_error"),
+            wire_error=self._errors.get("wire_error"),
+            left=0 if ledger is None else ledger.missing_gradients,
+            counts=as_told(trainer.counts),
+            trainers=trainer.sharing.status_rows(),
+            peers=[show(m) for m in self.registry.members(now)],
+        )
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """A socket at which a registry listens, or will.
+
+    Raises:
+        WhaleError: it cannot listen there.
+    """
+    try:
+        return listen(host, port)
+    except OSError as error:
+        raise WhaleError(
+            f"host {host}, port {port}: the registry cannot listen there "
+            f"({error.strerror or error}). Give an address of this machine and a free "
+            "port"
+        ) from error
+
+
+def _peer_status(member: PeerRecord, *, trainer: Trainer) -> dict[str, Any]:
+    synced = trainer.fleet.has(member)
+    return {
+        "name": member.name,
+        "address": f"{member.address[0]}:{member.address[1]}",
+        "stage": member.stage,
+        "step": member.step,
+        "queue": member.queue,
+        "done": member.done,
+        "seconds": trainer.fleet.seconds_per_task(member) or 0.0,
+        "state": "leaving"
+        if member.leaving
+        else "working"
+        if synced
+        else "waiting"
+        if member.ready
+        else "compiling",
+    }

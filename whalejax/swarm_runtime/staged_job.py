@@ -1,0 +1,649 @@
+"""A job cut into stages: what each takes, gives and owns. Nothing is compiled.
+
+Every process of a swarm makes the same cut from the same code, and compares its facts
+with those of the others. The cut is that of an ordinary plan with stages; what runs is
+made for one device, from the same traces as the executor of stages with programs of
+their own.
+
+The module is long because ``StagedJob`` makes every program of a stage from the same
+traces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from scipy.optimize import linear_sum_assignment
+
+from whalejax import _compat
+from whalejax._version import __version__
+from whalejax.adapters.base import Adapter, adapt, made_model
+from whalejax.adapters.leaves import is_key
+from whalejax.api import job_plans
+from whalejax.capture import Captured, capture
+from whalejax.capture.batch import aval_of
+from whalejax.capture.loss_options import as_planned
+from whalejax.capture.precision import at_precision
+from whalejax.capture.program_units import avals_of, units_of
+from whalejax.jaxpr.steps import Steps
+from whalejax.lowering.global_arrays import impl_of
+from whalejax.lowering.metrics import wide
+from whalejax.lowering.micro_batch_rows import MicroBatchRows
+from whalejax.lowering.multihost.fingerprints import fingerprint
+from whalejax.lowering.pipeline_mpmd.stage_trace import (
+    PipelineFacts,
+    TracedVirtualStage,
+    place_of,
+)
+from whalejax.lowering.pipeline_mpmd.update_partition import UpdatePartition
+from whalejax.lowering.runner import (
+    abstract_state,
+    finished,
+    fresh_state,
+    laid_out,
+    metrics_of,
+)
+from whalejax.lowering.spmd.constraints import Constraints
+from whalejax.lowering.spmd.spmd_executor import Program, Sums, sums_of
+from whalejax.lowering.train_state import Origin, TrainState
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.pipeline.program_cut import (
+    Division,
+    Units,
+    Value,
+    divide_program,
+    divided_by_marks,
+)
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_errors import PlanError
+from whalejax.user_code.losses import Job
+from whalejax.wire.messages import MOST_ARRAY_BYTES, MOST_ARRAYS
+
+
+EVERY = -1
+"""Stands for all stages where the owner of a leaf is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnshardedProgram(Program):
+    """A program on one device, which lays out nothing."""
+
+    def constrain(
+        self, leaves: Sequence[Any], specs: Sequence[Any], away: Any = ()
+    ) -> list[Any]:
+        del specs, away
+        return list(leaves)
+
+
+class StagedJob:
+    """A job in stages.
+
+    Attributes:
+        job: Job that is trained.
+        plan: the plan with stages that it is cut by.
+        count: micro-batches of a step.
+        size: samples of a global batch.
+        stages: Number of stages.
+        delayed_updates: each step computes with the parameters of one step before.
+        division: the loss in parts, one for each stage.
+        program: Loss, optimizer and plan of the whole model.
+        abstract: shapes and dtypes of the whole state.
+        ready: stages whose programs are compiled, by number.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        stages: int,
+        batch: int | None = None,
+        micro_batches: int | None = None,
+        precision: Any = "f32",
+        seed: int = 0,
+        delayed_updates: bool = False,
+    ) -> None:
+        """Plan and trace.
+
+        Args:
+            job: Job to train.
+            stages: Number of stages; at least 2.
+            batch: samples of the global batch; the job's own number if left out.
+            micro_batches: Number of micro-batches in a step; default: the largest
+                number up to 16 that divides the batch.
+            precision: Precision of the model, as ``wh.plan`` takes it.
+            seed: Seed of the run.
+            delayed_updates: apply the update of each step while the next one is
+                computed, which therefore computes with the parameters before it.
+
+        Raises:
+            PlanError: the job cannot be trained by a swarm; what is in the way.
+        """
+        self.job, self.stages, self.seed = job, stages, seed
+        self.precision, self.delayed_updates = precision, delayed_updates
+        first = job_plans.first_batch(job, batch)
+        self.size = batch or job.batch_size or 0
+        self.count = micro_batches or _most_micro_batches(self.size)
+        model = job_plans.abstract_model(job)
+        self.plan = job_plans.make_plan(
+            job,
+            model,
+            first,
+            parse_cluster(f"cpu:{stages}"),
+            mesh={"stage": stages},
+            precision=precision,
+            num_micro_batches=self.count,
+        )
+        example = jax.tree.map(aval_of, first)
+        self.structure: Any = jax.tree.structure(example)
+        adapter = adapt(model, job.loss_fn).without_values()
+        self.adapter: Adapter = at_precision(adapter, self.plan.precision)
+        found = capture(
+            self.adapter, example, num_micro_batches=self.count, batch_axes=0
+        )
+        self.captured: Captured = as_planned(found, self.plan)
+        self._data = _digest(jax.tree.leaves(first))
+        self.division = _division(self.plan, self.captured, stages)
+        self.origin = Origin(self.adapter)
+        self.device = jax.local_devices()[0]
+        self.program = UnshardedProgram(
+            plan=self.plan,
+            captured=self.captured,
+            adapter=self.captured.adapter,
+            constraints=Constraints(),
+            mesh=Mesh(np.array(self.device).reshape(()), ()),
+            optimizer=optax.with_extra_args_support(job.optimizer),
+            batch_axes=self.captured.batch_axes,
+        )
+        self.params = len(self.adapter.param_paths)
+        self.abstract = abstract_state(self.program, self.origin)
+        self.rest = len(jax.tree.leaves(self.abstract.rest))
+        self.ready: dict[int, Any] = {}
+        self._batches: dict[int, list[Any]] = {}
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Refuse what stages that share nothing cannot do.
+
+        Raises:
+            PlanError: which part of the model it is, and what to do.
+        """
+        found = []
+        for number in range(self.params + self.rest):
+            if number >= self.params and number not in self.division.units.frozen:
+                continue
+            several = self.readers(number)
+            if len(several) > 1:
+                path = self.division.units.path(number)
+                stages = ", ".join(map(str, several))
+                found.append(
+                    f"{path} is read by stages {stages}, and peers of different stages "
+                    "share no weights. Give each stage weights of its own (such as "
+                    "tied_embedding=False, or fewer layers to each block that "
+                    "shared_layers shares), or use fewer stages"
+                )
+        for part in self.division.parts:
+            for number in part.fresh:
+                found.append(
+                    f"{self.division.units.path(number)} is changed by every "
+                    "micro-batch, so that its value would depend on which peer ran "
+                    "which. Leave it as it is while training"
+                )
+        if self.captured.steady.advance is not None:
+            found.append(
+                "the model has state that a step changes beside its weights. Leave it "
+                "as it is while training"
+            )
+        if self.plan.scales_loss:
+            found.append(
+                "precision f16 scales losses by whether all gradients are finite, and "
+                "a swarm refuses those that are not. Take precision bf16 or f32"
+            )
+        for stage in range(self.stages):
+            found += self._too_large(stage)
+        if found:
+            raise PlanError("a swarm cannot train this model: " + "; ".join(found))
+
+    def _too_large(self, stage: int) -> list[str]:
+        """Describes arrays that are too large for one message between peers."""
+        part = self.division.parts[stage]
+        every = [self.avals[v] for v in part.exports]
+        border = sum(math.prod(x.shape) * x.dtype.itemsize for x in every)
+        params = sum(self.owner(n) == stage for n in range(self.params))
+        # Of two mates, each sends the other a half.
+        half = self.gradient_bytes(stage) // 2
+        problems = [
+            f"stage {stage} {does} {gigabytes(size)}, and a message holds at most "
+            f"{gigabytes(MOST_ARRAY_BYTES)}. {remedy}"
+            for does, size, remedy in (
+                ("hands on", border, "Take more micro-batches"),
+                ("sums gradients in parts of", half, "Take more stages"),
+            )
+            if size > MOST_ARRAY_BYTES
+        ]
+        for what, count in (("arrays", len(every)), ("parameters", params)):
+            if count > MOST_ARRAYS:
+                problems.append(
+                    f"stage {stage} sends {count} {what} at once, and a message holds "
+                    f"at most {MOST_ARRAYS} arrays. Take more stages, or stack them"
+                )
+        return problems
+
+    def readers(self, number: int) -> list[int]:
+        """The stages that read an input of the loss."""
+        parts = enumerate(self.division.parts)
+        return [stage for stage, part in parts if number in part.inputs]
+
+    # What all processes must have in common.
+
+    @functools.cache  # noqa: B019
+    def facts(self) -> dict[str, str]:
+        """Names of what all peers must have alike, with hashes of it."""
+        built = _compat.trace(self._build, [jax.random.key(0)])
+        return {
+            "code of the loss": _hashed(self.captured.jaxpr),
+            "initial values": f"{_hashed(built.jaxpr)} {_digest(built.consts)}",
+            "plan": self.plan.hash,
+            "optimizer": fingerprint(self.program),
+            "data of the first batch": self._data,
+            "seed": str(self.seed),
+            "delayed updates": str(self.delayed_updates),
+            "whalejax": __version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.version.__version__,
+            "python": ".".join(platform.python_version_tuple()[:2]),
+        }
+
+    # The state.
+
+    def owner(self, number: int) -> int:
+        """The stage that holds a parameter, by its number."""
+        found: int = self.division.owner(number, self.stages)
+        return found
+
+    @functools.cached_property
+    def owners(self) -> list[int]:
+        """For each flat leaf of the state, the stage that holds it, or ``EVERY``."""
+        params = [self.owner(n) for n in range(self.params)]
+        whole = laid_out(
+            self.program,
+            self.origin,
+            params=params,
+            followers=params,
+            kin=params,
+            rest=lambda number: EVERY,
+            others=EVERY,
+        )
+        found: list[int] = jax.tree.leaves(whole)
+        return found
+
+    def leaf_numbers(self, stage: int) -> list[int]:
+        """Numbers of the flat leaves of the state that a stage's peers hold."""
+        weights = {self.params + n for n in self.division.units.frozen_others}
+        return [
+            number
+            for number, owner in enumerate(self.owners)
+            if owner == stage
+            or (
+                owner == EVERY
+                and (number not in weights or stage in self.readers(number))
+            )
+        ]
+
+    def init_function(self, stage: int) -> Callable[[Any], list[Any]]:
+        """Returns a function from the run's key to the initial state of a stage's
+        peers.
+        """
+        whole = fresh_state(self.program, self.origin, self._build)
+        numbers = self.leaf_numbers(stage)
+
+        def init_leaves(key: Any) -> list[Any]:
+            leaves = jax.tree.leaves(whole(key))
+            return [leaves[n] for n in numbers]
+
+        return init_leaves
+
+    def _build(self, key: Any) -> tuple[Any, Any, Any]:
+        make = self.job.make_model
+        model = made_model(make, key)
+        params, rest = self.adapter.take_apart(model)
+        return params, rest, jax.random.fold_in(key, 0x5EED)
+
+    def raw_avals(self, stage: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape and dtype of what a stage holds, random keys as their data.
+
+        Where updates are delayed, its parameters follow, of the step before.
+        """
+        leaves = jax.tree.leaves(self.abstract)
+        numbers = [*self.leaf_numbers(stage), *self.late(stage)]
+        raw = [
+            jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
+            for x in (leaves[n] for n in numbers)
+        ]
+        return [(tuple(x.shape), np.dtype(x.dtype)) for x in raw]
+
+    def late(self, stage: int) -> list[int]:
+        """Numbers of the leaves of which a stage holds those of the step before."""
+        if not self.delayed_updates:
+            return []
+        return [n for n in range(self.params) if self.owner(n) == stage]
+
+    def state_bytes(self, stage: int) -> int:
+        """Returns the bytes of a stage's parameters and optimizer state."""
+        avals = self.raw_avals(stage)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in avals)
+
+    def gradient_bytes(self, stage: int) -> int:
+        """Returns the bytes of a stage's gradients of one micro-batch."""
+        return sum(
+            math.prod(leaf.shape) * 4
+            for number, leaf in enumerate(jax.tree.leaves(self.abstract.params))
+            if self.owner(number) == stage
+        )
+
+    def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
+        """Splits a stage's bytes into its arrays; None where the length differs."""
+        found, place = [], 0
+        for shape, dtype in self.raw_avals(stage):
+            end = place + math.prod(shape) * dtype.itemsize
+            if end > data.size:
+                return None
+            found.append(data[place:end].view(dtype).reshape(shape))
+            place = end
+        return found if place == data.size else None
+
+    def typed(self, stage: int, arrays: Sequence[np.ndarray]) -> list[Any]:
+        """Puts a stage's NumPy arrays on the device.
+
+        Args:
+            stage: Number of the stage.
+            arrays: Arrays that ``split`` returned; parameters of the step before are
+                not read.
+        """
+        leaves = jax.tree.leaves(self.abstract)
+        found, numbers = [], self.leaf_numbers(stage)
+        for array, number in zip(arrays[: len(numbers)], numbers, strict=True):
+            leaf: Any = jnp.array(array, copy=True)
+            if is_key(leaves[number]):
+                leaf = jax.random.wrap_key_data(leaf, impl=impl_of(leaves[number]))
+            found.append(leaf)
+        return found
+
+    def whole(self, parts: Mapping[int, Sequence[Any]]) -> TrainState:
+        """The state of all stages together.
+
+        Args:
+            parts: Arrays of each stage's peers.
+        """
+        leaves: dict[int, Any] = {}
+        for stage, part in parts.items():
+            for number, leaf in zip(self.leaf_numbers(stage), part, strict=True):
+                leaves.setdefault(number, leaf)
+        tree: Any = jax.tree.structure(self.abstract)
+        state: TrainState = tree.unflatten([leaves[n] for n in range(len(leaves))])
+        step = int(np.asarray(state.step))
+        return dataclasses.replace(state, samples=step * self.size)
+
+    # Data.
+
+    def micro_batch(self, step: int, number: int) -> list[np.ndarray]:
+        """Flat leaves of a micro-batch.
+
+        Args:
+            step: counted from 0.
+            number: Number of the micro-batch.
+        """
+        found, rows = [], MicroBatchRows.of(self.program.plan)
+        for leaf, axis in zip(self._batch(step), self.program.batch_axes, strict=True):
+            array = np.asarray(leaf)
+            if axis is not None:
+                array = array[rows.index(array.shape[axis], axis, number)]
+            found.append(array)
+        return found
+
+    def _batch(self, step: int) -> list[Any]:
+        if step not in self._batches:
+            leaves = jax.tree.leaves(self.job.batch_at(step, self.size))
+            # Of a step and, where updates are delayed, of the one before.
+            kept = [n for n in self._batches if n == step - 1]
+            self._batches = {**{n: self._batches[n] for n in kept}, step: leaves}
+        return self._batches[step]
+
+    # Programs.
+
+    @functools.cached_property
+    def avals(self) -> Mapping[Value, Any]:
+        """Shape and dtype of every value of the loss, of one micro-batch."""
+        return avals_of(self.captured)
+
+    @functools.cached_property
+    def flows(self) -> frozenset[Value]:
+        """The values through which a gradient flows."""
+        graph = self.captured.graph
+        return frozenset(
+            v
+            for unit in self.division.units.units
+            for v, t in zip(unit.writes, unit.tensors, strict=True)
+            if t is not None and graph.tensors[t].differentiable
+        )
+
+    @functools.cache  # noqa: B019 A cut lives as long as its process.
+    def place(self, stage: int) -> TracedVirtualStage:
+        """A stage's part, traced with its backward pass."""
+        facts = PipelineFacts(
+            units=self.division.units,
+            avals=self.avals,
+            flows=self.flows,
+            scales=self.plan.scales_loss,
+        )
+        return place_of(
+            self.program,
+            facts,
+            self.division.parts[stage],
+            {},
+            last=stage == self.stages - 1,
+            cuts_batch=False,
+        )
+
+    @functools.cache  # noqa: B019
+    def sources(self, stage: int) -> dict[int, list[int]]:
+        """Returns the positions of a stage's imports, by the stage that makes them."""
+        found: dict[int, list[int]] = {}
+        for place, value in enumerate(self.division.parts[stage].imports):
+            found.setdefault(self.division.made_at[value], []).append(place)
+        return found
+
+    def sinks(self, stage: int) -> list[int]:
+        """The stages from which cotangents come back to a stage."""
+        return [s for s in range(stage + 1, self.stages) if self.returned(s, stage)]
+
+    def exported_values(self, stage: int, target: int) -> list[Value]:
+        """Returns the values that a stage makes and another reads, in order."""
+        exports = self.division.parts[stage].exports
+        imports = self.division.parts[target].imports
+        return [v for v in exports if v in imports]
+
+    def returned(self, stage: int, target: int) -> list[Value]:
+        """Returns the values of an earlier stage that a stage returns cotangents of, in
+        order.
+        """
+        made_at = self.division.made_at
+        return [
+            v
+            for v in self.division.parts[stage].imports
+            if v in self.flows and made_at[v] == target
+        ]
+
+    def broadcast_values(self, level: int, stage: int) -> tuple[int, ...]:
+        """Numbers of the values that a stage tells all others after a round."""
+        return tuple(sorted(self.update.parting.tells.get((level, stage), ())))
+
+    @property
+    def flat_sums(self) -> list[Any]:
+        """Shapes and dtypes of total, weight and metrics, flat."""
+        sums = self.sums
+        found: list[Any] = jax.tree.leaves((sums.total, sums.weight, sums.metrics))
+        return found
+
+    def metrics(self, flat: Sequence[Any]) -> dict[str, Any]:
+        """Returns the metrics of a step."""
+        tree: Any = jax.tree.structure(
+            (self.sums.total, self.sums.weight, self.sums.metrics)
+        )
+        total, weight, metrics = tree.unflatten(flat)
+        sums = Sums(total=total, weight=weight, metrics=metrics, gradients=())
+        return metrics_of(self.program, sums)
+
+    @functools.cached_property
+    def sums(self) -> Sums:
+        """Shapes and dtypes of what the micro-batches add up to, but gradients."""
+        body, _ = _compat.open_jaxpr(self.captured.jaxpr)
+        results = [_compat.abstract(v.aval.shape, v.aval.dtype) for v in body.outvars]
+        *told, _ = self.captured.out_tree.unflatten(results)
+        sums: Sums = jax.eval_shape(
+            lambda total, weight, metrics: sums_of(
+                self.program, total, weight, metrics, (), 0
+            ),
+            *told,
+        )
+        return sums
+
+    @functools.cached_property
+    def update(self) -> StagedUpdate:
+        """The end of a step, in the parts that stages run."""
+        state = self.abstract
+        gradients = [jax.eval_shape(wide, x) for x in jax.tree.leaves(state.params)]
+        sums = dataclasses.replace(self.sums, gradients=tuple(gradients))
+        tree: Any
+        flat, tree = jax.tree.flatten((state, sums))
+        rest = range(self.params, self.params + self.rest)
+
+        def finish(*leaves: Any) -> list[Any]:
+            before, added = tree.unflatten(leaves)
+            new, _ = finished(self.program, before, added, before.rest)
+            found = jax.tree.leaves(new)
+            return [x for n, x in enumerate(found) if n not in rest]
+
+        owners = [None if n == EVERY else n for n in self.owners]
+        told = [None] * (len(flat) - len(owners) - self.params)
+        own = [self.owner(n) for n in range(self.params)]
+        steps = Steps.of(jax.make_jaxpr(finish)(*flat))
+        outputs = [n for n in range(len(owners)) if n not in rest]
+        parting = UpdatePartition(
+            steps,
+            [*owners, *told, *own],
+            [owners[n] for n in outputs],
+            stages=self.stages,
+            few_rounds=True,
+        )
+        return StagedUpdate(steps=steps, parting=parting, outputs=tuple(outputs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedUpdate:
+    """The end of a step over the arrays of all stages.
+
+    Attributes:
+        steps: its program, from the state, the sums and gradients to a state.
+        parting: Partition of the update among stages, with its rounds of scalars.
+        outputs: for each result, the number of the leaf of the state.
+    """
+
+    steps: Steps
+    parting: UpdatePartition
+    outputs: tuple[int, ...]
+
+    @functools.cached_property
+    def rounds(self) -> int:
+        """Returns the number of rounds: the exchanges of scalars, and one more."""
+        return 1 + max((level for level, _ in self.parting.reads), default=0)
+
+
+def _most_micro_batches(size: int) -> int:
+    return max(n for n in range(1, 17) if size % n == 0)
+
+
+def _division(plan: Plan, captured: Captured, stages: int) -> Division:
+    """The loss in one part for each stage.
+
+    Raises:
+        PlanError: the plan runs all stages in one loop.
+    """
+    assert plan.stages is not None
+    if plan.stages.executor != "mpmd":
+        raise PlanError(
+            "the layers of this model are one scanned loop, which a plan shares out "
+            "inside one program. A swarm cuts between operations: unroll the layers "
+            "(scan_layers=False), or put stage marks around several loops"
+        )
+    units = units_of(captured)
+    if plan.stages.starts:
+        chunks = plan.stages.chunks
+        return divide_program(
+            units, _untied_borders(units, plan.stages.starts[chunks - 1 :: chunks])
+        )
+    found = divided_by_marks(units, units.labels(captured.graph))
+    if len(found.parts) != stages:
+        raise PlanError(
+            f"stage marks cut this model into {len(found.parts)} parts, and "
+            f"stages={stages} was asked for. Give stages={len(found.parts)}"
+        )
+    return found
+
+
+def _untied_borders(units: Units, starts: Sequence[str]) -> Sequence[str]:
+    """Borders close to those of a plan at which no two parts read one parameter.
+
+    Layers that share weights then stay in one stage. Those of the plan where there are
+    too few such borders.
+
+    Args:
+        units: the program.
+        starts: First units of every part but the first, as in ``Units.borders``.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for index, unit in enumerate(units.units):
+        for path, number in unit.reads:
+            if path == () and number < len(units.params):
+                spans[number] = spans.get(number, (index, index))[0], index
+    free = [
+        name
+        for name, border in units.borders.items()
+        if not any(first < border <= last for first, last in spans.values())
+    ]
+    if len(free) < len(starts):
+        return starts
+    far = [
+        [abs(units.borders[start] - units.borders[name]) for name in free]
+        for start in starts
+    ]
+    _, chosen = linear_sum_assignment(far)
+    return sorted((free[n] for n in chosen), key=lambda name: units.borders[name])
+
+
+def _hashed(jaxpr: Any) -> str:
+    text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _digest(leaves: Sequence[Any]) -> str:
+    found = hashlib.sha256()
+    for leaf in leaves:
+        array = np.asarray(leaf)
+        found.update(f"{array.dtype}{array.shape}".encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:12]

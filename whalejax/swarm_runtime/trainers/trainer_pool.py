@@ -1,0 +1,295 @@
+"""Trainers beside the one that has the registry, and what they are given to lead.
+
+They ask for micro-batches and answer with who holds what was made of each. A trainer
+that is not heard of, and does not answer either, is lost with what it led.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from whalejax.membership.lease import Lease
+from whalejax.swarm_runtime.micro_batch_route import MicroBatchRoute, StepContext
+from whalejax.swarm_runtime.peer_fleet import Fleet
+from whalejax.swarm_runtime.trainers.micro_batch_queue import (
+    OWN,
+    MicroBatchLease,
+    MicroBatchQueue,
+)
+from whalejax.wire.service import (
+    Address,
+    Caller,
+    RefusedRequestError,
+    UnreachableProcessError,
+)
+from whalejax.wire.swarm_messages import GivenShare, Led, MicroBatchAccepted, Ping, Take
+
+
+WAIT_SECONDS: Final = 0.5
+"""That a trainer which asks for a micro-batch waits for one."""
+
+SILENT_SECONDS: Final = 2.0
+"""After which a trainer that leads something is asked whether it is there."""
+
+PING_SECONDS: Final = 5.0
+LONGEST_CALLS: Final = 4
+"""Deadlines of a call, or as many as there are stages, that a micro-batch may take."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Further:
+    """A trainer.
+
+    Attributes:
+        address: Address at which it leads micro-batches.
+        led: micro-batches that it has led.
+        leaving: Whether it takes no more.
+        counts: Counts of the faults that it met.
+    """
+
+    address: Address
+    led: int = 0
+    leaving: bool = False
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """Micro-batches of a step that are leased to trainers.
+
+    Attributes:
+        context: Context of the step.
+        passages: Routes of its micro-batches, by number.
+        shares: Leases of the micro-batches.
+        in_flight: micro-batches at once, of all trainers together.
+    """
+
+    context: StepContext
+    passages: Sequence[MicroBatchRoute]
+    shares: MicroBatchQueue
+    in_flight: int
+
+
+class TrainerPool:
+    """The further trainers of a run; safe to use from threads.
+
+    Attributes:
+        led: micro-batches that the trainer with the registry has led.
+    """
+
+    def __init__(
+        self, fleet: Fleet, caller: Caller, tell: Callable[..., None], lease: float
+    ) -> None:
+        """Nobody is there yet.
+
+        Args:
+            fleet: Peers that may be asked.
+            caller: asks trainers whether they are there.
+            tell: Function that reports events.
+            lease: seconds after which a trainer that is not heard of is gone.
+        """
+        self._fleet, self._caller, self._tell = fleet, caller, tell
+        self.led = 0
+        self._lease: Lease[str] = Lease(lease)
+        self._lock = threading.RLock()
+        self._trainers: dict[str, _Further] = {}
+        self._step: _Step | None = None
+
+    # Who is there.
+
+    def enlist(self, name: str, address: Address) -> None:
+        """A trainer is there from now on.
+
+        Args:
+            name: unique for each process.
+            address: Address at which it leads micro-batches.
+        """
+        with self._lock:
+            self._lose(name)
+            self._trainers[name] = _Further(address=address)
+            self._lease.renew(name, self._fleet.now())
+        self._tell("trainer joined", trainer=name)
+
+    def addresses(self) -> list[Address]:
+        """Returns the addresses of all trainers."""
+        with self._lock:
+            return [one.address for one in self._trainers.values()]
+
+    def status_rows(self) -> list[dict[str, Any]]:
+        """Returns the rows of ``whalejax swarm show`` on trainers; this one comes
+        first.
+        """
+        with self._lock:
+            step = self._step
+            held = (lambda name: 0) if step is None else step.shares.leading_count
+            found = [
+                {
+                    "name": name,
+                    "address": f"{one.address[0]}:{one.address[1]}",
+                    "state": "leaving" if one.leaving else "leading",
+                    "leads": held(name),
+                    "led": one.led,
+                    "counts": dict(one.counts),
+                }
+                for name, one in sorted(self._trainers.items())
+            ]
+            own = {"name": OWN, "address": "", "state": "leading", "counts": {}}
+            return [{**own, "leads": held(OWN), "led": self.led}, *found]
+
+    def watch(self) -> None:
+        """Lose those that are not heard of any more."""
+        now = self._fleet.now()
+        with self._lock:
+            step = self._step
+            silent = {
+                name: (self._trainers[name].address, seconds)
+                for name, seconds in self._lease.overdue(now, SILENT_SECONDS).items()
+            }
+        for name, (address, seconds) in silent.items():
+            why = f"it was not heard of for {seconds:.0f} s"
+            if seconds <= self._lease.seconds:
+                if step is None or not step.shares.leading_count(name):
+                    continue
+                try:
+                    self._caller.ask(address, Ping(), seconds=PING_SECONDS)
+                    continue
+                except (UnreachableProcessError, RefusedRequestError) as error:
+                    why = str(error)
+            self._lose(name, why)
+
+        if step is not None:
+            # Its process answers and its work stands still, such as on its data.
+            context = step.context
+            seconds = max(LONGEST_CALLS, context.cut.stages) * context.call_seconds
+            for share in step.shares.overdue(seconds):
+                if step.shares.give_back(share):
+                    why = f"it is not through after {seconds:.0f} s"
+                    more = {"number": share.number, "why": why}
+                    self._tell("gave back", trainer=share.trainer, **more)
+
+    def _lose(self, name: str, why: str = "") -> None:
+        with self._lock:
+            known, step = self._trainers.pop(name, None), self._step
+            self._lease.forget(name)
+            lost = [] if step is None else step.shares.lose(name)
+        if known is not None and why:
+            self._tell("trainer lost", trainer=name, numbers=lost, why=why)
+
+    # What they lead.
+
+    def open(
+        self, context: StepContext, passages: Sequence[MicroBatchRoute], in_flight: int
+    ) -> MicroBatchQueue:
+        """Begin to give out the micro-batches of a step.
+
+        Args:
+            context: Context of the step.
+            passages: Routes of its micro-batches.
+            in_flight: micro-batches at once, of all trainers together.
+        """
+        shares = MicroBatchQueue(len(passages), context.stop)
+        with self._lock:
+            self._step = _Step(
+                context=context, passages=passages, shares=shares, in_flight=in_flight
+            )
+        return shares
+
+    def close(self) -> None:
+        """Nothing more is given out, and no result counts, until ``open``."""
+        with self._lock:
+            self._step = None
+
+    def most(self) -> int:
+        """Micro-batches that one trainer leads at once."""
+        with self._lock:
+            step = self._step
+            trainers = 1 + sum(not one.leaving for one in self._trainers.values())
+        if step is None:
+            return 1
+        return max(1, -(-min(step.in_flight, len(step.passages)) // trainers))
+
+    def give(self, asked: Take) -> GivenShare:
+        """A micro-batch for a trainer that asks for one."""
+        name = asked.name
+        with self._lock:
+            known, step = self._trainers.get(name), self._step
+            if known is None:
+                return GivenShare(known=False)
+            self._lease.renew(name, self._fleet.now())
+            known.counts, known.leaving = asked.counts, asked.leaving
+            if known.leaving:
+                if step is None or not step.shares.leading_count(name):
+                    del self._trainers[name]
+                    self._lease.forget(name)
+                    self._tell("trainer left", trainer=name)
+                return GivenShare()
+            if step is not None:
+                # An answer with a micro-batch may not have arrived.
+                now = step.context.generation, step.context.step
+                leads = [x for x in asked.leads if x[:2] == now]
+                step.shares.lose(name, {(x[2], x[3]) for x in leads})
+        share = None
+        if step is None:
+            threading.Event().wait(WAIT_SECONDS / 10)
+        else:
+            share = step.shares.wait_for(name, self.most, WAIT_SECONDS)
+        if step is None or share is None:
+            return GivenShare()
+        peers = [
+            (m.name, m.address, m.stage, m.incarnation, m.queue, m.expires)
+            for m in self._fleet.usable()
+        ]
+        return GivenShare(
+            **step.context.at(),
+            state=step.context.state,
+            number=share.number,
+            times=share.times,
+            now=self._fleet.now(),
+            peers=peers,
+        )
+
+    def take_in(self, asked: Led) -> MicroBatchAccepted:
+        """Records a trainer's report on a micro-batch that it leads.
+
+        Raises:
+            Refused: it is not its any more, or is no result.
+        """
+        step, name, number = self._step, asked.name, asked.number
+        share = MicroBatchLease(number=number, times=asked.times, trainer=name)
+        at = {"run": asked.run, "generation": asked.generation, "step": asked.step}
+        late = RefusedRequestError(
+            "stale",
+            f"micro-batch {number} of {at} is not with {name} any more: another "
+            "trainer leads it, or the step is over",
+        )
+        if step is None or at != step.context.at():
+            raise late
+        if asked.why:
+            if not step.shares.give_back(share):
+                raise late
+            self._tell("gave back", trainer=name, number=number, why=asked.why)
+            return MicroBatchAccepted()
+        passage = step.passages[number] if number < len(step.passages) else None
+        if passage is None:
+            raise late
+
+        def count() -> None:
+            passage.take_in(name, asked.made, asked.arrays, share.attempts)
+
+        try:
+            counts = step.shares.finish(share, count)
+        except RefusedRequestError as error:
+            step.shares.give_back(share)
+            self._tell("gave back", trainer=name, number=number, why=error.why)
+            raise
+        if not counts:
+            raise late
+        with self._lock:
+            known = self._trainers.get(name)
+            if known is not None:
+                self._lease.renew(name, self._fleet.now())
+                known.led += 1
+        return MicroBatchAccepted()

@@ -1,0 +1,342 @@
+"""The process that compiles: ``python -m whalejax.verification.compile_worker``.
+
+Compilers for hardware that is not here may abort or hang, so nothing of a user's own
+process is theirs. The request is a pickle of ``CompileRequest``; the answer is one JSON
+file, which appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import re
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whalejax.verification.targets import CHIP_CONFIGS, Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileRequest:
+    """Plan, model and target of a compilation.
+
+    Attributes:
+        plan: the plan's document.
+        target: for what.
+        adapter: the model and its loss, without values.
+        optimizer: an optax transformation, or None.
+        batch: the global batch, abstract.
+        batch_axes: Argument of ``wh.plan``, unchanged.
+        gpu_target: the GPU's properties as the compiler reads them, or empty.
+    """
+
+    plan: dict[str, Any]
+    target: Target
+    adapter: Any
+    optimizer: Any
+    batch: Any
+    batch_axes: Any
+    gpu_target: str = ""
+
+
+_MEMORY = re.compile(
+    r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm|"
+    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
+    re.IGNORECASE,
+)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def main(request_path: str, answer_path: str, limit_seconds: str) -> None:
+    """Compile what a file asks for, and write down what came of it."""
+    serve(request_path, answer_path, limit_seconds, _answer)
+
+
+def serve(
+    request_path: str,
+    answer_path: str,
+    limit_seconds: str,
+    answered: Callable[[Any, list[str]], dict[str, Any]],
+) -> None:
+    """Do what a file asks for, and write down what came of it.
+
+    Args:
+        request_path: file with the request, which the parent process wrote.
+        answer_path: Path of the answer.
+        limit_seconds: this process ends soon after so long.
+        answered: from the request to the answer; it adds the phase that begins to its
+            second argument.
+    """
+    _lift_stack_limit()
+    _end_with_parent(float(limit_seconds))
+    import cloudpickle
+
+    started = time.monotonic()
+    phase = ["reading the model"]
+    try:
+        with open(request_path, "rb") as file:
+            _apply(pickle.load(file))
+            request = cloudpickle.load(file)
+        answer = answered(request, phase)
+    except Exception as error:  # the parent process says it in the user's words
+        answer = _failure(error, phase[-1])
+    answer["seconds"] = time.monotonic() - started
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    answer["host_peak_bytes"] = used * (1 if sys.platform == "darwin" else 1024)
+    part = Path(f"{answer_path}.part")
+    part.write_text(json.dumps(answer))
+    os.replace(part, answer_path)
+
+
+def _end_with_parent(limit_seconds: float) -> None:
+    """End this process when its parent is gone or the time is up, whatever it does."""
+    parent, end = os.getppid(), time.monotonic() + limit_seconds
+
+    def watch() -> None:
+        while os.getppid() == parent and time.monotonic() < end + 5:
+            time.sleep(1)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+_LIFTED = "WHALEJAX_STACK_LIFTED"
+
+
+def _lift_stack_limit() -> None:
+    """Start anew, once, without a limit on the stack, where the system allows that.
+
+    The TPU compiler walks long chains of operations by recursion. A ResNet-50 for v6e
+    ends it by a segmentation fault with a limit of 8 MiB or of 1 GiB, and compiles
+    without one; a process reads the limit when it starts.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_STACK)
+    if limit == most or most != resource.RLIM_INFINITY or _LIFTED in os.environ:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_STACK, (most, most))
+    except (OSError, ValueError):
+        return
+    os.environ[_LIFTED] = "1"
+    os.execv(sys.executable, sys.orig_argv)
+
+
+def _apply(settings: dict[str, Any]) -> None:
+    import jax
+
+    for name, value in settings.items():
+        jax.config.update(name, value)
+
+
+def _answer(request: CompileRequest, phase: list[str]) -> dict[str, Any]:
+    import jax
+
+    from whalejax.planner.plan.plan import Plan
+    from whalejax.runtime.train_step import step_of
+
+    plan = Plan.from_document(request.plan)
+    phase.append("describing the topology")
+    devices = _devices(request)[: plan.num_devices]
+    phase.append("tracing the model")
+    start = time.monotonic()
+    step = step_of(
+        plan,
+        request.adapter,
+        request.batch,
+        optimizer=request.optimizer,
+        batch_axes=request.batch_axes,
+        devices=devices,
+    )
+    if plan.stage_plans:
+        phase.append("compiling the stages")
+        return {
+            "kind": devices[0].device_kind,
+            "versions": _versions(jax, request.target.platform),
+            "lower_seconds": time.monotonic() - start,
+            **_stages(step.rehearse, plan),
+        }
+    lowered = step.lower()
+    between = time.monotonic()
+    phase.append("compiling")
+    dumps = request.target.platform == "tpu" and "activations" in plan.offload
+    compiled, heap = _dumped(lowered, plan) if dumps else (lowered.compile(), None)
+    done = time.monotonic()
+    return {
+        "kind": devices[0].device_kind,
+        "versions": _versions(jax, request.target.platform),
+        "lower_seconds": between - start,
+        "compile_seconds": done - between,
+        "memory": _memory(compiled.memory_analysis(), devices[0].platform, heap),
+        **_program(compiled.as_text(), plan.axis_sizes),
+    }
+
+
+def _stages(rehearse: Callable[[], Any], plan: Any) -> dict[str, Any]:
+    """The programs of stages that have their own, by stage, and what stages move."""
+    start = time.monotonic()
+    found = rehearse()
+    seconds = time.monotonic() - start
+    stages: list[dict[str, Any]] = [
+        {
+            "memory": dataclasses.asdict(memory),
+            "once_bytes": once,
+            "collectives": [],
+            "product_flops": 0,
+        }
+        for memory, once in zip(found.memory, found.once_bytes, strict=True)
+    ]
+    refused = ""
+    for one in found.programs:
+        mesh = plan.apart[one.stage].axis_sizes
+        said = _program(one.compiled.as_text(), mesh)
+        refused = refused or said["refused"]
+        for entry in said["collectives"]:
+            entry["count"] *= one.runs
+        stage = stages[one.stage]
+        stage["collectives"] += said["collectives"]
+        stage["product_flops"] += (said["product_flops"] or 0) * one.runs
+    return {
+        "compile_seconds": seconds,
+        "refused": refused,
+        "stages": stages,
+        "moved": [dataclasses.asdict(one) for one in found.moved],
+    }
+
+
+def _devices(request: CompileRequest) -> list[Any]:
+    import jax
+    from jax.experimental import topologies
+
+    from whalejax.meshes.jax_mesh import cluster_order
+
+    target = request.target
+    if target.platform == "local":
+        return list(jax.devices())
+    options: dict[str, Any] = {}
+    if target.platform == "tpu":
+        name, platform = target.topology, "tpu"
+        if target.slices > 1:
+            options["num_slices"] = target.slices
+        if target.kind in CHIP_CONFIGS:
+            options["chip_config_name"] = CHIP_CONFIGS[target.kind]
+        lengths = [int(n) for n in name.partition(":")[2].split("x")]
+        if lengths[0] % 2 or lengths[1] % 2:  # less than a host of 2 x 2 chips
+            bounds = [*lengths, 1, 1][:3]
+            options["chips_per_host_bounds"] = tuple(bounds)
+    else:
+        name, platform = target.kind, "cuda"
+        options = {"target_config": request.gpu_target, "topology": target.topology}
+    found = topologies.get_topology_desc(name, platform, **options)
+    return cluster_order(found.devices)
+
+
+def _versions(jax: Any, platform: str) -> dict[str, str]:
+    import importlib.metadata
+
+    package = {"tpu": "libtpu", "gpu": "jax-cuda12-plugin"}.get(platform, "jaxlib")
+    return {
+        "jax": jax.__version__,
+        package: importlib.metadata.version(package),
+    }
+
+
+_HEAP = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
+
+
+def _dumped(lowered: Any, plan: Any) -> tuple[Any, int | None]:
+    """A compiled program, and the size of the heap that it gets on a device.
+
+    The peak among the compiler's statistics is the larger of what it allots on the
+    device and what it allots in host memory; the report on the heap has each alone.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**dict(plan.compiler_options), "xla_dump_to": folder}
+        compiled = lowered.compile(compiler_options=options)
+        texts = (p.read_text() for p in Path(folder).glob("*memory-usage-report.txt"))
+        sizes = [int(size) for text in texts for size in _HEAP.findall(text)]
+    return compiled, max(sizes, default=None)
+
+
+def _memory(stats: Any, platform: str, heap: int | None = None) -> dict[str, int]:
+    """Bytes on one device; what is aliased is an argument and an output.
+
+    The peak decides whether a program fits. Temporaries are what it holds beside the
+    arguments, outputs of their own included. The compiler's figure for temporaries is
+    another: on TPU it counts what lies in memory on the chip, and fragmentation.
+    """
+    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
+    peak = stats.peak_memory_in_bytes
+    if platform == "tpu":  # that compiler counts arguments in host memory too
+        peak -= stats.host_argument_size_in_bytes
+        peak = min(peak, heap or peak)
+    if platform == "cpu":  # that compiler allots all temporaries at once
+        peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    return {
+        "peak": peak,
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        "temporaries": max(0, peak - stats.argument_size_in_bytes),
+        "host": host,
+    }
+
+
+def _program(text: str, mesh: dict[str, int]) -> dict[str, Any]:
+    from whalejax import hlo
+
+    try:
+        module = hlo.read(text)
+        found = hlo.collectives(module)
+        flops = hlo.product_flops(module)
+    except hlo.HloError as error:
+        return {"refused": str(error), "collectives": [], "product_flops": None}
+    return {
+        "refused": "",
+        "product_flops": flops,
+        "collectives": [
+            {
+                "kind": i.kind,
+                "axes": i.axes(mesh),
+                "payload_bytes": i.payload_bytes,
+                "count": i.count,
+                "name": i.name,
+                "places": i.places[:12],
+            }
+            for i in found.instructions
+        ],
+    }
+
+
+def _failure(error: Exception, phase: str) -> dict[str, Any]:
+    from whalejax.meshes.errors import WhaleError
+
+    text = str(error)
+    words = f"{type(error).__name__}: {text}"
+    found = _MEMORY.search(text)
+    if isinstance(error, WhaleError):
+        return {"failure": text, "phase": "asking"}
+    if found is None:
+        return {"failure": words, "phase": phase}
+    numbers = [g for g in found.groups() if g is not None]
+    need, capacity = (
+        int(float(numbers[i]) * _UNITS[numbers[i + 1].upper()]) for i in (0, 2)
+    )
+    return {
+        "failure": words,
+        "phase": phase,
+        "needed_bytes": need,
+        "capacity_bytes": capacity,
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])
