@@ -136,12 +136,12 @@ def entry(name: str) -> CatalogueEntry:
         WhaleError: an unknown name; the message gives the nearest ones.
     """
     known = _by_name() if isinstance(name, str) else {}
-    found = known.get(name.strip().lower()) if known else None
-    if found is None:
+    result = known.get(name.strip().lower()) if known else None
+    if result is None:
         text = name if isinstance(name, str) else short_repr(name)
         known_kinds = f"Known: {', '.join(kind_names())}. "
         raise WhaleError(f"{unknown_kind(text)}{known_kinds}{DESCRIBE_IN_TOML}")
-    return found
+    return result
 
 
 DESCRIBE_IN_TOML = "Any other kind can be described in a TOML file"

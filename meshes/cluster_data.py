@@ -94,12 +94,12 @@ class ClusterData:
             >>> [mixed.slowest_for(t).name for t in ("float16", "bfloat16")]
             ['rtx3090', 'v100-32']
         """
-        found = self._slowest.get(dtype) if isinstance(dtype, str) else None
-        if found is None:
+        slowest = self._slowest.get(dtype) if isinstance(dtype, str) else None
+        if slowest is None:
             dtype_name(dtype)  # says what is wrong with it
-            found = min(self._kinds, key=lambda kind: _speed(kind, dtype))
-            self._slowest[dtype] = found
-        return found
+            slowest = min(self._kinds, key=lambda kind: _speed(kind, dtype))
+            self._slowest[dtype] = slowest
+        return slowest
 
     @property
     def memory_bytes(self) -> int:

@@ -33,7 +33,7 @@ def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]
     >>> print(*efficiency_notes([device_kind("a30")], "bf16"))
     A30 was not measured in bf16: 109 of 165 TFLOP/s (87.1 to 131), as a100 by its power
     """
-    found = []
+    notes = []
     for kind in dict.fromkeys(kinds):
         runs_in = kind.multiplies_in(dtype)
         if kind.curve != "gpu" or kind.was_measured(runs_in):
@@ -52,13 +52,13 @@ def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]
         elif same and kind.watts and all(r and r.watts for r in named):
             whose += " by its power"
         low, high = rate * (1 - off), min(peak, rate * (1 + off))
-        found.append(
+        notes.append(
             f"{kind.display_name()} was not measured in {runs_in}: "
             f"{_teraflops_text(rate)} of "
             f"{_teraflops_text(peak)} TFLOP/s ({_teraflops_text(low)} to "
             f"{_teraflops_text(high)}), {whose}"
         )
-    return tuple(found)
+    return tuple(notes)
 
 
 def _teraflops_text(tera: float) -> str:

@@ -86,10 +86,10 @@ def _groups(devices: Sequence[Any]) -> list[list[Any]]:
 
 def _entries(devices: Sequence[Any]) -> list[CatalogueEntry]:
     problems = Problems("devices")
-    found = []
+    entries = []
     for device in devices:
         if device.platform == "cpu":
-            found.append(entry("cpu"))
+            entries.append(entry("cpu"))
             continue
         one = entry_of_device(device.device_kind)
         if one is None:
@@ -98,9 +98,9 @@ def _entries(devices: Sequence[Any]) -> list[CatalogueEntry]:
                 f"whalejax calibrate -o cluster.toml, or describe it in a TOML file"
             )
         else:
-            found.append(one)
+            entries.append(one)
     problems.raise_if_any()
-    return found
+    return entries
 
 
 def _local_memory(kind: DeviceKind, devices: Sequence[Any]) -> DeviceKind:

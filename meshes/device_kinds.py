@@ -142,8 +142,8 @@ class DeviceKind:
         measured: dict[tuple[str, bool], list[tuple[float, float]]] = {}
         for p in self.matmul_points:
             size = effective_size(p.m, p.k, p.n)
-            found = measured.setdefault((p.dtype, p.batch > 1), [])
-            found.append((size, p.flops_per_second))
+            result = measured.setdefault((p.dtype, p.batch > 1), [])
+            result.append((size, p.flops_per_second))
         curves = {key: Curve(points) for key, points in measured.items()}
         object.__setattr__(self, "_matmul", curves)
         least = least_seconds(self.matmul_points) if self.platform == "gpu" else 0.0
@@ -260,8 +260,8 @@ class DeviceKind:
         """
         name = dtype_name(dtype)
         if name not in self._efficiency:
-            found = constants().efficiency_of(self, name, self.efficiency)
-            self._efficiency[name] = found
+            efficiency = constants().efficiency_of(self, name, self.efficiency)
+            self._efficiency[name] = efficiency
         return self._efficiency[name]
 
     def matmul_flops_per_second(
@@ -279,12 +279,18 @@ class DeviceKind:
         dtype = self.multiplies_in(dtype)
         if not self._product_seconds:
             return self._filled(dtype, m, k, n, batch)
-        found = self._least_and_roof(dtype, m, k, n, batch)
+        matmul_flops_per_second = self._least_and_roof(dtype, m, k, n, batch)
         if (dtype, True) in self._matmul:
             narrow = np.minimum(np.minimum(m, k), n) <= NARROW
             measured = narrow & (np.asarray(batch) > 1)
-            found = np.where(measured, self._filled(dtype, m, k, n, batch), found)
-        return found if np.ndim(found) else float(found)
+            matmul_flops_per_second = np.where(
+                measured, self._filled(dtype, m, k, n, batch), matmul_flops_per_second
+            )
+        return (
+            matmul_flops_per_second
+            if np.ndim(matmul_flops_per_second)
+            else float(matmul_flops_per_second)
+        )
 
     def _least_and_roof(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
         """FLOP/s by what any product takes, and its bytes or its FLOPs.
@@ -305,15 +311,15 @@ class DeviceKind:
     def _filled(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
         """FLOP/s of a product by its size, narrow ones filled up with zeros."""
         if all(np.min(side) >= FILLED[-1] for side in (m, k, n)):
-            found = self._flops_per_second(dtype, m, k, n, batch)
-            return found if np.ndim(found) else float(found)
+            result = self._flops_per_second(dtype, m, k, n, batch)
+            return result if np.ndim(result) else float(result)
         # A narrow one takes no longer than if it were filled up with zeros.
         fills = np.array((0, *FILLED)).reshape(-1, *np.ndim(m * k * n * batch) * (1,))
         rows, depth, columns = (np.maximum(side, fills) for side in (m, k, n))
         part = (m * k * n) / (rows * depth * columns)
         rate = self._flops_per_second(dtype, rows, depth, columns, batch)
-        found = np.max(part * rate, axis=0)
-        return found if np.ndim(found) else float(found)
+        result = np.max(part * rate, axis=0)
+        return result if np.ndim(result) else float(result)
 
     def _flops_per_second(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
         """FLOP/s of a product whose sides are within what was measured or fitted."""

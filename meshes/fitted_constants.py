@@ -218,10 +218,10 @@ class Constants:
         asked += [(generation, (wanted, *near)) for generation in others]
         for generation, widths in asked:
             for width in widths:
-                found = self._like(kind, generation, width)
-                if found is not None:
+                efficiency = self._like(kind, generation, width)
+                if efficiency is not None:
                     measured = not generation and width == wanted
-                    return dataclasses.replace(found, measured=measured)
+                    return dataclasses.replace(efficiency, measured=measured)
         share = ASSUMED if default is None else default
         return Efficiency(share=share, measured=False, of=())
 
@@ -247,13 +247,13 @@ class Constants:
             return None
         # Whole training steps say more of one than single layers do.
         for known in (self.efficiency, self.blocks):
-            found = {
+            result = {
                 name: share
                 for (name, dtype), share in known.items()
                 if dtype == width and _generation(name) == generation
             }
-            if found:
-                return self._carry_over(kind, width, found)
+            if result:
+                return self._carry_over(kind, width, result)
         return None
 
     def _carry_over(
@@ -309,8 +309,8 @@ _TYPE = {TUNED: "bf16"}
 
 def _generation(name: str) -> str:
     """Returns the generation of a kind or of a family."""
-    found = rating_of(name)
-    return found.generation if found is not None else ""
+    generation = rating_of(name)
+    return generation.generation if generation is not None else ""
 
 
 def _line(generation: str) -> Iterator[str]:

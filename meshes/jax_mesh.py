@@ -195,10 +195,10 @@ def are_devices(devices: Any) -> bool:
         return False
     if getattr(devices, "ndim", 1) == 0:  # no sequence, though of a class of them
         return False
-    found = list(np.ravel(devices) if isinstance(devices, np.ndarray) else devices)
+    result = list(np.ravel(devices) if isinstance(devices, np.ndarray) else devices)
     # Arrays have a platform too, as a method.
-    return bool(found) and all(
-        isinstance(getattr(one, "platform", None), str) for one in found
+    return bool(result) and all(
+        isinstance(getattr(one, "platform", None), str) for one in result
     )
 
 

@@ -125,7 +125,7 @@ def wide_rates(
         points: Measured points.
         least: seconds of each that are not counted in the rates.
     """
-    found: dict[str, list[tuple[float, float]]] = {}
+    rates: dict[str, list[tuple[float, float]]] = {}
     long = HARDLY_MORE * least_seconds(points)
     for p in points:
         flops = 2.0 * p.m * p.k * p.n
@@ -133,8 +133,8 @@ def wide_rates(
         if p.batch > 1 or min(p.m, p.k, p.n) <= NARROW or seconds < long:
             continue
         size = float(effective_size(p.m, p.k, p.n))
-        found.setdefault(p.dtype, []).append((size, flops / (seconds - least)))
-    return found
+        rates.setdefault(p.dtype, []).append((size, flops / (seconds - least)))
+    return rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

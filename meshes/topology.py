@@ -206,12 +206,12 @@ class CompilerProfile:
         problems = Arguments("under")
         problems.of("options", options, Mapping, "options of the compiler by name")
         problems.raise_if_any()
-        found = self
+        result = self
         for option, value in options.items():
             known, changed = _OPTIONS.get(option, (False, {}))
             if changed and _truth(value) == known:
-                found = dataclasses.replace(found, **changed)
-        return found
+                result = dataclasses.replace(result, **changed)
+        return result
 
 
 KERNEL_TURNS = (1, 2)

@@ -101,12 +101,12 @@ def widened(name: str, overrides: Mapping[str, Any]) -> dict[str, int]:
     base, embed = sizes[size], overrides.get("embed")
     if not isinstance(embed, int) or not getattr(base, "embed", 0):
         return {}
-    found = {}
+    result = {}
     for option in ("mlp", "heads"):
         whole, rest = divmod(getattr(base, option, 0) * embed, base.embed)
         if whole > 0 and not rest and option not in overrides:
-            found[option] = whole
-    return {} if embed == base.embed else found
+            result[option] = whole
+    return {} if embed == base.embed else result
 
 
 def job(name: str, **overrides: Any) -> "Job":

@@ -124,8 +124,8 @@ def loss_fn(model: CosmoFlow, batch: Mapping[str, Any]) -> Array:
         batch: ``volumes`` ``float[batch, depth, height, width, inputs]`` and
             ``targets`` ``float[batch, outputs]``.
     """
-    found = widened(model(jnp.asarray(batch["volumes"])))
-    return jnp.mean((found - jnp.asarray(batch["targets"])) ** 2)
+    fn = widened(model(jnp.asarray(batch["volumes"])))
+    return jnp.mean((fn - jnp.asarray(batch["targets"])) ** 2)
 
 
 def job(

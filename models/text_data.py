@@ -144,7 +144,7 @@ def _source_bytes(folder: Path, max_bytes: int) -> npt.NDArray[np.uint8]:
 
 def _source_files(folder: Path) -> list[Path]:
     """Library files by relative path, so that two machines read the same text."""
-    found = (path.relative_to(folder) for path in folder.rglob("*.py"))
-    library = [path for path in found if not _NOT_LIBRARY.intersection(path.parts)]
+    result = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    library = [path for path in result if not _NOT_LIBRARY.intersection(path.parts)]
     by_name = sorted(library, key=lambda path: path.as_posix())
     return [folder / path for path in by_name if (folder / path).is_file()]

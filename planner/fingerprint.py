@@ -96,8 +96,8 @@ def part_digests(plan: Any, also: Mapping[str, object]) -> dict[str, str]:
     stages = data["stages"] or {}
     data["schedule"] = stages.pop("schedule", "none")
     data["axes"] = plan.axis_sizes
-    found = {_NAMES.get(name, name): _short(value) for name, value in data.items()}
-    return found | {name: _short(value) for name, value in also.items()}
+    digests = {_NAMES.get(name, name): _short(value) for name, value in data.items()}
+    return digests | {name: _short(value) for name, value in also.items()}
 
 
 def told_apart(told: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:

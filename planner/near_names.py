@@ -21,11 +21,11 @@ R = TypeVar("R")
 
 def _by_synonym(text: str) -> dict[str, str]:
     """Pairs from lines of one of our names, a colon, and names elsewhere."""
-    found = {}
+    synonym = {}
     for line in text.strip().splitlines():
         ours, _, others = line.partition(":")
-        found.update(dict.fromkeys(others.split(), ours.strip()))
-    return found
+        synonym.update(dict.fromkeys(others.split(), ours.strip()))
+    return synonym
 
 
 AXIS_SYNONYMS: Final = _by_synonym(

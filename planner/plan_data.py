@@ -206,8 +206,8 @@ class PlanData(StepOptions):
     def stage_plans(self) -> tuple[Self, ...]:
         """The plans of stages with programs of their own; empty without such."""
         plans: Any = () if self.stages is None else self.stages.plans
-        found: tuple[Self, ...] = plans  # of one class with this plan
-        return found
+        stage_plans: tuple[Self, ...] = plans  # of one class with this plan
+        return stage_plans
 
     @property
     def room_bytes(self) -> int:

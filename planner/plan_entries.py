@@ -225,13 +225,13 @@ class UnsupportedFeatures:
 
     def words(self) -> list[str]:
         """Each of them in a few words."""
-        found = []
+        words = []
         if self.attention:
-            found.append(f"{self.attention} attention")
+            words.append(f"{self.attention} attention")
         if self.shares:
             shares = ", ".join(f"{n} on {kind}" for kind, n in self.shares)
-            found.append(f"micro-batches at most {shares}")
-        return found
+            words.append(f"micro-batches at most {shares}")
+        return words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,29 +95,29 @@ class FixedOptions:
         Returns:
             The reasons by the names of the options.
         """
-        found: dict[str, str] = {}
+        result: dict[str, str] = {}
         if self.offload:
-            found["offload"] = (
+            result["offload"] = (
                 f"offload is {', '.join(self.offload)}: stages keep nothing in host "
                 "memory yet. Leave offload out, or the axis stage"
             )
         if (self.loss_chunks or 1) > 1:
-            found["loss_chunks"] = (
+            result["loss_chunks"] = (
                 f"loss_chunks is {self.loss_chunks}: stages make all logits of a "
                 "micro-batch at once. Leave loss_chunks out, or the axis stage; more "
                 "micro-batches make fewer logits at once"
             )
         if self.combine != "mean":
-            found["combine"] = (
+            result["combine"] = (
                 f'combine is "{self.combine}": stages add up the gradients of all '
                 "micro-batches and ranks. Leave combine out, or the axis stage"
             )
         if any(kind == "ring" for _, kind in self.attention or ()):
-            found["attention"] = (
+            result["attention"] = (
                 'attention is "ring": stages do not run attention in blocks yet. Leave '
                 "attention out, or the axis stage"
             )
-        return found
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

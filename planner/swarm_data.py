@@ -141,10 +141,10 @@ class Swarm:
         """Returns the values on which all peers must agree; predictions are
         left out.
         """
-        found: dict[str, object] = {"wire": self.wire, "stages": len(self.stages)}
+        result: dict[str, object] = {"wire": self.wire, "stages": len(self.stages)}
         if self.sum_wire != "f32":
-            found["sum_wire"] = self.sum_wire
-        return found
+            result["sum_wire"] = self.sum_wire
+        return result
 
 
 def sum_bytes(gradient_bytes: int, peers: int, wire: str = "f32") -> int:

@@ -289,9 +289,9 @@ def _multiplies(one: Any, flags: Sequence[bool], others: Sequence[bool]) -> bool
         read = {a for a in inside.invars if not is_literal(a)}
         if inside.primitive.name in _PRODUCTS and sets[0] & read and read <= sets[1]:
             return True
-        for found in sets:
-            if found & read:
-                found.update(inside.outvars)
+        for result in sets:
+            if result & read:
+                result.update(inside.outvars)
     return False
 
 
@@ -354,7 +354,7 @@ def residuals_by_vjp(
 def _readers(jaxpr: Any) -> dict[Any, set[str]]:
     """Names of the primitives that read each variable of a jaxpr, calls looked into."""
     body, _ = open_jaxpr(jaxpr)
-    found: dict[Any, set[str]] = {}
+    readers: dict[Any, set[str]] = {}
     for one in body.eqns:
         inside: list[set[str]] = [{one.primitive.name}] * len(one.invars)
         if recursion(one) in ("inline", "remat"):
@@ -365,8 +365,8 @@ def _readers(jaxpr: Any) -> dict[Any, set[str]]:
                 inside = [names.get(v, set()) for v in variables]
         for atom, names_of in zip(one.invars, inside, strict=True):
             if not is_literal(atom):
-                found.setdefault(atom, set()).update(names_of)
-    return found
+                readers.setdefault(atom, set()).update(names_of)
+    return readers
 
 
 def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
@@ -473,10 +473,10 @@ def passing_on(jaxpr: Any, inputs: Mapping[int, int]) -> Any:
 def pruned(jaxpr: Any) -> Any:
     """A closed jaxpr without the equations that nothing reads."""
     body, constants = open_jaxpr(jaxpr)
-    found, _ = partial_eval.dce_jaxpr(
+    result, _ = partial_eval.dce_jaxpr(
         body, [True] * len(body.outvars), instantiate=True
     )
-    return jax.extend.core.ClosedJaxpr(found, constants)
+    return jax.extend.core.ClosedJaxpr(result, constants)
 
 
 def while_parts(equation: Any) -> tuple[int, int]:
@@ -659,8 +659,8 @@ def trace(function: Any, arguments: Sequence[Any]) -> Any:
 
 def unbound_axis(error: NameError) -> str | None:
     """The axis that nobody binds, where JAX complains of one; otherwise None."""
-    found = re.search(r"unbound axis name: (\w+)", str(error))
-    return found[1] if found else None
+    match = re.search(r"unbound axis name: (\w+)", str(error))
+    return match[1] if match else None
 
 
 def run_flowing(jaxpr: Any, values: Sequence[Any]) -> list[Any]:

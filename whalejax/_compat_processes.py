@@ -46,12 +46,12 @@ def told_at(key: str) -> list[tuple[str, str]]:
 def told_by(key: str, wait_seconds: float) -> str | None:
     """A text that another process left; None if it did not come in time."""
     try:
-        found = _coordination().blocking_key_value_get(key, int(wait_seconds * 1000))
+        result = _coordination().blocking_key_value_get(key, int(wait_seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" in str(error):
             return None
         raise
-    return str(found)
+    return str(result)
 
 
 def forget_told(key: str) -> None:

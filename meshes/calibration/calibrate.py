@@ -86,9 +86,9 @@ def calibrate(
         cached = cache.load(key, budget_seconds)
         if cached is not None:
             return cached
-    found = measure_devices(devices, budget_seconds, clock)
+    result = measure_devices(devices, budget_seconds, clock)
     date = (today or datetime.date.today()).isoformat()
-    cluster = _cluster(devices, found, key, date)
+    cluster = _cluster(devices, result, key, date)
     cache.store(key, budget_seconds, cluster)
     return cluster
 

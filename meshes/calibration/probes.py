@@ -163,7 +163,7 @@ def measure_devices(
     watch = timers.TimingPlan(clock=clock, target_seconds=target)
     probes, essential = _probes(devices)
     runs: dict[Probe, timers.Run] = {}
-    found: Seconds = {}
+    result: Seconds = {}
     longest = 0.0
     for number in range(_ROUNDS * len(probes)):
         before = clock()
@@ -178,9 +178,9 @@ def measure_devices(
             fewest = _FEWEST.get(type(probe), 1) if number >= essential else 1
             timed = dataclasses.replace(watch, fewest=fewest)
             seconds = timed.seconds_each(runs[probe]) / _operations_in(probe, on_cpu)
-        found[probe] = min(found.get(probe, seconds), seconds)
+        result[probe] = min(result.get(probe, seconds), seconds)
         longest = max(longest, clock() - before)
-    return found
+    return result
 
 
 def _is_double(probe: Probe) -> bool:

@@ -218,10 +218,10 @@ def convolution_run(
 
 def _convolve(image: jax.Array, kernel: jax.Array) -> jax.Array:
     numbers = ("NHWC", "HWIO", "NHWC")
-    found: jax.Array = jax.lax.conv_general_dilated(
+    convolve: jax.Array = jax.lax.conv_general_dilated(
         image, kernel, (1, 1), "SAME", dimension_numbers=numbers
     )
-    return found
+    return convolve
 
 
 def fresh_run(devices: Sequence[Device], array_bytes: int) -> Run:

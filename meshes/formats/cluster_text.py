@@ -108,8 +108,8 @@ def _part(term: str, problems: Problems) -> _Part | None:
     if match is None:
         problems.add(_malformed(term))
         return None
-    found = _entry(match[1])
-    if found is None:
+    part = _entry(match[1])
+    if part is None:
         problems.add(f"{unknown_kind(match[1])}{DESCRIBE_IN_TOML}")
         return None
     digits = match[2].split("x")
@@ -125,9 +125,9 @@ def _part(term: str, problems: Problems) -> _Part | None:
             f"{term!r} has {math.prod(numbers)} devices, expected at most {MAX_DEVICES}"
         )
         return None
-    if found.torus is not None:
-        return _torus_part(term, found, found.torus, numbers, problems)
-    return _node_part(term, found, numbers, problems)
+    if part.torus is not None:
+        return _torus_part(term, part, part.torus, numbers, problems)
+    return _node_part(term, part, numbers, problems)
 
 
 def _entry(name: str) -> CatalogueEntry | None:
@@ -163,9 +163,9 @@ def _suggested_text(term: str) -> str:
     ('h100:8', 'h100:8', 'v5e:16')
     """
     bare = term.removeprefix("tpu-").removeprefix("nvidia-")
-    found = re.fullmatch(r"([a-z][a-z0-9-]*?)(?: *x *|[-_ ]+)(\d+)", bare)
-    name, count = (found[1], found[2]) if found else ("", "")
-    if not found:
+    match = re.fullmatch(r"([a-z][a-z0-9-]*?)(?: *x *|[-_ ]+)(\d+)", bare)
+    name, count = (match[1], match[2]) if match else ("", "")
+    if not match:
         turned = re.fullmatch(r"(\d+)(?: *[x×*] *|[-_ ]+)([a-z][a-z0-9-]*)", bare)
         name, count = (turned[2], turned[1]) if turned else ("", "")
     if not name or not _is_kind(name):

@@ -167,19 +167,19 @@ def from_data(data: Mapping[str, Any], title: str) -> ClusterData:
 
 def _compiler(table: FileTable) -> dict[str, Any]:
     """Reads a file's compiler profile; missing values are the platform's."""
-    found: dict[str, Any] = {
+    compiler: dict[str, Any] = {
         "merge_partials": table.boolean("merge_partials"),
         "reduce_scatter": table.boolean("reduce_scatter"),
     }
     if "lanes" in table:
-        found["lanes"] = table.integer("lanes")
+        compiler["lanes"] = table.integer("lanes")
     for field in dataclasses.fields(CompilerProfile):
-        if field.name in table and field.name not in found:
-            found[field.name] = table.boolean(field.name)
+        if field.name in table and field.name not in compiler:
+            compiler[field.name] = table.boolean(field.name)
     table.asked = [field.name for field in dataclasses.fields(CompilerProfile)]
     table.asked += [name for name in RETIRED_FACTS if name in table]
     table.report_unknown_keys()
-    return found
+    return compiler
 
 
 _OWN = frozenset({"efficiency", "matmul_half_size", "op_overhead_seconds"})
@@ -390,7 +390,7 @@ def _default_levels(
     if problems:
         return ()
     remedy = "Add one [[levels]] table for each level of links, innermost first"
-    found = []
+    default_levels = []
     for name in dict.fromkeys(node.kind.name for node in nodes):
         base = bases.get(name)
         if base is None:
@@ -400,9 +400,9 @@ def _default_levels(
         elif base.network is None and len(nodes) > 1:
             why = f"no network is known for {name!r}"
         else:
-            found.append(base)
+            default_levels.append(base)
             continue
         problems.add(f"levels: missing, and {why}. {remedy}")
     if problems:
         return ()
-    return node_levels(found, [node.count for node in nodes])
+    return node_levels(default_levels, [node.count for node in nodes])

@@ -60,8 +60,8 @@ def datasheet_card(name: str) -> DatasheetCard | None:
     >>> card and card.memory
     (16, 450)
     """
-    found = (card for card in CARDS if any(is_word(w, name) for w in card.words))
-    return next(found, None)
+    result = (card for card in CARDS if any(is_word(w, name) for w in card.words))
+    return next(result, None)
 
 
 def is_word(word: str, name: str) -> bool:

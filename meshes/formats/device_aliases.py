@@ -163,15 +163,15 @@ def _one_device(text: str, guess: bool) -> AliasedDevice:
     ]
     notes: list[str] = []
     memory = _memory_of(name, bare=kinds[0].torus is None)
-    found = max(kinds, key=lambda one: one.kind.memory_bytes)
+    result = max(kinds, key=lambda one: one.kind.memory_bytes)
     if memory is not None:
-        found = _with_memory(kinds, found, memory, notes)
-    found = _with_power(found, family, name, notes)
+        result = _with_memory(kinds, result, memory, notes)
+    result = _with_power(result, family, name, notes)
     for word, (of, bandwidth) in _SLOW_NVLINK.items():
         if word in name:
-            found = _with_link(found, bandwidth)
+            result = _with_link(result, bandwidth)
             notes.append(f"{word.upper()} is {of.upper()} with 400 GB/s of NVLink")
-    return AliasedDevice(entry=found, count=count, notes=tuple(notes))
+    return AliasedDevice(entry=result, count=count, notes=tuple(notes))
 
 
 def _as_listed(found: CatalogueEntry, name: str, count: int | None) -> AliasedDevice:
@@ -190,15 +190,15 @@ def _unknown(text: str, name: str, count: int | None, guess: bool) -> AliasedDev
             f"device {quoted(text)} names no family of the catalogue; it has "
             f"{', '.join(f for f, _ in _FAMILIES)}"
         )
-    found, notes = (
+    unknown, notes = (
         entries()[UNKNOWN],
         [f"device {quoted(text)} is unknown: as {UNKNOWN}"],
     )
     memory = _memory_of(name)
     if memory is not None:
-        found = _with_memory([found], found, memory, notes)
+        unknown = _with_memory([unknown], unknown, memory, notes)
     return AliasedDevice(
-        entry=found, count=count, notes=tuple(notes), knows_memory=memory is not None
+        entry=unknown, count=count, notes=tuple(notes), knows_memory=memory is not None
     )
 
 
@@ -248,10 +248,10 @@ def _memory_of(name: str, *, bare: bool = True) -> int | None:
         if word in name:
             return size
     # The A10G is no A with 10 GB.
-    found = re.search(r"(?<![\d.])(?<!\ba)(\d{2,3})\s*(?:gb(?!/s|ps|it)|gib|g\b)", name)
+    match = re.search(r"(?<![\d.])(?<!\ba)(\d{2,3})\s*(?:gb(?!/s|ps|it)|gib|g\b)", name)
     if bare:
-        found = found or re.search(r"[a-z]\d*[ -](\d{2,3})(?![\dw.])\b", name)
-    size = int(found[1]) if found else 0
+        match = match or re.search(r"[a-z]\d*[ -](\d{2,3})(?![\dw.])\b", name)
+    size = int(match[1]) if match else 0
     return size if 8 <= size <= 288 else None
 
 

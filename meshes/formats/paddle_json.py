@@ -76,10 +76,10 @@ class _File:
 
     def machines(self) -> dict[int, list[int]]:
         """Numbers of the devices of each machine."""
-        found: dict[int, list[int]] = {}
+        machines: dict[int, list[int]] = {}
         for device in self.devices.values():
-            found.setdefault(device.machine, []).append(device.number)
-        return found
+            machines.setdefault(device.machine, []).append(device.number)
+        return machines
 
     def computing(self) -> list[_Device]:
         """The devices that compute, machine by machine."""
@@ -127,14 +127,14 @@ def from_data(data: Any, title: str) -> ClusterData:
         check_depth(data)
     except UnreadableFileError as error:
         raise WhaleError(f"{title}: {error}") from None
-    found = _read(data, problems)
+    result = _read(data, problems)
     problems.raise_if_any()
-    devices = found.computing()
-    rates = _rates(found, devices)
+    devices = result.computing()
+    rates = _rates(result, devices)
     _check_joined(devices, rates, problems)
     problems.raise_if_any()
     nodes, entries = _nodes(devices)
-    levels = _levels(found, devices, nodes, entries, rates)
+    levels = _levels(result, devices, nodes, entries, rates)
     platform = nodes[0].kind.platform
     try:
         return ClusterData(
@@ -151,7 +151,7 @@ def from_data(data: Any, title: str) -> ClusterData:
 
 
 def _read(data: Any, problems: Problems) -> _File:
-    found = _File(problems=problems)
+    result = _File(problems=problems)
     top = FileTable(_as_numbers(data), "", problems)
     apart = topo_machines(top)
     machines = top.tables("machines") if apart is None else apart
@@ -160,17 +160,19 @@ def _read(data: Any, problems: Problems) -> _File:
     if apart is None or "alpha_latency" in top:
         _check_alpha(top.table("alpha_latency"))
     top.report_unknown_keys()
-    pending = [table for i, m in enumerate(machines) for table in _machine(m, i, found)]
+    pending = [
+        table for i, m in enumerate(machines) for table in _machine(m, i, result)
+    ]
     for table in pending:
-        _read_link(table, found)
+        _read_link(table, result)
     if apart is not None and not problems:
-        for number, place in join_topo(found.machines(), found.links):
-            found.devices[number] = _Device(
+        for number, place in join_topo(result.machines(), result.links):
+            result.devices[number] = _Device(
                 number=number, machine=place, type="NIC", entry=None
             )
-    if not found.computing() and not problems:
+    if not result.computing() and not problems:
         problems.add("machines: no GPU and no CPU among their devices, expected some")
-    return found
+    return result
 
 
 def _machine(machine: FileTable, place: int, found: _File) -> list[FileTable]:

@@ -49,12 +49,12 @@ def topo_machines(top: FileTable) -> list[FileTable] | None:
         given = [("", top.data)]
     else:
         return None
-    found, first = [], 0
+    machines, first = [], 0
     for path, machine in given:
         numbered = _numbered(machine, first)
         first += max(1, len(_tables(machine, "devices")))
-        found.append(FileTable(numbered, path, top.problems))
-    return found
+        machines.append(FileTable(numbered, path, top.problems))
+    return machines
 
 
 def _several(meshes: FileTable, mesh: str, several: Any) -> Iterator[tuple[str, Any]]:

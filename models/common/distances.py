@@ -82,5 +82,5 @@ def relative_buckets(
     starts = jnp.asarray(bucket_starts(one_way, longest_distance), jnp.int32)
     distance = jnp.abs(ahead) if bidirectional else jnp.maximum(-ahead, 0)
     passed = distance[:, :, None] >= starts[None, None]
-    found = jnp.sum(passed.astype(jnp.int32), axis=-1, dtype=jnp.int32)
-    return jnp.where(ahead > 0, found + one_way, found) if bidirectional else found
+    result = jnp.sum(passed.astype(jnp.int32), axis=-1, dtype=jnp.int32)
+    return jnp.where(ahead > 0, result + one_way, result) if bidirectional else result

@@ -79,14 +79,14 @@ class RelativeBias(nn.Module):
             name="table",
             **kinds(config),
         )
-        found = relative_buckets(
+        call = relative_buckets(
             length,
             length,
             buckets=config.buckets,
             longest_distance=config.longest_distance,
             bidirectional=self.bidirectional,
         )
-        return jnp.transpose(table(found), (2, 0, 1))[None]
+        return jnp.transpose(table(call), (2, 0, 1))[None]
 
 
 class Attention(nn.Module):

@@ -43,13 +43,13 @@ def corrections(kinds: Sequence[DeviceKind], weights: str) -> tuple[float, ...]:
         One ratio for each kind; all are 1 unless the model was timed on every one: a
         correction of some kinds only would set measured beside predicted.
     """
-    found = []
+    result = []
     for kind in kinds:
         timed = [one for one in kind.timed_models if one.weights == weights]
         if not timed:
             return (1.0,) * len(kinds)
-        found.append(timed[-1].seconds / timed[-1].predicted_seconds)
-    return tuple(found)
+        result.append(timed[-1].seconds / timed[-1].predicted_seconds)
+    return tuple(result)
 
 
 def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
@@ -61,14 +61,14 @@ def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
     }
     if not any(timed.values()):
         return _weights_note(list(names))
-    if missing := [kind.display_name() for kind, found in timed.items() if not found]:
+    if missing := [kind.display_name() for kind, result in timed.items() if not result]:
         return (
             f"shares: this model was not timed on {', '.join(missing)}, so no timing "
             "counts. Run whalejax calibrate --model there"
         )
     words = ", ".join(
-        f"{kind.display_name()} {found[-1].seconds / found[-1].samples * 1e3:.3g} ms"
-        for kind, found in timed.items()
+        f"{kind.display_name()} {result[-1].seconds / result[-1].samples * 1e3:.3g} ms"
+        for kind, result in timed.items()
     )
     return f"shares: by this model's own samples, measured: {words} each"
 

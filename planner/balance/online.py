@@ -131,11 +131,11 @@ class Rebalance:
         idle = [i for i, (share, most) in pairs if most and not share]
         self._idle = self._idle + 1 if idle else 0
         if self._idle >= PROBE:
-            found = list(self.shares)
+            result = list(self.shares)
             for i in idle:
-                found[found.index(max(found))] -= 1
-                found[i] += 1
-            self.shares, self._idle = tuple(found), 0
+                result[result.index(max(result))] -= 1
+                result[i] += 1
+            self.shares, self._idle = tuple(result), 0
 
 
 def _before_and_after_seconds(seen: Sequence[float], count: int) -> tuple[float, float]:

@@ -288,12 +288,12 @@ def water_fill(
     _check_fractions(weights, most, total)
     # The device that is full first comes first; the others share what is left.
     order = sorted(range(len(weights)), key=lambda i: most[i] / weights[i])
-    found, left = [0.0] * len(weights), total
+    result, left = [0.0] * len(weights), total
     for place, i in enumerate(order):
         speed = math.fsum(weights[j] for j in order[place:])
-        found[i] = min(most[i], left * (weights[i] / speed))
-        left -= found[i]
-    return tuple(found)
+        result[i] = min(most[i], left * (weights[i] / speed))
+        left -= result[i]
+    return tuple(result)
 
 
 def _check_fractions(
@@ -329,11 +329,11 @@ def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     """
     whole = math.fsum(weights)
     exact = [total * (w / whole) for w in weights]
-    found = [int(x * (1 + 1e-12)) for x in exact]
-    order = sorted(range(len(exact)), key=lambda i: found[i] - exact[i])
-    for i in order[: total - sum(found)]:
-        found[i] += 1
-    return tuple(found)
+    remainder = [int(x * (1 + 1e-12)) for x in exact]
+    order = sorted(range(len(exact)), key=lambda i: remainder[i] - exact[i])
+    for i in order[: total - sum(remainder)]:
+        remainder[i] += 1
+    return tuple(remainder)
 
 
 def micro_batch_ranges(shares: Sequence[int]) -> list[range]:
@@ -376,17 +376,17 @@ def shares(
     bounds = [total] * len(seconds) if most is None else list(most)
     _check(total, seconds, bounds)
     # Nobody gets less than what all finish before the ideal time, rounded down.
-    found = _start(total, seconds, bounds)
+    result = _start(total, seconds, bounds)
     queue = [
-        ((found[i] + 1) * t, i) for i, t in enumerate(seconds) if found[i] < bounds[i]
+        ((result[i] + 1) * t, i) for i, t in enumerate(seconds) if result[i] < bounds[i]
     ]
     heapq.heapify(queue)
-    for _ in range(total - sum(found)):
+    for _ in range(total - sum(result)):
         _, i = heapq.heappop(queue)
-        found[i] += 1
-        if found[i] < bounds[i]:
-            heapq.heappush(queue, ((found[i] + 1) * seconds[i], i))
-    return tuple(found)
+        result[i] += 1
+        if result[i] < bounds[i]:
+            heapq.heappush(queue, ((result[i] + 1) * seconds[i], i))
+    return tuple(result)
 
 
 def _check(total: int, seconds: Sequence[float], bounds: Sequence[int]) -> None:

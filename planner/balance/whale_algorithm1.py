@@ -130,8 +130,8 @@ def uneven_shards(size: int, seconds: Sequence[float], *, multiple: int = 1) -> 
             "multiple that divides it"
         )
     pieces = size // multiple
-    found = balance(pieces, [Device(seconds=t) for t in seconds])
-    sizes = [count * multiple for count in found.pieces]
+    shards = balance(pieces, [Device(seconds=t) for t in seconds])
+    sizes = [count * multiple for count in shards.pieces]
     return Shards(
-        sizes=tuple(sizes), padded=max(sizes), gain=found.gain, bound=found.bound
+        sizes=tuple(sizes), padded=max(sizes), gain=shards.gain, bound=shards.bound
     )

@@ -127,11 +127,11 @@ def combining(
     tensors = sum(part.slices for part in parts)
     column = ranks * COLUMN * itemsize_bytes
     dots = DOT_NUMBERS * tensors * math.prod(mesh.values()) * itemsize_bytes
-    found = [_update_collective("all-to-all", (DATA,), column * (width + 1))]
+    result = [_update_collective("all-to-all", (DATA,), column * (width + 1))]
     for pairs in levels(ranks // node):
-        found.append(_update_collective("all-gather", every, dots * pairs))
-    found.append(_update_collective("all-gather", (DATA,), column * width))
-    return found
+        result.append(_update_collective("all-gather", every, dots * pairs))
+    result.append(_update_collective("all-gather", (DATA,), column * width))
+    return result
 
 
 def within_ranks(collectives: Sequence[Collective]) -> list[Collective]:

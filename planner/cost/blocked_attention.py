@@ -35,13 +35,13 @@ def _block_shapes(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, 
     """``busiest_share`` on devices with so many rows each, one by one."""
     sizes = np.rint(product.m / np.asarray(rows)).astype(np.int64)
     sizes, across = np.broadcast_arrays(sizes, np.asarray(columns).astype(np.int64))
-    found = [
+    block_shapes = [
         _busiest(product.m, int(number), int(size), causal=product.zigzag)
         for size, number in zip(sizes.ravel(), across.ravel(), strict=True)
     ]
     if not sizes.ndim:
-        return found[0]
-    height, width, share = np.array(found).reshape(*sizes.shape, 3).T
+        return block_shapes[0]
+    height, width, share = np.array(block_shapes).reshape(*sizes.shape, 3).T
     return height.T, width.T, share.T
 
 

@@ -271,15 +271,15 @@ def torus_reduces_whole(
     """
     names = list(mesh)
     columns = dict(zip(names, np.broadcast_arrays(*mesh.values()), strict=True))
-    found = np.zeros(len(columns[names[0]]), bool)
-    for joined, rows in axis_sets(added, len(found)):
+    whole = np.zeros(len(columns[names[0]]), bool)
+    for joined, rows in axis_sets(added, len(whole)):
         ordered = [
             (np.full(len(rows), names.index(axis)), columns[axis][rows])
             for axis in reversed(names)
         ]
         spans = spans_of(joined, ordered, names, cluster)
-        found[rows] = _reduces_whole("reduce-scatter", spans, cluster)
-    return found
+        whole[rows] = _reduces_whole("reduce-scatter", spans, cluster)
+    return whole
 
 
 def _spans(stride: np.ndarray, size: np.ndarray, cluster: Cluster) -> Spans:

@@ -73,13 +73,13 @@ class LayoutGrid:
     def _of_home(self, home: int) -> list[tuple[Table, np.ndarray]]:
         """Distinct tables of a TaskGraph, with the indices of their layouts."""
         if home not in self._homes:
-            found: dict[object, tuple[Table, list[np.ndarray]]] = {}
+            result: dict[object, tuple[Table, list[np.ndarray]]] = {}
             for index, tables in enumerate(self.tables):
                 rows = np.flatnonzero(self.table == index)
                 if len(rows):
                     key = tuple(sorted(tables[home].items()))
-                    found.setdefault(key, (tables[home], []))[1].append(rows)
-            self._homes[home] = [(t, np.concatenate(r)) for t, r in found.values()]
+                    result.setdefault(key, (tables[home], []))[1].append(rows)
+            self._homes[home] = [(t, np.concatenate(r)) for t, r in result.values()]
         return self._homes[home]
 
     def hits(
@@ -176,8 +176,8 @@ class LayoutCases:
     @functools.cached_property
     def table(self) -> np.ndarray:
         """Index of each case's tables."""
-        found: np.ndarray = self.grid.table[self.row]
-        return found
+        table: np.ndarray = self.grid.table[self.row]
+        return table
 
     @functools.cached_property
     def mesh(self) -> Mapping[str, np.ndarray]:
@@ -200,30 +200,30 @@ class LayoutCases:
 
     def take(self, rows: np.ndarray) -> LayoutCases:
         """Select some of the cases."""
-        found = LayoutCases(
+        result = LayoutCases(
             grid=self.grid,
             row=self.row[rows],
             zero=self.zero[rows],
             count=self.count[rows],
         )
-        found._origin.append((self, rows))
-        return found
+        result._origin.append((self, rows))
+        return result
 
     def with_count(self, count: np.ndarray) -> LayoutCases:
         """The same layouts with other numbers of micro-batches."""
-        found = dataclasses.replace(self, count=count)
-        found._origin.append((self, np.arange(len(self))))
-        return found
+        result = dataclasses.replace(self, count=count)
+        result._origin.append((self, np.arange(len(self))))
+        return result
 
     @functools.cached_property
     def batches(self) -> list[tuple[Mapping[int, Table], np.ndarray]]:
         """Tables that some case has, with the indices of their cases."""
         order = np.argsort(self.table, kind="stable")
-        found, first = np.unique(self.table[order], return_index=True)
-        split = np.split(order, first[1:]) if len(found) else []
+        batches, first = np.unique(self.table[order], return_index=True)
+        split = np.split(order, first[1:]) if len(batches) else []
         return [
             (self.grid.tables[index], rows)
-            for index, rows in zip(found.tolist(), split, strict=True)
+            for index, rows in zip(batches.tolist(), split, strict=True)
         ]
 
     def cuts(self, facts: LeafFacts) -> list[tuple[np.ndarray, Cuts]]:
@@ -237,9 +237,9 @@ class LayoutCases:
 
     def _known_cuts(self, facts: LeafFacts) -> list[Cuts]:
         if id(facts) not in self._cuts:
-            found = self._cuts_of_origin(facts)
-            if found is None:
-                found = [
+            cuts = self._cuts_of_origin(facts)
+            if cuts is None:
+                cuts = [
                     leaf_shard_counts(
                         facts,
                         tables,
@@ -248,7 +248,7 @@ class LayoutCases:
                     )
                     for tables, rows in self.batches
                 ]
-            self._cuts[id(facts)] = facts, found
+            self._cuts[id(facts)] = facts, cuts
         return self._cuts[id(facts)][1]
 
     def _cuts_of_origin(self, facts: LeafFacts) -> list[Cuts] | None:

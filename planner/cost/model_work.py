@@ -124,7 +124,7 @@ def _expert_shares(
     """Parameters of which a token meets a part: by tensor, the part."""
     weight = graph.weight_tensors()
     origin = _parameter_of(graph, weight)
-    found: dict[int, float] = {}
+    expert_shares: dict[int, float] = {}
     for op in products:
         if op.matmul is None or op.kind == ATTENTION:
             continue
@@ -143,8 +143,8 @@ def _expert_shares(
         share = met / max(1, rows)
         if taken and met < rows:  # Else each of them computes for every token.
             share = taken / experts
-        found[param] = min(1.0, max(found.get(param, 0.0), share))
-    return found
+        expert_shares[param] = min(1.0, max(expert_shares.get(param, 0.0), share))
+    return expert_shares
 
 
 def _choices(graph: Graph, experts: int) -> int:
@@ -175,15 +175,15 @@ def _experts(graph: Graph, op: Op) -> int:
 
 def _parameter_of(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
     """Returns the parameter of each tensor that follows from one parameter alone."""
-    found = {t.id: t.id for t in graph.params}
+    parameter = {t.id: t.id for t in graph.params}
     for op in graph.ops:
-        origins = {found[t] for t in op.operands if t in found}
+        origins = {parameter[t] for t in op.operands if t in parameter}
         for slot, result in enumerate(op.results):
             if not weight[result]:
                 continue
             if len(origins) == 1:
-                found[result] = next(iter(origins))
-            elif slot < len(op.operands) and op.operands[slot] in found:
+                parameter[result] = next(iter(origins))
+            elif slot < len(op.operands) and op.operands[slot] in parameter:
                 # A loop ties its results to what goes in, one by one.
-                found[result] = found[op.operands[slot]]
-    return found
+                parameter[result] = parameter[op.operands[slot]]
+    return parameter

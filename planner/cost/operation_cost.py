@@ -533,15 +533,15 @@ def _spec(
 
 def _common(layouts: Sequence[Spec]) -> Mapping[str, int]:
     """Axes that shard the same dimension in every layout, with that dimension."""
-    found: dict[str, int] | None = None
+    common: dict[str, int] | None = None
     for layout in layouts:
         here = {axis: dim for dim, axes in enumerate(layout) for axis in axes}
-        found = (
+        common = (
             here
-            if found is None
-            else {a: d for a, d in found.items() if here.get(a) == d}
+            if common is None
+            else {a: d for a, d in common.items() if here.get(a) == d}
         )
-    return found or {}
+    return common or {}
 
 
 class _Path:

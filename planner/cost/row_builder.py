@@ -234,7 +234,7 @@ class Views:
         number = self._layouts.get(key)
         if number is None:
             # Shapes of one dimension less or more may give an equal slot.
-            found = Slot(
+            slot = Slot(
                 layout=layout,
                 sizes=sizes[tensor],
                 nbytes=t.nbytes,
@@ -242,9 +242,9 @@ class Views:
                 differentiable=t.differentiable,
                 weight=weight[tensor],
             )
-            number = self._layouts[key] = _number(found, self._slot_numbers)
+            number = self._layouts[key] = _number(slot, self._slot_numbers)
             if number == len(self.slot_kinds):
-                self.slot_kinds.append(found)
+                self.slot_kinds.append(slot)
         return number
 
     def _numbered(self, index: int, op: Op) -> int | None:
@@ -357,17 +357,17 @@ class Views:
         kernels: Sequence[int | None],
     ) -> tuple[int, ...]:
         """Operands that come from memory: not those fused in from a neighbour."""
-        found = [slot for slot, t in enumerate(op.operands) if in_memory[t]]
+        reads = [slot for slot, t in enumerate(op.operands) if in_memory[t]]
         kernel = kernels[index]
         if kernel is None:
-            return tuple(found)
+            return tuple(reads)
 
         def reads_first(tensor: int) -> bool:
             """Whether no earlier operation of its kernel has read the value."""
             here = (i for i, _ in self.readers[tensor] if kernels[i] == kernel)
             return index == next(here)
 
-        return tuple(slot for slot in found if reads_first(op.operands[slot]))
+        return tuple(slot for slot in reads if reads_first(op.operands[slot]))
 
     def _in_memory(self, tensor: int, kernels: Sequence[int | None]) -> bool:
         """Whether a value is ever written: it stays on chip between fused neighbours.

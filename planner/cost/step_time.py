@@ -306,8 +306,8 @@ class _StageTimes:
         self, slot: Slot, home: int, fused: FusedLayout | None = None
     ) -> np.ndarray:
         """A number for each case, equal where a value has the same layout."""
-        found = self.cases.grid.codes(slot.layout, slot.sizes, home, fused)
-        some: np.ndarray = found[self.cases.row]
+        codes = self.cases.grid.codes(slot.layout, slot.sizes, home, fused)
+        some: np.ndarray = codes[self.cases.row]
         return some
 
     def _equal_groups(
@@ -517,15 +517,15 @@ class _Links:
 
     def at(self, inverse: np.ndarray, cases: LayoutCases) -> _Links:
         """Returns the sums so far, for cases that equal these."""
-        found = copy.copy(self)
-        found.cases = cases
-        found.seconds = defaultdict(
+        result = copy.copy(self)
+        result.cases = cases
+        result.seconds = defaultdict(
             lambda: np.zeros(len(cases)),
             {what: values[inverse] for what, values in self.seconds.items()},
         )
-        found.wire, found.gathered = self.wire[inverse], self.gathered[inverse]
-        found.place = self.place[inverse]
-        return found
+        result.wire, result.gathered = self.wire[inverse], self.gathered[inverse]
+        result.place = self.place[inverse]
+        return result
 
     def _spans(self, axes: tuple[str, ...]) -> Any:
         names = list(self.mesh)

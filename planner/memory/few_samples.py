@@ -97,11 +97,11 @@ class FewSamples:
 
     def before(self, end: int, region: int | None = None) -> Counter[TensorEntry]:
         """Returns such buffers of the operations of a region before another."""
-        found: Counter[TensorEntry] = Counter()
+        result: Counter[TensorEntry] = Counter()
         for i, entries in self.kept.items():
             if i < end and self.graph.ops[i].remat == region:
-                found += entries
-        return found
+                result += entries
+        return result
 
     def working(self, number: int) -> Counter[TensorEntry]:
         """Returns the temporaries of an operation's backward pass.

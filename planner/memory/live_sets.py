@@ -156,13 +156,13 @@ class StepLiveness:
 
     def _numbered(self, row: Mapping[TensorEntry, float]) -> Counts:
         """A row by numbers of its entries."""
-        found: dict[int, float] = {}
+        result: dict[int, float] = {}
         for entry, times in row.items():
             number = self._number_of.get(entry)
             if number is None:
                 number = self._number_of[entry] = self._number(entry)
-            found[number] = found.get(number, 0.0) + times
-        return found
+            result[number] = result.get(number, 0.0) + times
+        return result
 
     def _number(self, entry: TensorEntry) -> int:
         tensor, nbytes, at, few = entry
@@ -229,14 +229,14 @@ def _joined_at_the_end(
     """See ``SavedTensorGroup.last``; extents, along which windows slide, are not
     joined.
     """
-    found, last = 1, layout[-1] if layout else ()
-    while last and found < len(layout):
-        before = layout[-found - 1]
+    result, last = 1, layout[-1] if layout else ()
+    while last and result < len(layout):
+        before = layout[-result - 1]
         if not before or not slid.isdisjoint(before) or before + last not in joined:
             break
         last = before + last
-        found += 1
-    return found
+        result += 1
+    return result
 
 
 class _Kinds:
@@ -267,12 +267,12 @@ class _Kinds:
 
     def full(self, row: Counts) -> list[float]:
         """Returns the number of tensors of each kind."""
-        found = [0.0] * len(self.kinds)
+        full = [0.0] * len(self.kinds)
         for entry, times in row.items():
-            found[self.kind_of[entry]] += times
-        return found
+            full[self.kind_of[entry]] += times
+        return full
 
     def table(self, rows: Sequence[Counts]) -> np.ndarray:
         """The same of several rows, equal ones once."""
-        found = dict.fromkeys(tuple(self.full(row)) for row in rows)
-        return np.array([*found] or [(0.0,) * len(self.kinds)])
+        table = dict.fromkeys(tuple(self.full(row)) for row in rows)
+        return np.array([*table] or [(0.0,) * len(self.kinds)])

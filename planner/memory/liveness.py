@@ -80,12 +80,12 @@ def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
         graph: the captured loss.
         weight: for every tensor, whether it depends on parameters alone.
     """
-    found: set[int] = set()
+    operands: set[int] = set()
     for op in graph.ops:
         if op.regathers and op.remat is None and op.trip == 1:
             data = [t for t in op.operands[:2] if not weight[t]]
-            found.update(data if len(data) == 1 else ())
-    return frozenset(found)
+            operands.update(data if len(data) == 1 else ())
+    return frozenset(operands)
 
 
 class TensorUses:
@@ -141,35 +141,35 @@ class TensorUses:
 
     def _data(self) -> list[bool]:
         """For every tensor: it depends on the batch, or on masks that are kept."""
-        found = [t.kind == "batch" for t in self.graph.tensors]
-        drawn = [False] * len(found)
+        data = [t.kind == "batch" for t in self.graph.tensors]
+        drawn = [False] * len(data)
         for op in self.graph.ops:
             random = op.kind == "random_bits" or any(drawn[t] for t in op.operands)
-            if any(found[t] for t in op.operands):
+            if any(data[t] for t in op.operands):
                 for t in op.results:
-                    found[t] = True
+                    data[t] = True
             elif random and self.compiler.keeps_masks:
                 for t in op.results:
-                    found[t] = self.graph.tensors[t].dtype == "bool"
-                    drawn[t] = not found[t]
-                    self.masks |= {t} if found[t] else set()
-        return found
+                    data[t] = self.graph.tensors[t].dtype == "bool"
+                    drawn[t] = not data[t]
+                    self.masks |= {t} if data[t] else set()
+        return data
 
     def _homes(self) -> dict[int, int]:
         """The operation where each tensor is at home: its maker, or first reader."""
-        found: dict[int, int] = {}
+        homes: dict[int, int] = {}
         for i, op in enumerate(self.graph.ops):
             for t in (*op.results, *op.operands):
-                found.setdefault(t, i)
-        return found
+                homes.setdefault(t, i)
+        return homes
 
     def _regions(self) -> dict[int, list[int]]:
         """The operations of each checkpointed region."""
-        found: dict[int, list[int]] = {}
+        regions: dict[int, list[int]] = {}
         for i, op in enumerate(self.graph.ops):
             if op.remat is not None:
-                found.setdefault(op.remat, []).append(i)
-        return found
+                regions.setdefault(op.remat, []).append(i)
+        return regions
 
     def _spans(self) -> list[Span]:
         ops = self.graph.ops
@@ -180,15 +180,15 @@ class TensorUses:
         cuts.append(len(ops))
         outside = sum(op.trip == 1 for op in ops)
         step = max(1, math.ceil(outside / _PIECES))
-        found = []
+        spans = []
         for first, end in zip(cuts, cuts[1:], strict=False):
             if first < end and ops[first].trip > 1:
-                found.append(Span(first, end, True))
+                spans.append(Span(first, end, True))
                 continue
-            found += [
+            spans += [
                 Span(at, min(end, at + step), False) for at in range(first, end, step)
             ]
-        return found or [Span(0, 0, False)]
+        return spans or [Span(0, 0, False)]
 
     def _parameters(self) -> tuple[list[int], list[list[int]]]:
         """For each parameter: its last reader, and all that are no weights' own."""
@@ -213,7 +213,7 @@ class TensorUses:
         Args:
             until: operations to that for which their result is written, if later.
         """
-        found = np.zeros((len(self.spans), len(self.users)), int)
+        result = np.zeros((len(self.spans), len(self.users)), int)
         ends = [span.end for span in self.spans]
         for leaf, places in enumerate(self.users):
             for at in places:
@@ -222,9 +222,9 @@ class TensorUses:
                     bisect_right(ends, until.get(at, at)),
                 )
                 how = 1 if self.graph.ops[at].matmul is None else 2
-                here = found[first : last + 1, leaf]
+                here = result[first : last + 1, leaf]
                 np.maximum(here, how, out=here)
-        return found
+        return result
 
     @functools.cached_property
     def directly(self) -> np.ndarray:
@@ -237,13 +237,13 @@ class TensorUses:
     def reread(self) -> np.ndarray:
         """See ``StepLiveness.reread``."""
         times, spans = rereads(self.graph, self.weight), self.spans
-        found = np.zeros((len(spans), len(self.users)), bool)
+        reread = np.zeros((len(spans), len(self.users)), bool)
         ends = [span.end for span in spans]
         for leaf, places in enumerate(self.users):
             for at in places:
                 if times[at] > 1 and self.graph.ops[at].matmul is not None:
-                    found[bisect_right(ends, at), leaf] = True
-        return found
+                    reread[bisect_right(ends, at), leaf] = True
+        return reread
 
 
 class Timeline:
@@ -309,7 +309,7 @@ class Timeline:
         """
         if not self.compiler.repeats:
             return set()
-        tensors, found = self.graph.tensors, set()
+        tensors, result = self.graph.tensors, set()
         for op in self.graph.ops:
             if op.matmul is None or op.remat is not None or op.trip > 1:
                 continue
@@ -318,9 +318,9 @@ class Timeline:
                     s for s in self.sources(t) if tensors[s].nbytes > tensors[t].nbytes
                 ]
                 if wider and self._value(t):
-                    found.add(t)
+                    result.add(t)
         self._sources.clear()
-        return found
+        return result
 
     def _pooled(self) -> set[int]:
         """Returns the values that windows choose from: their gradients are scattered to
@@ -389,21 +389,21 @@ class Timeline:
             return frozenset()
         if not made_of:
             return frozenset({tensor})
-        found = frozenset[int]().union(*(self._sources[t, region] for t in made_of))
+        result = frozenset[int]().union(*(self._sources[t, region] for t in made_of))
         size = self.graph.tensors[tensor].nbytes
-        large = [t for t in found if self.graph.tensors[t].nbytes * SMALL > size]
+        large = [t for t in result if self.graph.tensors[t].nbytes * SMALL > size]
         adds = self.graph.ops[self.maker[tensor]].kind in _SUMS
-        return frozenset({tensor}) if adds and len(large) > 1 else found
+        return frozenset({tensor}) if adds and len(large) > 1 else result
 
     def _hard(self) -> set[int]:
         """Returns the tensors that are materialised because an operation that does not
         fuse reads them.
         """
-        found: set[int] = set()
+        hard: set[int] = set()
         for op in self.graph.ops:
             for t in op.operands if _hard(op) else ():
-                found |= self.sources(t, op.remat)
-        return found
+                hard |= self.sources(t, op.remat)
+        return hard
 
     def _lean(self, kept: dict[int, int], region: int | None) -> dict[int, int]:
         """Without what is computed again from what is kept anyway.
@@ -422,10 +422,10 @@ class Timeline:
                 return op.kind in SPREAD
             return op.elementwise and op.kind not in _LONG
 
-        found = {t: first for t, first in kept.items() if not again(t)}
-        firm = {*found}
+        lean = {t: first for t, first in kept.items() if not again(t)}
+        firm = {*lean}
         for t, first in sorted(kept.items(), key=lambda pair: self.maker[pair[0]]):
-            if t in found:
+            if t in lean:
                 continue
             base: set[int] = set()
             for operand in ops[self.maker[t]].operands:
@@ -434,11 +434,11 @@ class Timeline:
             base = {b for b in base if self.graph.tensors[b].nbytes * SMALL > size}
             if all(b in firm or b in self.hard for b in base):
                 for b in base:
-                    found[b] = min(found.get(b, first), first)
+                    lean[b] = min(lean.get(b, first), first)
             else:
-                found[t] = first
+                lean[t] = first
             firm.add(t)
-        return found
+        return lean
 
     def _saved(self) -> dict[tuple[int, int], tuple[int, int, int]]:
         """(Tensor, copy) to first reader, bytes and home, outside regions."""
@@ -464,26 +464,26 @@ class Timeline:
                         kept.setdefault(b, i)
         kept = self._lean(kept, None)
         home = self.homes
-        found = {}
+        result = {}
         for t, first in kept.items():
             times = ops[self.maker[t]].trip if t in self.maker else 1
-            found[t, 0] = first, self._nbytes(t) * times, home.get(t, NOWHERE)
+            result[t, 0] = first, self._nbytes(t) * times, home.get(t, NOWHERE)
         for i, op in enumerate(ops if self.compiler.copies_kernels else ()):
             turned = op.kind == CONVOLUTION and op.remat is None
             if turned and self.graph.tensors[op.operands[0]].differentiable:
                 kernel = op.operands[1]
                 nbytes = self._nbytes(kernel) * op.trip
-                found[kernel, -1 - i] = i, nbytes, home.get(kernel, NOWHERE)
+                result[kernel, -1 - i] = i, nbytes, home.get(kernel, NOWHERE)
         loop = next((s.first for s in self.spans if s.loop), 0)
         for copy, one in enumerate(self._loop_residuals(), start=1):
             at = max(self.maker.get(one.tensor, loop), loop)
             first = next((s.first for s in self.spans if s.first <= at < s.end), loop)
-            found[one.tensor, copy] = (
+            result[one.tensor, copy] = (
                 first,
                 self._kept_bytes(one) * one.trip,
                 self._kept_by(one),
             )
-        return found
+        return result
 
     def _kept_by(self, one: Stacked) -> int:
         """The operation as whose a loop keeps a value: its reader, or its maker."""
@@ -501,20 +501,20 @@ class Timeline:
             (self.graph.tensors[t].shape, self.graph.tensors[t].nbytes)
             for t in self.waiting
         )
-        found = []
+        loop_residuals = []
         for one in self.graph.stacked:
             key = self.graph.tensors[one.tensor].shape, one.nbytes
             if away[key]:
                 away[key] -= 1
             else:
-                found.append(one)
-        return found
+                loop_residuals.append(one)
+        return loop_residuals
 
     def waits(self) -> Counter[TensorEntry]:
         """Returns the values in host memory at the end of the forward pass."""
-        found: Counter[TensorEntry] = Counter()
+        waits: Counter[TensorEntry] = Counter()
         if not self.waiting:
-            return found
+            return waits
         trips = {
             t: op.trip
             for op in self.graph.ops
@@ -523,19 +523,19 @@ class Timeline:
         }
         for t, copies in self.waiting.items():
             nbytes, home = self.graph.tensors[t].nbytes, self.homes.get(t, NOWHERE)
-            found[TensorEntry(t, nbytes, home)] += copies * trips[t]
-        return found
+            waits[TensorEntry(t, nbytes, home)] += copies * trips[t]
+        return waits
 
     @functools.cached_property
     def _fetched(self) -> dict[int, list[int]]:
         """For each checkpointed region, what comes back from host memory for it."""
-        found: dict[int, dict[int, None]] = {}
+        result: dict[int, dict[int, None]] = {}
         for op in self.graph.ops if self.waiting else ():
             if op.remat is not None:
                 slots = op.operands + op.results
                 here = (t for t in slots if t in self.waiting)
-                found.setdefault(op.remat, {}).update(dict.fromkeys(here))
-        return {region: [*tensors] for region, tensors in found.items()}
+                result.setdefault(op.remat, {}).update(dict.fromkeys(here))
+        return {region: [*tensors] for region, tensors in result.items()}
 
     @functools.cached_property
     def _saved_entries(self) -> list[tuple[int, int, TensorEntry]]:
@@ -569,11 +569,11 @@ class Timeline:
         What is read before a span and behind it, as skip connections are, has a part of
         its gradient from its last reader on, and waits with it for the others.
         """
-        found: Counter[TensorEntry] = Counter()
+        gradients: Counter[TensorEntry] = Counter()
         for t, last in self._last_readers.items():
             if last >= span.end and self.maker.get(t, last) < span.first:
-                found[self._entry(t)] += 1
-        return found
+                gradients[self._entry(t)] += 1
+        return gradients
 
     def postponed_behind(self, span: Span) -> Counter[TensorEntry]:
         """Returns the tensors that postponed products of weights' gradients will read.
@@ -594,7 +594,7 @@ class Timeline:
 
     def _products_put_off(self) -> list[_PutOff]:
         """Products whose weights' gradients may be put off, in program order."""
-        found: list[_PutOff] = []
+        products_put_off: list[_PutOff] = []
         for i, op in enumerate(self.graph.ops):
             if op.trip > 1 or op.remat is not None or op.matmul is None:
                 continue
@@ -611,8 +611,8 @@ class Timeline:
                 for t in self.sources(data[0]) | fused | inside
                 for first, nbytes, home in [self.saved.get((t, 0), (0, 0, NOWHERE))]
             ]
-            found.append((i, gradients, saved))
-        return found
+            products_put_off.append((i, gradients, saved))
+        return products_put_off
 
     def _part_of(self, tensor: int) -> int:
         """The sum of values that a value is a part of, as of a residual, or itself.
@@ -631,15 +631,15 @@ class Timeline:
 
     def _read_last(self) -> dict[int, int]:
         """The last reader of each value with a gradient, outside loops and regions."""
-        found: dict[int, int] = {}
+        last: dict[int, int] = {}
         for i, op in enumerate(self.graph.ops):
             for t in op.operands:
                 made = self.graph.ops[self.maker[t]] if t in self.maker else None
                 if made is None or made.trip > 1 or made.remat is not None:
                     continue
                 if self._value(t) and self.graph.tensors[t].differentiable:
-                    found[t] = i
-        return found
+                    last[t] = i
+        return last
 
     def _fused_gradients(self) -> set[int]:
         """Results of products whose gradients are not in memory.
@@ -647,14 +647,16 @@ class Timeline:
         All that is computed of logits ends in numbers of rows: from these and from the
         logits, fusions make their gradient inside each product that reads it.
         """
-        found: set[int] = set()
+        fused_gradients: set[int] = set()
         readers: dict[int, list[Op]] = {}
         for op in reversed(self.graph.ops if self.compiler.fuses_products else ()):
             for t in op.operands:
                 readers.setdefault(t, []).append(op)
             if op.matmul is not None and op.chunks == 1 and op.trip == 1:
-                found.update(t for t in op.results if self._ends_in_rows(t, readers))
-        return found
+                fused_gradients.update(
+                    t for t in op.results if self._ends_in_rows(t, readers)
+                )
+        return fused_gradients
 
     def _ends_in_rows(self, tensor: int, readers: Mapping[int, list[Op]]) -> bool:
         """Returns whether all readers of a value fuse, until rows are reduced to
@@ -808,7 +810,7 @@ class Timeline:
         The operands and the gradients of those products behind an operation whose
         results other products of the loop read.
         """
-        ops, found = self.graph.ops, dict[int, None]()
+        ops, result = self.graph.ops, dict[int, None]()
         for j in range(at + 1, span.end):
             read = [t for t in ops[j].operands[:2] if self._value(t)]
             makers = {
@@ -819,8 +821,8 @@ class Timeline:
             for i in sorted(makers):
                 if i > at and ops[i].matmul is not None and ops[i].kind != ATTENTION:
                     data = [t for t in ops[i].operands[:2] if self._value(t)]
-                    found |= dict.fromkeys((*data, *ops[i].results))
-        return found
+                    result |= dict.fromkeys((*data, *ops[i].results))
+        return result
 
     def _scatters(self, op: Op) -> bool:
         """Its gradient goes to what its windows chose."""
@@ -835,13 +837,13 @@ class Timeline:
         return 0.75 if self.halves and wide and not self.narrow[tensor] else 1.0
 
     def _entry(self, tensor: int) -> TensorEntry:
-        found = self._entries.get(tensor)
-        if found is None:
+        entry = self._entries.get(tensor)
+        if entry is None:
             home = self.homes.get(tensor, NOWHERE)
-            found = self._entries[tensor] = TensorEntry(
+            entry = self._entries[tensor] = TensorEntry(
                 tensor, self._nbytes(tensor), home
             )
-        return found
+        return entry
 
     def _nbytes(self, tensor: int) -> int:
         made = self.maker.get(tensor)
@@ -895,7 +897,7 @@ class Timeline:
         Such as logits in float32 for the lookup of labels: the product writes that
         form too, so that its weight is there with it.
         """
-        found: dict[int, int] = {}
+        written_until: dict[int, int] = {}
         for j, op in enumerate(self.graph.ops):
             if not _hard(op) or op.trip > 1:
                 continue
@@ -903,8 +905,8 @@ class Timeline:
                 for source in self.sources(t, op.remat) - {t}:
                     i = self.maker.get(source, j)
                     if self.graph.ops[i].matmul is not None and i < j:
-                        found[i] = j
-        return found
+                        written_until[i] = j
+        return written_until
 
 
 def _hard(op: Op) -> bool:

@@ -175,8 +175,8 @@ class _PeakInputs:
 
     def of_groups(self, name: str) -> np.ndarray:
         """A number of each group, as a column."""
-        found = np.array([float(getattr(g, name)) for g, _ in self.facts.groups])
-        return found[:, None]
+        result = np.array([float(getattr(g, name)) for g, _ in self.facts.groups])
+        return result[:, None]
 
     @property
     def counts(self) -> np.ndarray:
@@ -186,8 +186,8 @@ class _PeakInputs:
     @property
     def once(self) -> np.ndarray:
         """Whether the parameters of each group are read outside loops, as a column."""
-        found: np.ndarray = self.found.turns[:, None] == 1
-        return found
+        once: np.ndarray = self.found.turns[:, None] == 1
+        return once
 
 
 def _parameter_bytes(c: _PeakInputs, cast_bytes: float) -> _ParameterBytes:
@@ -321,19 +321,19 @@ def _gathered_weight_bytes(
         first: Number of each group's parameters that are gathered before anything is
             computed.
     """
-    found = c.found
-    reread = found.reread * c.s.cluster.compiler.merge_partials
+    result = c.found
+    reread = result.reread * c.s.cluster.compiler.merge_partials
     half, there = len(reread) // 2, c.stage.has_group
     rest = (leaves.gathered - first) * there
     fresh = leaves.fresh * there
     held, made = (np.zeros((len(reread), c.number)) for _ in range(2))
     apart = reread == 0
     for place in range(len(c.cuts)):
-        one = (apart[:, place] * found.held[:, place])[:, None] * rest[place]
+        one = (apart[:, place] * result.held[:, place])[:, None] * rest[place]
         np.maximum(held, one, out=held)
-        new = (apart[:, place] * found.made[:, place])[:, None] * fresh[place]
+        new = (apart[:, place] * result.made[:, place])[:, None] * fresh[place]
         np.maximum(made, one + new, out=made)
-    fetched = found.held @ (leaves.fetched * there)
+    fetched = result.held @ (leaves.fetched * there)
     if reread.any():
         fetched = fetched + reread @ (
             LOOP_COPIES * leaves.gathered * c.stage.group_shares
@@ -467,13 +467,13 @@ def _span_moments(
     postpones: bool,
 ) -> tuple[_ParameterBytes, _MomentBytes]:
     """Every span, and what stands before the first and behind the last."""
-    found, compiler = c.found, c.s.cluster.compiler
+    result, compiler = c.found, c.s.cluster.compiler
     saved, leaves = _saved_bytes(c, leaves, kinds, in_flight, postpones=postpones)
-    worked = kinds * (np.asarray(c.stage.tensor_shares(found)) > 0)
+    worked = kinds * (np.asarray(c.stage.tensor_shares(result)) > 0)
     working, making = (
         np.maximum.reduceat(rows @ worked, starts, axis=0)
         for rows, starts in zip(
-            (found.working, found.making), found.starts, strict=True
+            (result.working, result.making), result.starts, strict=True
         )
     )
     first, ready = _gathered_first(c, leaves, compiler)

@@ -43,19 +43,19 @@ def patterns(graph: Graph) -> frozenset[str]:
         Names, such as ``"2-D convolutions"`` or ``"sorts"``; empty for layers of
         products, attention and elementwise operations.
     """
-    found = {_BY_KIND[op.kind] for op in graph.ops if op.kind in _BY_KIND}
+    result = {_BY_KIND[op.kind] for op in graph.ops if op.kind in _BY_KIND}
     for op in graph.ops:
         if op.kind == CONVOLUTION:
             rank = len(graph.tensors[op.operands[0]].shape) - 2
-            found.add(f"{rank}-D convolutions")
-    found |= {f"{name} (which has no rule)" for name in graph.unknown_primitives}
+            result.add(f"{rank}-D convolutions")
+    result |= {f"{name} (which has no rule)" for name in graph.unknown_primitives}
     times = rereads(graph, graph.weight_tensors())
     products = (n for op, n in zip(graph.ops, times, strict=True) if op.matmul)
     if any(n > 1 for n in products):
-        found.add("weights that every turn of a loop reads")
+        result.add("weights that every turn of a loop reads")
     if are_most(looked_up_tables(graph), graph.params):
-        found.add("tables that hold most parameters")
-    return frozenset(found)
+        result.add("tables that hold most parameters")
+    return frozenset(result)
 
 
 def unmeasured(graph: Graph) -> tuple[str, ...]:

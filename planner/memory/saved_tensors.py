@@ -183,12 +183,12 @@ def _kernels(
     graph: Graph, dims: Dimensions, convolutions: Sequence[Op], *, loops: bool
 ) -> tuple[SavedTensorGroup, ...]:
     """The turned kernels of some convolutions; of a loop those of all turns, or one."""
-    found: list[SavedTensorGroup] = []
+    kernels: list[SavedTensorGroup] = []
     for op in convolutions:
         times = op.trip if loops else 1
         entry = {op.operands[1]: (times, op.task_graph)}
-        found += fold_kept(graph, dims, entry)
-    return tuple(found)
+        kernels += fold_kept(graph, dims, entry)
+    return tuple(kernels)
 
 
 class _MaterializedTensors:
@@ -233,7 +233,7 @@ class _MaterializedTensors:
 
     def behind(self, tensor: int) -> set[int]:
         """The tensors from which fusions rebuild a value; itself if none can."""
-        found: set[int] = set()
+        behind: set[int] = set()
         seen: set[int] = set()
         stack = [tensor]
         while stack:
@@ -254,20 +254,20 @@ class _MaterializedTensors:
             if rebuilt and op is not None:
                 stack.extend(op.operands)
             else:
-                found.add(t)
-        return found
+                behind.add(t)
+        return behind
 
 
 def _producer_kinds(graph: Graph, weight: Sequence[bool]) -> dict[int, str]:
     """Returns ``SavedTensorGroup.made`` of every tensor that has one."""
-    found: dict[int, str] = {}
+    producer_kinds: dict[int, str] = {}
     for op in graph.ops:
         weighs = sum(weight[t] for t in op.operands[:2]) == 1 < len(op.operands)
         if op.kind == "name":
-            found.update(dict.fromkeys(op.results, "name"))
+            producer_kinds.update(dict.fromkeys(op.results, "name"))
         elif op.matmul is not None and weighs:
-            found.update(dict.fromkeys(op.results, "product"))
-    return found
+            producer_kinds.update(dict.fromkeys(op.results, "product"))
+    return producer_kinds
 
 
 def fold_kept(
@@ -319,7 +319,7 @@ def kept_bytes(
     kept: Sequence[SavedTensorGroup], tables: Mapping[int, Table], s: CostSetting
 ) -> list[Any]:
     """Bytes on one device of each entry, in one micro-batch, counts multiplied."""
-    found = []
+    result = []
     known: dict[tuple[Layout, Layout, int], ShardCounts] = {}
     for entry in kept:
         key = entry.layout, entry.sizes, entry.task_graph
@@ -333,8 +333,8 @@ def kept_bytes(
             nbytes = nbytes * _padding(entry, cut, s)
             if entry.least_samples:
                 nbytes = nbytes * _few_samples(entry, cut, s)
-        found.append(nbytes)
-    return found
+        result.append(nbytes)
+    return result
 
 
 def _local_sizes(

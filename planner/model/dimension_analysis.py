@@ -321,11 +321,11 @@ def _ties_alike(a: Op, b: Op) -> bool:
 def _analyse_graph(same: _IdentityKeyedGraph) -> Dimensions:
     graph = same.graph
     atoms = Atoms(graph)
-    found = _dimensions(_Classes(atoms))
-    if _dear(graph, found):
+    result = _dimensions(_Classes(atoms))
+    if _dear(graph, result):
         other = _dimensions(_Classes(atoms, turned=True))
-        found = min(found, other, key=lambda dims: _moved_bytes(graph, dims))
-    return with_whole_operations(graph, found)
+        result = min(result, other, key=lambda dims: _moved_bytes(graph, dims))
+    return with_whole_operations(graph, result)
 
 
 def _moved_bytes(graph: Graph, dims: Dimensions) -> int:

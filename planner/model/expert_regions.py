@@ -30,7 +30,7 @@ def expert_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
         dims: its logical dimensions.
     """
     weight = graph.weight_tensors()
-    found: set[int] = set()
+    roles: set[int] = set()
     for op in graph.ops:
         if op.matmul is None or len(op.operands) < 2:
             continue
@@ -38,8 +38,8 @@ def expert_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
         if weight[left] == weight[right]:
             continue
         shared = _roles(dims, left) & _roles(dims, right) & _roles(dims, op.results[0])
-        found |= {r for r in shared if not dims.roles[r].unshardable}
-    return frozenset(found)
+        roles |= {r for r in shared if not dims.roles[r].unshardable}
+    return frozenset(roles)
 
 
 def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:

@@ -250,8 +250,8 @@ def makes_weights(op: Op, weight: Sequence[bool]) -> bool:
         op: the operation.
         weight: for every tensor, whether it depends on parameters alone.
     """
-    found = op.results
-    return bool(found) and weight[found[0]] and all(weight[t] for t in found)
+    weights = op.results
+    return bool(weights) and weight[weights[0]] and all(weight[t] for t in weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,12 +369,12 @@ class Graph:
         """Returns the owner of each tensor: the TaskGraph that makes it, or reads it
         first.
         """
-        found: dict[int, int] = {}
+        homes: dict[int, int] = {}
         for op in self.ops:
             for t in op.operands:
-                found.setdefault(t, op.task_graph)
-            found.update(dict.fromkeys(op.results, op.task_graph))
-        return found
+                homes.setdefault(t, op.task_graph)
+            homes.update(dict.fromkeys(op.results, op.task_graph))
+        return homes
 
     def runs_again(self) -> tuple[bool, ...]:
         """For every operation: the backward pass of its region computes it again.
@@ -383,7 +383,7 @@ class Graph:
         a region is there already.
         """
         needed: set[tuple[int | None, int]] = set()
-        found = [False] * len(self.ops)
+        result = [False] * len(self.ops)
         for index in reversed(range(len(self.ops))):
             op = self.ops[index]
             if op.remat is None:
@@ -391,9 +391,9 @@ class Graph:
             slots = op.operands + op.results
             needed.update((op.remat, slots[slot]) for slot in op.saves)
             if not op.kept and any((op.remat, t) in needed for t in op.results):
-                found[index] = True
+                result[index] = True
                 needed.update((op.remat, t) for t in op.operands)
-        return tuple(found)
+        return tuple(result)
 
     def leaving(self) -> frozenset[int]:
         """Values that are put together out of chunks, because others read them."""
@@ -408,19 +408,24 @@ class Graph:
     def only_multiplied(self) -> tuple[bool, ...]:
         """For every tensor: it is float32, and products alone read it."""
         read = [False] * len(self.tensors)
-        found = [t.dtype == "float32" for t in self.tensors]
-        found[self.loss] = False
+        only_multiplied = [t.dtype == "float32" for t in self.tensors]
+        only_multiplied[self.loss] = False
         for t in self.whole:
-            found[t] = False
+            only_multiplied[t] = False
         for op in reversed(self.ops):
             passes = op.reshape or op.kind in _PASSING
             for t in op.operands:
                 read[t] = True
                 if passes and op.results:
-                    found[t] = found[t] and all(found[r] for r in op.results)
+                    only_multiplied[t] = only_multiplied[t] and all(
+                        only_multiplied[r] for r in op.results
+                    )
                 elif not passes:
-                    found[t] = found[t] and op.kind in ("dot_general", CONVOLUTION)
-        return tuple(f and r for f, r in zip(found, read, strict=True))
+                    only_multiplied[t] = only_multiplied[t] and op.kind in (
+                        "dot_general",
+                        CONVOLUTION,
+                    )
+        return tuple(f and r for f, r in zip(only_multiplied, read, strict=True))
 
     def turned(self) -> dict[int, int]:
         """Returns the operand that is transposed for the gradient of each product's
@@ -434,7 +439,7 @@ class Graph:
             the cotangent is.
         """
         source = {t.id: t.id for t in self.params if t.differentiable}
-        found: dict[int, int] = {}
+        result: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             if op.kind in ("transpose", "convert_element_type", "copy") and op.operands:
                 if op.operands[0] in source:
@@ -449,8 +454,8 @@ class Graph:
             m, k, n, _ = op.matmul
             rows = param.shape[0] if param.shape else 0
             by_result = rows == (m, n)[mine] and rows != k
-            found[index] = len(op.operands) if by_result else 1 - mine
-        return found
+            result[index] = len(op.operands) if by_result else 1 - mine
+        return result
 
     def weight_tensors(self) -> tuple[bool, ...]:
         """For every tensor: it depends on parameters and on nothing else."""

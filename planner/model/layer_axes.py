@@ -97,14 +97,14 @@ class LayerAxes:
             spec: Spec of the parameter.
             mesh: axis sizes.
         """
-        found: list[tuple[str, ...]] = []
+        stacked_spec: list[tuple[str, ...]] = []
         for place, source in enumerate(self.sources):
             axes = () if source in self.sources[:place] else spec[source]
             parts = math.prod(mesh[axis] for axis in axes)
             inner = place in self.layers[1:]
-            found.append(() if inner or self.sizes[place] % parts else axes)
+            stacked_spec.append(() if inner or self.sizes[place] % parts else axes)
         rest = self.order[len(self.layers) :]
-        return tuple(found[i] for i in (*self.layers[:1], *rest))
+        return tuple(stacked_spec[i] for i in (*self.layers[:1], *rest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,12 +171,12 @@ def layer_axes(graph: Graph) -> dict[int, LayerAxes | None]:
         Parameter's tensor to its layers, or to None where it is taken in blocks that
         are no division of it. Others are one tensor.
     """
-    found: dict[int, LayerAxes | None] = {}
+    axes: dict[int, LayerAxes | None] = {}
     for param, reads in _ParameterFollower(graph).reads().items():
         shape = graph.tensors[param].shape
         dims = [_counting(dim, size, reads) for dim, size in enumerate(shape)]
         if any(cut is None for cut in dims):
-            found[param] = None
+            axes[param] = None
             continue
         sizes, sources, layers = list[int](), list[int](), list[int]()
         for dim, cut in enumerate(dims):
@@ -186,10 +186,10 @@ def layer_axes(graph: Graph) -> dict[int, LayerAxes | None]:
                 sizes.append(size)
                 sources.append(dim)
         if layers:
-            found[param] = LayerAxes(
+            axes[param] = LayerAxes(
                 sizes=tuple(sizes), sources=tuple(sources), layers=tuple(layers)
             )
-    return found
+    return axes
 
 
 def layers_by_path(graph: Graph) -> dict[str, LayerAxes]:
@@ -198,8 +198,8 @@ def layers_by_path(graph: Graph) -> dict[str, LayerAxes]:
     Args:
         graph: the captured loss.
     """
-    found = layer_axes(graph).items()
-    return {graph.tensors[t].path: axes for t, axes in found if axes is not None}
+    layers = layer_axes(graph).items()
+    return {graph.tensors[t].path: axes for t, axes in layers if axes is not None}
 
 
 _Cut = tuple[tuple[int, bool], ...]
@@ -226,13 +226,13 @@ def _division(dim: int, size: int, view: _View) -> _Cut | None:
     left = any(a.dim == dim for atoms in view.dims for a in atoms)
     if any(a.cut for a in taken):
         return None if left or taken[-1].step > 1 else ((size, True),)
-    found, inside = list[tuple[int, bool]](), size
+    division, inside = list[tuple[int, bool]](), size
     for atom in taken:
-        found.append((inside // (atom.size * atom.step), False))
-        found.append((atom.size, True))
+        division.append((inside // (atom.size * atom.step), False))
+        division.append((atom.size, True))
         inside = atom.step
-    found = [(n, counts) for n, counts in (*found, (inside, False)) if n > 1]
-    return tuple(found) if not all(c for _, c in found) else ((size, True),)
+    division = [(n, counts) for n, counts in (*division, (inside, False)) if n > 1]
+    return tuple(division) if not all(c for _, c in division) else ((size, True),)
 
 
 class _ParameterFollower:
@@ -258,7 +258,7 @@ class _ParameterFollower:
 
     def reads(self) -> dict[int, list[_View]]:
         """Returns the forms in which operations on samples read each parameter."""
-        found: dict[int, list[_View]] = defaultdict(list)
+        reads: dict[int, list[_View]] = defaultdict(list)
         for op in self.graph.ops:
             own = [t for t in op.operands if t in self.views]
             if not own or not op.results:
@@ -266,7 +266,7 @@ class _ParameterFollower:
             if any(self.varying[t] for t in (*op.operands, *op.results)):
                 for t in dict.fromkeys(own):
                     for view in self.views[t]:
-                        found[view.param].append(view)
+                        reads[view.param].append(view)
                 continue
             for slot, result in enumerate(op.results):
                 views = tuple(self._passed(op, slot))
@@ -274,8 +274,8 @@ class _ParameterFollower:
                 self.views[result] = tuple(dict.fromkeys((*known, *views)))
         for t in (self.graph.loss, *self.graph.whole):
             for view in self.views.get(t, ()):
-                found[view.param].append(view)
-        return found
+                reads[view.param].append(view)
+        return reads
 
     def _passed(self, op: Op, slot: int) -> Iterator[_View]:
         """Yields the views of a result, from those of its operands."""
@@ -321,14 +321,14 @@ def _part(atoms: _Atoms, size: int) -> _Atoms:
 
 def _links(op: Op, place: int, slot: int) -> dict[int, int]:
     """Dimensions of an operand that are dimensions of a result, and which."""
-    found = {}
+    links = {}
     for factor in op.factors:
         if factor.whole and op.kind != "rev":
             continue
         ends = dict(factor.members)
         if place in ends and slot in ends:
-            found[ends[place]] = ends[slot]
-    return found
+            links[ends[place]] = ends[slot]
+    return links
 
 
 def _others(
@@ -349,7 +349,7 @@ def _others(
 def _regrouped(dims: Sequence[_Atoms], shape: Sequence[int]) -> tuple[_Atoms, ...]:
     """Atoms of a reshape's result; unknown ones where it cuts across them."""
     waiting = [a for atoms in dims for a in atoms]
-    found: list[_Atoms] = []
+    result: list[_Atoms] = []
     for size in shape:
         here, left = list[_Atom](), size
         while left > 1 and waiting:
@@ -366,22 +366,22 @@ def _regrouped(dims: Sequence[_Atoms], shape: Sequence[int]) -> tuple[_Atoms, ..
                 break
         if left > 1:
             return tuple(map(_unknown, shape))
-        found.append(tuple(here))
-    return tuple(map(_unknown, shape)) if waiting else tuple(found)
+        result.append(tuple(here))
+    return tuple(map(_unknown, shape)) if waiting else tuple(result)
 
 
 def _varying(graph: Graph) -> list[bool]:
     """For every tensor, whether it depends on samples or random numbers."""
-    found = [t.kind in ("batch", "rng") for t in graph.tensors]
+    varying = [t.kind in ("batch", "rng") for t in graph.tensors]
     changed = True
     while changed:
         changed = False
         for op in graph.ops:
-            if not any(found[t] for t in op.operands):
+            if not any(varying[t] for t in op.operands):
                 continue
             # What a loop produces it consumes in its next turn.
             carried = op.operands[1:] if op.kind in ("scan", "while") else ()
             for t in (*op.results, *carried):
-                changed |= not found[t]
-                found[t] = True
-    return found
+                changed |= not varying[t]
+                varying[t] = True
+    return varying

@@ -22,15 +22,15 @@ def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
     if all(op.trip == 1 for op in graph.ops):
         return (1,) * len(graph.ops)
     slices: dict[int, int] = {}
-    found = []
+    result = []
     for op in graph.ops:
         known = [slices.get(t, 1) for t in op.operands if weight[t]]
         if makes_weights(op, weight):
             times = _slice_count(graph, op)
             for t in op.results:
                 slices[t] = times * max(known, default=1)
-        found.append(max((op.trip // n for n in known), default=1) or 1)
-    return tuple(found)
+        result.append(max((op.trip // n for n in known), default=1) or 1)
+    return tuple(result)
 
 
 def _slice_count(graph: Graph, op: Op) -> int:

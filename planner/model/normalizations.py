@@ -53,12 +53,12 @@ def normalization_kernels(flow: Dataflow) -> list[int | None]:
     Returns:
         By operation, a number that the operations of a kernel share, or None.
     """
-    found = _Kernels(flow=flow, group=Union(len(flow.graph.ops)))
+    kernels = _Kernels(flow=flow, group=Union(len(flow.graph.ops)))
     for index, op in enumerate(flow.graph.ops):
         single = op.kernel is None and len(op.results) == 1
         if single and not op.elementwise and op.kind.startswith("reduce"):
-            found.add(index, op)
-    return found.numbers()
+            kernels.add(index, op)
+    return kernels.numbers()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class _Kernels:
 
     def _sources(self, tensor: int, size: int) -> dict[int, tuple[int, ...]]:
         """Returns the elementwise sources of a value, with the operations between."""
-        found: dict[int, tuple[int, ...]] = {tensor: ()}
+        sources: dict[int, tuple[int, ...]] = {tensor: ()}
         latest = [tensor]
         for _ in range(_STEPS):
             made = [(t, self.flow.maker[t]) for t in latest]
@@ -122,14 +122,14 @@ class _Kernels:
                 if index is None or not self._passes(index):
                     continue
                 for operand in self.flow.graph.ops[index].operands:
-                    if operand not in found and self._size(operand) == size:
-                        found[operand] = (index, *found[t])
+                    if operand not in sources and self._size(operand) == size:
+                        sources[operand] = (index, *sources[t])
                         latest.append(operand)
-        return found
+        return sources
 
     def _readers_at(self, tensor: int, size: int) -> list[tuple[tuple[int, ...], int]]:
         """The operations where a reduction's result meets values of the row's size."""
-        found: list[tuple[tuple[int, ...], int]] = []
+        readers: list[tuple[tuple[int, ...], int]] = []
         latest: list[tuple[int, tuple[int, ...]]] = [(tensor, ())]
         for _ in range(_STEPS + 2):
             reached = latest
@@ -141,10 +141,10 @@ class _Kernels:
                         continue
                     whole = self._size(op.results[0]) == size
                     if whole and len(op.operands) > 1:
-                        found.append((path, index))
+                        readers.append((path, index))
                     else:
                         latest.append((op.results[0], (*path, index)))
-        return found
+        return readers
 
     def _passes(self, index: int) -> bool:
         op = self.flow.graph.ops[index]

@@ -113,10 +113,10 @@ class _GraphResizer:
 
     def scale_with_batch(self, number: int) -> int:
         """A number that is in proportion to the batch."""
-        found, rest = divmod(number * self.after, self.before)
+        with_batch, rest = divmod(number * self.after, self.before)
         if rest:
             raise _UnknownBatchGrowthError
-        return found
+        return with_batch
 
     def graph(self) -> Graph:
         """The whole graph."""

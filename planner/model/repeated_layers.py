@@ -112,9 +112,9 @@ def _numbered(graph: Graph) -> dict[int, int]:
         lambda: defaultdict(list)
     )
     for t in graph.params:
-        found = _NUMBER.match(t.path)
-        if found:
-            before, number, rest = found.groups()
+        match = _NUMBER.match(t.path)
+        if match:
+            before, number, rest = match.groups()
             families[before][int(number)].append((rest, t.id))
     best: dict[int, int] = {}
     most = 0

@@ -46,12 +46,12 @@ def meeting_in_values(
         dims: its logical dimensions.
         weight: Whether each tensor depends on parameters alone.
     """
-    found = attended(graph, dims)
+    meeting = attended(graph, dims)
     for cut in dims.cuts:
         op = graph.ops[cut.op]
         if op.matmul is not None and not any(weight[t] for t in op.operands):
-            found.update(dims.layouts[slots_of(op)[cut.slot]][cut.dim])
-    return found
+            meeting.update(dims.layouts[slots_of(op)[cut.slot]][cut.dim])
+    return meeting
 
 
 def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
@@ -68,16 +68,16 @@ def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
     if not any(role.unshardable for role in dims.roles):
         return dims
     weight = graph.weight_tensors()
-    found = meeting_in_values(graph, dims, weight) - {r.index for r in dims.batch}
-    found = {r for r in found if dims.roles[r].unshardable}
+    result = meeting_in_values(graph, dims, weight) - {r.index for r in dims.batch}
+    result = {r for r in result if dims.roles[r].unshardable}
     for op in graph.ops:
         if op.matmul is not None:
             for t in op.operands:
                 if weight[t]:
-                    found.difference_update(*dims.layouts[t])
-    places = {role: set[Place]() for role in found}
+                    result.difference_update(*dims.layouts[t])
+    places = {role: set[Place]() for role in result}
     for index, op in enumerate(graph.ops):
-        for role, place in _needed(graph, dims, index, op, found):
+        for role, place in _needed(graph, dims, index, op, result):
             if place is None:
                 places.pop(role, None)
             elif role in places:
@@ -135,13 +135,13 @@ def run_whole(
         dims: its logical dimensions.
         sharded: roles that some axis shards.
     """
-    found: dict[int, dict[int, None]] = defaultdict(dict)
+    whole: dict[int, dict[int, None]] = defaultdict(dict)
     for index, slot in sorted(dims.whole):
         tensor = slots_of(graph.ops[index])[slot]
         for before, after in _pairs(dims.layouts[tensor], dims.seen[index, slot]):
             for role in {*before}.intersection(sharded).difference(after):
-                found[role][index] = None
-    return {role: [graph.ops[i] for i in at] for role, at in found.items()}
+                whole[role][index] = None
+    return {role: [graph.ops[i] for i in at] for role, at in whole.items()}
 
 
 def _pairs(before: Layout, after: Layout) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -157,7 +157,7 @@ def whole_notes(graph: Graph, dims: Dimensions, sharded: Collection[int]) -> lis
         dims: its logical dimensions.
         sharded: roles that some axis shards.
     """
-    found = []
+    notes = []
     for role, ops in sorted(run_whole(graph, dims, sharded).items()):
         texts = [f"{op.kind}{f' at {op.scope}' if op.scope else ''}" for op in ops]
         places = [
@@ -165,9 +165,9 @@ def whole_notes(graph: Graph, dims: Dimensions, sharded: Collection[int]) -> lis
             for text, count in Counter(texts).items()
         ]
         more = f" and {len(places) - MOST_PLACES} more" * (len(places) > MOST_PLACES)
-        found.append(
+        notes.append(
             f"{dims.roles[role].name} ({dims.roles[role].size}) is needed whole by "
             f"{', '.join(places[:MOST_PLACES])}{more}: what they read of it is "
             "gathered, and what they give is sharded after"
         )
-    return found
+    return notes

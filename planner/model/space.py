@@ -144,7 +144,7 @@ class _Chains:
         chains: dict[int, list[int]] = defaultdict(list)
         for root in sorted(self.members):
             chains[self.union.find(root)].append(root)
-        found, unshared = dict[int, Spatial](), dict[int, str]()
+        spatial_chains, unshared = dict[int, Spatial](), dict[int, str]()
         for number, roots in enumerate(chains.values()):
             spaces = sorted({space for root in roots for space in self.spaces[root]})
             if not spaces:
@@ -157,11 +157,11 @@ class _Chains:
             else:
                 why = f"{spaces[0]}: {why}" if why else ""
                 one = Spatial(number=number, space=spaces[0], unshared=why)
-                found.update(dict.fromkeys(roots, one))
+                spatial_chains.update(dict.fromkeys(roots, one))
                 continue
             why = f"{' and '.join(spaces)}: {why}"
             unshared.update(dict.fromkeys(roots, why))
-        return found, unshared
+        return spatial_chains, unshared
 
     def _others(self) -> None:
         """Operations that need a spatial dimension whole for another reason."""

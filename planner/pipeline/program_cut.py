@@ -92,16 +92,16 @@ class Units:
     @functools.cached_property
     def free(self) -> tuple[bool, ...]:
         """For each unit: it is cheap, reads nothing that is not, and is no lookup."""
-        found: list[bool] = []
+        result: list[bool] = []
         behind: list[frozenset[int]] = []
         for unit in self.units:
             makers = [self.makers.get(v) for v in unit.reads]
             direct = {v[1] for v in unit.reads if v not in self.makers}
             others = (behind[m] for m in makers if m is not None)
             behind.append(frozenset(direct).union(*others))
-            free = unit.cheap and all(m is None or found[m] for m in makers)
-            found.append(free and not (unit.kind in LOOKUPS and self._mix(behind[-1])))
-        return tuple(found)
+            free = unit.cheap and all(m is None or result[m] for m in makers)
+            result.append(free and not (unit.kind in LOOKUPS and self._mix(behind[-1])))
+        return tuple(result)
 
     @functools.cached_property
     def frozen_others(self) -> frozenset[int]:
@@ -126,7 +126,7 @@ class Units:
     @functools.cached_property
     def inputs(self) -> tuple[frozenset[int], ...]:
         """For each unit, numbers of inputs that it reads, through free units too."""
-        found: list[frozenset[int]] = []
+        inputs: list[frozenset[int]] = []
         for unit in self.units:
             own: set[int] = set()
             for value in unit.reads:
@@ -134,9 +134,9 @@ class Units:
                 if maker is None:
                     own.add(value[1])
                 elif self.free[maker]:
-                    own |= found[maker]
-            found.append(frozenset(own))
-        return tuple(found)
+                    own |= inputs[maker]
+            inputs.append(frozenset(own))
+        return tuple(inputs)
 
     def unit_at(self, position: Position) -> int | None:
         """The unit that an operation at a position belongs to, if any does."""
@@ -159,7 +159,7 @@ class Units:
         """
         crossing = self.border_bytes
         seen: set[int] = set()
-        found: dict[str, int] = {}
+        borders: dict[str, int] = {}
         before = -1
         for index, inputs in enumerate(self.inputs):
             weights = {n for n in inputs if self.is_weight(n)}
@@ -169,10 +169,10 @@ class Units:
             if fresh and before >= 0:
                 span = range(before + 1, index + 1)
                 best = min(span, key=lambda b: crossing[b])
-                found[self.path(min(fresh))] = best
+                borders[self.path(min(fresh))] = best
             seen |= weights
             before = index
-        return found
+        return borders
 
     @functools.cached_property
     def border_bytes(self) -> list[int]:
@@ -199,15 +199,15 @@ class Units:
             PlanError: a stage is marked inside a loop, whose line is named, or does
                 nothing that the loss needs.
         """
-        found: list[set[int | None]] = [set() for _ in self.units]
+        result: list[set[int | None]] = [set() for _ in self.units]
         for op in graph.ops:
             index = self.unit_at(op.position)
             if index is not None:
                 marks = graph.task_graphs[op.task_graph].marks
                 stages = (m.get("i") or 0 for m in marks if m.kind == "stage")
-                found[index].add(next(map(int, stages), None))
+                result[index].add(next(map(int, stages), None))
         problems = Problems("stages are marked inside a loop", PlanError)
-        for unit, numbers in zip(self.units, found, strict=True):
+        for unit, numbers in zip(self.units, result, strict=True):
             if len(numbers) > 1:
                 marked = sorted(n for n in numbers if n is not None)
                 problems.add(
@@ -218,7 +218,7 @@ class Units:
                     "around it, unroll it, or leave the marks out and give num_stages"
                 )
         problems.raise_if_any()
-        labels = tuple(next(iter(numbers), None) for numbers in found)
+        labels = tuple(next(iter(numbers), None) for numbers in result)
         _check_needed(graph, labels)
         return labels
 
@@ -414,18 +414,18 @@ def _check_changed(units: Units, parts: Sequence[PlacePart]) -> None:
 
 def _readers(units: Units, homes: Sequence[int], count: int) -> dict[int, set[int]]:
     """Returns the virtual stages that need each input, by its number."""
-    found: dict[int, set[int]] = defaultdict(set)
+    readers: dict[int, set[int]] = defaultdict(set)
     for index, inputs in enumerate(units.inputs):
         if not units.free[index]:
             for number in inputs:
-                found[number].add(homes[index])
+                readers[number].add(homes[index])
     for value in units.results:
         if value is not None:
             maker = units.makers.get(value)
             if maker is None or units.free[maker]:
                 for number in (value[1],) if maker is None else units.inputs[maker]:
-                    found[number].add(count - 1)
-    return found
+                    readers[number].add(count - 1)
+    return readers
 
 
 def _places(

@@ -197,11 +197,11 @@ def build_columns(
         turn_ticks=TURN_TICKS.get(name, 0),
     )
     if empty.turn_ticks:
-        found = _in_turns(empty)
+        columns = _in_turns(empty)
     else:
-        found = _earliest(empty, *_order(empty))
-    order = np.lexsort((found.stage, found.tick))
-    return empty, Columns(*(column[order] for column in found))
+        columns = _earliest(empty, *_order(empty))
+    order = np.lexsort((columns.stage, columns.tick))
+    return empty, Columns(*(column[order] for column in columns))
 
 
 def columns_of(table: Schedule) -> Columns:

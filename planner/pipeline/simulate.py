@@ -179,8 +179,8 @@ class Compiled:
             free[beat.stages] = start
             if len(beat.writes):
                 sent[beat.writes] = start[beat.leaves]
-        found: np.ndarray = free.max(axis=0)
-        return found
+        result: np.ndarray = free.max(axis=0)
+        return result
 
 
 def compiled(table: Schedule, columns: Columns | None = None) -> Compiled:

@@ -106,8 +106,8 @@ def cut(layers: Sequence[Layer], stages: Sequence[ChainStage]) -> ChainCut:
     if not np.isfinite(best[count]):
         raise PlanError(_nothing_fits(layers, stages))
     bounds = [count]
-    for found in reversed(starts):
-        bounds.append(int(found[bounds[-1]]))
+    for result in reversed(starts):
+        bounds.append(int(result[bounds[-1]]))
     bounds.reverse()
     return ChainCut(
         counts=tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False)),
@@ -152,8 +152,8 @@ def interval_seconds(layers: Sequence[Layer], stage: ChainStage) -> np.ndarray:
     possible = (index[None, :] > index[:, None]) & (
         nbytes <= stage.memory_bytes * (1 + 1e-12)
     )
-    found: np.ndarray = np.where(possible, seconds, np.inf)
-    return found
+    result: np.ndarray = np.where(possible, seconds, np.inf)
+    return result
 
 
 def _sums(values: Sequence[float]) -> np.ndarray:

@@ -75,11 +75,11 @@ def handed_to(division: Division, places: Sequence[int]) -> list[Value]:
 
 def tensors_of(units: Units, values: Sequence[Value]) -> list[int]:
     """Ids of values in the graph, rising; scalar constants have none."""
-    found = set()
+    tensors = set()
     for value in values:
         unit = units.units[units.makers[value]]
-        found.add(unit.tensors[unit.writes.index(value)])
-    return sorted(t for t in found if t is not None)
+        tensors.add(unit.tensors[unit.writes.index(value)])
+    return sorted(t for t in tensors if t is not None)
 
 
 def places_of(stage: int, stages: int, chunks: int) -> tuple[int, ...]:

@@ -163,9 +163,9 @@ def _search(
                 continue
             pace = np.maximum(paces[_less(state, kind)][:, None], cost[kind, held])
             start = pace.argmin(axis=0)
-            found = pace[start, np.arange(count + 1)]
-            better = found < best
-            best = np.where(better, found, best)
+            result = pace[start, np.arange(count + 1)]
+            better = result < best
+            best = np.where(better, result, best)
             parent = np.where(
                 better, np.stack([np.full_like(start, kind), start]), parent
             )

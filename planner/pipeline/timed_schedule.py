@@ -114,12 +114,12 @@ def paced_beside(plan: PlanData) -> list[TimedSchedule]:
     """
     if not plan.pipelines:
         return [time_schedule(plan)]
-    found = []
+    beside = []
     for own, numbers in zip(
         plan.pipelines, micro_batch_ranges(plan.shares), strict=True
     ):
         if not numbers:
-            found.append(
+            beside.append(
                 TimedSchedule(
                     table=dataclasses.replace(table_of(own), rows=()), rows=()
                 )
@@ -135,8 +135,8 @@ def paced_beside(plan: PlanData) -> list[TimedSchedule]:
             )
             for timed in one.rows
         )
-        found.append(dataclasses.replace(one, rows=tuple(rows)))
-    return found
+        beside.append(dataclasses.replace(one, rows=tuple(rows)))
+    return beside
 
 
 def _seconds(pace: VirtualStagePrediction, action: Action) -> float:

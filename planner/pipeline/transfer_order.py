@@ -131,15 +131,15 @@ class _Order:
 
     def _rows(self) -> list[tuple[float, int]]:
         """When each stage's next row could begin, where it has all that it needs."""
-        found = []
+        rows = []
         for stage in range(self.table.num_stages):
             row = self._next(stage)
             if row is None:
                 continue
             key = self.table.key(row)
             if self.arrived[key] == self.awaited[key[0], row.action]:
-                found.append((max(self.free[stage], self.arrival[key]), stage))
-        return found
+                rows.append((max(self.free[stage], self.arrival[key]), stage))
+        return rows
 
     def _do(self, start: float, stage: int) -> None:
         row = self.rows[stage][self.at[stage]]

@@ -84,11 +84,11 @@ def layers_of(length: int, stages: int, behind: float = 0.0) -> tuple[int, ...]:
     """
     if length % stages == 0:
         return (length // stages,) * stages
-    found = [1] * stages
+    layers = [1] * stages
     for _ in range(length - stages):
-        loads = [*found[:-1], found[-1] + behind]
-        found[loads.index(min(loads))] += 1
-    return tuple(found)
+        loads = [*layers[:-1], layers[-1] + behind]
+        layers[loads.index(min(loads))] += 1
+    return tuple(layers)
 
 
 def seconds_of(
@@ -185,7 +185,7 @@ def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collec
     size = most * mesh[STAGE] * math.prod(leaf.shape[1:])
     stored = itemsize_bytes(leaf.dtype)
     itemsizes = stored, max(4, stored)  # summed in 32 bits or more
-    found = []
+    result = []
     stores = (("parameter", leaf.param_spec), ("gradient", leaf.gradient_spec))
     for (what, spec), itemsize in zip(stores, itemsizes, strict=True):
         apart = any(STAGE in axes for axes in spec)
@@ -194,7 +194,7 @@ def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collec
         if what == "gradient" and not leaf.trained:
             continue
         local = size * itemsize // shards(spec, mesh)
-        found.append(
+        result.append(
             Collective(
                 kind="all-to-all" if apart else "all-gather",
                 axes=(STAGE,),
@@ -205,7 +205,7 @@ def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collec
                 scope=leaf.path,
             )
         )
-    return found
+    return result
 
 
 def unequal_notes(dealt: LayerSplit, *, alone: bool) -> list[str]:
@@ -218,16 +218,16 @@ def unequal_notes(dealt: LayerSplit, *, alone: bool) -> list[str]:
     if dealt.equal:
         return []
     layers = ", ".join(map(str, dealt.layers))
-    found = [
+    notes = [
         f"stages have {layers} layers: each stores a part of every layer, and parts "
         "are exchanged for whole layers once in a step, and back for their gradients"
     ]
     if not alone:
-        found.append(
+        notes.append(
             "stages with fewer layers compute as long as the fullest, because the "
             "devices inside run the same collectives; what is too much is dropped"
         )
-    return found
+    return notes
 
 
 def with_layers(plan: P, layers: tuple[int, ...]) -> P:

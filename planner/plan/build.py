@@ -157,16 +157,16 @@ def _candidates(
     search: Search, weighed: Sequence[LayoutCandidate]
 ) -> tuple[Candidate, ...]:
     best = weighed[0]
-    found: dict[str, Candidate] = {}
+    candidates: dict[str, Candidate] = {}
     for s in (s for s in weighed if s.fits):
         verdict = "chosen" if s is best else verdict_of(best.time, s.time)
-        found.setdefault(s.layout, _candidate(s, verdict))
+        candidates.setdefault(s.layout, _candidate(s, verdict))
     limit = search.cluster.memory_bytes
     for s in (s for s in weighed if not s.fits):
         over = s.memory.total_bytes - limit
         text = f"lacks {gigabytes(over)} of {gigabytes(limit)} per device"
-        found.setdefault(s.layout, _candidate(s, text))
-    kept = list(found.values())
+        candidates.setdefault(s.layout, _candidate(s, text))
+    kept = list(candidates.values())
     refused = [c for c in kept if c.verdict.startswith("lacks")][:4]
     return (*[c for c in kept if c not in refused][:KEPT_CANDIDATES], *refused)
 
@@ -338,19 +338,19 @@ def _torus_notes(search: Search, best: LayoutCandidate) -> list[str]:
         best: the plan.
     """
     axes = ["fsdp", *(["data"] if best.zero >= 2 else [])]
-    found = []
+    torus_notes = []
     for axis in axes:
         parts = axis_parts((axis,), best.mesh, search.cluster)
         if runs_as("reduce-scatter", parts, search.cluster) != "all-reduce":
             continue
         gathers = runs_as("all-gather", parts, search.cluster) == "all-reduce"
         also = " and gathers parameters by all-reduces too" if gathers else ""
-        found.append(
+        torus_notes.append(
             f"{axis} {best.mesh[axis]} spans all chips of a torus, over which this "
             f"compiler reduces gradients whole{also}: twice the traffic, which the "
             "predicted step counts"
         )
-    return found
+    return torus_notes
 
 
 def _unsaid(analysed: GraphAnalysis, search: Search, best: LayoutCandidate) -> set[int]:

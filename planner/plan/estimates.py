@@ -31,9 +31,9 @@ def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
         request: Options of the question.
         plan: Plan of an estimating search.
     """
-    found = []
+    result = []
     if plan.stages is None and not plan.shares and not plan.cluster.is_uniform:
-        found.append("one program runs on devices of one kind")
+        result.append("one program runs on devices of one kind")
     hosts = request.hosted or OffloadableState
     texts = [*unhosted(plan.offload, hosts, has_optimizer=True)]
     if plan.stages is not None:
@@ -44,7 +44,7 @@ def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
             texts.append(f"stages share out the layers of {number} scans")
     if "params" in plan.offload and not sliced_leaves(graph):
         texts.append(NO_SLICES)
-    return [*found, *(text.partition(". ")[0] for text in texts)]
+    return [*result, *(text.partition(". ")[0] for text in texts)]
 
 
 def paper_notes(

@@ -71,23 +71,23 @@ def read_trace(path: Path) -> list[Event]:
             f"trace {path} has no column {', '.join(missing)}; expected "
             f"{', '.join(COLUMNS)} in its first line"
         )
-    found: list[Event] = []
+    trace: list[Event] = []
     down: set[str] = set()
     with Problems(f"trace {path}") as problems:
         for number, row in enumerate(reader, start=2):
             event = _event(row, number, problems)
             if event is None:
                 continue
-            if found and event.time < found[-1].time:
+            if trace and event.time < trace[-1].time:
                 problems.add(f"line {number}: time {event.time:g} is before the last")
             if event.is_down == (event.node in down):
                 word = "down" if event.is_down else "up"
                 problems.add(f"line {number}: node {event.node!r} is {word} already")
             (down.add if event.is_down else down.discard)(event.node)
-            found.append(event)
-        if not found and not problems:
+            trace.append(event)
+        if not trace and not problems:
             problems.add("it holds no event")
-    return found
+    return trace
 
 
 def _event(row: dict[str, str | None], number: int, problems: Problems) -> Event | None:
@@ -150,19 +150,19 @@ def _changes(
     policy: Policy, events: Sequence[Event], seconds: float
 ) -> list[tuple[float, int, str]]:
     """When nodes went, and were started again, in order of time."""
-    found: list[tuple[float, int, str]] = []
+    changes: list[tuple[float, int, str]] = []
     back: dict[str, tuple[float, int, str]] = {}
     for event in events:
         if event.is_down:
             planned = back.pop(event.node, None)
             if planned is not None and planned[0] > event.time:
-                found.remove(planned)  # It failed again before it was started.
+                changes.remove(planned)  # It failed again before it was started.
                 continue
-            found.append((event.time, -1, event.node))
+            changes.append((event.time, -1, event.node))
         else:
             back[event.node] = (event.time + policy.restart, 1, event.node)
-            found.append(back[event.node])
-    return sorted(change for change in found if change[0] <= seconds)
+            changes.append(back[event.node])
+    return sorted(change for change in changes if change[0] <= seconds)
 
 
 def _spans(

@@ -95,12 +95,12 @@ class Goodput(GoodputDisplay):
     def ways(self) -> list[tuple[str, float]]:
         """Each way to go on and its goodput; of a trace too, where there is one."""
         names = ("restart the world", "elastic", f"elastic, {self.num_spares} spares")
-        found = zip(names, (self.restart, self.elastic, self.spares), strict=True)
+        ways = zip(names, (self.restart, self.elastic, self.spares), strict=True)
         if self.trace is None:
-            return [*found]
+            return [*ways]
         of_trace = (self.trace.restart, self.trace.elastic, self.trace.spares)
         traced = (f"trace: {name}" for name in names)
-        return [*found, *zip(traced, of_trace, strict=True)]
+        return [*ways, *zip(traced, of_trace, strict=True)]
 
     def __str__(self) -> str:
         lines = [

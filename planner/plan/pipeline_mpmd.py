@@ -119,7 +119,7 @@ def decide_mpmd(
     most = request.num_devices
     check_stages(request, stages, most=most, estimated=ESTIMATED)
     _check_interleaved(piped, marked, cluster)
-    found: list[_MpmdCandidate] = []
+    result: list[_MpmdCandidate] = []
     problem: PlanError | None = None
     counts = [*_counts(graph, request, piped)]
     least = _least_steps(graph, cluster, request, stages, [n for _, n in counts])
@@ -130,11 +130,11 @@ def decide_mpmd(
         cuts = ModelCuts(whole=program, cluster=cluster, marked=marked)
         if remat and request.remat is None and program.graph is graph:
             continue
-        before = len(found)
+        before = len(result)
         for usual, count in counts:
-            if least[count] >= min(known_seconds, _fastest_seconds(found)):
+            if least[count] >= min(known_seconds, _fastest_seconds(result)):
                 break
-            if not (usual or least[count]) and len(found) > before:
+            if not (usual or least[count]) and len(result) > before:
                 break
             ask = _Ask(
                 cluster=cluster,
@@ -148,18 +148,18 @@ def decide_mpmd(
                 batch=batch,
             )
             try:
-                found += ask.candidate_plans()
+                result += ask.candidate_plans()
             except PlanError as error:
                 problem = problem or error
-        if any(one.fits for one in found):
+        if any(one.fits for one in result):
             break
-    if not found:
+    if not result:
         raise problem or not_faster(stages, known_seconds)
-    found += _other_schedules(found) if piped.schedule is None else []
-    best = min(found, key=_slow)
+    result += _other_schedules(result) if piped.schedule is None else []
+    best = min(result, key=_slow)
     if not best.fits:
-        raise too_large(min(found, key=lambda one: one.memory.total_bytes))
-    return best.plan(request, precision, batch, graph, found)
+        raise too_large(min(result, key=lambda one: one.memory.total_bytes))
+    return best.plan(request, precision, batch, graph, result)
 
 
 def _fastest_seconds(found: Sequence[_MpmdCandidate]) -> float:
@@ -253,11 +253,13 @@ def _counts(
         yield True, request.num_micro_batches
         return
     size, stages = graph.batch_size * graph.num_micro_batches, piped.mesh[STAGE]
-    found = [n for n in (stages * k for k in COUNTS) if size % n == 0]
-    others = [n for n in divisors(size) if n <= COUNTS[-1] * stages and n not in found]
-    found = found or [n for n in others if 1 < n <= stages][-1:] or [1]
-    yield from ((True, n) for n in found)
-    yield from ((False, n) for n in reversed(others) if n not in found)
+    matches = [n for n in (stages * k for k in COUNTS) if size % n == 0]
+    others = [
+        n for n in divisors(size) if n <= COUNTS[-1] * stages and n not in matches
+    ]
+    matches = matches or [n for n in others if 1 < n <= stages][-1:] or [1]
+    yield from ((True, n) for n in matches)
+    yield from ((False, n) for n in reversed(others) if n not in matches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +314,7 @@ class _Ask:
         says which is nearer.
         """
         cuts: list[object] = []
-        found: dict[object, _MpmdCandidate] = {}
+        candidate_plans: dict[object, _MpmdCandidate] = {}
         problems: list[PlanError] = []
         for hidden in (False, True):
             try:
@@ -320,12 +322,12 @@ class _Ask:
                 if one.where not in cuts:
                     cuts.append(one.where)
                     weighed = self._fitted(one, hidden=hidden)
-                    found.setdefault(weighed.found.where, weighed)
+                    candidate_plans.setdefault(weighed.found.where, weighed)
             except PlanError as error:
                 problems.append(error)
-        if not found:
+        if not candidate_plans:
             raise problems[0]
-        return [*found.values()]
+        return [*candidate_plans.values()]
 
     def _fitted(self, found: ModelCut, *, hidden: bool) -> _MpmdCandidate:
         """The plan with a cut, or where that does not fit with one that may."""
@@ -454,7 +456,7 @@ class _MpmdCandidate:
         their layers.
         """
         assert self.heterogeneous_placement is not None
-        found = dict(before)
+        result = dict(before)
         for one, ground, counted in zip(
             self.chosen,
             self.found.grounds,
@@ -462,8 +464,8 @@ class _MpmdCandidate:
             strict=True,
         ):
             more = one.scored.memory.total_bytes - counted
-            found[ground.kind.name] = max(found.get(ground.kind.name, 0.0), more)
-        return found
+            result[ground.kind.name] = max(result.get(ground.kind.name, 0.0), more)
+        return result
 
     @property
     def slowest(self) -> int:
@@ -530,7 +532,7 @@ class _MpmdCandidate:
         """
         graph, units = self.ask.program.graph, self.ask.program.units
         parts, stages = self.ask.count // graph.num_micro_batches, len(self.chosen)
-        found = []
+        result = []
         for place, part in enumerate(self.division.parts):
             makers = {
                 tensor: self.division.made_at[value] % stages
@@ -548,8 +550,8 @@ class _MpmdCandidate:
                 ]
                 laid = self.chosen[maker]
                 returned += handed_bytes(laid.analysed, laid.scored, back, parts)
-            found.append((int(handed), int(returned)))
-        return found
+            result.append((int(handed), int(returned)))
+        return result
 
     def _transfer_seconds(self) -> float:
         """The longest way from a part to the next, for a micro-batch."""

@@ -105,12 +105,12 @@ def decide_stages(
     request = by_marks(graph, request, stages)
     _check(shared, stages, request)
     own = functools.cache(lambda layers: shared.of_stage(graph, layers))
-    found: list[_LockstepCandidate] = []
+    result: list[_LockstepCandidate] = []
     problems: list[PlanError] = []
     counts = [*_counts(graph, request, stages)]
     least = _least_steps(graph, shared, cluster, request, stages, counts)
     for count in sorted(counts, key=lambda count: least[count]):
-        fits = (one.time.step_seconds for one in found if one.fits)
+        fits = (one.time.step_seconds for one in result if one.fits)
         if least[count] >= min([*fits, known_seconds]):
             break
         asked = _of_one_stage(graph, shared, stages, request, count)
@@ -129,18 +129,18 @@ def decide_stages(
             except PlanError as error:
                 problems.append(error)
                 continue
-            found.append(_LockstepCandidate(decided, cluster, piped, dealt, stash))
-            if found[-1].fits:
+            result.append(_LockstepCandidate(decided, cluster, piped, dealt, stash))
+            if result[-1].fits:
                 break  # Those behind it compute more.
-    if not (found or problems):
+    if not (result or problems):
         raise not_faster(stages, known_seconds)
-    if not found:
+    if not result:
         raise _nothing(problems, stages)
-    fitting = [one for one in found if one.fits]
+    fitting = [one for one in result if one.fits]
     if not fitting:
-        raise _too_large(min(found, key=lambda one: one.memory.total_bytes))
+        raise _too_large(min(result, key=lambda one: one.memory.total_bytes))
     best = min(fitting, key=lambda one: one.time.step_seconds)
-    return best.plan(request, precision, batch, graph.model_hash, found)
+    return best.plan(request, precision, batch, graph.model_hash, result)
 
 
 def _least_steps(
@@ -233,8 +233,8 @@ def _of_one_stage(
 
 def _again(again: Again, layers: int, every: bool, remat: Remat, *kinds: Any) -> Graph:
     """One stage's model, with its so many layers computed again or otherwise."""
-    found = again(remat, *kinds)
-    return Shared.of(found, every=every).of_stage(found, layers)
+    result = again(remat, *kinds)
+    return Shared.of(result, every=every).of_stage(result, layers)
 
 
 def _check(shared: Shared, stages: int, request: Request) -> None:
@@ -379,13 +379,13 @@ class _LockstepCandidate:
             count=2 * count,
             scope="what stages hand on",
         )
-        found = [handed]
+        between = [handed]
         for leaf in self.leaves:
             if leaf.path not in self.shared.every_path:
                 if not leaf.trained:
                     continue
                 nbytes = self._gradient_bytes(leaf)
-                found.append(
+                between.append(
                     Collective(
                         kind="all-reduce",
                         axes=(STAGE,),
@@ -397,8 +397,8 @@ class _LockstepCandidate:
                     )
                 )
             elif not self.dealt.equal:
-                found += exchanged(leaf, max(self.dealt.layers), self.mesh)
-        return found
+                between += exchanged(leaf, max(self.dealt.layers), self.mesh)
+        return between
 
     def _stack_bytes(self) -> tuple[int, int]:
         """Returns the bytes of layers that a device stores, and of those it computes
@@ -576,7 +576,7 @@ class _LockstepCandidate:
             if self.shared.holds(op.position)
             for t in (*op.operands, *op.results)
         }
-        found = [
+        result = [
             replace(entry, nbytes=one.nbytes)
             for one in graph.stacked
             if one.tensor in home
@@ -584,7 +584,7 @@ class _LockstepCandidate:
                 graph, analysed.dims, {one.tensor: (one.trip, home[one.tensor])}
             )
         ]
-        return int(sum(kept_bytes(found, self.best.tables, self._setting())))
+        return int(sum(kept_bytes(result, self.best.tables, self._setting())))
 
 
 def _nothing(problems: Sequence[PlanError], stages: int) -> PlanError:

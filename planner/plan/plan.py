@@ -178,8 +178,8 @@ class Plan(PlanDisplay):
             PlanError: the plan was read from a file, which holds no model; or there is
                 no such plan.
         """
-        found: Plan = self._require_question("what_if").again(**changes)
-        return with_samples_note(self, found, changes)
+        what_if: Plan = self._require_question("what_if").again(**changes)
+        return with_samples_note(self, what_if, changes)
 
     def verify(
         self, topology: str | None = None, *, timeout_seconds: float = 1800.0

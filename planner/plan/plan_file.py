@@ -143,10 +143,10 @@ def _upgraded(data: Any) -> Any:
         return [_upgraded(one) for one in data]
     if not isinstance(data, dict):
         return data
-    found = {k: _upgraded(v) for k, v in data.items() if k not in RETIRED_FACTS}
-    if "model_hash" in found and found.get("version") in _READ_TOO:
-        found["version"] = PLAN_VERSION
-    return found
+    result = {k: _upgraded(v) for k, v in data.items() if k not in RETIRED_FACTS}
+    if "model_hash" in result and result.get("version") in _READ_TOO:
+        result["version"] = PLAN_VERSION
+    return result
 
 
 def _check_version(version: Any, name: str) -> None:

@@ -48,14 +48,16 @@ class SquareCube(SquareCubeDisplay):
             bytes_per_second: Bandwidth of the link.
             overlap: whether devices compute while their links work.
         """
-        found = [r for r in self.rows if r.bytes_per_second == bytes_per_second]
-        if not found:
+        utilization = [r for r in self.rows if r.bytes_per_second == bytes_per_second]
+        if not utilization:
             known = ", ".join(str(r.bytes_per_second) for r in self.rows)
             raise WhaleError(
                 f"square_cube: there is no link of {bytes_per_second} bytes per second "
                 f"in the table; it has {known}"
             )
-        return min(row.overlapped if overlap else row.utilization for row in found)
+        return min(
+            row.overlapped if overlap else row.utilization for row in utilization
+        )
 
     def __str__(self) -> str:
         head = (
@@ -153,12 +155,12 @@ def stage_works(plan: Plan, wire: str) -> tuple[StageWork, ...]:
             'the model each. Plan with mesh={"stage": 3} a model whose layers are not '
             "one scan, or with wh.stage marks"
         )
-    found = []
+    works = []
     for number, (pace, own) in enumerate(zip(stages.paces, stages.plans, strict=True)):
         forward, backward = border_bytes(plan, number, wire)
         again = 0.0 if number + 1 == len(stages.plans) else pace.forward_seconds
         flops = own.product_flops / plan.num_micro_batches
-        found.append(
+        works.append(
             StageWork(
                 flops=flops * (RECOMPUTED if again else 1.0),
                 compute_seconds=pace.forward_seconds
@@ -169,7 +171,7 @@ def stage_works(plan: Plan, wire: str) -> tuple[StageWork, ...]:
                 sent_bytes=forward[1] + backward[1],
             )
         )
-    return tuple(found)
+    return tuple(works)
 
 
 def border_bytes(

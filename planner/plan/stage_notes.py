@@ -69,24 +69,24 @@ def merged(graph: Graph) -> str:
     Args:
         graph: the captured loss.
     """
-    found: dict[int, set[str]] = {}
+    result: dict[int, set[str]] = {}
     for task_graph in graph.task_graphs:
         kinds = [mark.kind for mark in task_graph.marks]
         if "pipeline" in kinds:
             at = task_graph.path[kinds.index("pipeline")]
             numbers = (m.get("i") for m in task_graph.marks if m.kind == "stage")
-            found.setdefault(at, set()).update(n or "0" for n in numbers)
-    if len(found) < 2:
+            result.setdefault(at, set()).update(n or "0" for n in numbers)
+    if len(result) < 2:
         return ""
-    if any(found.values()):
-        stages = " and ".join(str(len(inside)) for inside in found.values())
+    if any(result.values()):
+        stages = " and ".join(str(len(inside)) for inside in result.values())
         return (
-            f"pipeline: {len(found)} are marked, of {stages} stages, and a model is "
+            f"pipeline: {len(result)} are marked, of {stages} stages, and a model is "
             "one pipeline: stages of equal number are one stage. Put one wh.pipeline() "
             "around all of them where they follow each other"
         )
     return (
-        f"pipeline: {len(found)} regions are marked, and the whole model is one "
+        f"pipeline: {len(result)} regions are marked, and the whole model is one "
         "pipeline. Put one wh.pipeline(num_stages=…) around all of it"
     )
 
@@ -171,12 +171,12 @@ def batch_of(
         plans: Plan of each stage.
         batch: its leaves, without layouts.
     """
-    found: dict[str, BatchLeaf] = {}
+    result: dict[str, BatchLeaf] = {}
     for plan in plans:
         for leaf in plan.batch:
-            found.setdefault(leaf.path, leaf)
+            result.setdefault(leaf.path, leaf)
     return tuple(
-        found.get(leaf.path, replace(leaf, spec=((),) * len(leaf.shape)))
+        result.get(leaf.path, replace(leaf, spec=((),) * len(leaf.shape)))
         for leaf in batch
     )
 

@@ -187,7 +187,7 @@ def decide_pipelines(
         PlanError: it cannot be, or nothing fits.
     """
     _check(graph, request, stages, asked)
-    found: list[_ParallelPipelines] = []
+    result: list[_ParallelPipelines] = []
     problems: list[PlanError] = []
     weigh = functools.partial(_weigh, cluster, request, stages, asked, decide)
     here = math.inf
@@ -198,24 +198,24 @@ def decide_pipelines(
         if free and several[-1] < replicas:
             continue  # Some would have no micro-batch at all.
         some = [*_while_faster(functools.partial(weigh, replicas), several, problems)]
-        found += some
+        result += some
         steps = (one.step_seconds for one in some if one.lacks_bytes <= 0)
         before, here = here, min(steps, default=math.inf)
         if known_seconds * (1 + FAR) < here and before * (1 - LESS) < here < math.inf:
             break
-    if not found and problems:
+    if not result and problems:
         short = [error for error in problems if isinstance(error, NothingFits)]
         raise min(short, key=lambda error: error.lacks_bytes, default=problems[0])
-    if not found:
+    if not result:
         raise PlanError(
             f"{request.num_devices} devices make no several pipelines of {stages} "
             "stages. Take fewer stages, or more devices"
         )
-    fitting = [one for one in found if one.lacks_bytes <= 0]
+    fitting = [one for one in result if one.lacks_bytes <= 0]
     if not fitting:
-        raise _too_large(min(found, key=lambda one: one.lacks_bytes))
+        raise _too_large(min(result, key=lambda one: one.lacks_bytes))
     best = min(fitting, key=lambda one: one.step_seconds)
-    return _build_plan(cluster, stages, best, found)
+    return _build_plan(cluster, stages, best, result)
 
 
 def _while_faster(
@@ -311,10 +311,10 @@ def _weigh(
     known: dict[tuple[str, ...], _Pipeline] = {}
     for part in sorted(parts, key=lambda part: part.memory_bytes):
         if _kinds_of(part) not in known:
-            found = decide(part, one)
-            known[_kinds_of(part)] = _Pipeline(found)
-            inner = {axis: n for axis, n in found.axes if axis != STAGE}
-            one = dataclasses.replace(one, mesh={**mesh, **inner}, remat=found.remat)
+            result = decide(part, one)
+            known[_kinds_of(part)] = _Pipeline(result)
+            inner = {axis: n for axis, n in result.axes if axis != STAGE}
+            one = dataclasses.replace(one, mesh={**mesh, **inner}, remat=result.remat)
     plans = [known[_kinds_of(part)] for part in parts]
     _check_alike([pipeline.plan for pipeline in plans])
     return _ParallelPipelines(
@@ -360,16 +360,16 @@ def _shares(plans: Sequence[_Pipeline], count: int) -> tuple[int, ...]:
 
     What ends last must take less in any better shares, and somebody else more.
     """
-    found = [*largest_remainder(count, [1 / p.seconds(count) for p in plans])]
+    shares = [*largest_remainder(count, [1 / p.seconds(count) for p in plans])]
     while True:
-        ends = [p.seconds(k) for p, k in zip(plans, found, strict=True)]
+        ends = [p.seconds(k) for p, k in zip(plans, shares, strict=True)]
         last = ends.index(max(ends))
-        next_ends = [p.seconds(k + 1) for p, k in zip(plans, found, strict=True)]
+        next_ends = [p.seconds(k + 1) for p, k in zip(plans, shares, strict=True)]
         first = next_ends.index(min(next_ends))
         if next_ends[first] >= ends[last]:
-            return tuple(found)
-        found[last] -= 1
-        found[first] += 1
+            return tuple(shares)
+        shares[last] -= 1
+        shares[first] += 1
 
 
 def _exchange(

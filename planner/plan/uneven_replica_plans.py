@@ -328,20 +328,20 @@ def _sizes(
 
 def _served(graph: Graph, sizes: Sequence[int]) -> list[int]:
     """Sizes of replicas that the marks can be obeyed on."""
-    found = []
+    result = []
     problem: PlanError | None = None
     for size in sizes:
         try:
             check_marks(graph, size)
-            found.append(size)
+            result.append(size)
         except DeviceCountError as error:
             problem = error
-    if problem is not None and not found:
+    if problem is not None and not result:
         raise DeviceCountError(
             "a replica lies on one kind, inside a node or on whole ones, of which it "
             f"has {' or '.join(map(str, sizes))} here: {problem}"
         )
-    return found
+    return result
 
 
 def counts(
@@ -412,7 +412,7 @@ def _weigh(
     )
     summed = _exchange(first, cluster, len(on))
     slices = sliced(first, cluster, len(on), request) if case.zero else None
-    found = Replicas(
+    weigh = Replicas(
         case=case,
         plan=first,
         kinds=on,
@@ -422,10 +422,10 @@ def _weigh(
         slices=slices,
     )
     if asked is not None:
-        return dataclasses.replace(found, shares=tuple(asked))
-    enough = sum(found.most) >= count
-    dealt_out = shares(count, seconds, found.most if enough else None)
-    return dataclasses.replace(found, shares=dealt_out)
+        return dataclasses.replace(weigh, shares=tuple(asked))
+    enough = sum(weigh.most) >= count
+    dealt_out = shares(count, seconds, weigh.most if enough else None)
+    return dataclasses.replace(weigh, shares=dealt_out)
 
 
 def _pinned(request: Request, plan: Plan) -> Request:

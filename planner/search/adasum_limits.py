@@ -225,15 +225,15 @@ class CombiningCosts:
             return GradientCombineCost()
         key = (layouts, *mesh.items())
         if key not in self._known:
-            found = self._combine_cost(layouts, mesh)
+            result = self._combine_cost(layouts, mesh)
             mean = dataclasses.replace(
-                found.collectives[0],
+                result.collectives[0],
                 kind="all-reduce",
                 what="activation",
                 payload_bytes=self._averaged_bytes,
             )
-            collectives = (*found.collectives, mean)
-            self._known[key] = dataclasses.replace(found, collectives=collectives)
+            collectives = (*result.collectives, mean)
+            self._known[key] = dataclasses.replace(result, collectives=collectives)
         return self._known[key]
 
     def _combine_cost(
@@ -254,14 +254,14 @@ class CombiningCosts:
             itemsize = max(itemsize, tensor.itemsize_bytes)
             state += group.optimizer_bytes / shards(spec, mesh)
         node = node_size(mesh, self._cluster, self._combine)
-        found = combining(parts, mesh, node=node, itemsize_bytes=itemsize)
-        nbytes = found[0].payload_bytes
+        result = combining(parts, mesh, node=node, itemsize_bytes=itemsize)
+        nbytes = result[0].payload_bytes
         if self._combine == "adasum_updates" and state:
             mean = dataclasses.replace(
-                found[0], kind="all-reduce", what="moments", payload_bytes=int(state)
+                result[0], kind="all-reduce", what="moments", payload_bytes=int(state)
             )
-            found.append(mean)
-        return GradientCombineCost(collectives=tuple(found), nbytes=nbytes)
+            result.append(mean)
+        return GradientCombineCost(collectives=tuple(result), nbytes=nbytes)
 
 
 def averaged_bytes(graph: Graph, dims: Dimensions) -> int:
@@ -272,12 +272,12 @@ def averaged_bytes(graph: Graph, dims: Dimensions) -> int:
     """
     batch = {role.index for role in dims.batch}
     made = {t for op in graph.ops for t in op.results}
-    found = 0
+    result = 0
     for t in made.intersection((graph.loss, *graph.whole)):
         tensor = graph.tensors[t]
         if not any(role in batch for atoms in dims.layouts[t] for role in atoms):
-            found += math.prod(tensor.shape) * max(4, tensor.itemsize_bytes)
-    return found
+            result += math.prod(tensor.shape) * max(4, tensor.itemsize_bytes)
+    return result
 
 
 def combine_seconds(nbytes: int, cluster: Cluster) -> float:

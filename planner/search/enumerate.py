@@ -486,8 +486,8 @@ class Search:
             dict(zip(SPATIAL_AXES, sizes, strict=True))
             for sizes in itertools.product(*choices)
         ]
-        found = [one for one in every if 1 < math.prod(one.values()) <= count]
-        return [one for one in found if count % math.prod(one.values()) == 0]
+        spaces = [one for one in every if 1 < math.prod(one.values()) <= count]
+        return [one for one in spaces if count % math.prod(one.values()) == 0]
 
     def meshes(
         self,
@@ -506,7 +506,7 @@ class Search:
             devices: number of devices of a mesh; all if left out.
         """
         fixed = self.request.mesh or {}
-        found = [
+        result = [
             mesh
             for mesh in meshes(
                 devices or self.request.num_devices,
@@ -521,8 +521,8 @@ class Search:
         def obeyed(mesh: Mapping[str, int]) -> int:
             return sum(mesh.get(axis, 1) > 1 for axis in self.named_axes)
 
-        most = max(map(obeyed, found), default=0)
-        return [mesh for mesh in found if obeyed(mesh) == most]
+        most = max(map(obeyed, result), default=0)
+        return [mesh for mesh in result if obeyed(mesh) == most]
 
     def _tables(self, mesh: Mapping[str, int]) -> Iterator[dict[int, Table]]:
         reason = self._no_context(mesh) or self._no_space(mesh)
@@ -579,12 +579,12 @@ class Search:
                 dict(zip(self.options.order, some, strict=True))
                 for some in itertools.product(*lists)
             )
-            found = [c for c in combinations if self._uses_model_axes(mesh, c)]
-            self._combined[key] = found, all(lists)
-        found, some = self._combined[key]
+            result = [c for c in combinations if self._uses_model_axes(mesh, c)]
+            self._combined[key] = result, all(lists)
+        result, some = self._combined[key]
         if not some:
             self._refuse(NOTHING_TO_SPLIT)
-        return found
+        return result
 
     def _serves(
         self, split: Split, mesh: Mapping[str, int], tables: Mapping[int, Table]
@@ -757,8 +757,8 @@ class Search:
         # The more is there, the more is moved.
         moves = [self.evaluator.offload_seconds(cases, o, here) for o in groups[0]]
         near = here.step + np.min(moves, axis=0) <= self.bound
-        found: np.ndarray = rows[near]
-        return found
+        result: np.ndarray = rows[near]
+        return result
 
     def far_from_fitting(self) -> bool:
         """Whether layouts of least parameters lack memory even for what is neither an
@@ -812,12 +812,12 @@ class Search:
             Layouts by the roles that ``tensor`` shards in their products; the roles of
             the likely fastest come first.
         """
-        found: dict[frozenset[int], list[NearLayouts]] = {}
+        sequence_parallel: dict[frozenset[int], list[NearLayouts]] = {}
 
         def add(tables: Mapping[int, Table], one: NearLayouts) -> None:
             roles = shared_roles(tables, self.options.batch)
             if roles:
-                found.setdefault(roles, []).append(one)
+                sequence_parallel.setdefault(roles, []).append(one)
 
         waiting = (*self._lacking, *self._postponed, *self._passed)
         for layouts, times, lacking in waiting:
@@ -836,8 +836,14 @@ class Search:
             if plan.fits and plan.mesh["tensor"] > 1 and least[0] <= best:
                 first = np.zeros(1, dtype=np.int64)
                 add(plan.tables, NearLayouts([plan.mesh], first, likely, least))
-        each = {key: min(o.likely.min() for o in some) for key, some in found.items()}
-        return {key: found[key] for key in sorted(each, key=lambda key: each[key])}
+        each = {
+            key: min(o.likely.min() for o in some)
+            for key, some in sequence_parallel.items()
+        }
+        return {
+            key: sequence_parallel[key]
+            for key in sorted(each, key=lambda key: each[key])
+        }
 
     def use_host_memory(self, best: float) -> None:
         """Evaluate layouts that lack memory with more of theirs in host memory.
@@ -879,18 +885,18 @@ class Search:
         Args:
             best: Seconds of a step that none may exceed.
         """
-        found = copy.copy(self)
-        found.request = dataclasses.replace(self.request, estimate=True)
-        found.evaluator = dataclasses.replace(self.evaluator, request=found.request)
-        found.hosting = found.evaluator.hosting
-        found.scored, found.bound = [], best
+        paper = copy.copy(self)
+        paper.request = dataclasses.replace(self.request, estimate=True)
+        paper.evaluator = dataclasses.replace(self.evaluator, request=paper.request)
+        paper.hosting = paper.evaluator.hosting
+        paper.scored, paper.bound = [], best
         for layouts, times, lacking in self._passed:
             left = lacking[times.step[lacking] <= best]
-            group = found.hosting.on_paper() if len(left) else []
+            group = paper.hosting.on_paper() if len(left) else []
             if group:
-                left = found._near_in_host_memory(layouts, times, left, [group])
-                found._score_group(layouts, times, left, group)
-        return [o for o in found.scored if o.fits and o.time.step_seconds <= best]
+                left = paper._near_in_host_memory(layouts, times, left, [group])
+                paper._score_group(layouts, times, left, group)
+        return [o for o in paper.scored if o.fits and o.time.step_seconds <= best]
 
     def _may_hold(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
         """Whether devices hold parameters and the optimizer's state, by case.
@@ -900,8 +906,8 @@ class Search:
         if not self.follows:
             return np.ones(len(cases), dtype=bool)
         least = self.evaluator.least_memory(cases, offload)
-        found: np.ndarray = least <= self.cluster.memory_bytes + ROUNDED
-        return found
+        result: np.ndarray = least <= self.cluster.memory_bytes + ROUNDED
+        return result
 
     def keep_nearest(self, offload: Offload = ()) -> None:
         """Keep the layout that lacks least, where nothing fits.
@@ -944,9 +950,11 @@ class Search:
                 # Memory is computed together for cases with the same tables.
                 some = some[table == table[0]]
             some = some[:size]
-            found, enough = self._in_host_memory(layouts, times, some, group)
-            self.scored += found
-            best = min((s.time.step_seconds for s in found if s.fits), default=math.inf)
+            result, enough = self._in_host_memory(layouts, times, some, group)
+            self.scored += result
+            best = min(
+                (s.time.step_seconds for s in result if s.fits), default=math.inf
+            )
             if self.follows:
                 self.bound = min(self.bound, best * min(self.slack, NEAR))
             lacking.append(some[~enough])
@@ -980,14 +988,14 @@ class Search:
                 return known.layouts.copy()
         before, self.refused = self.refused, {}
         pairs = [(mesh, tables) for mesh in every for tables in self._tables(mesh)]
-        found = self._on_grid(pairs)
+        layouts = self._on_grid(pairs)
         refused, self.refused = self.refused, before
         for reason, times in refused.items():
             self._refuse(reason, times)
-        one = KnownLayouts(key=key, options=options, layouts=found, refused=refused)
+        one = KnownLayouts(key=key, options=options, layouts=layouts, refused=refused)
         if len(every) > 1:
             self.grids.append(one)
-        return found.copy()
+        return layouts.copy()
 
     def _on_grid(
         self, pairs: Sequence[tuple[dict[str, int], dict[int, Table]]]
@@ -1062,7 +1070,7 @@ class Search:
         parameters and activations do that pass through the device: sets without it are
         looked at where there are none with it, or hosts are short.
         """
-        found = np.zeros(len(rows), dtype=bool)
+        result = np.zeros(len(rows), dtype=bool)
         hosts = np.zeros(len(rows), dtype=bool)
         every = [offload for group in groups for offload in group]
         with_state = [one for one in every if "optimizer" in one]
@@ -1070,15 +1078,15 @@ class Search:
         for offload in (*with_state, *others):
             for place in (0, -1):
                 stateless = offload in others and bool(with_state)
-                left = np.flatnonzero(~found & (hosts | (not stateless)))
+                left = np.flatnonzero(~result & (hosts | (not stateless)))
                 if len(left):
                     cases = layouts.at(rows[left], place)
                     memory = self._memory(layouts, times, rows[left], cases, offload)
                     device, host = self.evaluator.lacks(memory)
                     serves = self.evaluator.serves(cases, offload)
-                    found[left] = (device == 0) & (host == 0) & serves
+                    result[left] = (device == 0) & (host == 0) & serves
                     hosts[left] |= host > 0
-        return found
+        return result
 
     def _in_host_memory(
         self,
@@ -1092,7 +1100,7 @@ class Search:
         Returns:
             The plans, and whether any fits with the fewest micro-batches, by case.
         """
-        found: list[LayoutCandidate] = []
+        result: list[LayoutCandidate] = []
         enough = np.zeros(len(rows), dtype=bool)
         cases, step = layouts.cases.take(rows), times.take(rows)
         for offload in group:
@@ -1110,8 +1118,8 @@ class Search:
             if len(some):
                 plans, fits = self._with_offload(layouts, times, rows[some], offload)
                 enough[some] |= fits
-                found += plans
-        return found, enough
+                result += plans
+        return result, enough
 
     def _with_offload(
         self,
@@ -1138,7 +1146,7 @@ class Search:
             self.least_lacking = min(self.least_lacking, least)
         places = np.flatnonzero(fits) if self.follows else np.arange(len(rows))
         plans = self._plans(layouts, times, rows, places, cases, memory, offload)
-        found = [
+        result = [
             dataclasses.replace(plan, fits=bool(fits[i]), roomy=bool(roomy[i]))
             for i, plan in zip(places.tolist(), plans, strict=True)
         ]
@@ -1152,7 +1160,7 @@ class Search:
                 (self._nearest,) = self._plans(
                     layouts, times, rows, one, cases, memory, offload
                 )
-        return found, enough
+        return result, enough
 
     def _plans(
         self,
@@ -1173,10 +1181,10 @@ class Search:
         likely, least = times.take(rows).sequence_parallel(tensor)
         moves = self.evaluator.offload_seconds(cases, offload, here, memory)
         fresh_seconds = self.cluster.slowest.fresh_seconds
-        found = []
+        plans = []
         for place in range(len(rows)):
             terms = memory.at(place)
-            found.append(
+            plans.append(
                 LayoutCandidate(
                     mesh=layouts.meshes[cases.row[place]],
                     zero=int(cases.zero[place]),
@@ -1202,7 +1210,7 @@ class Search:
                     ),
                 )
             )
-        return found
+        return plans
 
     def _times_at(
         self,
@@ -1277,13 +1285,13 @@ class Search:
         if between:
             places, counts = np.array(between).T
             tried = cases.take(places).with_count(counts)
-            found = self._memory(layouts, times, rows[places], tried, offload)
-            fitting = np.flatnonzero(self.evaluator.fits(found))
+            result = self._memory(layouts, times, rows[places], tried, offload)
+            fitting = np.flatnonzero(self.evaluator.fits(result))
             # The last of each case has the fewest micro-batches.
             _, last = np.unique(places[fitting][::-1], return_index=True)
             chosen = fitting[::-1][last]
             count[places[chosen]] = counts[chosen]
-            memory = memory.with_rows(places[chosen], found.take(chosen))
+            memory = memory.with_rows(places[chosen], result.take(chosen))
         return cases.with_count(count), memory
 
     # What was evaluated.
@@ -1325,20 +1333,20 @@ class Search:
         Args:
             scored: one of this search.
         """
-        cluster, found = self.cluster, scored.memory
+        cluster, result = self.cluster, scored.memory
         hides = cluster.compiler.hides_updates and scored.fits
         if not hides or not {k.name for k in cluster.kinds} <= HIDES_UPDATES_ON:
-            return found
+            return result
         others = any(n > 1 for axis, n in scored.mesh.items() if axis != "data")
         # Vectors of all layers are gathered at once, behind the last gradient.
         pairs = zip(self.facts.groups, scored.layouts, strict=True)
         vectors = [one for (group, _), one in pairs if len(group.shape) == 1]
         if others or all(one.optimizer == one.param for one in vectors):
-            return found
+            return result
         case, offload = self._case(scored), scored.offload
         more = self.evaluator.memory(case, offload, postpones=True).at(0)
-        fuller = more.total_bytes > found.total_bytes
-        return more if fuller and not any(self.lacks(more)) else found
+        fuller = more.total_bytes > result.total_bytes
+        return more if fuller and not any(self.lacks(more)) else result
 
     def setting(self, mesh: Mapping[str, Any], count: Any) -> CostSetting:
         """Returns the cost setting of rows on a mesh with ``count`` micro-batches.

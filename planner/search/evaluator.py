@@ -153,14 +153,14 @@ class Evaluator:
         """
         if self.request.combine == "mean":
             return self.step_time.of(cases)
-        found = []
+        times = []
         for index in range(len(cases)):
             met = self._combine_cost(cases, index)
             one = self.step_time.of(cases.take(np.array([index])), met.collectives)
             more = combine_seconds(met.nbytes, self.cluster)
             terms = {**one.terms, "update": one.terms["update"] + more}
-            found.append(dataclasses.replace(one, terms=terms))
-        return TimeColumns.concatenate(found)
+            times.append(dataclasses.replace(one, terms=terms))
+        return TimeColumns.concatenate(times)
 
     def near(
         self, cases: LayoutCases, seconds: float, *, sequence_parallel: bool
@@ -256,20 +256,20 @@ class Evaluator:
             cases: Layouts with their ZeRO levels.
             offload: Names of what is in host memory.
         """
-        found = np.zeros(len(cases))
+        least_memory = np.zeros(len(cases))
         for rows, cuts in cases.cuts(self.facts):
-            found[rows] = self.layout_memory.least(cuts, offload)
-        return found
+            least_memory[rows] = self.layout_memory.least(cuts, offload)
+        return least_memory
 
     def serves(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
         """Returns, by case, whether some parameter goes to host memory where parameters
         are asked for.
         """
-        found = np.full(len(cases), "params" not in offload)
-        for rows, cuts in cases.cuts(self.facts) if not found.all() else ():
+        serves = np.full(len(cases), "params" not in offload)
+        for rows, cuts in cases.cuts(self.facts) if not serves.all() else ():
             counts = self.hosting.host_param_counts(cuts, offload)
-            found[rows] = sum(counts, np.zeros(len(rows))) > 0
-        return found
+            serves[rows] = sum(counts, np.zeros(len(rows))) > 0
+        return serves
 
     def offload_seconds(
         self,
@@ -286,21 +286,21 @@ class Evaluator:
             times: Time terms of the cases.
             memory: Memory terms of the cases; without them activations are left out.
         """
-        found = np.zeros(len(cases))
+        offload_seconds = np.zeros(len(cases))
         for rows, cuts in cases.cuts(self.facts) if offload else ():
             state = self.hosting.state_bytes(cuts, offload)
             params = self.hosting.params_bytes(cuts, offload)
             waiting = 0.0
             if memory is not None:
                 waiting = memory.host[rows] - state - params
-            found[rows] = self.hosting.seconds(
+            offload_seconds[rows] = self.hosting.seconds(
                 state,
                 params,
                 waiting,
                 (times.ahead[rows], times.behind[rows]),
                 cases.count[rows],
             )
-        return found
+        return offload_seconds
 
     def lacks(self, memory: MemoryColumns) -> tuple[np.ndarray, np.ndarray]:
         """Bytes that cases lack on a device, and of its part of the host."""
@@ -311,5 +311,5 @@ class Evaluator:
     def fits(self, memory: MemoryColumns) -> np.ndarray:
         """Whether devices hold each case, and hosts what is there."""
         device, host = self.lacks(memory)
-        found: np.ndarray = (device == 0) & (host == 0)
-        return found
+        result: np.ndarray = (device == 0) & (host == 0)
+        return result

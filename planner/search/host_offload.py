@@ -58,14 +58,14 @@ class HostMemoryLimits:
         if there is none.
         """
         request = self.request
-        found = OffloadableState() if request.hosted is None else request.hosted()
+        result = OffloadableState() if request.hosted is None else request.hosted()
         if not request.estimate:
-            return found
+            return result
         return OffloadableState(
-            state=found.state
-            if any(found.state.values())
+            state=result.state
+            if any(result.state.values())
             else request.optimizer.by_path,
-            params=found.params or frozenset(t.path for t in self.facts.tensors),
+            params=result.params or frozenset(t.path for t in self.facts.tensors),
         )
 
     @functools.cached_property
@@ -154,11 +154,13 @@ class HostMemoryLimits:
         """
         if "optimizer" not in offload:
             return 0
-        found: Any = 0
+        state_bytes: Any = 0
         for (nbytes, group), times in self._state_counts.items():
             here = times * (nbytes // cuts[group].optimizer.num_shards)
-            found = found + (here if shares is None else here * shares[group])
-        return found
+            state_bytes = state_bytes + (
+                here if shares is None else here * shares[group]
+            )
+        return state_bytes
 
     @functools.cached_property
     def _state_counts(self) -> Counter[tuple[int, int]]:
@@ -193,15 +195,15 @@ class HostMemoryLimits:
             cuts: Shard counts of each parameter group.
             offload: Names of what is in host memory.
         """
-        found: list[Any] = [0] * len(cuts)
+        host_param_counts: list[Any] = [0] * len(cuts)
         if "params" in offload:
             for may, group in zip(self.leaves, self.facts.group_of, strict=True):
-                found[group] += may
-            found = [
+                host_param_counts[group] += may
+            host_param_counts = [
                 count * cut.is_updated_as_stored
-                for count, cut in zip(found, cuts, strict=True)
+                for count, cut in zip(host_param_counts, cuts, strict=True)
             ]
-        return found
+        return host_param_counts
 
     def params_bytes(self, cuts: Sequence[LeafShardCounts], offload: Offload) -> Any:
         """Parameters of one device that lie in host memory, by case.

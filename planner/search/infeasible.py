@@ -126,7 +126,7 @@ def _sorted_rows(search: Search, means: str) -> str:
 def _padding(search: Search) -> str:
     """To what a sequence would have to be padded, and the memory that this takes."""
     parts = (search.request.mesh or {}).get("context", 2)
-    found = []
+    padding = []
     for role in search.options.sequence:
         size = search.options.sizes[role]
         more = -size % parts
@@ -134,17 +134,19 @@ def _padding(search: Search) -> str:
             continue
         kept = [k for k in search.residents.saved if role in roles_of(k.layout)]
         nbytes = sum(k.nbytes * k.count for k in kept) * more // size // parts
-        found.append(
+        padding.append(
             f"It is {size} long: pad it to {size + more} ({more / size:.1%} more; its "
             f"activations then take {gigabytes(nbytes)} more on each device) and mask "
             "what was added"
         )
-    return "; ".join([*found, "or fix another size"]) if found else "Fix another size"
+    return (
+        "; ".join([*padding, "or fix another size"]) if padding else "Fix another size"
+    )
 
 
 def _no_space(search: Search) -> str:
     """Returns the spatial axes that have nothing to shard, with the reasons."""
-    found = []
+    result = []
     for axis in fixed_space(search.request.mesh):
         if search.options.space[axis]:
             continue
@@ -153,14 +155,14 @@ def _no_space(search: Search) -> str:
         if not why:
             dims = "two or three" if axis != "depth" else "three"
             why = f"{axis}: the model has no convolution over {dims} dimensions"
-        found.append(why)
-    causes = "; ".join(dict.fromkeys(found))
+        result.append(why)
+    causes = "; ".join(dict.fromkeys(result))
     return f"{causes}. Leave these axes out, and use data or fsdp instead"
 
 
 def _extents(search: Search) -> str:
     """Returns the common divisors of the spatial extents."""
-    found, mesh = [], fixed_space(search.request.mesh)
+    extents, mesh = [], fixed_space(search.request.mesh)
     scaled = search.scaled_space(mesh)
     for axis, size in mesh.items():
         for index in search.options.space[axis]:
@@ -179,28 +181,28 @@ def _extents(search: Search) -> str:
                 'padding="SAME", and strides that divide it, these are fractions of '
                 "it)"
             )
-            found.append(
+            extents.append(
                 f"{axis} {size}: the extent is {role.size}, and {role.divisible} "
                 f"divides it at every resolution of the model: take {axis} of "
                 f"{usable}, or {other}"
             )
-    return "; ".join(found)
+    return "; ".join(extents)
 
 
 def _wide_halos(search: Search) -> str:
     """The operations whose windows reach too far, and what would do."""
-    found = []
+    wide_halos = []
     mesh = fixed_space(search.request.mesh)
     for wide in search.wide_halos(mesh):
         parts = mesh[wide.axis]
         most = max(n for n in divisors(parts) if wide.size // n >= wide.halo or n == 1)
         place = f" at {wide.row.scope}" if wide.row.scope else ""
-        found.append(
+        wide_halos.append(
             f"{wide.row.kind}{place} needs {wide.halo} of a neighbour, and with "
             f"{wide.axis} {parts} each has {wide.size // parts} of {wide.size}: take "
             f"{wide.axis} {most}, or a larger extent"
         )
-    return "; ".join(dict.fromkeys(found))
+    return "; ".join(dict.fromkeys(wide_halos))
 
 
 def _nothing_waits(search: Search, *, open_remat: bool) -> str:

@@ -95,9 +95,9 @@ class MemoryColumns:
         """Take these cases from others."""
 
         def mixed(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-            found = before.copy()
-            found[rows] = after
-            return found
+            result = before.copy()
+            result[rows] = after
+            return result
 
         names = {**self.terms, **other.terms}
         nothing = np.zeros(len(self.host))
@@ -111,8 +111,8 @@ class MemoryColumns:
 
     def at(self, index: int) -> MemoryTerms:
         """Terms of one case."""
-        found = {f"{name}_bytes": int(v[index]) for name, v in self.terms.items()}
-        return MemoryTerms(**found, host_bytes=int(self.host[index]))
+        result = {f"{name}_bytes": int(v[index]) for name, v in self.terms.items()}
+        return MemoryTerms(**result, host_bytes=int(self.host[index]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ class LayoutMemory:
         for cut in one.cuts if self.program.regathered else ():
             gathers = gathers | cut.is_gathered
         names = [f.name for f in dataclasses.fields(PeakMemory)]
-        found = {name: np.zeros(number) for name in names}
+        result = {name: np.zeros(number) for name in names}
         for regathers in (False, True):
             rows = np.flatnonzero(gathers == regathers)
             if not len(rows):
@@ -163,17 +163,17 @@ class LayoutMemory:
             some = one if alone else one.take(rows)
             here = self._peaks(some, s if alone else s.take(rows), regathers=regathers)
             for name in names:
-                found[name][rows] = getattr(here, name)
+                result[name][rows] = getattr(here, name)
         shares = None if one.stage is WHOLE_PROGRAM else one.stage.group_shares
         moved = np.floor(self.hosting.state_bytes(one.cuts, one.offload, shares))
-        host = found.pop("host") + moved
-        found["optimizer"] = found["optimizer"] - moved
+        host = result.pop("host") + moved
+        result["optimizer"] = result["optimizer"] - moved
         if "gradients" in one.offload:
-            host = host + found["gradients"]
-            found["gradients"] = np.zeros(number)
-        found["state"] = np.full(number, float(self.hosting.request.state_bytes))
-        found["batch"] = self._batch_bytes(one.tables, s) + np.zeros(number)
-        return MemoryColumns(terms=found, host=host)
+            host = host + result["gradients"]
+            result["gradients"] = np.zeros(number)
+        result["state"] = np.full(number, float(self.hosting.request.state_bytes))
+        result["batch"] = self._batch_bytes(one.tables, s) + np.zeros(number)
+        return MemoryColumns(terms=result, host=host)
 
     def least(self, cuts: Sequence[LeafShardCounts], offload: tuple[str, ...]) -> Any:
         """Bytes that parameters and the optimizer's state take at any moment, by case.
@@ -182,14 +182,14 @@ class LayoutMemory:
             cuts: Shard counts of each parameter group.
             offload: Names of what is in host memory.
         """
-        found: Any = self.hosting.request.state_bytes
+        result: Any = self.hosting.request.state_bytes
         away = self.hosting.host_param_counts(cuts, offload)
         for (group, count), cut, hosted in zip(
             self.facts.groups, cuts, away, strict=True
         ):
-            found = found + (count - hosted) * group.nbytes / cut.param.num_shards
-            found = found + count * group.optimizer_bytes / cut.optimizer.num_shards
-        return found - self.hosting.state_bytes(cuts, offload)
+            result = result + (count - hosted) * group.nbytes / cut.param.num_shards
+            result = result + count * group.optimizer_bytes / cut.optimizer.num_shards
+        return result - self.hosting.state_bytes(cuts, offload)
 
     def _peaks(self, one: StepLayout, s: CostSetting, *, regathers: bool) -> PeakMemory:
         number = len(one.accumulates)
@@ -231,11 +231,11 @@ class LayoutMemory:
         if not given:
             return 0
         first = next(iter(tables))
-        found: Any = 0
+        batch_bytes: Any = 0
         for nbytes, (tensor, home) in zip(given, self.homes, strict=True):
             table = tables[first if home is None else home]
             cut = s.shard_counts(
                 self.dims.layouts[tensor], self.dims.sizes[tensor], table
             )
-            found = found + nbytes // cut.num_shards
-        return found
+            batch_bytes = batch_bytes + nbytes // cut.num_shards
+        return batch_bytes

@@ -72,7 +72,7 @@ def least_stage_steps(
     if request.remat is not None:
         remats = [request.remat]
     analyses = ProgramAnalyses(graph=graph, cluster=cluster, again=again, known=known)
-    found: dict[int, float] = {}
+    steps: dict[int, float] = {}
     for remat in remats if any(allowed.values()) else ():
         analysed = analyses.of(remat, (), 1)
         if analysed is None:
@@ -99,8 +99,8 @@ def least_stage_steps(
         step = np.maximum(pace / number * turns, ahead)
         for n in stages:
             here = float(step[number == n].min(initial=np.inf))
-            found[n] = min(here, found.get(n, np.inf))
-    return {n: seconds for n, seconds in found.items() if seconds < np.inf}
+            steps[n] = min(here, steps.get(n, np.inf))
+    return {n: seconds for n, seconds in steps.items() if seconds < np.inf}
 
 
 def least_paces(
@@ -118,16 +118,16 @@ def least_paces(
         Seconds of a micro-batch and of its forward pass, by number of micro-batches; 0
         where no layout has that number, which the search for it says why.
     """
-    found = dict.fromkeys(counts, (0.0, 0.0))
+    paces = dict.fromkeys(counts, (0.0, 0.0))
     cases = search.at_every_count({search.request.num_devices: counts})
     if not len(cases):
-        return found
+        return paces
     pace, ahead = _paces(search, cases)
-    for count in found:
+    for count in paces:
         some = cases.count == count
         if some.any():
-            found[count] = float(pace[some].min()), float(ahead[some].min())
-    return found
+            paces[count] = float(pace[some].min()), float(ahead[some].min())
+    return paces
 
 
 def _paces(search: Search, cases: LayoutCases) -> tuple[np.ndarray, np.ndarray]:

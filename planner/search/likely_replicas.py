@@ -98,12 +98,12 @@ def likely_replicas(
         known=ProgramCache() if known is None else known,
     )
     estimates = _Estimates(analyses, cluster, request, allowed)
-    found = [
+    result = [
         LikelyReplicas(case=case, seconds=seconds)
         for case, seconds in estimates.step_seconds().items()
     ]
-    limit = min((one.seconds for one in found), default=math.inf) * (1 + SLACK)
-    kept = [one for one in found if one.seconds <= limit]
+    limit = min((one.seconds for one in result), default=math.inf) * (1 + SLACK)
+    kept = [one for one in result if one.seconds <= limit]
     return sorted(kept, key=lambda one: (one.seconds, *dataclasses.astuple(one.case)))
 
 
@@ -146,14 +146,14 @@ class _Estimates:
                 pace = (times.step - update) / cases.count[rows]
                 for place, case in enumerate(some):
                     paces[case, kind] = float(pace[place]), float(update[place])
-        found = {}
+        result = {}
         for case, layout in layouts.items():
             each = [paces[case, kind] for kind in self.devices[:: case.size]]
             seconds, updates = zip(*each, strict=True)
             exchanged = self._exchange_seconds(case, layout.gradients)
             computed = makespan(shares(case.count, seconds), seconds)
-            found[case] = computed + exchanged + max(updates)
-        return found
+            result[case] = computed + exchanged + max(updates)
+        return result
 
     def _exchange_seconds(self, case: SharesCase, nbytes: int) -> float:
         """Seconds in which replicas reduce gradients, and gather parameters."""
@@ -182,16 +182,16 @@ class _Estimates:
             for size, counts in self.allowed.items()
             for count, zero in itertools.product(counts, levels)
         }
-        found: dict[SharesCase, _Layout] = {}
+        layouts: dict[SharesCase, _Layout] = {}
         for remat in remats:
             here: dict[SharesCase, tuple[float, _Layout]] = {}
-            for attention in ways if len(found) < len(wanted) else ():
+            for attention in ways if len(layouts) < len(wanted) else ():
                 program = ProgramOptions.of(request, remat, attention)
                 for case, pair in self._fastest(program, levels).items():
                     if case not in here or pair[0] < here[case][0]:
                         here[case] = pair
-            found = {case: layout for case, (_, layout) in here.items()} | found
-        return {case: layout for case, layout in found.items() if case in wanted}
+            layouts = {case: layout for case, (_, layout) in here.items()} | layouts
+        return {case: layout for case, layout in layouts.items() if case in wanted}
 
     def _replica_devices(self, kind: DeviceKind) -> Cluster:
         """Returns as many devices of one kind as the largest replica has."""
@@ -233,7 +233,7 @@ class _Estimates:
         gradients = memory.terms["gradients"]
         needs = memory.total + gradients
         sliced = memory.terms["optimizer"] * (1 - cases.devices / len(self.devices))
-        found: dict[SharesCase, tuple[float, _Layout]] = {}
+        fastest: dict[SharesCase, tuple[float, _Layout]] = {}
         for zero in levels:
             held = needs - zero * sliced <= self.kinds[0].memory_bytes
             fits = np.flatnonzero(held)
@@ -243,8 +243,8 @@ class _Estimates:
                     count=int(cases.count[place]),
                     zero=zero,
                 )
-                if case not in found:
+                if case not in fastest:
                     nbytes = int(gradients[place])
                     layout = _Layout(program=program, place=place, gradients=nbytes)
-                    found[case] = float(pace[place]), layout
-        return found
+                    fastest[case] = float(pace[place]), layout
+        return fastest

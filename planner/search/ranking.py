@@ -36,11 +36,11 @@ def best_first(
         most: Number of plans to rank; the rest is in order of time alone.
     """
     left = sorted(plans, key=seconds)
-    found: list[Weighable] = []
-    while left and len(found) < most:
+    first: list[Weighable] = []
+    while left and len(first) < most:
         limit = seconds(left[0]) * (1 + TIE)
         tied = list(itertools.takewhile(lambda s: seconds(s) <= limit, left))  # noqa: B023
         best = min(tied, key=ties)
-        found.append(best)
+        first.append(best)
         left.remove(best)
-    return [*found, *left]
+    return [*first, *left]

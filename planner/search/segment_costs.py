@@ -81,8 +81,8 @@ class SegmentOperations:
             spot = spots.setdefault((segment, op.task_graph), len(spots))
             ops.append(replace(op, task_graph=spot))
         regions = tuple(TaskGraph(index=i) for i in range(len(spots)))
-        found = replace(graph, ops=tuple(ops), task_graphs=regions)
-        return found, list(spots)
+        result = replace(graph, ops=tuple(ops), task_graphs=regions)
+        return result, list(spots)
 
     @property
     def spots(self) -> list[tuple[int, int]]:
@@ -100,8 +100,8 @@ class SegmentOperations:
         graph = self._regions[0]
         weight = graph.weight_tensors()
         copies = self._copies_kernels
-        found = residents(graph, self.analysed.dims, weight, copies_kernels=copies)
-        return found.saved
+        result = residents(graph, self.analysed.dims, weight, copies_kernels=copies)
+        return result.saved
 
 
 class Segments:
@@ -144,18 +144,18 @@ class Segments:
     def seconds(self) -> list[float]:
         """Returns each segment's seconds, forward and backward of a micro-batch."""
         rows, spots = self.folded.rows, self.folded.spots
-        s, found = self.setting, [0.0] * self.folded.count
+        s, result = self.setting, [0.0] * self.folded.count
         launch = self.search.cluster.slowest.launch_seconds
         for row in rows.ops:
             cost = row_cost(row, row_hits(row, self._tables[row.task_graph], s), s)
             seconds = cost.compute_seconds + cost.launches * launch
             for c in cost.collectives:
                 seconds += as_run(c, s)[1]
-            found[spots[row.task_graph][0]] += float(seconds)
+            result[spots[row.task_graph][0]] += float(seconds)
         for flow in rows.flows:
             for c in flow_cost(flow, self._tables, s):
-                found[spots[flow.task_graph][0]] += float(as_run(c, s)[1])
-        return found
+                result[spots[flow.task_graph][0]] += float(as_run(c, s)[1])
+        return result
 
     @functools.cached_property
     def layers(self) -> list[Layer]:
@@ -184,10 +184,10 @@ class Segments:
 
     def layers_of(self, division: Division) -> list[Layer]:
         """The parts of a division as links of a chain."""
-        found = []
+        layers = []
         for each in self._shares(division):
             links = [(self.layers[i], share) for i, share in each.items()]
-            found.append(
+            layers.append(
                 Layer(
                     seconds=sum(x.seconds * share for x, share in links),
                     static_bytes=sum(x.static_bytes * share for x, share in links),
@@ -197,7 +197,7 @@ class Segments:
                     transfer_seconds=links[-1][0].transfer_seconds if links else 0.0,
                 )
             )
-        return found
+        return layers
 
     def _shares(self, division: Division) -> list[dict[int, float]]:
         """Returns the fraction of each segment that each part holds, by operations."""
@@ -216,7 +216,7 @@ class Segments:
     def _static_bytes(self) -> list[float]:
         """Parameters, gradients and optimizer state, where they are read first."""
         facts, mesh = self.scored.facts, self.scored.mesh
-        found, seen = [0.0] * self.folded.count, set[int]()
+        static_bytes, seen = [0.0] * self.folded.count, set[int]()
         units = self.folded.units
         for index, inputs in enumerate(units.inputs):
             if units.free[index]:
@@ -227,17 +227,19 @@ class Segments:
                     continue
                 place = facts.group_of[leaf]
                 group, layout = facts.groups[place][0], self.scored.layouts[place]
-                found[self.folded.segment_of(index)] += (
+                static_bytes[self.folded.segment_of(index)] += (
                     group.nbytes / shards(layout.param, mesh)
                     + group.nbytes / shards(layout.gradient, mesh)
                     + group.optimizer_bytes / shards(layout.optimizer, mesh)
                 )
-        return found
+        return static_bytes
 
     def _handed_seconds(self) -> list[float]:
         """For the result of each segment to reach another stage, and back."""
         crossing = self.folded.units.border_bytes
         s, mesh = self.setting, self.scored.mesh
         shared = mesh["data"] * mesh["fsdp"] * s.num_micro_batches
-        found = [2 * self.handed(crossing[at] / shared) for at in self.folded.at]
-        return [*found, 0.0]
+        handed_seconds = [
+            2 * self.handed(crossing[at] / shared) for at in self.folded.at
+        ]
+        return [*handed_seconds, 0.0]

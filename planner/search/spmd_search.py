@@ -167,7 +167,7 @@ def _without_needless(fits: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
         layout = tuple(one.mesh.items()), id(one.tables), one.zero
         key = id(one.details), layout, one.num_micro_batches
         alike.setdefault(key, []).append(one)
-    found = []
+    needless = []
     for several in alike.values():
         kept: list[LayoutCandidate] = []
         for one in sorted(several, key=lambda one: len(one.offload)):
@@ -177,8 +177,8 @@ def _without_needless(fits: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
                 for other in kept
             ):
                 kept.append(one)
-        found += kept
-    return found
+        needless += kept
+    return needless
 
 
 def searches(
@@ -195,9 +195,9 @@ def searches(
     fits, no policy can be better than none.
     """
     known = ProgramCache() if known is None else known
-    found = ProgramSearches(graph, cluster, request, again, known)
-    found.all()
-    return found
+    result = ProgramSearches(graph, cluster, request, again, known)
+    result.all()
+    return result
 
 
 def _normalised_mesh(mesh: Mapping[str, int] | None) -> dict[str, int]:
@@ -210,15 +210,15 @@ def attention_variants(
     graph: Graph, request: Request, again: Again | None
 ) -> dict[Chosen, Graph]:
     """The loss as it is, and with attention in blocks, as far as they are asked for."""
-    found: dict[Chosen, Graph] = {}
+    variants: dict[Chosen, Graph] = {}
     if not request.attention:
-        found[()] = graph
+        variants[()] = graph
     if again is not None and request.attention != ():
         blocks = request.attention or ((ALL, "ring"),)
         ringed = again((), blocks, 1)
         if any(op.kind == ATTENTION for op in ringed.ops):
-            found[blocks] = ringed
-    return found
+            variants[blocks] = ringed
+    return variants
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,8 +248,8 @@ class ProgramAnalyses:
         return self.known[key]
 
     def _analyse(self, graph: Graph) -> tuple[GraphAnalysis, AnalysedProgram]:
-        found = analyse_graph(graph)
-        return found, AnalysedProgram(found.graph, found.dims, self.cluster.compiler)
+        result = analyse_graph(graph)
+        return result, AnalysedProgram(result.graph, result.dims, self.cluster.compiler)
 
     def _graph(self, remat: Remat, attention: Chosen, chunks: int) -> Graph | None:
         """A graph that is traced for it, or None where there is none such."""
@@ -485,7 +485,7 @@ class ProgramSearches:
         tried.update(near)
         if asked:
             plain.scored = []  # Nor do they bound those that are asked for.
-        found = []
+        result = []
         for split in splits_between(analysed.graph, analysed.dims, near):
             if not split.parents:
                 continue  # Nothing stands between products.
@@ -505,8 +505,8 @@ class ProgramSearches:
             self.found.append(
                 (GraphAnalysis(graph=split.graph, dims=analysed.dims), apart)
             )
-            found.append(apart)
-        return found
+            result.append(apart)
+        return result
 
     def on_paper(self, best: float) -> LayoutCandidate | None:
         """The fastest plan that keeps more in host memory than an executor does.
@@ -516,24 +516,24 @@ class ProgramSearches:
         """
         if self.request.estimate or self.request.offload is not None:
             return None
-        found = [one for _, search in self.found for one in search.on_paper(best)]
-        return min(found, key=lambda one: one.time.step_seconds, default=None)
+        paper = [one for _, search in self.found for one in search.on_paper(best)]
+        return min(paper, key=lambda one: one.time.step_seconds, default=None)
 
     def least_left_out(self) -> float:
         """Least seconds of a step in any layout that was not evaluated."""
         best = self.best_seconds()
-        found = [search.least_skipped for _, search in self.found]
+        least_left_out = [search.least_skipped for _, search in self.found]
         if self.request.sequence_parallel is False:
-            return min(found)
+            return min(least_left_out)
         for _, plain in self.searched.values():
             tried = self.tried.get(id(plain), {})
             if plain.options.sequence:
-                found += [
+                least_left_out += [
                     one.least_of_others(tried.get(roles, ()))
                     for roles, several in plain.near_sequence_parallel(best).items()
                     for one in several
                 ]
-        return min(found)
+        return min(least_left_out)
 
 
 HOPELESS = 0.1
@@ -611,17 +611,17 @@ def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
     """
     count = request.num_devices
     check_marks(graph, count, stages)
-    found = copies([g for g in graph.task_graphs if g.marks], count, stages)
+    marks = copies([g for g in graph.task_graphs if g.marks], count, stages)
     mesh = {a: n for a, n in _normalised_mesh(request.mesh).items() if a != STAGE}
-    if found > 1 and not any(
-        mesh.items() <= one.items() and replicas(one) % found == 0
+    if marks > 1 and not any(
+        mesh.items() <= one.items() and replicas(one) % marks == 0
         for one in meshes(count // stages, mesh.get("context", 1), fixed_space(mesh))
     ):
         given = {"stage": stages, **mesh} if stages > 1 else mesh
         fixed = " × ".join(f"{axis} {n}" for axis, n in given.items())
         raise DeviceCountError(
-            f"devices= of the marks gives one copy of the model {count // found} of "
-            f"{count} devices, so data × fsdp × context is a multiple of {found}; with "
+            f"devices= of the marks gives one copy of the model {count // marks} of "
+            f"{count} devices, so data × fsdp × context is a multiple of {marks}; with "
             f"{fixed} it is not. Change one of the two"
         )
-    return dataclasses.replace(request, copies=found)
+    return dataclasses.replace(request, copies=marks)

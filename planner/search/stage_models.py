@@ -68,14 +68,14 @@ def laid_out(
     """
     roomy = cluster.with_memory(ROOM * cluster.memory_bytes)
     pairs = searches(graph, roomy, request, None, known).found
-    found = [
+    out = [
         StageLayout(analysed=analysed, search=search, scored=scored)
         for analysed, search in pairs
         for scored in search.scored
     ]
-    if not found:
+    if not out:
         raise refusal([search for _, search in pairs], open_remat=False)
-    return found
+    return out
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -106,8 +106,8 @@ class DivisibleProgram:
         copies = cluster.compiler.copies_kernels
         key = id(analysed.graph), copies  # of a graph that what is found keeps alive
         if key not in self._folded:
-            found = SegmentOperations(self.units, analysed, copies_kernels=copies)
-            self._folded[key] = found
+            operations = SegmentOperations(self.units, analysed, copies_kernels=copies)
+            self._folded[key] = operations
         return self._folded[key]
 
     def by_marks(self) -> Division:
@@ -225,8 +225,8 @@ class ModelCuts:
         key = division.starts, len(division.parts), tuple(places)
         if key not in self.whole.stages:
             dims = segments.folded.analysed.dims
-            found = stage_graph(self.whole.graph, dims, division, places)
-            self.whole.stages[key] = found, ProgramCache()
+            result = stage_graph(self.whole.graph, dims, division, places)
+            self.whole.stages[key] = result, ProgramCache()
         return self.whole.stages[key]
 
     def _segments(
@@ -235,7 +235,7 @@ class ModelCuts:
         """Returns the segments of the model on each kind, all in the layout of the
         first.
         """
-        found = {}
+        segments = {}
         for ground in by_memory(lying):
             name = ground.kind.name
             key = stages, name, request.num_micro_batches
@@ -245,10 +245,10 @@ class ModelCuts:
                 )
                 best = min(laid, key=lambda one: one.scored.time.step_seconds)
                 self._chains[key] = self._segments_of(best, stages)
-            found[name] = self._chains[key]
-            scored = found[name].scored
+            segments[name] = self._chains[key]
+            scored = segments[name].scored
             request = replace(request, mesh=scored.mesh, zero=scored.zero)
-        return found
+        return segments
 
     def _segments_of(self, best: StageLayout, stages: int) -> Segments:
         mesh = {STAGE: stages, **best.scored.mesh}
@@ -277,13 +277,13 @@ class ModelCuts:
         if division is None and len(first.layers) < table.num_stages:
             raise _too_few(table, len(first.layers))
         try:
-            found = allot(chains, lying, table, reserved, hidden=hidden)
+            result = allot(chains, lying, table, reserved, hidden=hidden)
         except PlanError:
             # What fits is said by the search of each stage, which knows more.
             roomy = dict.fromkeys(segments, -float("inf"))
-            found = allot(chains, lying, table, roomy, hidden=hidden)
-        starts = first.starts(found.placed.cut.counts)
-        return division or divide_program(self.whole.units, starts), found
+            result = allot(chains, lying, table, roomy, hidden=hidden)
+        starts = first.starts(result.placed.cut.counts)
+        return division or divide_program(self.whole.units, starts), result
 
     def _division(
         self, segments: Segments, table: Schedule, part: Cluster, hidden: bool
@@ -306,13 +306,13 @@ class ModelCuts:
         if len(layers) < len(places):
             raise _too_few(table, len(layers))
         try:
-            found = cut(layers, places)
+            result = cut(layers, places)
         except PlanError:
             # What fits is said by the search of each stage, which knows more.
-            found = cut(layers, [ChainStage()] * len(places))
+            result = cut(layers, [ChainStage()] * len(places))
         return divide_program(
-            self.whole.units, segments.starts(found.counts)
-        ), found.seconds
+            self.whole.units, segments.starts(result.counts)
+        ), result.seconds
 
 
 def _too_few(table: Schedule, parts: int) -> TooFewParts:

@@ -150,13 +150,13 @@ def handed_bytes(
     """
     graph, dims, mesh = analysed.graph, analysed.dims, scored.mesh
     homes = graph.homes() if tensors else {}
-    batch, found = {role.index for role in dims.batch}, 0.0
+    batch, result = {role.index for role in dims.batch}, 0.0
     for t in tensors:
         table = scored.tables[homes.get(t, 0)]
         spec = spec_of(dims.layouts[t], dims.sizes[t], table, mesh)
         cut = roles_of(dims.layouts[t]) & batch
-        found += graph.tensors[t].nbytes // shards(spec, mesh) // (parts if cut else 1)
-    return found
+        result += graph.tensors[t].nbytes // shards(spec, mesh) // (parts if cut else 1)
+    return result
 
 
 def handed_seconds(nbytes: float, mesh: Mapping[str, int], cluster: Cluster) -> float:

@@ -23,7 +23,7 @@ def copied_bytes(division: Division, chosen: Sequence[StageLayout]) -> list[int]
         chosen: the layout of each stage.
     """
     stages = len(chosen)
-    found = [0.0] * stages
+    result = [0.0] * stages
     units = division.units
     numbers = [*range(len(units.params)), *sorted(units.frozen)]
     for number, path in zip(numbers, map(units.path, numbers), strict=True):
@@ -34,8 +34,8 @@ def copied_bytes(division: Division, chosen: Sequence[StageLayout]) -> list[int]
             if number in part.inputs
         }
         for stage in readers - {owner}:
-            found[stage] += _device_bytes(chosen[stage], path)
-    return [int(nbytes) for nbytes in found]
+            result[stage] += _device_bytes(chosen[stage], path)
+    return [int(nbytes) for nbytes in result]
 
 
 def _device_bytes(laid: StageLayout, path: str) -> float:

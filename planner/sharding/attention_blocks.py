@@ -105,7 +105,7 @@ def ringed(graph: Graph, kinds: Mapping[str, str]) -> frozenset[tuple[int, ...]]
     analysed = analyse_graph(graph)
     graph, dims = analysed.graph, analysed.dims
     weight = graph.weight_tensors()
-    found = set()
+    result = set()
     for index, op in enumerate(graph.ops):
         if op.kind != ATTENTION or any(weight[t] for t in op.operands):
             continue
@@ -117,5 +117,5 @@ def ringed(graph: Graph, kinds: Mapping[str, str]) -> frozenset[tuple[int, ...]]
         column = {*layouts[1][op.column]}
         alike = column and column <= roles_of(layouts[0])
         if alike and kinds.get(name, kinds.get(ALL, "gather")) == "ring":
-            found.add(op.position)
-    return frozenset(found)
+            result.add(op.position)
+    return frozenset(result)

@@ -75,7 +75,7 @@ def traffic_bytes(plan: PlanData) -> Matrix:
     names = list(sizes)
     count = math.prod(sizes.values())
     ranks = np.arange(count).reshape(tuple(sizes.values()))
-    found = np.zeros((count, count))
+    result = np.zeros((count, count))
     for collective in plan.collectives:
         inside = [names.index(axis) for axis in collective.axes if axis in sizes]
         ends = range(ranks.ndim - len(inside), ranks.ndim)
@@ -86,9 +86,9 @@ def traffic_bytes(plan: PlanData) -> Matrix:
         sent = collective.payload_bytes * plan.times(collective)
         if collective.kind == "all-to-all":
             for step in range(1, size):
-                found[groups, np.roll(groups, -step, axis=1)] += sent / size
+                result[groups, np.roll(groups, -step, axis=1)] += sent / size
             continue
         part = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}
         share = part.get(collective.kind, (size - 1) / size)
-        found[groups, np.roll(groups, -1, axis=1)] += sent * share
-    return found
+        result[groups, np.roll(groups, -1, axis=1)] += sent * share
+    return result

@@ -165,12 +165,12 @@ def computed_whole(
     Returns:
         Role to the first of these operations, and how many there are.
     """
-    found: dict[int, tuple[Op, int]] = {}
+    whole: dict[int, tuple[Op, int]] = {}
     for op, roles in _hiding(graph, _minor_only_roles(dims, graph.weight_tensors())):
         for role in roles & sharded:
-            first, count = found.get(role, (op, 0))
-            found[role] = first, count + 1
-    return found
+            first, count = whole.get(role, (op, 0))
+            whole[role] = first, count + 1
+    return whole
 
 
 def _minor_only_roles(dims: Dimensions, weight: Sequence[bool]) -> list[frozenset[int]]:

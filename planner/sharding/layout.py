@@ -37,16 +37,16 @@ Table = Mapping[str, tuple[int, ...]]
 @functools.lru_cache(maxsize=4096)
 def _divisors(number: int) -> tuple[int, ...]:
     """From the prime factors: numbers of samples have few, and may be large."""
-    found, left, prime = [1], number, 2
+    result, left, prime = [1], number, 2
     while left > 1:
         if prime * prime > left:
             prime = left
         count = 0
         while left % prime == 0:
             left, count = left // prime, count + 1
-        found += [d * prime**n for d in found for n in range(1, count + 1)]
+        result += [d * prime**n for d in result for n in range(1, count + 1)]
         prime += 1 if prime == 2 else 2
-    return tuple(sorted(found))
+    return tuple(sorted(result))
 
 
 def divisors(number: int) -> list[int]:
@@ -92,13 +92,13 @@ def axis_roles(
     Returns:
         Axis to role, for axes above size 1 that found one.
     """
-    found: dict[str, int] = {}
+    roles: dict[str, int] = {}
     for axis, size in mesh.items():
         for role in table.get(axis, ()) if size > 1 else ():
             if role in present:
-                found[axis] = role
+                roles[axis] = role
                 break
-    return found
+    return roles
 
 
 @functools.lru_cache(maxsize=2**12)

@@ -126,20 +126,20 @@ def mark_pins(
         return ()
     where = f"{task_graph.name}: split(axis={name!r})"
     roles = [dims.roles[r] for r in sorted(present)]
-    found = [r for r in roles if name in (r.name, *r.aliases)]
-    found = found or [
+    matches = [r for r in roles if name in (r.name, *r.aliases)]
+    matches = matches or [
         r for r in roles if r.index == _of_leaf(name, graph, dims, limits)
     ]
-    if not found:
-        found = [r for r in roles if _ends_in(r, name)]
-        if len(found) > 1:
-            several = ", ".join(role_names(r)[0] for r in found)
+    if not matches:
+        matches = [r for r in roles if _ends_in(r, name)]
+        if len(matches) > 1:
+            several = ", ".join(role_names(r)[0] for r in matches)
             problems.add(f"{where} may mean {several}. Write the whole path of a leaf")
             return ()
-    if not found:
+    if not matches:
         problems.add(f"{where} names no dimension of that region. {_near(name, roles)}")
     free = []
-    for role in found:
+    for role in matches:
         obstacle = limits.obstacle(role)
         if obstacle:
             problems.add(

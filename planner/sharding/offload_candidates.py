@@ -58,7 +58,7 @@ def waiting_values(graph: Graph) -> dict[int, int]:
     moves, reads = _movable(graph), _reads_again(graph)
     maker: dict[int, Op] = {}
     readers: dict[int, set[int]] = {}
-    found: dict[int, int] = {}
+    values: dict[int, int] = {}
     # What is in branches is run as it is, checkpointed regions among it; and so are
     # calls that sort rows, which reshape what they are given and give.
     whole = {op.position for op in graph.ops if op.kind in ("while", "cond", "reshape")}
@@ -73,11 +73,11 @@ def waiting_values(graph: Graph) -> dict[int, int]:
         for t in op.results:
             maker[t] = op
             if op.kept and moves[t] and (op.remat, t) in reads:
-                found[t] = 1
+                values[t] = 1
     for t, regions in readers.items():
         if len(regions) <= MOST_READERS:
-            found[t] = found.get(t, 0) + len(regions)
-    return found
+            values[t] = values.get(t, 0) + len(regions)
+    return values
 
 
 def sliced_leaves(graph: Graph) -> frozenset[int]:
@@ -121,20 +121,20 @@ def sliced_leaves(graph: Graph) -> frozenset[int]:
             else:
                 whole.add(leaf)
     whole.update(leaf_of[t] for t in graph.whole if t in leaf_of)
-    found = sliced - whole
-    return frozenset(t for t in found if len(graph.tensors[t].shape) > 2)
+    leaves = sliced - whole
+    return frozenset(t for t in leaves if len(graph.tensors[t].shape) > 2)
 
 
 def _reads_again(graph: Graph) -> set[tuple[int | None, int]]:
     """Regions and what each reads where the backward pass computes it again."""
-    found: set[tuple[int | None, int]] = set()
+    result: set[tuple[int | None, int]] = set()
     again = graph.runs_again()
     for op, runs in zip(graph.ops, again, strict=True):
         slots = op.operands + op.results
-        found.update((op.remat, slots[slot]) for slot in op.saves)
+        result.update((op.remat, slots[slot]) for slot in op.saves)
         if runs:
-            found.update((op.remat, t) for t in op.operands)
-    return found
+            result.update((op.remat, t) for t in op.operands)
+    return result
 
 
 def _movable(graph: Graph) -> list[bool]:

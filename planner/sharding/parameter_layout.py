@@ -384,12 +384,12 @@ def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
     pass reads. A table that is looked up and multiplied with is gathered in two forms,
     because the compiler transposes shards.
     """
-    found: Counter[int] = Counter()
+    gathers: Counter[int] = Counter()
     shared: dict[tuple[int, int | None], bool] = {}
     for op in reversed(graph.ops):
         if makes_weights(op, weight):
             for t in {t for t in op.operands if weight[t]}:
-                found[t] += sum(found[r] for r in op.results)
+                gathers[t] += sum(gathers[r] for r in op.results)
             continue
         if op.kind in LOOPS:
             continue
@@ -399,24 +399,24 @@ def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
         for t in {t for t in op.operands if weight[t]}:
             if op.regathers and op.remat is None:
                 # One that is cut into chunks is followed by its backward pass.
-                found[t] += 1 + (others and op.chunks == 1)
+                gathers[t] += 1 + (others and op.chunks == 1)
                 continue
             again = others and op.remat is not None and op.kind not in LINEAR
             before = shared.get((t, op.remat))
-            found[t] += (before is None) + (again and not before)
+            gathers[t] += (before is None) + (again and not before)
             shared[t, op.remat] = again or bool(before)
-    return Counter({t.id: max(1, found[t.id]) for t in graph.params})
+    return Counter({t.id: max(1, gathers[t.id]) for t in graph.params})
 
 
 def _chunked(graph: Graph, weight: Sequence[bool]) -> set[int]:
     """Tensors made of weights alone that a product reads which is cut into chunks."""
-    found: set[int] = set()
+    result: set[int] = set()
     for op in reversed(graph.ops):
         if op.chunks > 1 and op.matmul is not None:
-            found.update(t for t in op.operands if weight[t])
-        elif found.intersection(op.results) and makes_weights(op, weight):
-            found.update(t for t in op.operands if weight[t])
-    return found
+            result.update(t for t in op.operands if weight[t])
+        elif result.intersection(op.results) and makes_weights(op, weight):
+            result.update(t for t in op.operands if weight[t])
+    return result
 
 
 def _readers(
@@ -427,7 +427,7 @@ def _readers(
     Returns:
         For each tensor the kind of every operation, and the part of it that is read.
     """
-    found: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
+    readers: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
     for op in reversed(graph.ops):
         if op.kind in LOOPS:
             continue
@@ -435,11 +435,11 @@ def _readers(
         for t in {t for t in op.operands if weight[t]}:
             size = max(1, graph.tensors[t].size)
             if not made:
-                found[t].append((op.kind, 1.0))
+                readers[t].append((op.kind, 1.0))
             for r in op.results if made else ():
                 part = min(1.0, graph.tensors[r].size / size)
-                found[t] += [(kind, part * of) for kind, of in found[r]]
-    return found
+                readers[t] += [(kind, part * of) for kind, of in readers[r]]
+    return readers
 
 
 def _read(
@@ -447,15 +447,15 @@ def _read(
 ) -> dict[int, float]:
     """See ``LeafGroup.narrowed``."""
     wide = {t.id: t.dtype == "float32" for t in graph.params}
-    found = {number: 1.0 if w else 1.0 / cast_bytes for number, w in wide.items()}
+    result = {number: 1.0 if w else 1.0 / cast_bytes for number, w in wide.items()}
     if not narrowed and not graph.frozen_bytes:
-        return found
+        return result
     for number, share in read_bytes(graph, weight).items():
         if share > 1.0 and graph.tensors[number].frozen:
-            found[number] = share / cast_bytes
+            result[number] = share / cast_bytes
         elif narrowed:
-            found[number] = min(1.0, share)
-    return found
+            result[number] = min(1.0, share)
+    return result
 
 
 def _uses(readers: Sequence[tuple[str, float]]) -> float:
@@ -500,12 +500,12 @@ def looked_up_tables(graph: Graph, readers: Readers | None = None) -> set[int]:
     if readers is None:
         readers = _readers(graph, graph.weight_tensors())
     sliced = sliced_params(graph)
-    found = set[int]()
+    tables = set[int]()
     for t in graph.params:
         kinds = {kind for kind, _ in readers.get(t.id, ())}
         if len(t.shape) > 1 and kinds and kinds <= LOOKUPS and t.id not in sliced:
-            found.add(t.id)
-    return found
+            tables.add(t.id)
+    return tables
 
 
 def are_most(some: Collection[int], params: Sequence[Tensor]) -> bool:
@@ -589,7 +589,7 @@ def lay_out(
         mesh: axis sizes.
         zero: level over ``data``: 0, 1 or 2.
     """
-    found = []
+    out = []
     for group, _ in facts.groups:
         table = tables[group.home]
         compute = lying(group.layout, group.sizes, group.fused, table, mesh)
@@ -600,7 +600,7 @@ def lay_out(
         owned: Spec = param
         if group.trained:
             owned = extend_spec(param, group.shape, "data", mesh, group.order)
-        found.append(
+        out.append(
             LeafLayout(
                 compute=compute,
                 param=param,
@@ -608,4 +608,4 @@ def lay_out(
                 optimizer=owned if zero >= 1 else param,
             )
         )
-    return tuple(found)
+    return tuple(out)

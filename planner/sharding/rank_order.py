@@ -80,24 +80,24 @@ def cost(order: Any, traffic_bytes: Any, seconds_per_byte: Any) -> float:
 
 
 def _checked(traffic: Any, seconds: Any) -> tuple[Matrix, Matrix]:
-    found = []
+    result = []
     with Problems("place") as problems:
         for name, given in (("traffic_bytes", traffic), ("seconds_per_byte", seconds)):
             matrix = np.array(given, np.float64)
-            found.append(matrix)
+            result.append(matrix)
             if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
                 problems.add(f"{name} has shape {matrix.shape}; expected a square")
             elif not (np.isfinite(matrix) & (matrix >= 0)).all():
                 problems.add(f"{name} has numbers below zero or none; expected 0 or up")
             else:
                 np.fill_diagonal(matrix, 0.0)
-        if not problems and found[0].shape != found[1].shape:
+        if not problems and result[0].shape != result[1].shape:
             problems.add(
-                f"traffic_bytes is of {len(found[0])} ranks, seconds_per_byte of "
-                f"{len(found[1])} devices; expected as many. Give idle devices ranks "
+                f"traffic_bytes is of {len(result[0])} ranks, seconds_per_byte of "
+                f"{len(result[1])} devices; expected as many. Give idle devices ranks "
                 "that send nothing"
             )
-    return found[0], found[1]
+    return result[0], result[1]
 
 
 @cache

@@ -120,7 +120,7 @@ def regions(graph: Graph, policies: Mapping[str, str]) -> tuple[Region, ...]:
     if level is None:
         return ()
     runs = itertools.groupby(level.equations(policies), key=lambda e: e[1])
-    found = []
+    result = []
     for (layer, policy), members in runs:
         if layer < 0 or policy == "none":
             continue
@@ -128,8 +128,8 @@ def regions(graph: Graph, policies: Mapping[str, str]) -> tuple[Region, ...]:
         for first, end in level.pieces(indices[0], indices[-1] + 1):
             region = Region(prefix=level.prefix, first=first, end=end, policy=policy)
             if level.saves(region):
-                found.append(region)
-    return tuple(found)
+                result.append(region)
+    return tuple(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +235,13 @@ class _Level:
         index, least = first, min(self.ops)
         while index not in self.ops and index >= least:
             index -= 1
-        found: list[int] = []
+        result: list[int] = []
         graph = 0
         for at in range(min(index, first), end):
             if at in self.ops:
                 graph = self.ops[at][0].task_graph
-            found.append(graph if self.graph.task_graphs[graph].marks else 0)
-        return found[first - end :]
+            result.append(graph if self.graph.task_graphs[graph].marks else 0)
+        return result[first - end :]
 
     def saves(self, region: Region) -> bool:
         """The backward pass reads something of it."""
@@ -272,14 +272,14 @@ class _Level:
         kept = {index: self._kept_bytes(ops) for index, ops in self.ops.items()}
         products = sum(op.matmul is not None for ops in self.ops.values() for op in ops)
         crossing, total = self._border_bytes(), sum(kept.values())
-        found = [min(self.ops, default=0)]
+        parts = [min(self.ops, default=0)]
         sums = dict(zip(kept, itertools.accumulate(kept.values()), strict=True))
         for part in range(1, math.isqrt(products)):
             ideal, reach = part * total / math.isqrt(products), total / products
             near = [i + 1 for i, n in sums.items() if abs(n - ideal) <= reach]
             if near:
-                found.append(min(near, key=lambda border: crossing.get(border, 0)))
-        return (*dict.fromkeys(found), max(self.ops, default=0) + 1)
+                parts.append(min(near, key=lambda border: crossing.get(border, 0)))
+        return (*dict.fromkeys(parts), max(self.ops, default=0) + 1)
 
     def _kept_bytes(self, ops: Sequence[Op]) -> int:
         """Returns the bytes of some operations' results that the backward
@@ -297,22 +297,22 @@ class _Level:
                 until.update(dict.fromkeys(op.operands, index))
                 for t in op.results:
                     made.setdefault(t, index)
-        found: dict[int, int] = {}
+        border_bytes: dict[int, int] = {}
         for t, first in made.items():
             if self.graph.tensors[t].differentiable:
                 nbytes = self.graph.tensors[t].nbytes
                 for border in range(first + 1, until.get(t, first) + 1):
-                    found[border] = found.get(border, 0) + nbytes
-        return found
+                    border_bytes[border] = border_bytes.get(border, 0) + nbytes
+        return border_bytes
 
 
 def _by_equation(ops: Sequence[Op], prefix: Position) -> dict[int, tuple[Op, ...]]:
     depth = len(prefix)
-    found: dict[int, list[Op]] = {}
+    equation: dict[int, list[Op]] = {}
     for op in ops:
         if op.position[:depth] == prefix and len(op.position) > depth:
-            found.setdefault(op.position[depth], []).append(op)
-    return {index: tuple(several) for index, several in sorted(found.items())}
+            equation.setdefault(op.position[depth], []).append(op)
+    return {index: tuple(several) for index, several in sorted(equation.items())}
 
 
 def _common(positions: Sequence[Position]) -> Position:

@@ -56,12 +56,12 @@ class Ring:
         in the sequence; zeros behind the last.
         """
         most = max(1, self.counts.max())
-        found = np.zeros((self.size, self.size, most, 4), dtype=np.int32)
+        pairs = np.zeros((self.size, self.size, most, 4), dtype=np.int32)
         for device, step in np.ndindex(self.size, self.size):
             ours, theirs = self.rows[device], self.columns[(device - step) % self.size]
             a, b = np.nonzero(self.seen[np.ix_(ours, theirs)])
-            found[device, step, : len(a)] = np.stack([a, b, ours[a], theirs[b]], axis=1)
-        return found
+            pairs[device, step, : len(a)] = np.stack([a, b, ours[a], theirs[b]], axis=1)
+        return pairs
 
     @property
     def share(self) -> float:
@@ -121,8 +121,8 @@ def busiest_share(
     (4, 4, 0.625)
     """
     if causal and num_rows != num_columns:
-        found = ring(num_rows, num_columns, size, _later)
-        return found.row_size, found.column_size, found.share
+        result = ring(num_rows, num_columns, size, _later)
+        return result.row_size, result.column_size, result.share
     zigzag = causal and size > 1 and num_rows % (2 * size) == 0
     parts = 2 * size if zigzag else size
     height, width = _block(num_rows // parts), _block(num_columns // parts)
@@ -152,8 +152,8 @@ def _block(length: int) -> int:
     >>> [_block(n) for n in (4096, 12, 577)]
     [512, 12, 577]
     """
-    found = next(n for n in range(min(length, BLOCK), 0, -1) if length % n == 0)
-    return length if found < _SHORT and length <= _LONGEST else found
+    block = next(n for n in range(min(length, BLOCK), 0, -1) if length % n == 0)
+    return length if block < _SHORT and length <= _LONGEST else block
 
 
 def _blocks_by_device(count: int, size: int, zigzag: bool) -> np.ndarray:

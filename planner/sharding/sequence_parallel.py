@@ -47,18 +47,18 @@ class Split:
             batch: the batch roles.
             sequence: Roles that ``tensor`` shards between products.
         """
-        found = dict(tables)
+        result = dict(tables)
         for child, parent in self.parents.items():
             table = tables[parent]
             splits = not set(table["tensor"]) <= set(batch)
-            found[child] = {**table, "tensor": tuple(sequence)} if splits else table
-        return found
+            result[child] = {**table, "tensor": tuple(sequence)} if splits else table
+        return result
 
 
 def shared_roles(tables: Mapping[int, Table], batch: Sequence[int]) -> frozenset[int]:
     """The roles that ``tensor`` shards in some TaskGraph, but for the batch."""
-    found = {r for table in tables.values() for r in table.get("tensor", ())}
-    return frozenset(found.difference(batch))
+    roles = {r for table in tables.values() for r in table.get("tensor", ())}
+    return frozenset(roles.difference(batch))
 
 
 def split_between(graph: Graph, dims: Dimensions, shared: frozenset[int]) -> Split:
@@ -127,12 +127,12 @@ def _weight_only_ops(graph: Graph) -> list[tuple[int, int]]:
     """
     weight = graph.weight_tensors()
     reader: dict[int, int] = {}
-    found = []
+    weight_only_ops = []
     for index in reversed(range(len(graph.ops))):
         op = graph.ops[index]
         if makes_weights(op, weight):
             if op.results[0] in reader:
-                found.append((index, reader[op.results[0]]))
+                weight_only_ops.append((index, reader[op.results[0]]))
         for t in op.operands:
             reader[t] = index
-    return found
+    return weight_only_ops

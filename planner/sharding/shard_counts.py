@@ -148,7 +148,7 @@ def table_shard_counts(
         mesh: Array of sizes of each axis, outermost axis first.
         fused: Storage rule of a fused parameter; None for any other tensor.
     """
-    found = _ShardCountsBuilder((1,) * len(layout), {})
+    counts = _ShardCountsBuilder((1,) * len(layout), {})
     major = major_dims(layout)
     inner = {} if fused is None else dict(fused.inner)
     for axis, size in mesh.items():
@@ -160,9 +160,9 @@ def table_shard_counts(
             for other in fused.others if fused is not None and lends else (role,):
                 dim = major.get(other)
                 if dim is not None:
-                    hit = found.take(axis, dim, sizes[dim][0], size, may)
+                    hit = counts.take(axis, dim, sizes[dim][0], size, may)
                     left, may = left & ~hit, may & ~hit
-    return found.cut
+    return counts.cut
 
 
 def with_storage_axis(
@@ -183,12 +183,12 @@ def with_storage_axis(
     """
     size = mesh[axis]
     left = (size > 1) & np.logical_not(cut.shards(axis))
-    found = _ShardCountsBuilder(cut.per_dim, cut.axes)
+    storage_axis = _ShardCountsBuilder(cut.per_dim, cut.axes)
     for dim in dims:
         if not left.any():
             break
-        left = left & ~found.take(axis, dim, shape[dim], size, left)
-    return found.cut
+        left = left & ~storage_axis.take(axis, dim, shape[dim], size, left)
+    return storage_axis.cut
 
 
 class _ShardCountsBuilder:

@@ -121,11 +121,11 @@ class Options:
             "context": self.sequence,
             **{a: self.space[a] for a in SPATIAL_AXES if mesh.get(a, 1) > 1},
         }
-        found: list[Table] = []
+        tables: list[Table] = []
         for expert in self._expert(choice, mesh):
             for tensor in self._tensor(choice, mesh, expert):
-                found.append({**base, "expert": expert, "tensor": tensor})
-        return found
+                tables.append({**base, "expert": expert, "tensor": tensor})
+        return tables
 
     def batch_parts(self, table: Table, mesh: Mapping[str, int]) -> int:
         """Returns the number of devices that divide the batch under a table.
@@ -157,18 +157,20 @@ class Options:
         Returns:
             The tables, or None where there are none.
         """
-        found = dict(tables)
+        that_divide = dict(tables)
         for index, table in tables.items():
             choice = self.choices.get(index)
             free = choice is not None and choice.strategy is None
             for axis in ("tensor", "expert") if free else ():
-                if batch % self.batch_parts(found[index], mesh) == 0:
+                if batch % self.batch_parts(that_divide[index], mesh) == 0:
                     break
                 if mesh[axis] > 1 and self._lends(table, axis):
-                    found[index] = {a: r for a, r in found[index].items() if a != axis}
-            if batch % self.batch_parts(found[index], mesh):
+                    that_divide[index] = {
+                        a: r for a, r in that_divide[index].items() if a != axis
+                    }
+            if batch % self.batch_parts(that_divide[index], mesh):
                 return None
-        return found
+        return that_divide
 
     def _expert(self, choice: Choice, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
         size = mesh["expert"]
@@ -193,14 +195,14 @@ class Options:
         asked = choice.named_roles - busy
         if size == 1 or choice.strategy == "replicate":
             return [self.batch]
-        found: dict[tuple[int, ...], None] = {}
+        tensor: dict[tuple[int, ...], None] = {}
         for roles in choice.sets:
             fits = tuple(r for r in roles if self._fits(r, size) and r not in busy)
             if fits and {*wanted, *asked} <= set(fits):
-                found[fits] = None
+                tensor[fits] = None
         if not wanted and not asked and (not choice.obliged or busy):
-            found[self.batch] = None
-        return list(found)
+            tensor[self.batch] = None
+        return list(tensor)
 
     def _fits(self, role: int, size: int) -> bool:
         return self.sizes[role] % size == 0
@@ -251,7 +253,7 @@ def choices(
     experts = expert_roles(graph, dims)
     homes = weight_homes(graph, rows.weight)
     weight = _weight_bytes(graph, dims)
-    found: dict[int, Choice] = {}
+    result: dict[int, Choice] = {}
     used = {0, *(op.task_graph for op in graph.ops)}
     meetings = {index: _meetings(rows, index) for index in used}
     fixed = metadata_pins(
@@ -270,7 +272,7 @@ def choices(
         mark = task_graph.strategy
         if not usable and mark is not None and mark.kind == "split":
             usable = [r for r in present if not limits.obstacle(dims.roles[r])]
-        found[index] = Choice(
+        result[index] = Choice(
             task_graph=index,
             strategy=mark.kind if mark else default,
             devices=_split_devices(task_graph),
@@ -278,10 +280,10 @@ def choices(
             experts=experts & present if _may_hold_experts(task_graph) else frozenset(),
             pins=pins,
         )
-    _check_widths(graph, found, problems)
+    _check_widths(graph, result, problems)
     problems.raise_if_any()
     return Options(
-        choices=found,
+        choices=result,
         batch=tuple(r.index for r in dims.batch),
         sequence=_sequence(graph, dims, rows),
         space={
@@ -357,11 +359,11 @@ def _meetings(
 
 def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     """Roles that meet themselves, as the sequence does in attention: context's own."""
-    found = attended(graph, dims)
+    roles = attended(graph, dims)
     for cut in dims.cuts:
         op = graph.ops[cut.op]
-        found.update(dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim])
-    return frozenset(found)
+        roles.update(dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim])
+    return frozenset(roles)
 
 
 def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int, ...]:
@@ -371,17 +373,17 @@ def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int,
     other, as an encoder's and a decoder's do, the longer one is taken.
     """
     batch = {r.index for r in dims.batch}
-    found = meeting_in_values(graph, dims, rows.weight)
+    meeting = meeting_in_values(graph, dims, rows.weight)
     met: dict[int, set[int]] = {}
     for row in rows.ops:
         roles = frozenset[int]().union(*(slot.roles for slot in row.slots))
-        for role in roles & found:
+        for role in roles & meeting:
             met.setdefault(role, set()).update(roles)
         if row.product is not None:
             for slot in row.operands:
-                found -= slot.roles if slot.weight else frozenset()
+                meeting -= slot.roles if slot.weight else frozenset()
     # A frozen weight's own dimension may stand in no row: it is no values'.
-    inside = (found & met.keys()) - batch
+    inside = (meeting & met.keys()) - batch
     usable = [r for r in inside if not dims.roles[r].unshardable]
     chosen: list[int] = []
     for role in sorted(usable, key=lambda r: (-dims.roles[r].size, r)):
@@ -392,11 +394,11 @@ def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int,
 
 def _weight_bytes(graph: Graph, dims: Dimensions) -> Counter[int]:
     """Bytes of the parameters that hold each role."""
-    found: Counter[int] = Counter()
+    weight_bytes: Counter[int] = Counter()
     for t in graph.params:
         for role in roles_of(dims.layouts[t.id]):
-            found[role] += t.nbytes
-    return found
+            weight_bytes[role] += t.nbytes
+    return weight_bytes
 
 
 def _independent(

@@ -72,7 +72,7 @@ def virtual_devices(
     check_devices(task_graphs, num_devices, problems)
     problems.raise_if_any()
     places = _places(task_graphs, num_devices)
-    found = []
+    devices = []
     for graph in task_graphs:
         key = _stage_key(graph)
         first, width = places.starts.get(key, 0), places.widths[key]
@@ -82,8 +82,8 @@ def virtual_devices(
             for base in range(0, num_devices, places.needed)
             for start in range(base + first, base + first + width, count)
         )
-        found.append(VirtualDevice(task_graph=graph.name, replicas=replicas))
-    return tuple(found)
+        devices.append(VirtualDevice(task_graph=graph.name, replicas=replicas))
+    return tuple(devices)
 
 
 def check_devices(

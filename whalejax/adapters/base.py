@@ -419,8 +419,8 @@ def _named_key(make_model: Callable[..., Any]) -> str:
         parameters = inspect.signature(make_model).parameters.values()
     except (TypeError, ValueError):
         return ""
-    found = (p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-    return next((name for name in found if name in ("rng", "key")), "")
+    named_key = (p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    return next((name for name in named_key if name in ("rng", "key")), "")
 
 
 def _takes_rngs(make_model: Callable[..., Any]) -> bool:

@@ -55,7 +55,7 @@ def read_metadata(
     """
     axes = _known_axes(axis_names)
     met: set[str] = set()
-    found: list[LeafMetadata] = []
+    result: list[LeafMetadata] = []
     for path, leaf in zip(paths, params, strict=True):
         shape = leaf.shape if is_array(leaf) else ()
         rank = len(shape)
@@ -70,7 +70,7 @@ def read_metadata(
         entries = [*entries, *[None] * (rank - len(entries))]
         met |= _names_in(metadata(path))
         fixed = [_pinned_axes(e, axes, mesh_names, path, problems) for e in entries]
-        found.append(
+        result.append(
             LeafMetadata(
                 names=tuple(_logical_name(e, axes, mesh_names) for e in entries),
                 pinned=tuple("+".join(one) or None for one in fixed),
@@ -78,7 +78,7 @@ def read_metadata(
             )
         )
     _check_met(axis_names, met, problems)
-    return found
+    return result
 
 
 def short_ones(
@@ -93,15 +93,15 @@ def short_ones(
         leaves: by dotted path.
         metadata: Function from a path to metadata, as ``read_metadata`` takes it.
     """
-    found: dict[str, int] = {}
+    ones: dict[str, int] = {}
     for path, leaf in leaves.items():
         box = metadata(path)
         if isinstance(box, Mapping) and _names_in(box):
             rank = len(leaf.shape) if is_array(leaf) else 0
             missing = rank - len(_box_entries(box)[0])
             if missing > 0:
-                found[path] = missing
-    return found
+                ones[path] = missing
+    return ones
 
 
 def _check_met(
@@ -124,7 +124,7 @@ def _box_entries(box: Any) -> tuple[list[Any], tuple[str, ...]]:
     if box is None:
         return [], ()
     fields = box if isinstance(box, Mapping) else vars(box)
-    found = next(
+    box_entries = next(
         (
             fields[name]
             for name in ("names", "out_sharding", "sharding", "sharding_names")
@@ -132,9 +132,9 @@ def _box_entries(box: Any) -> tuple[list[Any], tuple[str, ...]]:
         ),
         (),
     )
-    mesh = fields.get("mesh") or getattr(found, "mesh", None)
-    found = getattr(found, "spec", found)
-    return list(found), tuple(getattr(mesh, "axis_names", ()))
+    mesh = fields.get("mesh") or getattr(box_entries, "mesh", None)
+    box_entries = getattr(box_entries, "spec", box_entries)
+    return list(box_entries), tuple(getattr(mesh, "axis_names", ()))
 
 
 def _names_in(box: Any) -> set[str]:
@@ -168,14 +168,14 @@ def _pinned_axes(
     problems: Problems,
 ) -> dict[str, str]:
     """The mesh axes that an entry fixes, with the model's own name of each."""
-    found: dict[str, str] = {}
+    pinned_axes: dict[str, str] = {}
     for part in _parts(entry):
         if part in axes:
-            found.setdefault(axes[part], part)
+            pinned_axes.setdefault(axes[part], part)
         elif part in mesh_names:
             problems.add(
                 f"{path}: its metadata names the mesh axis {part!r}, which is none of "
                 f"ours ({', '.join(MESH_AXES)}). Map it, as in "
                 f"axis_names={{{part!r}: 'tensor'}}."
             )
-    return found
+    return pinned_axes

@@ -53,8 +53,8 @@ class NnxForm:
         variable = self._by_path.get(path)
         if not isinstance(variable, nnx.Variable):
             return None
-        found: Mapping[str, Any] = variable.get_metadata()
-        return found
+        metadata: Mapping[str, Any] = variable.get_metadata()
+        return metadata
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
         flat = dict(nnx.to_flat_state(nnx.state(model)))
@@ -116,20 +116,20 @@ class NnxForm:
                 "to set attributes only. Evaluate with training=True, or with a "
                 "function of your own on state.model"
             )
-        found = copy.copy(self)
-        found._graph = graph
-        return found
+        evaluating = copy.copy(self)
+        evaluating._graph = graph
+        return evaluating
 
     def without_values(self) -> NnxForm:
-        found = copy.copy(self)
-        found._by_path = {}  # Metadata has been read.
-        found._variables = {
+        values = copy.copy(self)
+        values._by_path = {}  # Metadata has been read.
+        values._variables = {
             path: variable.replace(abstract_tree(_value(variable)))
             if isinstance(variable, nnx.Variable)
             else abstract_tree(variable)
             for path, variable in self._variables.items()
         }
-        return found
+        return values
 
 
 Modes = dict[Path, dict[str, bool]]
@@ -156,19 +156,19 @@ def _trained_paths(variables: Mapping[Path, Any], trainable: Any) -> frozenset[P
     """Paths of the trained variables: by filter, or among the params by path."""
     if _is_filter(trainable):
         chosen = nnx.filterlib.to_predicate(trainable)
-        found = frozenset(
+        trained_paths = frozenset(
             path
             for path, variable in variables.items()
             if chosen(path, variable) and _is_inexact(variable)
         )
-        if not found:
+        if not trained_paths:
             raise WhaleError(
                 f"trainable={trainable!r} selects no floating-point variable of the "
                 f"{len(variables)} in the model. Check the filter against nnx.state."
             )
-        return found
+        return trained_paths
     selection = Selection(trainable)
-    found = frozenset(
+    trained_paths = frozenset(
         path
         for path, variable in variables.items()
         if isinstance(variable, nnx.Param)
@@ -176,7 +176,7 @@ def _trained_paths(variables: Mapping[Path, Any], trainable: Any) -> frozenset[P
         and selection(_dotted(path))
     )
     selection.check()
-    return found
+    return trained_paths
 
 
 def _is_filter(trainable: Any) -> bool:

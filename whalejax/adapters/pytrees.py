@@ -250,9 +250,9 @@ class BoxedForm:
         return None
 
     def without_values(self) -> BoxedForm:
-        found = copy.copy(self)
-        found._boxes = self._boxes.without_values()
-        return found
+        values = copy.copy(self)
+        values._boxes = self._boxes.without_values()
+        return values
 
 
 class LinenForm:
@@ -269,8 +269,8 @@ class LinenForm:
 
     def metadata(self, path: str) -> Any:
         """The box of a leaf, or None; ``params`` may be left out of its path."""
-        found = self._boxes.metadata(f"params.{path.removeprefix('params.')}")
-        return self._boxes.metadata(path) if found is None else found
+        metadata = self._boxes.metadata(f"params.{path.removeprefix('params.')}")
+        return self._boxes.metadata(path) if metadata is None else metadata
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
         plain = dict(self._boxes.bare(model))
@@ -304,14 +304,14 @@ class LinenForm:
         return None
 
     def without_values(self) -> LinenForm:
-        found = copy.copy(self)
-        found._boxes = self._boxes.without_values()
-        return found
+        values = copy.copy(self)
+        values._boxes = self._boxes.without_values()
+        return values
 
 
 def _refuse_other_tree(paths: Sequence[str], model: Any) -> None:
     """Raise for a tree of another structure, naming the first leaf that differs."""
-    found = paths_of(model)
-    gone = [f"{path} is gone" for path in paths if path not in found]
-    fresh = [f"{path} is new" for path in found if path not in paths]
+    result = paths_of(model)
+    gone = [f"{path} is gone" for path in paths if path not in result]
+    fresh = [f"{path} is new" for path in result if path not in paths]
     refuse_other([*gone, *fresh] or ["its leaves stand in containers of other types"])

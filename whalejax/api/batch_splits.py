@@ -108,10 +108,10 @@ class SplitRules:
         Raises:
             DependentSamplesError: they are not.
         """
-        found = self.loss().independence(split.part, self.whole, self.group_size)
-        if not found.proven:
-            raise refusal(found, split, weighted=self.loss().graph.weighted)
-        return found.group
+        proven = self.loss().independence(split.part, self.whole, self.group_size)
+        if not proven.proven:
+            raise refusal(proven, split, weighted=self.loss().graph.weighted)
+        return proven.group
 
     def allowed(self, search: Search) -> Plan:
         """The best plan whose parts compute what the whole batch does.
@@ -135,10 +135,10 @@ class SplitRules:
             kept.append(plan)
             return plan
 
-        found, searched = self._allowed(quiet)
+        result, searched = self._allowed(quiet)
         for one in told[id(searched)]:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-        return found
+        return result
 
     def _allowed(self, search: Search) -> tuple[Plan, Plan]:
         """The plan that is taken, and that as the search gave it."""
@@ -147,8 +147,8 @@ class SplitRules:
         if split.part == self.whole:
             return plan, plan
         if self.per_micro_batch:
-            found = dataclasses.replace(plan, per_micro_batch=True)
-            return with_group(found, self.group_size or 1), plan
+            result = dataclasses.replace(plan, per_micro_batch=True)
+            return with_group(result, self.group_size or 1), plan
         verdict = self.loss().independence(split.part, self.whole, self.group_size)
         if verdict.proven:
             return with_group(plan, verdict.group), plan
@@ -177,10 +177,10 @@ class SplitRules:
             part = largest_part(self.whole, unit)
             if part == self.whole:
                 return None
-            found = self.loss().independence(part, self.whole, self.group_size)
-            if found.proven:
-                return self._nearest(plan, unit_of(found), search)
-            reason = _reason(found)
+            result = self.loss().independence(part, self.whole, self.group_size)
+            if result.proven:
+                return self._nearest(plan, unit_of(result), search)
+            reason = _reason(result)
             wanted = max(1, reason.group) * max(1, reason.runs)
             unit = math.lcm(unit, wanted)
         return None
@@ -193,8 +193,8 @@ class SplitRules:
         fewer = [n for n in counts if n <= plan.num_micro_batches][::-1]
         more = [n for n in counts if n > plan.num_micro_batches]
         pairs = [self._first(several, search) for several in (fewer, more)]
-        found = [pair for pair in pairs if pair is not None]
-        return min(found, key=lambda p: p[0].time.step_seconds, default=None)
+        nearest = [pair for pair in pairs if pair is not None]
+        return min(nearest, key=lambda p: p[0].time.step_seconds, default=None)
 
     def _first(self, counts: Sequence[int], search: Search) -> tuple[Plan, Plan] | None:
         """The plan of the first of some numbers of micro-batches that has one."""
@@ -204,9 +204,9 @@ class SplitRules:
             except PlanError:
                 continue
             part = split_of(plan, self.whole).part
-            found = self.loss().independence(part, self.whole, self.group_size)
-            if found.proven:
-                return with_group(plan, found.group), plan
+            result = self.loss().independence(part, self.whole, self.group_size)
+            if result.proven:
+                return with_group(plan, result.group), plan
         return None
 
 

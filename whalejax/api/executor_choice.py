@@ -95,30 +95,35 @@ def decider(
         _check_widths(programs.graph)
     if not allow_idle:  # Else fewer devices are tried, which the marks may divide.
         check_marks(programs.graph, request.num_devices)
-    asked, found = _requested_pipeline(programs.graph, request)
+    asked, requested_pipeline = _requested_pipeline(programs.graph, request)
     mesh = dict(asked.mesh)
     stages = mesh.pop(STAGE, 1)
     if request.num_devices == 1 and STAGE not in (request.mesh or {}):
-        stages, found = 1, False  # One device runs a marked model as it is.
+        stages, requested_pipeline = (
+            1,
+            False,
+        )  # One device runs a marked model as it is.
     if mesh and stages > 1 and request.num_devices % stages == 0:
         # The stages may be those of marks, of which the mesh that was given says none.
         check_mesh(asked.mesh, request.num_devices, allow_idle, PLANNED_AXES)
     request = dataclasses.replace(
         request, mesh=mesh, num_micro_batches=asked.num_micro_batches
     )
-    if found and isinstance(uneven, tuple):
+    if requested_pipeline and isinstance(uneven, tuple):
         raise PlanError(
             f"shares is {list(uneven)}, and how many stages there are is to be found: "
             "micro-batches are shared out between pipelines of a known number of "
             "stages. Give num_stages, or the axis stage in mesh"
         )
     problems = Problems("mesh", PlanError)
-    for text in space_problems(mesh, stages=found or stages > 1, uneven=bool(uneven)):
+    for text in space_problems(
+        mesh, stages=requested_pipeline or stages > 1, uneven=bool(uneven)
+    ):
         problems.add(text)
     problems.raise_if_any()
     staging = _Staging(programs, asked, uneven)
-    if found or stages > 1:
-        search = staging.of_any_number if found else staging
+    if requested_pipeline or stages > 1:
+        search = staging.of_any_number if requested_pipeline else staging
         return functools.partial(_search_with_warning, search), request
     search = _without_stages(staging, request, known)
     named = STAGE in pinned_axes(programs.graph) and STAGE not in asked.mesh
@@ -175,21 +180,21 @@ def _any(
         return runs()
     plans, problem = _feasible_plans(runs)
     best = plans[0] if plans else None
-    found: list[Plan] = []
+    result: list[Plan] = []
     other: PlanError | None = None
     for make in _estimates(programs, graph, cluster, request, best, **options):
         several, why = _feasible_plans(make)
-        found, other = [*found, *several], other or why
-    reasons = {id(plan): why_not(graph, request, plan) for plan in found}
-    found = [
+        result, other = [*result, *several], other or why
+    reasons = {id(plan): why_not(graph, request, plan) for plan in result}
+    result = [
         as_estimate(plan, reasons[id(plan)]) if reasons[id(plan)] else plan
-        for plan in found
+        for plan in result
     ]
-    fastest = min(found, key=_seconds, default=None)
+    fastest = min(result, key=_seconds, default=None)
     known = math.inf if best is None else _seconds(best)
     if fastest is None or _seconds(fastest) * (1 + TIE) >= known:
         return _fastest(plans, problem or other) if best is None else best
-    taken = _fastest([*plans, *found], problem, fastest)
+    taken = _fastest([*plans, *result], problem, fastest)
     if taken.runnable:
         return taken
     gains = gain_notes(best, problem, taken)
@@ -210,7 +215,7 @@ def _estimates(
         programs, graph, cluster, request, options: Arguments of every search.
         best: the best plan that runs, or None.
     """
-    asked, found = _requested_pipeline(graph, request)
+    asked, requested_pipeline = _requested_pipeline(graph, request)
     mesh = dict(asked.mesh)
     stages = mesh.pop(STAGE, None)
     wanted = dataclasses.replace(
@@ -219,7 +224,11 @@ def _estimates(
     given = graph, cluster
     # Only where memory is short can host memory of more sorts be of use.
     roomy = best is not None and not (best.remat or best.offload or best.stages)
-    if stages in (None, 1) and not found and not (roomy and cluster.is_uniform):
+    if (
+        stages in (None, 1)
+        and not requested_pipeline
+        and not (roomy and cluster.is_uniform)
+    ):
         yield functools.partial(decide, *given, wanted, known=programs.known, **options)
     known = math.inf if best is None else _seconds(best)
     bounds = {stages: 0.0} if stages is not None and stages > 1 else {}
@@ -351,13 +360,13 @@ class _Staging:
         )
         if isinstance(self.uneven, tuple):
             return several(asked=self.uneven)
-        found, problem = _feasible_plans(alone)
-        least = min(self.known_seconds, *map(_seconds, found), math.inf)
+        call, problem = _feasible_plans(alone)
+        least = min(self.known_seconds, *map(_seconds, call), math.inf)
         more, other = _feasible_plans(
             functools.partial(several, asked=None, known_seconds=least)
         )
         more = [plan for plan in more if plan.num_devices == request.num_devices]
-        return _fastest([*found, *more], problem or other)
+        return _fastest([*call, *more], problem or other)
 
     def or_one_program(self, one_program: Callable[..., Plan]) -> Callable[..., Plan]:
         """One program for all devices, or stages where these are clearly faster.
@@ -429,13 +438,13 @@ class _Staging:
                 for n in stages
             )
         )
-        found = {id(one): why_not(graph, wanted, one) for one in made}
-        papers = [one for one in made if found[id(one)] and _seconds(one) < known]
+        result = {id(one): why_not(graph, wanted, one) for one in made}
+        papers = [one for one in made if result[id(one)] and _seconds(one) < known]
         if not papers:
             return plan
         best = min(papers, key=_seconds)
         layout = next(c.layout for c in best.candidates if c.verdict == "chosen")
-        note = paper_note(layout, _seconds(best), found[id(best)], plan)
+        note = paper_note(layout, _seconds(best), result[id(best)], plan)
         return dataclasses.replace(plan, notes=(*plan.notes, note))
 
     def or_shares(self, shares: Callable[..., Plan]) -> Callable[..., Plan]:
@@ -487,10 +496,10 @@ class _Staging:
     def of(self, stages: int, known_seconds: float = math.inf) -> _Staging:
         """The same, for a number of stages."""
         asked = dataclasses.replace(self.asked, mesh={**self.asked.mesh, STAGE: stages})
-        found = _Staging(self.programs, asked, self.uneven)
-        found.traced = self.traced
-        found.known_seconds = known_seconds
-        return found
+        result = _Staging(self.programs, asked, self.uneven)
+        result.traced = self.traced
+        result.known_seconds = known_seconds
+        return result
 
     def alone(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
@@ -560,13 +569,13 @@ class _Staging:
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
         """The fastest plan of any number of stages."""
-        found, problem = self._each_number(graph, cluster, request, **options)
-        if not found:
+        result, problem = self._each_number(graph, cluster, request, **options)
+        if not result:
             raise PlanError(
                 f"no number of stages that {request.num_devices} devices divide into "
                 f"can be had: {problem or 'a pipeline needs two'}"
             ) from problem
-        return _fastest(found, problem)
+        return _fastest(result, problem)
 
     def of_named(
         self,
@@ -585,7 +594,7 @@ class _Staging:
         named = pinned_axes(graph)
         layers = {t.path for t in graph.params if (0, STAGE) in pins_of(t)}
         made, _ = self._each_number(graph, cluster, request, **options)
-        found = [
+        result = [
             plan
             for plan in made
             if any(
@@ -594,16 +603,16 @@ class _Staging:
             )
         ]
         problem = None
-        if not found or len(named) > 1:
+        if not result or len(named) > 1:
             plain = functools.partial(search, graph, cluster, request, **options)
             others, problem = _feasible_plans(plain)
-            found += others
+            result += others
 
         def obeyed(plan: Plan) -> int:
             return sum(plan.axis_sizes.get(axis, 1) > 1 for axis in named)
 
-        most = max(map(obeyed, found), default=0)
-        return _fastest([plan for plan in found if obeyed(plan) == most], problem)
+        most = max(map(obeyed, result), default=0)
+        return _fastest([plan for plan in result if obeyed(plan) == most], problem)
 
     def _each_number(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
@@ -623,14 +632,14 @@ class _Staging:
 
 def _feasible_plans(*each: Callable[[], Plan]) -> tuple[list[Plan], PlanError | None]:
     """The plans that can be made, and the first reason why one cannot."""
-    found: list[Plan] = []
+    feasible_plans: list[Plan] = []
     problem: PlanError | None = None
     for make in each:
         try:
-            found.append(make())
+            feasible_plans.append(make())
         except PlanError as error:
             problem = problem or error
-    return found, problem
+    return feasible_plans, problem
 
 
 def _seconds(plan: Plan) -> float:

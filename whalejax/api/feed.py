@@ -305,8 +305,8 @@ class Feed:
     def _global(self) -> list[Any] | None:
         """The next global batch, or None where the source has no whole one."""
         assert self._iterator is not None
-        found = [*itertools.islice(self._iterator, self._size)]
-        return found if len(found) == self._size else None
+        result = [*itertools.islice(self._iterator, self._size)]
+        return result if len(result) == self._size else None
 
 
 def _check_source(problems: Arguments, source: Any, seed: Any) -> None:
@@ -358,14 +358,14 @@ def _numbered(source: Any) -> TypeGuard[DataSource]:
 
 def _sample(source: DataSource, number: int) -> Any:
     """A sample, which a filter has not left out."""
-    found = source[number]
-    if found is None:
+    sample = source[number]
+    if sample is None:
         raise WhaleError(
             f"sample {number} of the source is None, as one that a filter leaves out. "
             "Samples by number must all be there: give source.to_iter_dataset(), which "
             "passes over them, or filter before the dataset is made"
         )
-    return found
+    return sample
 
 
 def _as_text(state: Any) -> Any:

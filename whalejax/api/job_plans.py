@@ -66,8 +66,8 @@ def make_plan(
     """
     settings = {**split_settings(job), **settings}
     request = PlanRequest(optimizer=job.optimizer, cluster=cluster, **settings)
-    found = request.plan(job.loss_fn, model, batch)
-    return dataclasses.replace(found, source=source)
+    plan = request.plan(job.loss_fn, model, batch)
+    return dataclasses.replace(plan, source=source)
 
 
 def split_settings(job: Job) -> dict[str, Any]:

@@ -198,12 +198,12 @@ def largest_batch(
     )
     request = PlanRequest(optimizer=optimizer, cluster=places[0][1], **options)
     question = question_about(request, loss_fn, model, batch)
-    found = LargestBatches(tuple(_largest(question, *place) for place in places))
-    problems = [one.problem for one in found.batches if one.plan is None]
+    result = LargestBatches(tuple(_largest(question, *place) for place in places))
+    problems = [one.problem for one in result.batches if one.plan is None]
     other = [p for p in problems if p and not isinstance(p, NothingFits)]
-    if other and len(problems) == len(found):
+    if other and len(problems) == len(result):
         raise other[0]  # Not of memory: no batch would do.
-    return found
+    return result
 
 
 def _largest(question: PlanQuestion, name: str, cluster: Cluster) -> LargestBatch:
@@ -238,12 +238,12 @@ def _largest(question: PlanQuestion, name: str, cluster: Cluster) -> LargestBatc
     not_fitting = [n for n, one in tried.items() if not isinstance(one, Plan)]
     refused = min(not_fitting, default=0)
     problem = tried.get(refused)
-    found = plan if isinstance(plan, Plan) else None
+    result = plan if isinstance(plan, Plan) else None
     return LargestBatch(
         name=name,
-        samples=low if found else 0,
-        micro_batch=math.ceil(samples_at_a_time(found)) if found else 0,
-        plan=found,
+        samples=low if result else 0,
+        micro_batch=math.ceil(samples_at_a_time(result)) if result else 0,
+        plan=result,
         next_samples=refused or None,
         problem=problem if isinstance(problem, PlanError) else None,
         num_plans=len(tried),

@@ -164,8 +164,8 @@ def _with_memory(plan: Plan, memory: Mapping[str, int]) -> Plan:
 
 
 def _pipelines(plan: Plan) -> tuple[Plan, ...]:
-    found: Any = plan.pipelines  # of one class with this plan
-    return tuple(found)
+    pipelines: Any = plan.pipelines  # of one class with this plan
+    return tuple(pipelines)
 
 
 def accepted(
@@ -198,7 +198,7 @@ def accepted(
                 "kind and the shares that it has by itself"
             )
         try:
-            found = verify(plan)
+            verification = verify(plan)
         except NoCompiler as error:
             text = f"not verified, for want of a compiler: {error}"
             return dataclasses.replace(plan, notes=(*plan.notes, text))
@@ -208,17 +208,18 @@ def accepted(
                 f"answer: {error}. Without verified=True you get this plan; "
                 "plan.verify(timeout_seconds=…) asks the compiler again"
             ) from error
-        needed = found.peak.compiled
-        if found.fits:
-            text = f"verified: {found.target.words} accepts it"
+        needed = verification.peak.compiled
+        if verification.fits:
+            text = f"verified: {verification.target.words} accepts it"
             if needed:
                 text += f" with {gigabytes(needed)} per device"
             said = f", after {'; '.join(refused)}" if refused else ""
             return dataclasses.replace(plan, notes=(*plan.notes, text + said))
         if not needed:
             raise PlanError(
-                f"verified=True: the compiler of {found.target.words} refused "
-                f"{_words(plan)}: {found.failure or found.refused or 'no reason given'}"
+                f"verified=True: the compiler of {verification.target.words} refused "
+                f"{_words(plan)}: "
+                f"{verification.failure or verification.refused or 'no reason given'}"
             )
         predicted = plan.memory.total_bytes
         refused.append(

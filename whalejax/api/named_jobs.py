@@ -105,17 +105,17 @@ def named_values(
     {'layers': 2, 'annotated': False, 'dtype': 'bfloat16'}
     """
     problems = Problems(option)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not (equals and name.isidentifier() and text):
             problems.add(f"{word!r} is no NAME=VALUE, such as {example}")
-        elif name in found:
+        elif name in values:
             problems.add(f"{name} is given twice")
         else:
-            found[name] = value_of(text)
+            values[name] = value_of(text)
     problems.raise_if_any()
-    return found
+    return values
 
 
 def value_of(text: str) -> int | float | bool | str:
@@ -205,9 +205,9 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
         for key, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
-    found: Callable[..., Any] | None = getattr(module, name, None) if name else None
-    if callable(found):
-        return found
+    function: Callable[..., Any] | None = getattr(module, name, None) if name else None
+    if callable(function):
+        return function
     if not name:
         raise WhaleError(
             f"MODEL is {str(path)!r} and names no function in it; expected "

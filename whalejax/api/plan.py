@@ -220,6 +220,8 @@ def plan(
     refuse_table_settings(settings)
     for name in TABLE_SETTINGS:
         del settings[name]
-    found = PlanRequest(**settings).plan(*question)
+    result = PlanRequest(**settings).plan(*question)
     notes = table_notes(*question, trainable=trainable, axis_names=axis_names)
-    return dataclasses.replace(found, notes=(*found.notes, *notes)) if notes else found
+    return (
+        dataclasses.replace(result, notes=(*result.notes, *notes)) if notes else result
+    )

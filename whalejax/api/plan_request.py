@@ -183,7 +183,7 @@ class PlanQuestion:
         if self.request.swarm:
             from whalejax.swarm.planning import swarm_plan
 
-            found = swarm_plan(
+            result = swarm_plan(
                 self._alone.again,
                 cluster=self.cluster,
                 mesh=self.request.mesh,
@@ -192,13 +192,13 @@ class PlanQuestion:
                 wire=self.request.wire,
                 sum_wire=self.request.sum_wire or "f32",
             )
-            return dataclasses.replace(found, question=self)
+            return dataclasses.replace(result, question=self)
         question, notes = self._with_precision()
         programs = question.programs()
         rules = question.split_rules(programs)
         rules.check()
         wanted = question.search_request(programs)
-        found = rules.allowed(
+        result = rules.allowed(
             lambda count: question.searched(
                 programs,
                 wanted
@@ -206,15 +206,15 @@ class PlanQuestion:
                 else dataclasses.replace(wanted, num_micro_batches=count),
             )
         )
-        check_split(rules.loss(), found, rules.whole)
-        found = question.finished(found, programs, wanted)
-        notes = [*notes, *split_note(rules.loss(), found, rules.whole)]
+        check_split(rules.loss(), result, rules.whole)
+        result = question.finished(result, programs, wanted)
+        notes = [*notes, *split_note(rules.loss(), result, rules.whole)]
         if self.beside_swarm and slow_link(self.cluster) is not None:
             from whalejax.swarm.planning import swarm_note
 
-            notes = [*notes, *swarm_note(self._alone.again, found)]
-        found = dataclasses.replace(found, notes=(*found.notes, *notes))
-        return self._accepted(found) if self.request.verified else found
+            notes = [*notes, *swarm_note(self._alone.again, result)]
+        result = dataclasses.replace(result, notes=(*result.notes, *notes))
+        return self._accepted(result) if self.request.verified else result
 
     @property
     def _alone(self) -> PlanQuestion:
@@ -373,7 +373,7 @@ class PlanQuestion:
             has_optimizer=request.optimizer is not None,
             hosts=hosts,
         )
-        found = Request(
+        result = Request(
             **options_of(options),
             optimizer=state,
             state_bytes=tree_bytes(adapter.rest) - graph.frozen_bytes,
@@ -391,7 +391,7 @@ class PlanQuestion:
             sliced=functools.cache(lambda: elementwise(adapter, self.optimizer)),
         )
         check_combine(
-            found,
+            result,
             graph,
             self.cluster,
             shares=request.shares,
@@ -401,7 +401,7 @@ class PlanQuestion:
                 uneven=request.shares is not None,
             ),
         )
-        return found
+        return result
 
     def split_rules(self, programs: Programs) -> SplitRules:
         """Returns the rules on the parts of the batch.
@@ -478,13 +478,13 @@ class PlanQuestion:
             again=programs.again,
         )
         try:
-            found = (_with_fewest_idle if idle else _at_once)(decided, wanted)
+            result = (_with_fewest_idle if idle else _at_once)(decided, wanted)
         except NothingFits as error:
             said = with_margin_said(error, self.cluster, margin)
             graphs = programs.graph.task_graphs
             marks = [mark for graph in graphs for mark in graph.marks]
             raise with_fixed_settings(said, self.request, marks) from error
-        return with_devices(found, self.cluster) if margin else found
+        return with_devices(result, self.cluster) if margin else result
 
     def _margin(self, programs: Programs) -> float:
         """Part of the predicted memory that plans leave free."""

@@ -121,16 +121,16 @@ def together(*checks: Callable[[], Any]) -> None:
         WhaleError: that of the only check that failed.
         PlanError: the texts of several.
     """
-    found: list[WhaleError] = []
+    errors: list[WhaleError] = []
     for check in checks:
         try:
             check()
         except WhaleError as error:
-            found.append(error)
-    if len(found) == 1:
-        raise found[0]
-    if found:
-        raise PlanError("\n".join(map(str, found)))
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise PlanError("\n".join(map(str, errors)))
 
 
 def changeable() -> list[str]:
@@ -147,13 +147,13 @@ def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
     """
     if cluster is None:
         return Cluster.detect()
-    found = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    if not isinstance(found, Cluster):
+    result = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    if not isinstance(result, Cluster):
         raise WhaleError(
             f"cluster is {short_repr(cluster)}; expected a Cluster or text such as "
             "'h100:8', 'v5p:4x4x4', a .toml file or 'local'"
         )
-    return found
+    return result
 
 
 def _check_precision(precision: object, problems: Arguments) -> None:

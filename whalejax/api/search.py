@@ -159,18 +159,18 @@ def _chosen(one: Plan) -> str:
 
 def _others(best: Plan, count: int) -> list[Plan]:
     """The plans of other meshes that were weighed and fit, best first."""
-    found: list[Plan] = []
+    result: list[Plan] = []
     tried = [mesh_of(c) for c in best.candidates if c.verdict == "chosen"]
     for candidate in best.candidates:
         mesh = mesh_of(candidate)
-        if len(found) >= count:
+        if len(result) >= count:
             break
         if not candidate.fits or mesh is None or mesh in tried:
             continue
         tried.append(mesh)
         with contextlib.suppress(PlanError):  # not as it was fixed; others may be
-            found.append(best.what_if(mesh=mesh, verified=False))
-    return found
+            result.append(best.what_if(mesh=mesh, verified=False))
+    return result
 
 
 _AXIS = re.compile(rf"({'|'.join(MESH_AXES)}) ([0-9]+)")
@@ -245,7 +245,7 @@ def named_clusters(
         clusters = []
     elif not clusters:
         problems.add("clusters is empty; expected some, such as ['h100:8']")
-    found: list[tuple[str, Cluster]] = []
+    result: list[tuple[str, Cluster]] = []
     for given in clusters:
         try:
             cluster = parsed_cluster(given)
@@ -253,12 +253,12 @@ def named_clusters(
             problems.add(f"clusters: {error}")
             continue
         name = visible(given) if isinstance(given, str) else cluster.describe()
-        if name in (one for one, _ in found):
+        if name in (one for one, _ in result):
             problems.add(f"{name} is given twice")
-        found.append((name, cluster))
-    _check_prices(prices, [cluster for _, cluster in found], problems)
+        result.append((name, cluster))
+    _check_prices(prices, [cluster for _, cluster in result], problems)
     problems.raise_if_any()
-    return [(name, cluster.with_prices(prices)) for name, cluster in found]
+    return [(name, cluster.with_prices(prices)) for name, cluster in result]
 
 
 def _check_prices(

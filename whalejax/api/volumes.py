@@ -154,14 +154,14 @@ class Volumes:
         return {name: self._read(name, number) for name in self._leaves}
 
     def _read(self, name: str, number: int) -> Any:
-        found = self._leaves[name][number]
+        result = self._leaves[name][number]
         where = f"{name}[{number}]"
-        file = _path(found)
+        file = _path(result)
         if file is not None:
             array = _open_array(file, where)
             where += f" ({file})"
         else:
-            array = np.asarray(found)
+            array = np.asarray(result)
         self._check(array, name, where, file=file is not None)
         region = self._regions.get(name) or tuple((slice(0, n),) for n in array.shape)
         try:
@@ -214,11 +214,11 @@ def _open_array(path: Path, where: str) -> Any:
     if path.is_dir():
         return _opened_zarr(path, where)
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(found, np.ndarray):
-            found.close()
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            array.close()
             raise ValueError("it holds several arrays")
-        return found
+        return array
     except (ValueError, OSError, EOFError) as error:
         raise WhaleError(
             f"{where}: {path} cannot be read ({error}). Give .npy files of numbers, or "
@@ -267,11 +267,11 @@ def _begins(pieces: Sequence[slice]) -> dict[int, int]:
     """Returns the target offset of each chunk of a dimension, by its first index in the
     array.
     """
-    found, place = {}, 0
+    begins, place = {}, 0
     for piece in pieces:
-        found[piece.start] = place
+        begins[piece.start] = place
         place += piece.stop - piece.start
-    return found
+    return begins
 
 
 def _piece(array: Any, piece: tuple[slice, ...]) -> Any:

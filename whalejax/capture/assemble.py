@@ -130,7 +130,7 @@ def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]
     fixed = small | {t for t, v in enumerate(walk.tensors) if v.kind == "const"}
     carried = {consumed for _, consumed in walk.loops}
     source = {t: frozenset({t}) for t in given}
-    found: set[int] = set()
+    result: set[int] = set()
     for op in walk.ops:
         own = [source.get(t, frozenset[int]()) for t in op.operands]
         strangers = [t for t in op.operands if t not in weight]
@@ -144,12 +144,12 @@ def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]
             # Tables of positions are no weights, those of quantised embeddings are.
             table = walk.tensors[op.operands[0]]
             quantised = table.itemsize_bytes == 1 and table.dtype != "bool"
-            found |= own[0] if quantised else set[int]()
+            result |= own[0] if quantised else set[int]()
         elif op.behaviour.matmul is not None:
             sides = [t in weight for t in op.operands[:2]]
             if sum(sides) == 1:
-                found |= own[sides.index(True)]
-    return found
+                result |= own[sides.index(True)]
+    return result
 
 
 def _reads_values(op: OpDraft, weight: set[int]) -> bool:
@@ -189,7 +189,7 @@ def graph_of(
     """
     flows = differentiable(walk, loss)
     _check_gradient(walk, flows, loss)
-    found = regions(walk.ops, walk.tensors)
+    result = regions(walk.ops, walk.tensors)
     marks = found_marks(walk.ops)
     first_batch = next(i for i, t in enumerate(walk.tensors) if t.kind == "batch")
     batch_dims = tuple(
@@ -201,8 +201,8 @@ def graph_of(
     unknown = (op.kind for op in walk.ops if op.behaviour.unknown)
     graph = Graph(
         tensors=_tensors(walk, flows),
-        ops=_ops(walk, flows, found.of_op),
-        task_graphs=found.task_graphs,
+        ops=_ops(walk, flows, result.of_op),
+        task_graphs=result.task_graphs,
         loss=loss,
         batch_size=walk.tensors[some].shape[axis],
         batch_dims=batch_dims,

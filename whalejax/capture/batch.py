@@ -133,14 +133,14 @@ def resize_batch(batch: Any, batch_axes: Any, size: int) -> Any:
         size: samples.
     """
     leaves, tree = jax.tree.flatten(batch)
-    found = []
+    result = []
     for leaf, axis in zip(leaves, _axes_of(batch_axes, batch, tree), strict=True):
         aval = aval_of(leaf)
         shape = list(aval.shape)
         if axis is not None:
             shape[axis] = size
-        found.append(_compat.abstract(tuple(shape), aval.dtype))
-    return jax.tree.unflatten(tree, found)
+        result.append(_compat.abstract(tuple(shape), aval.dtype))
+    return jax.tree.unflatten(tree, result)
 
 
 def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:
@@ -155,9 +155,11 @@ def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:
     if batch_axes is None or isinstance(batch_axes, int):
         return [batch_axes] * tree.num_leaves
     # A gap in the batch (None) may stand in the axes as well, with anything for it.
-    given, found = _with_gaps(batch_axes), _with_gaps(batch)
-    if [path for path, _ in given] == [path for path, _ in found]:
-        return [a for (_, a), (_, x) in zip(given, found, strict=True) if x is not None]
+    given, result = _with_gaps(batch_axes), _with_gaps(batch)
+    if [path for path, _ in given] == [path for path, _ in result]:
+        return [
+            a for (_, a), (_, x) in zip(given, result, strict=True) if x is not None
+        ]
     axes = [axis for _, axis in given]
     if isinstance(batch_axes, list | tuple) and len(axes) == tree.num_leaves:
         return axes

@@ -46,12 +46,12 @@ class BatchIndependentState:
         Returns:
             By the number of the leaf; left out where it is made of no parameter.
         """
-        found = {}
+        homes = {}
         for number, reads in zip(self.leaves, self.reads, strict=True):
             made_of = [params[i] for i in reads if i < len(params)]
             if made_of and self.avals[len(params) + number].shape:
-                found[number] = made_of[0]
-        return found
+                homes[number] = made_of[0]
+        return homes
 
     def after(self, params: Sequence[Any], before: Any, rest: Any) -> Any:
         """Returns the non-trainable state at the end of a step.
@@ -106,7 +106,7 @@ def held_back(
     places = [start + i for i in steady]
     small = _compat.needed_jaxpr(jaxpr, places)
     reads = [_compat.read_inputs(small, n) for n in range(len(steady))]
-    found = BatchIndependentState(
+    back = BatchIndependentState(
         leaves=tuple(steady),
         advance=_compat.needed(jaxpr, places),
         avals=tuple(v.aval for v in body.invars),
@@ -115,7 +115,7 @@ def held_back(
             for i, numbers in zip(steady, reads, strict=True)
         ),
     )
-    return left_alone(jaxpr, steady, first, len(leaves)), found, others
+    return left_alone(jaxpr, steady, first, len(leaves)), back, others
 
 
 def left_alone(jaxpr: Any, steady: Sequence[int], first: int, count: int) -> Any:

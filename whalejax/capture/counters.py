@@ -33,15 +33,15 @@ def advances(rest: Any, jaxpr: Any, first: int) -> tuple[int | None, ...]:
     count = len(leaves)
     old = jaxpr.invars[first : first + count]
     new = jaxpr.outvars[len(jaxpr.outvars) - count :]
-    found: list[int | None] = []
+    result: list[int | None] = []
     for leaf, before, after in zip(leaves, old, new, strict=True):
         if after is before or is_key(leaf):
-            found.append(0)
+            result.append(0)
             continue
         way = None if _compat.is_inexact(before.aval.dtype) else _added(jaxpr, after)
         same = way is not None and jaxpr.invars[way[0]] is before
-        found.append(way[1] if way is not None and same else None)
-    return tuple(found)
+        result.append(way[1] if way is not None and same else None)
+    return tuple(result)
 
 
 def _added(jaxpr: Any, atom: Any) -> tuple[int, int] | None:

@@ -94,11 +94,11 @@ def stack_of(captured: Captured) -> Stack:
     sources = (_source(v, made) for v in equation.invars[first:])
     count = len(captured.adapter.param_paths)
     weights = captured.weights
-    found = {numbers[v] for v in sources if v in numbers and weights[numbers[v]]}
+    stack = {numbers[v] for v in sources if v in numbers and weights[numbers[v]]}
     return Stack(
         position=position,
-        params=frozenset(i for i in found if i < count),
-        frozen=frozenset(i - count for i in found if i >= count),
+        params=frozenset(i for i in stack if i < count),
+        frozen=frozenset(i - count for i in stack if i >= count),
         length=parts.length,
         advances=tuple(n or 0 for n in _advances(captured, jaxpr)),
     )
@@ -189,12 +189,12 @@ def _read_elsewhere(
 
 def _weights(captured: Captured, jaxpr: Any) -> set[Any]:
     """Variables made of parameters alone."""
-    found = set(jaxpr.invars[: len(captured.adapter.param_paths)])
+    weights = set(jaxpr.invars[: len(captured.adapter.param_paths)])
     for equation in jaxpr.eqns:
         inputs = [v for v in equation.invars if not _compat.is_literal(v)]
-        if inputs and found.issuperset(inputs):
-            found.update(equation.outvars)
-    return found
+        if inputs and weights.issuperset(inputs):
+            weights.update(equation.outvars)
+    return weights
 
 
 def _changed(captured: Captured, jaxpr: Any) -> Iterator[str]:

@@ -60,8 +60,8 @@ def as_planned(captured: Captured, plan: PlanData) -> Captured:
         captured: Loss as the user wrote it, in the planned precision.
         plan: its options and the precision of its TaskGraphs.
     """
-    found = captured.with_precisions(plan.precisions).with_attention(plan.attention)
-    return found.with_chunks(plan.loss_chunks).with_remat(plan.remat)
+    result = captured.with_precisions(plan.precisions).with_attention(plan.attention)
+    return result.with_chunks(plan.loss_chunks).with_remat(plan.remat)
 
 
 def _attention(options: UserOptions, programs: Programs) -> Chosen | None:

@@ -118,20 +118,20 @@ class ResizedPrograms(Programs):
         return self._resize_graph(self._like.graph) or self.captured.graph
 
     def _again(self, remat: Remat, attention: Chosen, chunks: int) -> Graph:
-        found = None
+        result = None
         if self.traced is self._like:
-            found = self._resize_graph(self._like.again(remat, attention, chunks))
-        return found or super()._again(remat, attention, chunks)
+            result = self._resize_graph(self._like.again(remat, attention, chunks))
+        return result or super()._again(remat, attention, chunks)
 
     def _resize_graph(self, graph: Graph) -> Graph | None:
         """One of the other's graphs with this batch; None where it cannot be told."""
         if id(graph) not in self._known:
-            found = rebatch_graph(graph, self._size)
-            if found is not None:
-                found = dataclasses.replace(
-                    found, num_micro_batches=self._count, model_hash=self._hash
+            result = rebatch_graph(graph, self._size)
+            if result is not None:
+                result = dataclasses.replace(
+                    result, num_micro_batches=self._count, model_hash=self._hash
                 )
-            self._known[id(graph)] = graph, found
+            self._known[id(graph)] = graph, result
         return self._known[id(graph)][1]
 
 
@@ -166,15 +166,15 @@ class Traces:
 
         def captured() -> Captured:
             tell("tracing the model")
-            found = capture(
+            result = capture(
                 cast,
                 batch,
                 num_micro_batches=num_micro_batches,
                 batch_axes=batch_axes,
             )
             if isinstance(precision, str):
-                return found
-            return found.with_precisions(checked_precisions(precision, found.graph))
+                return result
+            return result.with_precisions(checked_precisions(precision, result.graph))
 
         shapes = [str(aval_of(leaf)) for leaf in jax.tree.leaves(batch)]
         key = str(precision), str(num_micro_batches), *shapes

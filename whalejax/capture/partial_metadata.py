@@ -50,8 +50,8 @@ def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
             f"{len(t.shape)} dimensions {t.shape}"
         )
         stacks = (looped[t.id], looped[t.id] | indexed[t.id])
-        found = next((dims for dims in stacks if len(dims) == missing), None)
-        if found is None:
+        result = next((dims for dims in stacks if len(dims) == missing), None)
+        if result is None:
             problems.add(
                 f"{said}, and nothing says which of them has no name, as after "
                 "nnx.vmap without a name for its dimension. Name each dimension, with "
@@ -61,13 +61,13 @@ def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
             continue
         tensors[t.id] = replace(
             t,
-            names=_align_to_unstacked_dims(found, t.names),
-            pinned=_align_to_unstacked_dims(found, t.pinned),
-            called=_align_to_unstacked_dims(found, t.called),
+            names=_align_to_unstacked_dims(result, t.names),
+            pinned=_align_to_unstacked_dims(result, t.pinned),
+            called=_align_to_unstacked_dims(result, t.called),
         )
         notes.append(
             f"{said}: they are taken for those beside dimension "
-            f"{' and '.join(map(str, sorted(found)))}, which the model takes one by "
+            f"{' and '.join(map(str, sorted(result)))}, which the model takes one by "
             "one as layers; name it, or say that it has no name, with "
             "transform_metadata={nnx.PARTITION_NAME: None}"
         )
@@ -105,8 +105,8 @@ def _taken_singly(
             indexed[leaf] |= {dims[d] for d in _indexed(before, after)}
         elif single and sorted(before) == sorted(after):
             origin[op.results[0]] = leaf, _through(op, dims)
-    for found in (*looped.values(), *indexed.values()):
-        found.discard(-1)
+    for result in (*looped.values(), *indexed.values()):
+        result.discard(-1)
     return looped, indexed
 
 
@@ -126,9 +126,9 @@ def _through(op: Op, dims: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the positions of dimensions after an operation that only
     permutes them.
     """
-    found = [-1] * len(dims)
+    result = [-1] * len(dims)
     for factor in op.factors:
         ends = dict(factor.members)
         if factor.kind == "linked" and ends.keys() == {0, 1}:
-            found[ends[1]] = dims[ends[0]]
-    return tuple(found)
+            result[ends[1]] = dims[ends[0]]
+    return tuple(result)

@@ -27,12 +27,12 @@ def units_of(captured: Captured) -> Units:
     Args:
         captured: the loss.
     """
-    found: list[Unit] = []
+    units: list[Unit] = []
     acting: set[Position] = set()
     body, _ = _compat.open_jaxpr(captured.jaxpr)
     env: dict[Any, Value | None] = dict.fromkeys(body.constvars)
     env.update((v, ((), i)) for i, v in enumerate(body.invars))
-    _walk(captured.jaxpr, env, (), captured.outputs, found, acting)
+    _walk(captured.jaxpr, env, (), captured.outputs, units, acting)
     outputs = [None if _compat.is_literal(v) else env[v] for v in body.outvars]
     adapter = captured.adapter
     first = len(adapter.param_paths)
@@ -44,7 +44,7 @@ def units_of(captured: Captured) -> Units:
         if value is not None and more is None
     }
     return Units(
-        units=_live(found, [*outputs[:count], *fresh.values()], acting),
+        units=_live(units, [*outputs[:count], *fresh.values()], acting),
         params=adapter.param_paths,
         others=adapter.rest_paths,
         frozen=frozenset(first + i for i in captured.frozen),
@@ -57,7 +57,7 @@ def units_of(captured: Captured) -> Units:
 def avals_of(captured: Captured) -> dict[Value, Any]:
     """Shape and dtype of every value of a traced loss."""
     body, _ = _compat.open_jaxpr(captured.jaxpr)
-    found: dict[Value, Any] = {((), i): v.aval for i, v in enumerate(body.invars)}
+    avals: dict[Value, Any] = {((), i): v.aval for i, v in enumerate(body.invars)}
 
     def walk(jaxpr: Any, prefix: Position) -> None:
         for index, equation in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
@@ -65,10 +65,10 @@ def avals_of(captured: Captured) -> dict[Value, Any]:
             if _compat.recursion(equation) == "inline" and not sorts_rows(equation):
                 walk(_compat.inner_jaxprs(equation)[0], (*position, 0))
             for slot, variable in enumerate(equation.outvars):
-                found[position, slot] = variable.aval
+                avals[position, slot] = variable.aval
 
     walk(captured.jaxpr, ())
-    return found
+    return avals
 
 
 def _walk(
@@ -126,9 +126,9 @@ def _live(
 ) -> tuple[Unit, ...]:
     """The units that something depends on, and those that do more than compute."""
     wanted = set(ends)
-    found = []
+    live = []
     for unit in reversed(units):
         if not wanted.isdisjoint(unit.writes) or unit.position in acting:
             wanted.update(unit.reads)
-            found.append(unit)
-    return tuple(reversed(found))
+            live.append(unit)
+    return tuple(reversed(live))

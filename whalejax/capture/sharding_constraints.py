@@ -25,12 +25,12 @@ def constraint_notes(jaxpr: Any) -> list[str]:
     Args:
         jaxpr: Traced loss.
     """
-    found = [*_constraints(jaxpr)]
-    if not found:
+    result = [*_constraints(jaxpr)]
+    if not result:
         return []
-    spec, line = found[0].params["sharding"], _compat.line_text(found[0])
+    spec, line = result[0].params["sharding"], _compat.line_text(result[0])
     spec = getattr(spec, "spec", spec)
-    count = len(found)
+    count = len(result)
     layouts = "1 layout" if count == 1 else f"{count} layouts"
     are = "is" if count == 1 else "are"
     return [

@@ -99,12 +99,12 @@ def rows_after(
     if not rows:
         return {}
     earlier, later = (dict(_called(program)) for program in (before, after))
-    found = {
+    result = {
         name: carried_over(one, earlier[name], later[name])
         for name, one in rows.items()
         if name in later
     }
-    return {name: one for name, one in found.items() if one is not None}
+    return {name: one for name, one in result.items() if one is not None}
 
 
 def _called(jaxpr: Any) -> Iterator[tuple[str, Any]]:
@@ -162,14 +162,14 @@ class _Builder:
 
     def _calls(self, body: Any, at: Position) -> Iterator[rebuild.EquationReplacement]:
         known = self.seen.get(at, {})
-        found: list[rebuild.EquationReplacement] = []
+        replacements: list[rebuild.EquationReplacement] = []
         for group in _groups(body, known):
             name = f"{CALL}{len(self.found)}"
             made = self._call(body, group, known, at, name)
-            if made is None or not _can_be_ordered(body, [*found, made[0]]):
+            if made is None or not _can_be_ordered(body, [*replacements, made[0]]):
                 continue
             call, self.found[name] = made
-            found.append(call)
+            replacements.append(call)
             yield call
 
     def _call(
@@ -235,12 +235,12 @@ class _Builder:
         for place, (number, equation) in enumerate(zip(group, equations, strict=True)):
             if not self._add(equation, (*at, number), (place,), known, sizes, results):
                 return None
-        given, found = ends
-        assert given is not None and found is not None
+        given, rows = ends
+        assert given is not None and rows is not None
         return BatchRows(
             samples=self.samples,
             inputs=given,
-            outputs=found,
+            outputs=rows,
             results=results,
             sizes=sizes,
         )
@@ -312,25 +312,25 @@ def _shared(value: Value) -> bool:
 
 def _row_dims(variables: Sequence[Any], known: Mapping[Any, Value]) -> RowDims | None:
     """Along which dimensions rows lie; None where that is not the outermost of one."""
-    found: list[int | None] = []
+    row_dims: list[int | None] = []
     for variable in variables:
         dims = known[variable].dims
         rows = [d for d, dim in enumerate(dims) if any(a.grows for a in dim)]
         if len(rows) > 1 or not all(_leads(dims[d]) for d in rows):
             return None
-        found.append(rows[0] if rows else None)
-    return tuple(found)
+        row_dims.append(rows[0] if rows else None)
+    return tuple(row_dims)
 
 
 def _operand_dims(equation: Any, known: Mapping[Any, Value]) -> RowDims | None:
     """Along which dimensions the rows of operands lie; None where that is unknown."""
-    found = [
+    operand_dims = [
         (None,) if _compat.is_literal(a) else _row_dims((a,), known)
         for a in equation.invars
     ]
-    if None in found:
+    if None in operand_dims:
         return None
-    return tuple(dim for dims in found for dim in dims or ())
+    return tuple(dim for dims in operand_dims for dim in dims or ())
 
 
 def _leads(dim: Dim) -> bool:
@@ -366,10 +366,10 @@ def _groups(body: Any, known: Mapping[Any, Value]) -> list[list[int]]:
                 if maker[atom] not in group:
                     waiting.append(maker[atom])
                 join(i, maker[atom])
-    found: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for i in sorted(group):
-        found.setdefault(group[i], []).append(i)
-    return list(found.values())
+        groups.setdefault(group[i], []).append(i)
+    return list(groups.values())
 
 
 def _can_be_ordered(body: Any, calls: Sequence[rebuild.EquationReplacement]) -> bool:

@@ -90,18 +90,18 @@ def check_split(captured: Captured, plan: Plan, whole: int | None = None) -> Non
         )
     if plan.per_micro_batch or split.part == split.whole:
         return
-    found = captured.independence(split.part, split.whole, None)
-    if not found.proven:
-        raise refusal(found, split, weighted=captured.graph.weighted)
-    if found.group > 1 and plan.group_size % found.group:
+    result = captured.independence(split.part, split.whole, None)
+    if not result.proven:
+        raise refusal(result, split, weighted=captured.graph.weighted)
+    if result.group > 1 and plan.group_size % result.group:
         raise DependentSamplesError(
-            f"the loss takes groups of {found.group} neighbouring samples together, "
+            f"the loss takes groups of {result.group} neighbouring samples together, "
             f"and the plan's micro-batches keep groups of {plan.group_size}. Plan "
-            f"again, with group_size={found.group}"
+            f"again, with group_size={result.group}"
         )
-    if found.runs > 1 and plan.combine != "mean":
+    if result.runs > 1 and plan.combine != "mean":
         raise DependentSamplesError(
-            f"the loss parts the batch into {found.runs} runs, as of a half and the "
+            f"the loss parts the batch into {result.runs} runs, as of a half and the "
             f'other, and ranks that combine by "{plan.combine}" take neighbours. Leave '
             "combine out"
         )
@@ -227,12 +227,12 @@ def split_note(captured: Captured, plan: Plan, whole: int) -> list[str]:
             f"micro-batches hold whole groups of {plan.group_size} neighbouring samples"
         )
     if plan.per_micro_batch:
-        found = captured.independence(split.part, split.whole, None)
-        if found.reason is not None:
+        result = captured.independence(split.part, split.whole, None)
+        if result.reason is not None:
             notes.append(
                 f"per_micro_batch=True: each of the {split} computes its own loss, as "
                 "on one device with as much accumulation, because "
-                f"{reason_text(found.reason)}"
+                f"{reason_text(result.reason)}"
             )
     return notes
 

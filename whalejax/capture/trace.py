@@ -210,10 +210,10 @@ class Captured:
         weights, first = [*self.weights], len(self.adapter.param_paths)
         for number, frozen in enumerate(self.adapter.frozen):
             weights[first + number] |= frozen
-        found = self._with(narrowed(self.jaxpr, narrow, weights), self.attention)
-        casts = len(found.graph.ops) > len(self.graph.ops)
+        result = self._with(narrowed(self.jaxpr, narrow, weights), self.attention)
+        casts = len(result.graph.ops) > len(self.graph.ops)
         wide = left_wide(self.jaxpr, narrow)
-        return found._with_precisions(precisions, casts=casts, wide=wide)
+        return result._with_precisions(precisions, casts=casts, wide=wide)
 
     def _with_precisions(
         self,
@@ -256,9 +256,9 @@ class Captured:
         program, reasons = with_calls(self.jaxpr, trained)
         if not calls_attention(program):
             return replace(self, whole=reasons)
-        found = self._with(program, tuple(chosen))
-        some = any(op.kind == ATTENTION for op in found.graph.ops)
-        return replace(found if some else self, whole=reasons)
+        attention = self._with(program, tuple(chosen))
+        some = any(op.kind == ATTENTION for op in attention.graph.ops)
+        return replace(attention if some else self, whole=reasons)
 
     def with_chunks(self, count: int) -> Captured:
         """The same loss, whose logits are made for some tokens at a time.
@@ -274,8 +274,8 @@ class Captured:
         inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
         trained = [t.differentiable for t in self.graph.tensors[:inputs]]
         program = with_logits(self.jaxpr, trained)
-        found = replace(self, chunks=count)._with(program, self.attention)
-        return found if any(op.chunks > 1 for op in found.graph.ops) else self
+        chunks = replace(self, chunks=count)._with(program, self.attention)
+        return chunks if any(op.chunks > 1 for op in chunks.graph.ops) else self
 
     def _with(self, program: Any, attention: Sequence[tuple[str, str]]) -> Captured:
         rows = rows_after(self.reader.rows, self.jaxpr, program)
@@ -309,8 +309,8 @@ class Captured:
         # TaskGraphs that no mark names matter where one of them is named.
         named = {name for name, _ in remat} - {ALL}
         graph = analyse_graph(self.graph).graph if named else self.graph
-        found = regions(graph, dict(remat))
-        where = applicable(self.jaxpr, found)
+        result = regions(graph, dict(remat))
+        where = applicable(self.jaxpr, result)
         if not where:
             return self
         return self._with(recomputed(self.jaxpr, where), self.attention)

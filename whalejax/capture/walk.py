@@ -397,19 +397,19 @@ class FlatProgram:
         here: Context,
     ) -> tuple[Value, ...]:
         rows = self.rows[equation.params["name"]]
-        found = self.sorted_rows[position] = SortedRows(rows=rows, tensors=set())
+        result = self.sorted_rows[position] = SortedRows(rows=rows, tensors=set())
         (inner,) = inner_jaxprs(equation)
         given = [
             t if dim is None else self._split(t, rows.samples, position, here)
             for t, dim in zip(operands, rows.inputs, strict=True)
         ]
-        found.tensors.update(
+        result.tensors.update(
             t
             for t, dim in zip(given, rows.inputs, strict=True)
             if t is not None and dim is not None
         )
         context = replace(
-            here.enter_call(position, 0), sorted_rows=found, depth=len(position) + 1
+            here.enter_call(position, 0), sorted_rows=result, depth=len(position) + 1
         )
         results = []
         pairs = zip(
@@ -496,10 +496,10 @@ class FlatProgram:
         results = self._body(inner, operands, here.enter_call(position, 0))
         if recursion(equation) == "opaque":
             self.given_rules[position] = operands
-            given, found = (
+            given, result = (
                 [t for t in values if t is not None] for values in (operands, results)
             )
-            self.ruled.append((given, found))
+            self.ruled.append((given, result))
         return results
 
     def _remat(
@@ -576,11 +576,11 @@ class FlatProgram:
 
     def _data(self) -> set[int]:
         """The tensors that depend on the batch."""
-        found = {i for i, t in enumerate(self.tensors) if t.kind == "batch"}
+        data = {i for i, t in enumerate(self.tensors) if t.kind == "batch"}
         for op in self.ops:
-            if not found.isdisjoint(op.operands):
-                found.update(op.results)
-        return found
+            if not data.isdisjoint(op.operands):
+                data.update(op.results)
+        return data
 
     def _scan_residuals(
         self, scan: KeptScan, flows: Sequence[bool], data: set[int]
@@ -732,7 +732,7 @@ def tiles(equations: Sequence[Any]) -> dict[Any, tuple[int, int]]:
     Returns:
         Result of each such slice to the dimension and the number of parts.
     """
-    found: dict[tuple[Any, int, int], dict[Any, int]] = defaultdict(dict)
+    values: dict[tuple[Any, int, int], dict[Any, int]] = defaultdict(dict)
     for equation in equations:
         if equation.primitive.name != "slice" or equation.params["strides"]:
             continue
@@ -743,10 +743,10 @@ def tiles(equations: Sequence[Any]) -> dict[Any, tuple[int, int]]:
         cut = [dim for dim, size in enumerate(after) if size != before[dim]]
         if len(cut) == 1 and after[cut[0]] > 1:
             start = equation.params["start_indices"][cut[0]]
-            found[source, cut[0], after[cut[0]]][result] = start
+            values[source, cut[0], after[cut[0]]][result] = start
     return {
         result: (dim, _shape(source)[dim] // part)
-        for (source, dim, part), starts in found.items()
+        for (source, dim, part), starts in values.items()
         if sorted({*starts.values()}) == [*range(0, _shape(source)[dim], part)]
         for result in starts
     }

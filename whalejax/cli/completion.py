@@ -40,11 +40,11 @@ def completion_script(
             own.
     """
     text = _printed(shell, parse)
-    found = _LITERAL.search(text)
-    if found is None:
+    match = _LITERAL.search(text)
+    if match is None:
         return text
     try:
-        spec = ast.literal_eval(found[1])
+        spec = ast.literal_eval(match[1])
     except SyntaxError:  # quoted for a shell in which the literal stands in a string
         return text
     for name, parse_group in groups.items():
@@ -54,7 +54,7 @@ def completion_script(
     for _, command in _by_name(spec):
         _with_choices(command)
     code = _MODELS.format(models=model_names(), commands=_TAKING_MODELS)
-    return text[: found.start(1)] + repr(spec) + code + text[found.end(1) :]
+    return text[: match.start(1)] + repr(spec) + code + text[match.end(1) :]
 
 
 _MODELS: Final = """
@@ -108,8 +108,8 @@ def _with_choices(command: dict[str, Any]) -> None:
 
 def _by_name(spec: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Every command with its name, those of groups too."""
-    found = []
+    result = []
     for name, command in spec["subcommands"].items():
-        found.append((name, command))
-        found += _by_name(command)
-    return found
+        result.append((name, command))
+        result += _by_name(command)
+    return result

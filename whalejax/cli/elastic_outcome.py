@@ -55,9 +55,9 @@ def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
         logs: folder of ``--logs``.
         status: Exit status of the run.
     """
-    found: dict[str, Any] = {"status": status, "failure": None, "ranks": []}
+    result: dict[str, Any] = {"status": status, "failure": None, "ranks": []}
     if run is None:
-        return {**found, "failure": "no supervisor could run; standard error says why"}
+        return {**result, "failure": "no supervisor could run; standard error says why"}
     ranks = [
         {
             "rank": member.rank,
@@ -74,7 +74,7 @@ def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
     ]
     told = document([run])
     more = {name: told[name] for name in ("generations", "lost", "goodput")}
-    return {**found, "failure": run.why or None, "ranks": ranks, **more}
+    return {**result, "failure": run.why or None, "ranks": ranks, **more}
 
 
 def print_trained(command: TrainCommand, status: int, seconds: float) -> None:
@@ -131,7 +131,7 @@ def trained(
     spread = list(command.mesh) not in ([], [REPLICAS])
     if way is not None:
         spread = way.by == COLLECTIVES
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": command.model,
         "steps": run.steps_done if run else 0,
         "loss_first": run.loss_first if run else None,
@@ -149,5 +149,5 @@ def trained(
     if run is not None:
         told = document([run])
         names = ("state", "why", "generations", "members", "lost", "goodput")
-        found |= {name: told[name] for name in (*names, "adding_up", "checkpoint")}
-    return found
+        result |= {name: told[name] for name in (*names, "adding_up", "checkpoint")}
+    return result

@@ -381,7 +381,7 @@ def _batch(command: BatchCommand) -> None:
         raise WhaleError("--on is missing; expected --on h100:8 v5e:4x4")
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
-        found = largest_batch(
+        batch = largest_batch(
             job.loss_fn,
             jobs.abstract_model(job),
             jobs.first_batch(job, None),
@@ -391,9 +391,9 @@ def _batch(command: BatchCommand) -> None:
             **plan_settings(command),
         )
     if command.json:
-        print(json.dumps(found.document()))
+        print(json.dumps(batch.document()))
     else:
-        make_console().print(show.Lines(found.lines))
+        make_console().print(show.Lines(batch.lines))
 
 
 def _profile(command: ProfileCommand) -> None:
@@ -414,13 +414,13 @@ def _profile(command: ProfileCommand) -> None:
             plan, job.loss_fn, model, optimizer=job.optimizer, batch=batch
         )
         state = step.init(job.make_model, rng=jax.random.key(0))
-        _, found = step.profile(state, batch, steps=command.steps)
+        _, result = step.profile(state, batch, steps=command.steps)
     if command.output is not None:
-        found.save(command.output)
+        result.save(command.output)
     if command.json:
-        print(json.dumps(found.document()))
+        print(json.dumps(result.document()))
     else:
-        make_console().print(show.Lines(found.lines))
+        make_console().print(show.Lines(result.lines))
 
 
 def _show(command: ShowCommand) -> None:
@@ -451,7 +451,7 @@ def _search(command: SearchCommand) -> None:
     given, settings = prices(command.price), plan_settings(command)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
-        found = job_plans.search_plans(
+        plans = job_plans.search_plans(
             job,
             command.on,
             batch=command.batch,
@@ -461,9 +461,9 @@ def _search(command: SearchCommand) -> None:
             **settings,
         )
     if command.json:
-        print(json.dumps(found.document()))
+        print(json.dumps(plans.document()))
     else:
-        make_console().print(show.Lines(found.lines))
+        make_console().print(show.Lines(plans.lines))
 
 
 def _why(command: WhyCommand) -> None:
@@ -488,11 +488,11 @@ def _diff(command: DiffCommand) -> None:
     from whalejax.cli.progress import make_console
     from whalejax.planner.plan.plan import Plan
 
-    found = Plan.load(command.before).diff(Plan.load(command.after))
+    diff = Plan.load(command.before).diff(Plan.load(command.after))
     if command.json:
-        print(json.dumps(found.document()))
+        print(json.dumps(diff.document()))
         return
-    lines = functools.partial(found.lines, all_rows=command.all)
+    lines = functools.partial(diff.lines, all_rows=command.all)
     make_console().print(show.Lines(lines))
 
 
@@ -501,16 +501,16 @@ def _settings(command: TrainCommand) -> tuple[str, ...]:
     from whalejax.cli.plan_source import check_source
     from whalejax.planner.plan.plan import Plan
 
-    path, found = command.plan, tuple[str, ...]()
+    path, settings = command.plan, tuple[str, ...]()
     if command.set or path is None or not path.is_file():
         return command.set
     with contextlib.suppress(WhaleError):  # which is said where the plan is read
         model, *words = Plan.load(path).source or ("",)
         if model == lasting_name(command.model):
-            found = tuple(words)
-    if found and not is_file(command.model):
+            settings = tuple(words)
+    if settings and not is_file(command.model):
         check_source(Plan.load(path), str(path))
-    return found
+    return settings
 
 
 def _check_output(output: Path | None) -> None:
@@ -539,36 +539,38 @@ def _verify(command: VerifyCommand) -> int:
     job, plan = planned_job(command.plan, command.model, command.set)
     question = job_plans.question_of(job, plan)
     with Working("verifying", quiet=command.quiet):
-        found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
-    if command.output is not None and found.better is not None:
-        found.better.save(command.output)
+        result = question.verify(
+            plan, command.topology, timeout_seconds=command.timeout
+        )
+    if command.output is not None and result.better is not None:
+        result.better.save(command.output)
     if command.json:
-        print(json.dumps(found.document()))
+        print(json.dumps(result.document()))
     else:
         console = make_console()
-        console.print(report.table(found))
-        if command.output is not None and found.better is not None:
+        console.print(report.table(result))
+        if command.output is not None and result.better is not None:
             console.print(f"written to {command.output}", markup=False)
-    return 0 if found.fits else 1
+    return 0 if result.fits else 1
 
 
 def _estimate(command: EstimateCommand) -> int:
     from whalejax.estimates.estimate_table import write_estimates
 
-    found = write_estimates(command.table, command.output, strict=command.strict)
+    result = write_estimates(command.table, command.output, strict=command.strict)
     if command.json:
-        print(json.dumps({**asdict(found), "output": str(command.output)}))
+        print(json.dumps({**asdict(result), "output": str(command.output)}))
     else:
         print(
-            f"{found.predicted} of {found.runs} runs predicted, written to "
+            f"{result.predicted} of {result.runs} runs predicted, written to "
             f"{command.output}"
         )
-        refused = found.runs - found.predicted - found.unread
-        for count, what in ((found.unread, "read"), (refused, "predicted")):
+        refused = result.runs - result.predicted - result.unread
+        for count, what in ((result.unread, "read"), (refused, "predicted")):
             if count:
                 rows = f"{count} row{'s' if count > 1 else ''}"
                 print(f"{rows} could not be {what}; the column note says why")
-    return min(found.unread, MOST_STATUS)
+    return min(result.unread, MOST_STATUS)
 
 
 MOST_STATUS = 100
@@ -593,8 +595,8 @@ def _goodput(command: GoodputCommand) -> None:
 
     options = dataclasses.asdict(command)
     as_json = options.pop("json")
-    found = goodput(Plan.load(options.pop("plan")), **options)
-    print(json.dumps(asdict(found)) if as_json else found)
+    result = goodput(Plan.load(options.pop("plan")), **options)
+    print(json.dumps(asdict(result)) if as_json else result)
 
 
 def _described(path: Path) -> Cluster | None:

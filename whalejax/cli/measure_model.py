@@ -133,10 +133,10 @@ def _step(job: Job, model: Any, plan: Plan, samples: int) -> float:
         devices=jax.local_devices()[:1],
     )
     state = step.init(job.make_model, rng=jax.random.key(0))
-    found = []
+    result = []
     for _ in range(ROUNDS + 1):
         start = time.perf_counter()
         state, metrics = step(state, batch)
         jax.block_until_ready(metrics)
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
+        result.append(time.perf_counter() - start)
+    return statistics.median(result[1:])

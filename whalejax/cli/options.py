@@ -512,12 +512,12 @@ def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
     {'stage': 2, 'tensor': 4}
     """
     problems = Problems("--mesh")
-    found = named_values(words, "--mesh", "stage=2")
-    for axis, size in found.items():
+    sizes = named_values(words, "--mesh", "stage=2")
+    for axis, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             problems.add(f"{axis} is {size}; expected a whole number of 1 or more")
     problems.raise_if_any()
-    return found or None
+    return sizes or None
 
 
 def share_counts(words: str | None) -> str | tuple[int, ...] | None:
@@ -557,18 +557,18 @@ def prices(words: Sequence[str]) -> dict[str, float]:
     {'h100': 2.5, 'v100-32': 1.0}
     """
     problems = Problems("--price")
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for word in words:
         name, _, text = word.partition("=")
         price = value_of(text)
         if not name or isinstance(price, bool | str):
             problems.add(f"{word!r} is no KIND=PRICE, such as h100=2.5")
-        elif name in found:
+        elif name in result:
             problems.add(f"{name} is given twice")
         else:
-            found[name] = float(price)
+            result[name] = float(price)
     problems.raise_if_any()
-    return found
+    return result
 
 
 def _word_or_words(
@@ -579,7 +579,7 @@ def _word_or_words(
     if len(words) == 1 and "=" not in words[0]:
         return words[0]
     problems = Problems(option)
-    found: dict[str, str] = {}
+    word_or_words: dict[str, str] = {}
     for word in words:
         name, _, text = word.rpartition("=")
         if not (name and text):
@@ -588,12 +588,12 @@ def _word_or_words(
                 f"such as {example}, or NAME=WORD for each TaskGraph, '*' for all "
                 f"others, such as '*={example}'"
             )
-        elif name in found:
+        elif name in word_or_words:
             problems.add(f"{name} is given twice")
         else:
-            found[name] = text
+            word_or_words[name] = text
     problems.raise_if_any()
-    return found
+    return word_or_words
 
 
 def compiler_options(words: Sequence[str]) -> dict[str, Any]:
@@ -606,14 +606,14 @@ def compiler_options(words: Sequence[str]) -> dict[str, Any]:
     {'xla_a': True, 'xla_b': '007', 'xla_c': 12}
     """
     example = "xla_tpu_enable_async_collective_fusion=true"
-    found = named_values(words, "--compiler-options", example)
+    options = named_values(words, "--compiler-options", example)
     texts = dict(word.split("=", 1) for word in words)
     # A number only where it is written as one: texts reach the compiler as they are.
     return {
         name: value
         if isinstance(value, bool) or str(value) == texts[name]
         else texts[name]
-        for name, value in found.items()
+        for name, value in options.items()
     }
 
 
@@ -660,17 +660,17 @@ def plan_settings(command: Any) -> dict[str, Any]:
     >>> plan_settings(PlanCommand(model="gpt", precision=("*=bf16", "split=f32")))
     {'precision': {'*': 'bf16', 'split': 'f32'}}
     """
-    found, wrong = {}, list[str]()
+    settings, wrong = {}, list[str]()
     for name, (setting, read) in _PLAN_OPTIONS.items():
         if getattr(command, name, None) in (None, ()):
             continue
         try:
-            found[setting] = read(getattr(command, name))
+            settings[setting] = read(getattr(command, name))
         except WhaleError as error:
             wrong.append(str(error))
     if wrong:
         raise WhaleError("\n".join(wrong))
-    return {setting: value for setting, value in found.items() if value is not None}
+    return {setting: value for setting, value in settings.items() if value is not None}
 
 
 def given_places(command: TrainCommand) -> list[str]:
@@ -691,10 +691,10 @@ def given_plan_options(command: TrainCommand) -> list[tuple[str, str]]:
     Args:
         command: its options.
     """
-    found = []
+    options = []
     for name in ("cluster", "batch", *_PLAN_OPTIONS):
         value = getattr(command, name)
         if value not in (None, ()) and value is not False:
             words = " ".join(value) if isinstance(value, tuple) else str(value)
-            found.append((f"--{name.replace('_', '-')}", words))
-    return found
+            options.append((f"--{name.replace('_', '-')}", words))
+    return options

@@ -36,7 +36,7 @@ def check(command: CheckCommand) -> int:
     """
     job, plan = planned_job(command.plan, command.model, command.set)
     with Working("checking", quiet=command.quiet):
-        found = check_plan(
+        result = check_plan(
             plan,
             job.loss_fn,
             job_plans.abstract_model(job),
@@ -47,10 +47,10 @@ def check(command: CheckCommand) -> int:
             timeout_seconds=command.timeout,
         )
     if command.json:
-        print(json.dumps(found.document()))
+        print(json.dumps(result.document()))
     else:
-        make_console().print(str(found), markup=False, highlight=False, soft_wrap=True)
-    return 0 if found.is_right else 1
+        make_console().print(str(result), markup=False, highlight=False, soft_wrap=True)
+    return 0 if result.is_right else 1
 
 
 def check_before_training(
@@ -74,7 +74,7 @@ def check_before_training(
     """
     try:
         with Working("checking", quiet=console.quiet):
-            found = check_adapted(
+            result = check_adapted(
                 plan,
                 adapt(model, job.loss_fn),
                 batch,
@@ -88,16 +88,16 @@ def check_before_training(
     except WhaleError as error:
         say(f"whalejax: --check: {error}")
         return None
-    if not found.is_right:
+    if not result.is_right:
         raise WhaleError(
-            f"--check: {found}\nNothing was trained. Train by another plan, such as "
+            f"--check: {result}\nNothing was trained. Train by another plan, such as "
             "one with another --mesh, and please report this one"
         )
-    worst = found.worst
+    worst = result.worst
     console.print(
         f"checked at reduced sizes on {worst.num_devices} virtual devices in "
-        f"{found.seconds:.0f} s: the largest error of a gradient or parameter is "
+        f"{result.seconds:.0f} s: the largest error of a gradient or parameter is "
         f"{worst.error:.1e}, and may be {worst.limit:.1e}",
         markup=False,
     )
-    return found
+    return result

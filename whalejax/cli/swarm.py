@@ -373,11 +373,11 @@ def show(command: SwarmShowCommand) -> int:
         WhaleError: the registry cannot be reached.
     """
     address, key = parsed_address(command.registry), load_key(command.key)
-    found = _query_registry(address, key, ShowSwarm()).fields
+    result = _query_registry(address, key, ShowSwarm()).fields
     if command.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
         return 0
-    print(as_text(found))
+    print(as_text(result))
     return 0
 
 

@@ -175,13 +175,13 @@ def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
     if problem:
         problems.add(f"--save {options.save}{problem}")
         return None
-    found = loop.latest(options.save)
-    if found is not None and not options.resume:
+    save = loop.latest(options.save)
+    if save is not None and not options.resume:
         problems.add(
             f"--save {options.save} holds checkpoints already, the latest "
-            f"{found.name}. Go on from it with --resume, or give another directory"
+            f"{save.name}. Go on from it with --resume, or give another directory"
         )
-    return found
+    return save
 
 
 def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan:
@@ -257,10 +257,10 @@ class _Session:
         """The largest error of the plan at reduced sizes; None where none is known."""
         from whalejax.cli.plan_check import check_before_training
 
-        found = check_before_training(
+        result = check_before_training(
             self.job, self.model, self.batch_at(0), self.plan, self.console
         )
-        return None if found is None else found.worst.error
+        return None if result is None else result.worst.error
 
     def start(self, step: TrainStep) -> TrainState:
         """A fresh state."""
@@ -341,22 +341,22 @@ class _Session:
         """The state to begin with, and the checkpoint it is from; says which."""
         options = self.options
         folder = options.save if options.resume else None
-        found = restore_newest(
+        or_init = restore_newest(
             step, [] if folder is None else agreed_checkpoints(folder)
         )
-        for note in found.notes if found else ():
+        for note in or_init.notes if or_init else ():
             self._warn(note)
-        if found:
+        if or_init:
             self.console.print(
-                f"starting from {found.checkpoint}: {int(found.state.step)} steps, "
-                f"{found.state.samples} samples",
+                f"starting from {or_init.checkpoint}: {int(or_init.state.step)} steps, "
+                f"{or_init.state.samples} samples",
                 markup=False,
             )
         elif options.resume:
             self.console.print("starting anew: there is no checkpoint to resume from")
         remark(self.console, "compiling; the first step takes longer")
-        if found:
-            return found.state, found.checkpoint
+        if or_init:
+            return or_init.state, or_init.checkpoint
         return self.start(step), None
 
     @property
@@ -394,8 +394,8 @@ class _Session:
         step = replay.one_device_step(self.job, self.model, batch, self.plan)
         title = "replaying on one device"
         with Meter(self.console, title, first=0, steps=count) as meter:
-            found = restore_newest(step, [] if checkpoint is None else [checkpoint])
-            state = found.state if found else self.start(step)
+            newest = restore_newest(step, [] if checkpoint is None else [checkpoint])
+            state = newest.state if newest else self.start(step)
             batches = self.batches_from(state)
             return replay.replay(step, state, batches, steps=count, on_step=meter.show)
 

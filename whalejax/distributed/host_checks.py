@@ -118,7 +118,7 @@ def report(version: str, coordinator: str | None = None) -> HostReport:
 
 def _version(package: str) -> Check:
     try:
-        found = metadata.version(package)
+        version = metadata.version(package)
     except metadata.PackageNotFoundError:
         return Check(
             name=package,
@@ -127,14 +127,14 @@ def _version(package: str) -> Check:
             remedy=f"pip install {package}",
         )
     wanted = _required_versions(package)
-    if wanted and not _within(found, wanted):
+    if wanted and not _within(version, wanted):
         return Check(
             name=package,
-            found=found,
+            found=version,
             verdict="problem",
             remedy=f"pip install '{package}{wanted}'",
         )
-    return Check(name=package, found=found)
+    return Check(name=package, found=version)
 
 
 def _required_versions(package: str) -> str:
@@ -144,9 +144,9 @@ def _required_versions(package: str) -> str:
     except metadata.PackageNotFoundError:  # run from a checkout
         return ""
     for line in needed:
-        found = re.fullmatch(rf"{package}\s*\(?([<>=!~][^;)]*)\)?", line.strip())
-        if found:
-            return found[1].strip()
+        match = re.fullmatch(rf"{package}\s*\(?([<>=!~][^;)]*)\)?", line.strip())
+        if match:
+            return match[1].strip()
     return ""
 
 
@@ -162,13 +162,13 @@ def _within(version: str, wanted: str) -> bool:
 
     for bound in wanted.split(","):
         sign, number = re.findall(r"([<>=]+)\s*(.*)", bound)[0]
-        found, limit = numbers(version), numbers(number)
+        result, limit = numbers(version), numbers(number)
         if not {
-            ">=": found >= limit,
-            "<": found < limit,
-            "<=": found <= limit,
-            ">": found > limit,
-            "==": found == limit,
+            ">=": result >= limit,
+            "<": result < limit,
+            "<=": result <= limit,
+            ">": result > limit,
+            "==": result == limit,
         }[sign]:
             return False
     return True
@@ -214,7 +214,7 @@ def _address() -> Check:
     """Checks the address at which others reach this host by its name."""
     name = socket.gethostname()
     try:
-        found = sorted({str(x[4][0]) for x in socket.getaddrinfo(name, None)})
+        result = sorted({str(x[4][0]) for x in socket.getaddrinfo(name, None)})
     except OSError as error:
         return Check(
             name="address",
@@ -222,23 +222,23 @@ def _address() -> Check:
             verdict="warning",
             remedy="Name hosts by addresses, or enter the name in /etc/hosts or DNS",
         )
-    if all(address.startswith("127.") or address == "::1" for address in found):
+    if all(address.startswith("127.") or address == "::1" for address in result):
         return Check(
             name="address",
-            found=f"{name} is {', '.join(found)}",
+            found=f"{name} is {', '.join(result)}",
             verdict="warning",
             remedy="Other hosts cannot reach this one under it: name it by an address "
             "of its network, or correct /etc/hosts",
         )
-    return Check(name="address", found=f"{name} is {', '.join(found)}")
+    return Check(name="address", found=f"{name} is {', '.join(result)}")
 
 
 def _port(port: int) -> Check:
     """Whether process 0 of a launcher could listen here."""
     try:
-        with socket.socket() as found:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(("", port))
+        with socket.socket() as result:
+            result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            result.bind(("", port))
     except OSError as error:
         return Check(
             name="port",

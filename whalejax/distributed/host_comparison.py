@@ -97,10 +97,10 @@ def meet(
         WhaleError: the coordinator cannot be reached, or something else listens there.
     """
     end = time.monotonic() + timeout_seconds
-    found = _listener(coordinator)
-    if found is None:
+    result = _listener(coordinator)
+    if result is None:
         return _report_to_coordinator(mine, coordinator, end, timeout_seconds, key)
-    return _HostCollector(mine, coordinator, count).receive(found, key, end)
+    return _HostCollector(mine, coordinator, count).receive(result, key, end)
 
 
 def _listener(coordinator: str) -> socket.socket | None:

@@ -174,10 +174,10 @@ _DECODER: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(_Line)
 def exit_seconds() -> float:
     """Returns the longest wait for the others at the end, as the launcher set it."""
     try:
-        found = float(os.environ.get(EXIT, EXIT_SECONDS))
+        seconds = float(os.environ.get(EXIT, EXIT_SECONDS))
     except ValueError:
         return EXIT_SECONDS
-    return found if found > 0 else EXIT_SECONDS
+    return seconds if seconds > 0 else EXIT_SECONDS
 
 
 def tell_launcher(said: _Line) -> None:
@@ -201,15 +201,15 @@ def parse_report(line: bytes) -> _Line | None:
     >>> heard(b"whalejax-rank 1 is mine")
     """
     try:
-        found = _DECODER.decode(line.removeprefix(MARK.encode()))
+        report = _DECODER.decode(line.removeprefix(MARK.encode()))
     except (ValueError, RecursionError):
         return None
-    match found:
+    match report:
         case DeviceReport(kind=kind):
-            return msgspec.structs.replace(found, kind=printable(kind)[:100])
+            return msgspec.structs.replace(report, kind=printable(kind)[:100])
         case BlameReport(why=why):
-            return msgspec.structs.replace(found, why=printable(why)[:MOST_WORDS])
-    return found
+            return msgspec.structs.replace(report, why=printable(why)[:MOST_WORDS])
+    return report
 
 
 def reached_host(host: str) -> str:

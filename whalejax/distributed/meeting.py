@@ -87,15 +87,15 @@ def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket
         tried.bind(address)  # whether it is of this machine
     if not is_loopback(host):
         address = ("" if family == socket.AF_INET else "::", port, *address[2:])
-    found = socket.socket(family, kind, proto)
+    listen = socket.socket(family, kind, proto)
     try:
-        found.setsockopt(socket.SOL_SOCKET, option, 1)
-        found.bind(address)
-        found.listen(BACKLOG)
+        listen.setsockopt(socket.SOL_SOCKET, option, 1)
+        listen.bind(address)
+        listen.listen(BACKLOG)
     except OSError:
-        found.close()
+        listen.close()
         raise
-    return found
+    return listen
 
 
 def reach(coordinator: str, key: Key | None, end: float) -> Channel:

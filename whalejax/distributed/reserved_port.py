@@ -35,15 +35,15 @@ def reserve_port(host: str, port: int = 0) -> int:
     >>> is_reserved(reserve_port("127.0.0.1"))
     True
     """
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    result = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        found.bind((host, port))
+        result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        result.bind((host, port))
     except OSError:
-        found.close()
+        result.close()
         raise
-    held: int = found.getsockname()[1]
-    _held[held] = found.detach()
+    held: int = result.getsockname()[1]
+    _held[held] = result.detach()
     return held
 
 

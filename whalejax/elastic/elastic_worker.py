@@ -49,14 +49,14 @@ def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
     if not all("=" in word for word in words):
         expected = "auto, replicas, or sizes of mesh axes such as fsdp=-1 tensor=2"
         raise WhaleError(f"--mesh is {' '.join(words):.100}; expected {expected}")
-    found = named_values(words, "--mesh", "fsdp=-1")
-    if expected := refusal(found):
+    asked = named_values(words, "--mesh", "fsdp=-1")
+    if expected := refusal(asked):
         commas = any("," in word for word in words)
         raise WhaleError(
             f"--mesh is {' '.join(words)}; expected {expected}. Give such as fsdp=-1 "
             f"tensor=2{', with spaces for commas' * commas}, or auto or replicas"
         )
-    return found
+    return asked
 
 
 def write_metrics(folder: Path, step: int, metrics: Mapping[str, Any]) -> None:

@@ -46,5 +46,5 @@ def local_host(address: str) -> str:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # Nothing is sent.
-        found: str = probe.getsockname()[0]
-        return found
+        result: str = probe.getsockname()[0]
+        return result

@@ -159,10 +159,10 @@ class Peers:
         key = (self.generation, other, kind, step)
         while True:
             with self._changed:
-                found = self._inbox.get(key)
-                if found:
-                    message = found.pop(0)
-                    if not found:
+                entry = self._inbox.get(key)
+                if entry:
+                    message = entry.pop(0)
+                    if not entry:
                         del self._inbox[key]
                     return cast(M, message)
                 self._changed.wait(_TICK_SECONDS)

@@ -62,7 +62,7 @@ def exchanged(
         WhaleError: micro-batches are missing, or came twice.
     """
     small = rounds_of(sum(size * dtype.itemsize for size, dtype in shapes)) == 1
-    found = [np.empty(size, dtype) for size, dtype in shapes]
+    result = [np.empty(size, dtype) for size, dtype in shapes]
     longest = max((size for size, _ in shapes), default=0)
     came: dict[str, list[Node]] = {}
     for first in range(0, max(longest, 1), BLOCK_ELEMENTS):
@@ -71,8 +71,8 @@ def exchanged(
         ]
         dtypes = [np.dtype(dtype) for _, dtype in shapes]
         block = _Block(peers, names, me, step, count, dtypes, look)
-        came = block.run(parts, spans, found, whole=small)
-    return found, came
+        came = block.run(parts, spans, result, whole=small)
+    return result, came
 
 
 def sent_bytes(size: int, members: int, parts: int) -> float:
@@ -214,10 +214,10 @@ def check_arrays(
     """
     there = [(x.shape, x.dtype) for x in said.arrays]
     if there != [((size,), dtype) for size, dtype in expected]:
-        found = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in there[:8])
+        result = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in there[:8])
         wanted = ", ".join(f"{dtype}[{size}]" for size, dtype in expected[:8])
         raise WhaleError(
-            f"{other} sent {len(there)} arrays for {said.kind} ({found or 'none'}); "
+            f"{other} sent {len(there)} arrays for {said.kind} ({result or 'none'}); "
             f"expected {len(expected)} ({wanted}). Run the same code in all members"
         )
 

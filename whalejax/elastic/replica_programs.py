@@ -223,9 +223,9 @@ class ReplicaPrograms:
             save: the folder; None has none.
             tell: Function that receives notes for the user, and ``Recovered``.
         """
-        found = restore_newest(self.step, checkpoints(save) if save else [])
-        state = self.init_state() if found is None else found.state
-        tell_source(state, found, tell)
+        newest = restore_newest(self.step, checkpoints(save) if save else [])
+        state = self.init_state() if newest is None else newest.state
+        tell_source(state, newest, tell)
         return state
 
     def pieces(self, state: TrainState) -> Iterator[State]:
@@ -305,10 +305,10 @@ class ReplicaPrograms:
 
     def copy_state(self, state: TrainState) -> TrainState:
         """A state of its own, which no later step takes."""
-        found: TrainState = jax.tree.map(
+        result: TrainState = jax.tree.map(
             lambda x: _typed(np.array(_raw(x), copy=True), x), state
         )
-        return dataclasses.replace(found, samples=state.samples)
+        return dataclasses.replace(result, samples=state.samples)
 
     # A step.
 
@@ -446,18 +446,18 @@ def _raw(leaf: Any) -> Any:
 
 def _typed(array: np.ndarray, like: Any) -> Any:
     """A device's array of NumPy's, laid out and typed like another."""
-    found = jax.device_put(array, like.sharding)
+    result = jax.device_put(array, like.sharding)
     # On CPUs a NumPy array may be taken as it is, and then be donated.
-    found = jax.numpy.array(found, copy=True)
+    result = jax.numpy.array(result, copy=True)
     if is_key(like):
-        found = jax.random.wrap_key_data(found, impl=impl_of(like))
-    return jax.device_put(found, like.sharding)
+        result = jax.random.wrap_key_data(result, impl=impl_of(like))
+    return jax.device_put(result, like.sharding)
 
 
 def _digest(leaves: Sequence[Any]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for leaf in leaves:
         array = np.asarray(leaf)
-        found.update(f"{array.dtype}{array.shape}".encode())
-        found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()[:12]
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:12]

@@ -130,15 +130,15 @@ class SpreadPrograms:
             folder: Folder of checkpoints; None has none. All processes call this.
             tell: Argument of ``ReplicaPrograms.newest``, unchanged.
         """
-        found = (
+        result = (
             restore_newest(self.step, agreed_checkpoints(folder)) if folder else None
         )
-        if found is None:
+        if result is None:
             key = jax.random.key(self._seed)
             state = self.step.init(self._job.make_model, rng=key)
         else:
-            state = found.state
-        tell_source(state, found, tell)
+            state = result.state
+        tell_source(state, result, tell)
         return state
 
     def batch(self, step: int, samples: int | None = None) -> Any:

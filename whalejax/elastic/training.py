@@ -185,7 +185,7 @@ def _agreed(
 
     def replica(processes: ReductionProcesses) -> Plan | None:
         try:
-            found = planned_replica(
+            replica = planned_replica(
                 job,
                 processes.each,
                 **wanted,
@@ -195,8 +195,8 @@ def _agreed(
         except NothingFits:
             return None
         if processes.platform == "cpu":  # Accelerators are measured, and planned anew.
-            made.append(found)
-        return found.plan
+            made.append(replica)
+        return replica.plan
 
     asked = None
     if mesh is not None:

@@ -93,25 +93,25 @@ def _reshape(
 
     What goes into one dimension decides its size, whatever it was to be.
     """
-    full, found = tuple(equation.outvars[0].aval.shape), list(result)
+    full, reshape = tuple(equation.outvars[0].aval.shape), list(result)
     for before, after in _groups(whole[0], full):
         elements = math.prod(shapes[0][dim] for dim in before)
         wide = [dim for dim in after if full[dim] > 1]
         if len(wide) == 1:
-            found[wide[0]] = elements
-        elif elements != math.prod(found[dim] for dim in after):
+            reshape[wide[0]] = elements
+        elif elements != math.prod(reshape[dim] for dim in after):
             raise SizeError(
                 f"{list(whole[0])} is {list(shapes[0])} now, which has another number "
                 f"of elements than {list(result)}",
                 operand_dims=before,
                 result_dims=after,
             )
-    return {"new_sizes": tuple(found)}
+    return {"new_sizes": tuple(reshape)}
 
 
 def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     """Dimensions of a shape and of its reshaped form that hold the same elements."""
-    found: list[tuple[list[int], list[int]]] = []
+    groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
         ins, outs, a, b = list[int](), list[int](), 1, 1
@@ -124,10 +124,10 @@ def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
                 outs.append(j - 1)
             else:
                 break
-        found.append((ins, outs))
+        groups.append((ins, outs))
         if not ins and not outs:
             break
-    return found
+    return groups
 
 
 def _slice(
@@ -179,10 +179,10 @@ def _split(
     del result
     axis, sizes = equation.params["axis"], equation.params["sizes"]
     before, now = whole[0][axis], shapes[0][axis]
-    found = tuple(size * now // before for size in sizes)
-    if sum(found) != now or min(found) < 1:
+    values = tuple(size * now // before for size in sizes)
+    if sum(values) != now or min(values) < 1:
         raise ValueError(f"parts of {sizes} of {before} have no counterpart in {now}")
-    return {"sizes": found}
+    return {"sizes": values}
 
 
 def _top_k(

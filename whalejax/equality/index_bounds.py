@@ -127,5 +127,7 @@ def batch_bounds(captured: Any) -> Mapping[int, int]:
     """The bounds of each batch leaf, by its number among them."""
     tensors = captured.graph.tensors
     first = next((t.id for t in tensors if t.kind == "batch"), len(tensors))
-    found = index_bounds(captured.jaxpr)
-    return {number - first: bound for number, bound in found.items() if number >= first}
+    bounds = index_bounds(captured.jaxpr)
+    return {
+        number - first: bound for number, bound in bounds.items() if number >= first
+    }

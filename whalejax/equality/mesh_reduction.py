@@ -64,7 +64,7 @@ def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
     sizes = {} if plan.num_devices <= OWN_DEVICES else _halved(plan)
     ranks = _kept_ranks(plan, sizes)
     shares = _shares([plan.shares[rank] for rank in ranks]) if plan.shares else ()
-    found = MeshReduction(
+    mesh = MeshReduction(
         sizes=sizes,
         num_devices=_devices(plan, sizes, ranks),
         num_micro_batches=sum(shares) if shares else _micro_batches(plan, multiple),
@@ -72,13 +72,13 @@ def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
         ranks=ranks,
         stage_layers=_stage_layers(plan),
     )
-    if found.num_devices > MOST_DEVICES:
+    if mesh.num_devices > MOST_DEVICES:
         raise CheckError(
             f"the plan's {len(plan.axes)} mesh axes and its stages take "
-            f"{found.num_devices} devices with two along each axis; expected at most "
+            f"{mesh.num_devices} devices with two along each axis; expected at most "
             f"{MOST_DEVICES} virtual ones. Check a plan with fewer stages or axes"
         )
-    return found
+    return mesh
 
 
 def _halved(plan: Plan) -> dict[str, int]:

@@ -111,16 +111,16 @@ def _part(
     """A micro-batch of all samples, or of the block of them that one rank has."""
     leaves, structure = jax.tree.flatten(batch)
     tree: Any = structure
-    found = []
+    part = []
     for leaf, axis in zip(leaves, axes, strict=True):
         if axis is None:
-            found.append(leaf)
+            part.append(leaf)
             continue
         index = (slice(None),) * axis
         size = leaf.shape[axis] // ranks
         own = leaf[(*index, slice(rank * size, (rank + 1) * size))]
-        found.append(own[cut.index(size, axis, micro)])
-    return tree.unflatten(found)
+        part.append(own[cut.index(size, axis, micro)])
+    return tree.unflatten(part)
 
 
 def _counted_once(rest: Any, before: Any) -> Any:
@@ -145,13 +145,13 @@ def leaf_errors(
     """
     norms = [float(np.linalg.norm(np.asarray(g, np.float64))) for g in true]
     floor = FLOOR * float(np.sqrt(np.mean(np.square(norms)))) if norms else 0.0
-    found = []
+    errors = []
     for a, b, norm in zip(got, true, norms, strict=True):
         left = np.asarray(a, np.float64) - np.asarray(b, np.float64)
         error = float(np.linalg.norm(left)) / max(norm, floor, np.finfo(float).tiny)
         # What is no number must not pass for small.
-        found.append((error if np.isfinite(error) else float("inf"), norm))
-    return found
+        errors.append((error if np.isfinite(error) else float("inf"), norm))
+    return errors
 
 
 def recording(

@@ -244,8 +244,8 @@ def _at_sizes(
     params = jax.tree.map(leaf, adapter.params)
     rest = jax.tree.map(leaf, adapter.rest)
     axes = model.captured.batch_axes
-    leaves, found = jax.tree.flatten(model.batch)
-    tree: Any = found
+    leaves, result = jax.tree.flatten(model.batch)
+    tree: Any = result
     batch = [
         _global(leaf(x), axis, num_micro_batches)
         for x, axis in zip(leaves, axes, strict=True)

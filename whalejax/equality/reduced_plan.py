@@ -83,7 +83,7 @@ class _Builder:
         if shares:
             axes = tuple((a, len(shares) if a == "data" else n) for a, n in axes)
         hosts = "device_order" if axes == plan.axes else ""
-        found = dataclasses.replace(
+        result = dataclasses.replace(
             plan,
             axes=axes,
             device_order=plan.device_order if hosts else (),
@@ -103,7 +103,7 @@ class _Builder:
             optimizer_bytes=None,
             question=None,
         )
-        return found
+        return result
 
     def _leaf(self, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
         aval = self.avals[leaf.path]
@@ -133,7 +133,7 @@ def _names(plan: Plan, model: PlannedModel, small: PlannedModel) -> dict[str, st
     places = _places(model, small)
     tables = [axes for table in plan.compute for axes in table.axes]
     used = {name for _, names in (*tables, *plan.storage) for name in names}
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name in sorted(used):
         role = full.find(name)
         if role is None:
@@ -147,8 +147,8 @@ def _names(plan: Plan, model: PlannedModel, small: PlannedModel) -> dict[str, st
                     "does not exist at reduced sizes"
                 )
         elif again is None or again.index != there:
-            found[name] = now.roles[there].name
-    return found
+            result[name] = now.roles[there].name
+    return result
 
 
 def _places(model: PlannedModel, small: PlannedModel) -> dict[int, int]:
@@ -158,7 +158,7 @@ def _places(model: PlannedModel, small: PlannedModel) -> dict[int, int]:
     programs have as many, in their order.
     """
     full, now = model.analysed, small.analysed
-    found: dict[int, int] = {}
+    places: dict[int, int] = {}
 
     def pair(one: Layout, other: Layout) -> None:
         if len(one) != len(other):
@@ -166,7 +166,7 @@ def _places(model: PlannedModel, small: PlannedModel) -> dict[int, int]:
         for atoms, others in zip(one, other, strict=True):
             if len(atoms) == len(others):
                 for role, there in zip(atoms, others, strict=True):
-                    found.setdefault(role, there)
+                    places.setdefault(role, there)
 
     inputs = ("param", "state", "batch")
     for tensor in full.graph.tensors:
@@ -180,15 +180,15 @@ def _places(model: PlannedModel, small: PlannedModel) -> dict[int, int]:
                     _layouts(full, one), _layouts(now, other), strict=False
                 ):
                     pair(before, after)
-    return found
+    return places
 
 
 def _by_kind(analysed: GraphAnalysis) -> dict[str, list[int]]:
     """Operations by kind, products first."""
-    found: dict[str, list[int]] = {"dot_general": []}
+    kind: dict[str, list[int]] = {"dot_general": []}
     for index, op in enumerate(analysed.graph.ops):
-        found.setdefault(op.kind, []).append(index)
-    return found
+        kind.setdefault(op.kind, []).append(index)
+    return kind
 
 
 def _layouts(analysed: GraphAnalysis, index: int) -> list[Layout]:

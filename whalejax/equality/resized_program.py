@@ -120,8 +120,8 @@ class ResizedProgram:
     def roles(self, tensors: Sequence[int | None]) -> frozenset[int]:
         """The roles of some values that are reduced."""
         layouts = self.analysed.dims.layouts
-        found = {r for t in tensors if t is not None for a in layouts[t] for r in a}
-        return frozenset(r for r in found if r in self.sizes)
+        roles = {r for t in tensors if t is not None for a in layouts[t] for r in a}
+        return frozenset(r for r in roles if r in self.sizes)
 
     def outputs(self, position: Position) -> tuple[int | None, ...]:
         """Ids of an equation's results."""
@@ -137,9 +137,9 @@ class ResizedProgram:
         given, made = self._operands.get(position, ()), self.outputs(position)
         if isinstance(error, SizeError) and given and made and made[0] is not None:
             layouts = self.analysed.dims.layouts
-            found = {r for d in error.operand_dims for r in layouts[given[0]][d]}
-            found |= {r for d in error.result_dims for r in layouts[made[0]][d]}
-            reduced = frozenset(found & self.sizes.keys())
+            result = {r for d in error.operand_dims for r in layouts[given[0]][d]}
+            result |= {r for d in error.result_dims for r in layouts[made[0]][d]}
+            reduced = frozenset(result & self.sizes.keys())
             if reduced:
                 return reduced
         return self.roles((*given, *made))

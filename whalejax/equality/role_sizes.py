@@ -58,17 +58,17 @@ def reduced_sizes(
     graph, dims = analysed.graph, analysed.dims
     divisors = _divisors(plan, analysed, mesh)
     layers = layer_roles(graph, dims)
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     for role in dims.roles:
         if role.index in layers:
-            found[role.index] = sum(mesh.stage_layers) or min(role.size, multiple)
+            result[role.index] = sum(mesh.stage_layers) or min(role.size, multiple)
             continue
         whole = role.divisible
         few = _size(divisors[role.index], whole, multiple, batch=role.is_batch)
-        found[role.index] = few * (role.size // whole)
-    _keep_edges(graph, dims, divisors, multiple, found)
+        result[role.index] = few * (role.size // whole)
+    _keep_edges(graph, dims, divisors, multiple, result)
     sizes = {role.index: role.size for role in dims.roles}
-    return {index: size for index, size in found.items() if 0 < size < sizes[index]}
+    return {index: size for index, size in result.items() if 0 < size < sizes[index]}
 
 
 def _size(divisors: _Divisors, whole: int, multiple: int, *, batch: bool) -> int:
@@ -87,25 +87,25 @@ def _size(divisors: _Divisors, whole: int, multiple: int, *, batch: bool) -> int
 def _divisors(
     plan: Plan, analysed: GraphAnalysis, mesh: MeshReduction
 ) -> dict[int, _Divisors]:
-    found: dict[int, _Divisors] = defaultdict(_Divisors)
+    divisors: dict[int, _Divisors] = defaultdict(_Divisors)
     if plan.group_size > 1:
         for batch in analysed.dims.batch:
-            found[batch.index].pairs.add((plan.group_size, plan.group_size))
+            divisors[batch.index].pairs.add((plan.group_size, plan.group_size))
     for part in _parts(plan):
         full = part.axis_sizes
         now = dict(mesh.axes(part.axes))
         for role, axes in _tables(part, analysed.dims):
             pair = (math.prod(full[a] for a in axes), math.prod(now[a] for a in axes))
-            found[role].pairs.add(pair)
+            divisors[role].pairs.add(pair)
             if "context" in axes:  # rows of causal attention go in zig-zag order
-                found[role].pairs.add((2 * pair[0], 2 * pair[1]))
+                divisors[role].pairs.add((2 * pair[0], 2 * pair[1]))
         for role, axes in _specs(part, analysed):
             pair = (
                 math.prod(full.get(a, 1) for a in axes),
                 math.prod(now.get(a, 1) for a in axes),
             )
-            found[role].pairs.add(pair)
-    return found
+            divisors[role].pairs.add(pair)
+    return divisors
 
 
 def _parts(plan: Plan) -> Iterator[Plan]:
@@ -160,14 +160,14 @@ def layer_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
         graph: the loss.
         dims: its dimensions.
     """
-    weight, found = graph.weight_tensors(), set[int]()
+    weight, roles = graph.weight_tensors(), set[int]()
     for op in graph.ops:
         if op.kind == "scan" and not op.results:
             for tensor in op.operands:
                 # Positions of a scan along a sequence are no layers.
                 if weight[tensor] and dims.layouts[tensor]:
-                    found.update(dims.layouts[tensor][0])
-    return frozenset(found)
+                    roles.update(dims.layouts[tensor][0])
+    return frozenset(roles)
 
 
 # Dimensions that differ by an edge.

@@ -135,7 +135,7 @@ def _run(
         try:
             _check_memory(request, reduced, mesh)
             small = reduced_plan(plan, model, reduced, mesh)
-            found = _compare_step(request, small, reduced)
+            result = _compare_step(request, small, reduced)
         # Whatever fails before there are numbers to compare, another way may run.
         except Exception as error:
             text = str(error) or type(error).__name__
@@ -143,7 +143,7 @@ def _run(
             continue
         dims = model.analysed.dims
         return dataclasses.replace(
-            found,
+            result,
             extents=_extents(multiple),
             precision=precision_text(plan),
             way=reduced.way,

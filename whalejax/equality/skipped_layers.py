@@ -71,7 +71,7 @@ def skipped_layers(captured: Captured) -> SkippedLayers | None:
     if len(periods) != 1 or min(periods) < 1:
         return None
     (period,) = periods
-    found = SkippedLayers(
+    layers = SkippedLayers(
         position=prefix,
         first=places[1],
         period=period,
@@ -79,10 +79,10 @@ def skipped_layers(captured: Captured) -> SkippedLayers | None:
         end=places[-1],
         layers=len(places),
     )
-    equations = _body(captured.jaxpr, prefix).eqns[found.first : found.end]
+    equations = _body(captured.jaxpr, prefix).eqns[layers.first : layers.end]
     kinds = [_kind(equation) for equation in equations]
     repeats = all(kinds[i] == kinds[i % period] for i in range(len(kinds)))
-    return found if repeats else None
+    return layers if repeats else None
 
 
 def _body(jaxpr: Any, position: Sequence[int]) -> Any:

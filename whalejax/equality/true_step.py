@@ -70,7 +70,7 @@ def true_step(
         return updates(own, gradients, own.init(params), params, loss)[0]
 
     def step(numbers: Any, recorded: Sequence[np.ndarray]) -> TrueStep:
-        found = run(numbers.params, numbers.rest, numbers.batch, numbers.key)
+        result = run(numbers.params, numbers.rest, numbers.batch, numbers.key)
         structure: Any = jax.tree.structure(numbers.params)
         flat = structure.flatten_up_to(numbers.params)
         given = [np.asarray(g, p.dtype) for g, p in zip(recorded, flat, strict=True)]
@@ -79,21 +79,21 @@ def true_step(
             tree = structure.unflatten(
                 [np.asarray(g, p.dtype) for g, p in zip(gradients, flat, strict=True)]
             )
-            return list(jax.tree.leaves(change(tree, numbers.params, found.loss)))
+            return list(jax.tree.leaves(change(tree, numbers.params, result.loss)))
 
         if plan.combine == "adasum_updates":
-            of_ranks = [apply_update(gradients) for gradients in found.gradients]
+            of_ranks = [apply_update(gradients) for gradients in result.gradients]
             added = _combine_ranks(plan, planned, of_ranks, [1.0] * ranks)
-            gradients = _means(found.gradients, found.weights)
+            gradients = _means(result.gradients, result.weights)
         else:
-            gradients = _gradients(plan, planned, found)
+            gradients = _gradients(plan, planned, result)
             added = apply_update(given)
         tree = structure.unflatten(
             [np.asarray(u, p.dtype) for u, p in zip(added, flat, strict=True)]
         )
         after = jax.jit(optax.apply_updates)(numbers.params, tree)
         return TrueStep(
-            loss=found.loss,
+            loss=result.loss,
             gradients=gradients,
             params=[np.asarray(p) for p in jax.tree.leaves(after)],
         )
@@ -147,17 +147,17 @@ def _combine_ranks(
         for first in range(0, len(of_ranks), size)
     ]
     axes = layers_by_path(planned.captured.graph)
-    found = []
+    result = []
     for path, tensors in zip(
         planned.adapter.param_paths, zip(*nodes, strict=True), strict=True
     ):
         one = axes.get(path)
         if one is None:
-            found.append(adasum(tensors))
+            result.append(adasum(tensors))
             continue
         layers = zip(*one.by_layer(np.stack(tensors)), strict=True)
-        found.append(one.as_stored(np.stack([adasum(layer) for layer in layers])))
-    return found
+        result.append(one.as_stored(np.stack([adasum(layer) for layer in layers])))
+    return result
 
 
 def adasum(tensors: Sequence[np.ndarray]) -> np.ndarray:

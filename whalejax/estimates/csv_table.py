@@ -130,16 +130,16 @@ def read_table(path: str | Path, *, strict: bool = True) -> CsvTable:
     problems.raise_if_any()
     rows, numbers, unread = [], [], []
     for line, cells in lines[1:]:
-        found: list[str] = []
+        result: list[str] = []
         if len(cells) != len(header):
-            found.append(f"{len(cells)} cells, the header has {len(header)}")
+            result.append(f"{len(cells)} cells, the header has {len(header)}")
             cells = [*cells, *[""] * len(header)][: len(header)]
         row = dict(zip(header, (cell.strip() for cell in cells), strict=True))
-        found += [] if found else _wrong_cells(row)
+        result += [] if result else _wrong_cells(row)
         rows.append(row)
         numbers.append(line)
-        unread.append("; ".join(found))
-        for text in found:
+        unread.append("; ".join(result))
+        for text in result:
             joint = ":" if text[0].isdigit() else ","
             problems.add(f"line {line}{joint} {text}")
     if strict:
@@ -150,8 +150,8 @@ def read_table(path: str | Path, *, strict: bool = True) -> CsvTable:
 
 
 def _wrong_cells(row: Mapping[str, str]) -> list[str]:
-    found = [_wrong(column, cell) for column, cell in row.items()]
-    return [text for text in found if text]
+    wrong_cells = [_wrong(column, cell) for column, cell in row.items()]
+    return [text for text in wrong_cells if text]
 
 
 def _wrong(column: str, cell: str) -> str:

@@ -51,7 +51,7 @@ def estimate_table(table: CsvTable) -> list[dict[str, str]]:
     alike = [
         (i, r.run) for i, r in enumerate(read) if r.run is not None and not r.run.unlike
     ]
-    found: dict[int, Prediction] = {}
+    result: dict[int, Prediction] = {}
     known = constants()
     if alike:
         runs = Runs([run for _, run in alike])
@@ -59,7 +59,7 @@ def estimate_table(table: CsvTable) -> list[dict[str, str]]:
         for place, (index, run) in enumerate(alike):
             peak = float(prices.peak_bytes[place])
             fits = read[index].taken or peak <= run.device.kind.memory_bytes
-            found[index] = Prediction(
+            result[index] = Prediction(
                 step_seconds=float(prices.step_seconds[place]),
                 peak_bytes=peak,
                 fits=fits,
@@ -67,13 +67,13 @@ def estimate_table(table: CsvTable) -> list[dict[str, str]]:
     for index, one in enumerate(read):
         if one.run is not None and one.run.unlike:
             price = price_unlike(one.run, known)
-            found[index] = Prediction(
+            result[index] = Prediction(
                 step_seconds=price.step_seconds,
                 peak_bytes=price.peak_bytes,
                 fits=price.fits,
             )
     read = _with_bounds(read, known)
-    return [_cells(one, found.get(index)) for index, one in enumerate(read)]
+    return [_cells(one, result.get(index)) for index, one in enumerate(read)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class Prediction:
 
 def _with_bounds(read: Sequence[RowReading], known: Constants) -> list[RowReading]:
     """Rows with an unknown policy, with the times and memory that any policy has."""
-    found = list(read)
+    result = list(read)
     bounds: tuple[Remat, Remat] = ("none", "full")
     for index, one in enumerate(read):
         if one.run is None or one.run.unlike or not one.unknown_policy:
@@ -104,8 +104,8 @@ def _with_bounds(read: Sequence[RowReading], known: Constants) -> list[RowReadin
             f"from remat none to full: {fast:.4g} to {slow:.4g} s and {most:.4g} to "
             f"{least:.4g} GiB"
         )
-        found[index] = replace(one, notes=(*one.notes, note))
-    return found
+        result[index] = replace(one, notes=(*one.notes, note))
+    return result
 
 
 def _cells(one: RowReading, found: Prediction | None) -> dict[str, str]:
@@ -144,8 +144,8 @@ class TableSummary:
 
 def estimate_file(source: str | Path, target: str | Path) -> tuple[int, int]:
     """``write_estimates``: how many rows have a prediction, and how many there are."""
-    found = write_estimates(source, target)
-    return found.predicted, found.runs
+    file = write_estimates(source, target)
+    return file.predicted, file.runs
 
 
 def write_estimates(

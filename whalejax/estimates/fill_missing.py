@@ -25,8 +25,8 @@ def readings(rows: Sequence[Mapping[str, str]]) -> tuple[RowReading, ...]:
     Args:
         rows: column to cell, as ``read_table`` gives them.
     """
-    found = [read_row(row) for row in rows]
-    offers = {i: several for i, one in enumerate(found) if (several := _offers(one))}
+    result = [read_row(row) for row in rows]
+    offers = {i: several for i, one in enumerate(result) if (several := _offers(one))}
     for place in range(max(map(len, offers.values()), default=0)):
         tried = {i: one[place] for i, one in offers.items() if place < len(one)}
         runs = [one.run for one in tried.values() if one.run is not None]
@@ -38,14 +38,14 @@ def readings(rows: Sequence[Mapping[str, str]]) -> tuple[RowReading, ...]:
             if over <= SLACK:
                 said = f"taken to fit (its estimate is {over:.0%} too large)"
                 notes = (*one.notes, said) if over > 0 else one.notes
-                found[index] = replace(one, notes=notes, taken=over > 0)
+                result[index] = replace(one, notes=notes, taken=over > 0)
                 del offers[index]
     for index, several in offers.items():
         one = several[-1]
         assert one.run is not None
         note = f"remat {one.run.remat} (nothing fits; it takes least memory)"
-        found[index] = replace(one, notes=(*found[index].notes, note))
-    return tuple(found)
+        result[index] = replace(one, notes=(*result[index].notes, note))
+    return tuple(result)
 
 
 def _offers(one: RowReading) -> list[RowReading]:
@@ -70,7 +70,7 @@ def _offers(one: RowReading) -> list[RowReading]:
             layouts += [replace(run, zero=1)] if run.zero < 1 else []
     if len(one.policies) * len(sizes) * len(layouts) == 1:
         return []
-    found = []
+    offers = []
     for layout in layouts:
         for remat in one.policies:
             for size in sizes:
@@ -85,5 +85,5 @@ def _offers(one: RowReading) -> list[RowReading]:
                     level = f"zero_stage {layout.zero} over {run.ranks}"
                     notes.append(f"{level} (nothing less fits)")
                 meant = replace(layout, remat=remat, micro_batch=size)
-                found.append(replace(one, run=meant, notes=tuple(notes)))
-    return found
+                offers.append(replace(one, run=meant, notes=tuple(notes)))
+    return offers

@@ -337,14 +337,14 @@ def framework(source: str, place: str = "") -> Framework:
     'Megatron-LM of 2020'
     """
     for text in (source.strip().lower(), place.strip().lower()):
-        found = [
+        result = [
             (match.end(), len(word), number)
             for number, one in enumerate(FRAMEWORKS)
             for word in one.words
             for match in re.finditer(_pattern(word), text)
         ]
-        if found:
-            last = FRAMEWORKS[max(found)[2]]
+        if result:
+            last = FRAMEWORKS[max(result)[2]]
             beside = _megatron_variant(text) if MEGATRON in last.words else None
             return beside or last
     return UNKNOWN

@@ -42,8 +42,8 @@ class HeldParameters:
     def owners(self, zero: Array) -> Array:
         """Devices that share what ZeRO shards of one copy."""
         whole = np.where(zero >= 1, self.copies, 1.0)
-        found: Array = np.where((zero >= 3) & (self.shards > 1), self.shards, whole)
-        return found
+        owners: Array = np.where((zero >= 3) & (self.shards > 1), self.shards, whole)
+        return owners
 
 
 def link_waits(

@@ -39,8 +39,8 @@ def price_unlike(run: PublishedRun, constants: Constants) -> HeterogeneousEstima
         places = [(LAYER, stage.layers)]
         places += [(EMBED, 1)] if number == 0 else []
         places += [(HEAD, 1)] if number == len(run.unlike) - 1 else []
-        for found, seconds in ((forward, ahead), (backward, behind)):
-            found.append(max(_sum(places, seconds, at[r]) for r in stage.replicas))
+        for result, seconds in ((forward, ahead), (backward, behind)):
+            result.append(max(_sum(places, seconds, at[r]) for r in stage.replicas))
     sent = run.itemsize_bytes * run.micro_batch * run.sizes.seq * run.sizes.hidden
     network = float((runs.network * runs.shares(constants, "point")).min())
     step = pipeline_seconds(run, forward, backward, sent / network)
@@ -102,11 +102,11 @@ def _peaks(
     """Memory that each kind of replica needs, on its fullest stage."""
     whole = runs.peak_bytes(constants)
     reserve = runs.shares(constants, "reserve_bytes")
-    found: dict[int, float] = {}
+    peaks: dict[int, float] = {}
     most = run.layers_per_stage
     for stage in run.unlike:
         for replica in stage.replicas:
             index = at[replica]
             part = (float(whole[index]) - float(reserve[index])) * stage.layers / most
-            found[index] = max(found.get(index, 0.0), part + float(reserve[index]))
-    return {index: float(np.ceil(need)) for index, need in found.items()}
+            peaks[index] = max(peaks.get(index, 0.0), part + float(reserve[index]))
+    return {index: float(np.ceil(need)) for index, need in peaks.items()}

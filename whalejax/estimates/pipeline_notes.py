@@ -30,10 +30,10 @@ def stages_of(text: str, layers: int) -> tuple[StageSpec, ...]:
     >>> (first.layers, last.replicas[0].device.kind.name)
     (19, 't4')
     """
-    found, counted = _STAGES.search(text), _LAYERS.search(text)
-    if found is None or counted is None:
+    result, counted = _STAGES.search(text), _LAYERS.search(text)
+    if result is None or counted is None:
         return ()
-    groups = re.findall(r"\[(.*?)\]", found[1])
+    groups = re.findall(r"\[(.*?)\]", result[1])
     numbers = [int(n) for n in counted[1].split("|") if n.strip()]
     if len(numbers) != len(groups) or sum(numbers) != layers + 2:
         raise WhaleError(

@@ -146,7 +146,7 @@ def _run(cells: Cells) -> tuple[PublishedRun, bool]:
     micro = _micro_batch(cells, per_rank, stages, sizes.seq, tensor * context)
     per_rank = math.ceil(per_rank / micro) * micro
     remat, unknown = _remat(cells, source, sizes)
-    found = PublishedRun(
+    result = PublishedRun(
         sizes=sizes,
         framework=source,
         device=device.entry,
@@ -171,8 +171,8 @@ def _run(cells: Cells) -> tuple[PublishedRun, bool]:
         autocast=vocabulary.has(cells.text("precision").lower(), "autocast"),
         loss_chunks=_loss_chunks(cells, micro * sizes.seq // context),
     )
-    cells.notes += efficiency_notes([device.entry.kind], found.multiplied)
-    return found, unknown
+    cells.notes += efficiency_notes([device.entry.kind], result.multiplied)
+    return result, unknown
 
 
 def _with_compilation(cells: Cells, source: Framework) -> Framework:
@@ -226,10 +226,10 @@ def _data(
 
 def _padded(cells: Cells, seq: int, context: int) -> int:
     """Tokens of a sample until ranks divide them."""
-    found = math.ceil(seq / context) * context
-    if found != seq:
-        cells.notes.append(f"seq {found} (cp {context} does not divide {seq})")
-    return found
+    result = math.ceil(seq / context) * context
+    if result != seq:
+        cells.notes.append(f"seq {result} (cp {context} does not divide {seq})")
+    return result
 
 
 def _stages(cells: Cells) -> int:
@@ -247,10 +247,10 @@ def _stages(cells: Cells) -> int:
 
 def _topk(cells: Cells, experts: int) -> int:
     given = cells.or_else("topk", 1, "none given")
-    found = max(1, min(given, experts))
-    if found != given:
-        cells.notes.append(f"topk {found} (the row says {given})")
-    return found
+    topk = max(1, min(given, experts))
+    if topk != given:
+        cells.notes.append(f"topk {topk} (the row says {given})")
+    return topk
 
 
 def _expert(cells: Cells, sizes: DecoderSizes, ranks: int) -> int:
@@ -258,13 +258,14 @@ def _expert(cells: Cells, sizes: DecoderSizes, ranks: int) -> int:
     if not sizes.experts:
         return 1
     given = cells.or_else("ep", 1, "none given")
-    found = math.gcd(math.gcd(given, sizes.experts), ranks)
-    if found != given:
+    expert = math.gcd(math.gcd(given, sizes.experts), ranks)
+    if expert != given:
         cells.notes.append(
-            f"ep {found} (the row says {given}, of {sizes.experts} experts and {ranks} "
+            f"ep {expert} (the row says {given}, of {sizes.experts} experts and "
+            f"{ranks} "
             "ranks)"
         )
-    return found
+    return expert
 
 
 def _frozen(cells: Cells, sizes: DecoderSizes) -> bool:
@@ -527,9 +528,9 @@ def _context(cells: Cells, tensor: int) -> int:
     """Ranks that share a sequence; a number of those without tensor ranks is that."""
     each = cells.number("micro_batch") or 1.0
     if cells.whole("cp") is None and each * tensor < 1:
-        found = max(1, round(1 / (each * tensor)))
-        cells.notes.append(f"cp {found} (a sample on {1 / each:g} devices)")
-        return found
+        context = max(1, round(1 / (each * tensor)))
+        cells.notes.append(f"cp {context} (a sample on {1 / each:g} devices)")
+        return context
     degree = vocabulary.degree(cells.text("sp"))
     if cells.whole("cp") is None and tensor == 1 and degree > 1:
         cells.notes.append(f"cp {degree} (sp {cells.text('sp')} without tp)")
@@ -547,9 +548,9 @@ def _remat(cells: Cells, source: Framework, sizes: DecoderSizes) -> tuple[Remat,
             return ("none" if sizes.flash else "selective"), False
         cells.notes.append(f"remat {source.remat} ({source.name}'s default)")
         return source.remat, False
-    found = vocabulary.remat(text, source.selective)
-    policy: Remat = found or "dots"
-    if found is None:
+    remat = vocabulary.remat(text, source.selective)
+    policy: Remat = remat or "dots"
+    if remat is None:
         known = ", ".join(vocabulary.KNOWN_REMATS)
         cells.notes.append(
             f"remat dots (column remat: {quoted(text)} is unknown, and its memory with "
@@ -557,29 +558,29 @@ def _remat(cells: Cells, source: Framework, sizes: DecoderSizes) -> tuple[Remat,
         )
     elif text not in (policy, source.selective):
         cells.notes.append(f"remat {policy} (for {text!r})")
-    return policy, found is None
+    return policy, remat is None
 
 
 def _precision(cells: Cells, source: Framework, device: CatalogueEntry) -> str:
     text, name = cells.text("precision").lower(), device.kind.display_name()
     rates = dict(device.kind.flops_per_second)
-    found = vocabulary.precision(text) if text else source.dtype
-    if not text and found == "bf16" and device.kind.widens_bfloat16:
+    precision = vocabulary.precision(text) if text else source.dtype
+    if not text and precision == "bf16" and device.kind.widens_bfloat16:
         # Whoever trains in 16 bits on a device without bfloat16 takes the other.
-        found = "f16" if "f16" in rates else found
+        precision = "f16" if "f16" in rates else precision
     if not text:
-        cells.notes.append(f"precision {found} ({source.name}'s default)")
-    elif found not in (text, text.replace("fp", "f")):
-        cells.notes.append(f"precision {found} (for {cells.text('precision')!r})")
+        cells.notes.append(f"precision {precision} ({source.name}'s default)")
+    elif precision not in (text, text.replace("fp", "f")):
+        cells.notes.append(f"precision {precision} (for {cells.text('precision')!r})")
     for narrow, wider in (("f4", "f8"), ("f8", "bf16")):
-        if found == narrow and narrow not in rates:
+        if precision == narrow and narrow not in rates:
             shown = {"f4": "fp4", "f8": "fp8", "bf16": "bf16"}
             cells.notes.append(f"{name} has no {shown[narrow]}: {shown[wider]}'s peak")
-            found = wider
-    runs_in = device.kind.multiplies_in(found, exact=True)
-    if runs_in != found:
-        cells.notes.append(f"{name} has no fast {found}: products run in {runs_in}")
-    return found
+            precision = wider
+    runs_in = device.kind.multiplies_in(precision, exact=True)
+    if runs_in != precision:
+        cells.notes.append(f"{name} has no fast {precision}: products run in {runs_in}")
+    return precision
 
 
 def _note_mix(

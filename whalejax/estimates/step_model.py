@@ -120,27 +120,27 @@ class Runs:
 
     def _like(self) -> Array:
         """For each run, the first whose micro-batches are the same in every layer."""
-        found: dict[PublishedRun, int] = {}
+        result: dict[PublishedRun, int] = {}
         first = []
         for i, run in enumerate(self.runs):
             sizes = replace(run.sizes, layers=1)
             alike = replace(run, sizes=sizes, num_devices=1, data=1, stages=1)
             alike = replace(alike, chunks=1, zero=0, global_batch=1, unlike=())
             alike = replace(alike, loss_chunks=1)
-            first.append(found.setdefault(alike, i))
+            first.append(result.setdefault(alike, i))
         return np.array(first, dtype=int)
 
     def _halvings(self) -> Array:
         """Returns the number of halvings by which each product's operand rows miss
         their alignment.
         """
-        k, found = self.kernels, np.full(len(self.kernels["run"]), ALIGNED)
+        k, halvings = self.kernels, np.full(len(self.kernels["run"]), ALIGNED)
         for name in ("m", "k", "n"):
             size = np.where(k["weight"] & (name == "m"), ALIGNED, np.rint(k[name]))
-            found = np.gcd(found, np.maximum(1, size).astype(int))
+            halvings = np.gcd(halvings, np.maximum(1, size).astype(int))
         launched = ~np.array([r.framework.compiled for r in self.runs], dtype=bool)
         counts = launched[k["run"]] & k["product"] & ~k["attention"]
-        return np.where(counts, np.log2(ALIGNED / found), 0.0)
+        return np.where(counts, np.log2(ALIGNED / halvings), 0.0)
 
     def _column(self, values: Any) -> Array:
         return np.array([float(v) for v in values])
@@ -278,8 +278,8 @@ class Runs:
     def shares(self, constants: Constants, name: str) -> Array:
         """One constant of every run's platform."""
         known = [getattr(constants.platforms[p], name) for p in self._platforms]
-        found: Array = np.array(known, dtype=float)[self._platform]
-        return found
+        shares: Array = np.array(known, dtype=float)[self._platform]
+        return shares
 
     def _efficiency(self, constants: Constants, dtype: str = "") -> Array:
         """Largest share of the peak in every run's type, or in another."""
@@ -287,21 +287,21 @@ class Runs:
             constants.efficiency_of(kind, dtype or speed).share
             for kind, speed in self._types
         ]
-        found: Array = np.array(known)[self._type]
-        return found
+        efficiency: Array = np.array(known)[self._type]
+        return efficiency
 
     def _bandwidth(self, constants: Constants) -> Array:
         """Bytes per second that every run's memory delivers."""
         known = [constants.memory_of(kind) for kind, _ in self._types]
-        found: Array = self.memory * np.array(known)[self._type]
-        return found
+        bandwidth: Array = self.memory * np.array(known)[self._type]
+        return bandwidth
 
     def _node(self, constants: Constants) -> Array:
         """Bytes per second of the links in every run's node."""
         kinds = [(e.kind.family, e.kind.platform) for e in self.entries]
         known = {key: constants.node_of(*key) for key in set(kinds)}
-        found: Array = self.node * np.array([known[key] for key in kinds])
-        return found
+        node: Array = self.node * np.array([known[key] for key in kinds])
+        return node
 
     def _kernel_seconds(self, constants: Constants) -> tuple[Array, Array]:
         """Forward and backward of each kernel, all its repetitions."""
@@ -390,8 +390,8 @@ class Runs:
         products = np.where(remat == "full", 1.0, products)
         shares = np.where(k["product"], products, 1.0)
         shares = np.where(remat == "selective", scores, shares)
-        found: Array = np.where((remat == "none") | (k["place"] != LAYER), 0.0, shares)
-        return found
+        result: Array = np.where((remat == "none") | (k["place"] != LAYER), 0.0, shares)
+        return result
 
     def _wires(self, constants: Constants) -> tuple[Array, Array]:
         """Forward and backward seconds of collectives inside a micro-batch."""
@@ -467,8 +467,8 @@ class Runs:
         """Seconds in which a micro-batch's gradients are added to those before it."""
         nbytes = (self.dense + self.expert) * (WEIGHT_BYTES + 2 * self.gradient)
         nbytes = nbytes * ((self.parts > 1) & ~self.fused & ~self.frozen)
-        found: Array = nbytes / self._bandwidth(constants)
-        return found
+        result: Array = nbytes / self._bandwidth(constants)
+        return result
 
     def _settle(
         self, ahead: Array, behind: Array, slowest: Array, constants: Constants
@@ -540,8 +540,8 @@ class Runs:
         total = each * self.parts + across
         share = self.shares(constants, "overlap_parameters")
         fsdp = np.maximum(total * (1 - share), total - share * compute)
-        found: Array = np.where((self.zero >= 3) & (self.shards > 1), fsdp, exposed)
-        return found
+        result: Array = np.where((self.zero >= 3) & (self.shards > 1), fsdp, exposed)
+        return result
 
     def peak_bytes(self, constants: Constants) -> Array:
         """Memory of the fullest device."""
@@ -551,7 +551,7 @@ class Runs:
     @functools.cached_property
     def _used_bytes(self) -> Array:
         """Returns the bytes of it that the program takes."""
-        found = []
+        result = []
         owners = [(one.params, one.owners(self.zero)) for one in self.held]
         for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
             params = self.dense[i] + self.expert[i]
@@ -577,16 +577,16 @@ class Runs:
                 if run.stages == 1 and not run.framework.xla:
                     # What no layer owns stays gathered, and gets its gradient whole.
                     head += (1 + trained) * width * self.ends[i]
-            found.append(static + saved + max(working, head))
-        return np.array(found)
+            result.append(static + saved + max(working, head))
+        return np.array(result)
 
 
 def _along(counts: Sequence[int], places: Array) -> list[float]:
     """Seconds of each part of a pipeline."""
-    found = [count * float(places[LAYER]) for count in counts]
-    found[0] += float(places[EMBED])
-    found[-1] += float(places[HEAD])
-    return found
+    along = [count * float(places[LAYER]) for count in counts]
+    along[0] += float(places[EMBED])
+    along[-1] += float(places[HEAD])
+    return along
 
 
 def pipeline_seconds(
@@ -619,6 +619,6 @@ def pipeline_seconds(
         chunks, few = 1, parts
     name = "interleaved" if chunks > 1 else "1f1b"
     table = schedule(name, run.stages, few, chunks)
-    found = simulate(table, forward, backward, transfer)
-    pace = max(found.busy_seconds) / few
-    return found.step_seconds + (parts - few) * pace
+    result = simulate(table, forward, backward, transfer)
+    pace = max(result.busy_seconds) / few
+    return result.step_seconds + (parts - few) * pace

@@ -24,8 +24,8 @@ class Cells:
 
     def whole(self, column: str) -> int | None:
         """The number of the cell, or None where it is empty or -1, the rest."""
-        found = self.number(column)
-        return None if found is None or found < 0 else int(found)
+        whole = self.number(column)
+        return None if whole is None or whole < 0 else int(whole)
 
     def number(self, column: str) -> float | None:
         """The number of the cell, whole or not, or None where it is empty."""
@@ -34,8 +34,8 @@ class Cells:
 
     def or_else(self, column: str, value: int, why: str) -> int:
         """The cell, or a value that is noted."""
-        found = self.whole(column)
-        if found is not None:
-            return found
+        or_else = self.whole(column)
+        if or_else is not None:
+            return or_else
         self.notes.append(f"{column} {value} ({why})")
         return value

@@ -155,9 +155,9 @@ def _profile() -> Cluster:
 
     Which operations are one kernel a decoder's graph says itself.
     """
-    found = cluster("h100:8")
-    apart = dataclasses.replace(found.compiler, fuses_normalizations=False)
-    return dataclasses.replace(found, compiler=apart)
+    result = cluster("h100:8")
+    apart = dataclasses.replace(result.compiler, fuses_normalizations=False)
+    return dataclasses.replace(result, compiler=apart)
 
 
 def work_of(run: PublishedRun) -> MicroBatchWork:
@@ -189,21 +189,21 @@ def _work(
     itemsize: int,
     stream_itemsize: int,
 ) -> MicroBatchWork:
-    found = _analyse_decoder(sizes, micro_batch * expert, compiled, itemsize)
+    result = _analyse_decoder(sizes, micro_batch * expert, compiled, itemsize)
     mesh = {"expert": expert, "context": context, "tensor": tensor}
-    batch = frozenset(r.index for r in found.dims.batch)
-    s = CostSetting(mesh, 1, _profile(), found.dims, batch)
-    tables = _tables(found, sizes, sequence_parallel)
+    batch = frozenset(r.index for r in result.dims.batch)
+    s = CostSetting(mesh, 1, _profile(), result.dims, batch)
+    tables = _tables(result, sizes, sequence_parallel)
     places = [_PLACE_OF[name] for name in REGIONS]
     kernels = tuple(
         _kernel(
             row, part, tables[row.task_graph], places[row.task_graph], sizes.layers, s
         )
-        for row, part in _with_parts(found.rows.ops)
+        for row, part in _with_parts(result.rows.ops)
         if row.product is not None or row.reads or row.writes
     )
     traffic = []
-    for flow in found.rows.flows:
+    for flow in result.rows.flows:
         here = flow.task_graph if not flow.source.weight else flow.uses[0].task_graph
         place = places[here]
         changes = flow_cost(flow, tables, s)
@@ -219,7 +219,7 @@ def _work(
                 )
             )
     saved = _saved(
-        found, tables, s, sizes, micro_batch * itemsize, stream_itemsize // itemsize
+        result, tables, s, sizes, micro_batch * itemsize, stream_itemsize // itemsize
     )
     beside = _eager_bytes(s, sizes, micro_batch, itemsize, sequence_parallel)
     saved["none"] += beside
@@ -467,15 +467,15 @@ def wires(
         (bytes, steps) for the two levels.
     """
     rounds = 2 if kind == "all-reduce" else 1
-    found = []
+    result = []
     remaining = payload_bytes
     for size in sizes:
-        found.append(
+        result.append(
             (rounds * remaining * (size - 1) / size, float(rounds * (size - 1)))
         )
         if kind != "all-to-all":
             remaining /= size
-    return found[0], found[1]
+    return result[0], result[1]
 
 
 def levels_of(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, int]:
@@ -525,7 +525,7 @@ def _split(total: int, fits: int) -> tuple[int, int]:
 def arrays(kernels: list[tuple[int, Kernel]]) -> dict[str, np.ndarray]:
     """Kernels of many runs as columns; ``run`` is the index of each one's."""
     names = [f.name for f in dataclasses.fields(Kernel)]
-    found = {"run": np.array([i for i, _ in kernels], dtype=int)}
+    result = {"run": np.array([i for i, _ in kernels], dtype=int)}
     for name in names:
-        found[name] = np.array([getattr(k, name) for _, k in kernels])
-    return found
+        result[name] = np.array([getattr(k, name) for _, k in kernels])
+    return result

@@ -106,10 +106,10 @@ def pairs_of(text: str) -> Groups:
     >>> pairs_of("source_target_pairs={{0,1},{1,0}}")
     ((0, 1), (1, 0))
     """
-    found = _PAIRS.search(text)
-    if found is None:
+    match = _PAIRS.search(text)
+    if match is None:
         return ()
-    return tuple(_numbers(row) for row in re.findall(r"\{?([\d]+,[\d]+)\}?", found[1]))
+    return tuple(_numbers(row) for row in re.findall(r"\{?([\d]+,[\d]+)\}?", match[1]))
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:

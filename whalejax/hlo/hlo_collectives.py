@@ -87,18 +87,18 @@ class Collectives:
     @property
     def counts(self) -> Mapping[str, int]:
         """Executions by kind."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for i in self.instructions:
-            found[i.kind] += i.count
-        return found
+            counts[i.kind] += i.count
+        return counts
 
     @property
     def nbytes(self) -> Mapping[str, int]:
         """Result bytes on one device by kind, executions multiplied."""
-        found: Counter[str] = Counter()
+        nbytes: Counter[str] = Counter()
         for i in self.instructions:
-            found[i.kind] += i.count * i.nbytes
-        return found
+            nbytes[i.kind] += i.count * i.nbytes
+        return nbytes
 
     def of(self, kind: str) -> tuple[Instruction, ...]:
         """The collectives of one kind."""
@@ -132,7 +132,7 @@ def collectives(program: str | Module) -> Collectives:
     (Counter({'all-gather': 1}), 32)
     """
     module = read(program) if isinstance(program, str) else program
-    found: list[tuple[Branch, Instruction]] = []
+    result: list[tuple[Branch, Instruction]] = []
     chains = _Chains()
     uncounted: Counter[str] = Counter()
     for execution in executions(module):
@@ -144,17 +144,17 @@ def collectives(program: str | Module) -> Collectives:
             continue
         if execution.loop:
             uncounted[execution.loop] += 1
-        found.append((execution.branch, _instruction(module, kind, execution)))
+        result.append((execution.branch, _instruction(module, kind, execution)))
     for number in uncounted.values():
         raise HloError(
             f"a loop with {number} collectives has no known trip count; "
             "they cannot be counted"
         )
     sent: Counter[Branch] = Counter()
-    for branch, one in found:
+    for branch, one in result:
         sent[branch] += one.nbytes * one.count
     largest = largest_branches(sent)
-    return Collectives(instructions=tuple(i for b, i in found if b in largest))
+    return Collectives(instructions=tuple(i for b, i in result if b in largest))
 
 
 class _Chains:

@@ -102,8 +102,8 @@ class Line:
     @property
     def op_name(self) -> str:
         """The name stack of the operation behind it, or empty."""
-        found = OP_NAME.search(self.rest)
-        return found[1] if found else ""
+        match = OP_NAME.search(self.rest)
+        return match[1] if match else ""
 
     def computation(self, key: str) -> str:
         """The computation that an attribute names.
@@ -111,10 +111,10 @@ class Line:
         Raises:
             HloError: it names none.
         """
-        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
-        if found is None:
+        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
+        if match is None:
             raise HloError(f"{self.opcode} {self.name} names no computation {key}=")
-        return found[1]
+        return match[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +159,10 @@ class Module:
         Raises:
             HloError: there is none.
         """
-        found = self.computations.get(name)
-        if found is None:
+        computation = self.computations.get(name)
+        if computation is None:
             raise HloError(f"the program text has no computation {name!r}")
-        return found
+        return computation
 
     def places(self, line: Line) -> tuple[str, ...]:
         """Lines of the source behind an instruction, as ``file:line``.
@@ -172,7 +172,7 @@ class Module:
         plain = SOURCE_LINE.search(line.rest)
         if plain is not None:
             return (f"{plain[1]}:{plain[2]}",)
-        found: list[str] = []
+        places: list[str] = []
         frame = _FRAME.search(line.rest)
         number = int(frame[1]) if frame else 0
         seen: set[int] = set()
@@ -181,9 +181,9 @@ class Module:
             row = _numbers(self.tables["StackFrames"].get(number, ""))
             place = self._place(row.get("file_location_id", 0))
             if place:
-                found.append(place)
+                places.append(place)
             number = row.get("parent_frame_id", 0) - self._offset
-        return tuple(found)
+        return tuple(places)
 
     @property
     def _offset(self) -> int:
@@ -253,7 +253,9 @@ def read(text: str) -> Module:
 def _num_devices(text: str) -> int:
     head = text[: text.find("\n")] if text.startswith("HloModule") else ""
     counts = (_PARTITIONS.search(head), _REPLICAS.search(head))
-    return math.prod(int(found[1]) for found in counts if found is not None)
+    return math.prod(
+        int(num_devices[1]) for num_devices in counts if num_devices is not None
+    )
 
 
 def _line(raw: str) -> Line:

@@ -120,10 +120,10 @@ def largest_branches(work: Mapping[Branch, float]) -> set[Branch]:
         for (outer, _), path in best.items():
             total[outer] += total[path]
         largest.insert(1, set(best.values()))
-    found: set[Branch] = {()}
+    result: set[Branch] = {()}
     for branches in largest[1:]:
-        found |= {path for path in branches if path[:-1] in found}
-    return found
+        result |= {path for path in branches if path[:-1] in result}
+    return result
 
 
 _Caller = tuple[str, tuple[int, ...]]
@@ -186,12 +186,12 @@ def _called(line: Line) -> list[str]:
         key = "to_apply" if "to_apply=" in line.rest else "calls"
         return [line.computation(key)]
     if line.opcode == "custom-call":
-        found = re.search(r"called_computations=\{([^}]*)\}", line.rest)
-        return _names(found[1]) if found else []
+        match = re.search(r"called_computations=\{([^}]*)\}", line.rest)
+        return _names(match[1]) if match else []
     if line.opcode == "conditional":
-        found = _BRANCHES.search(line.rest)
-        if found is not None:
-            return _names(found[1])
+        match = _BRANCHES.search(line.rest)
+        if match is not None:
+            return _names(match[1])
         return [line.computation(f"{word}_computation") for word in ("true", "false")]
     return []
 
@@ -325,8 +325,8 @@ class _Values:
         return None
 
     def _element(self, whole: Any, line: Line) -> Any:
-        found = _INDEX.search(line.rest)
-        index = int(found[1]) if found else -1
+        match = _INDEX.search(line.rest)
+        index = int(match[1]) if match else -1
         if isinstance(whole, _State):
             return _CarryElement(index)
         if isinstance(whole, list) and 0 <= index < len(whole):

@@ -122,14 +122,14 @@ def _elements(shape: Shape) -> int:
 
 
 def _int_list(text: str, key: str) -> tuple[int, ...]:
-    found = re.search(rf"{key}=\{{([\d,]*)\}}", text)
-    return tuple(int(d) for d in found[1].split(",") if d) if found else ()
+    match = re.search(rf"{key}=\{{([\d,]*)\}}", text)
+    return tuple(int(d) for d in match[1].split(",") if d) if match else ()
 
 
 def _call(execution: Execution) -> int:
     line = execution.line
-    found = _TARGET.search(line.rest)
-    target = found[1] if found else ""
+    match = _TARGET.search(line.rest)
+    target = match[1] if match else ""
     if _PRODUCTS.match(target):
         return _library_product(execution)
     if called := _CUDNN.match(target):
@@ -147,9 +147,9 @@ def _call(execution: Execution) -> int:
 
 def _library_product(execution: Execution) -> int:
     line = execution.line
-    found = _CONFIG.search(line.rest)
+    match = _CONFIG.search(line.rest)
     try:
-        config = json.loads(found[1]) if found else {}
+        config = json.loads(match[1]) if match else {}
         gemm = config.get("gemm_backend_config", config)
         dims = gemm["dot_dimension_numbers"]["lhs_contracting_dimensions"]
     except (json.JSONDecodeError, KeyError) as error:

@@ -175,8 +175,8 @@ def _ruled(
     def _rule(primals: Any, tangents: Any) -> Any:
         both = _compat.trace(pushed, [*avals, *avals])
         inside = infer_rows(both, (*given, *given), rows)
-        found = run_fewer(both, [*primals, *tangents], inside, parts)
-        return tuple(found[: len(found) // 2]), tuple(found[len(found) // 2 :])
+        rule = run_fewer(both, [*primals, *tangents], inside, parts)
+        return tuple(rule[: len(rule) // 2]), tuple(rule[len(rule) // 2 :])
 
     return list(call(*operands))
 

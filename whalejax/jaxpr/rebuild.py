@@ -123,15 +123,15 @@ def arranged(jaxpr: Any, calls: Sequence[EquationReplacement]) -> list[Any]:
     known: dict[int, list[Any]] = {}
 
     def read(item: Any) -> list[Any]:
-        found = known.get(id(item))
-        if found is None:
+        result = known.get(id(item))
+        if result is None:
             atoms = (
                 item.inputs if isinstance(item, EquationReplacement) else item.invars
             )
             variables = [a for a in atoms if not _compat.is_literal(a)]
-            found = [made_by[v] for v in variables if v in made_by]
-            known[id(item)] = found
-        return found
+            result = [made_by[v] for v in variables if v in made_by]
+            known[id(item)] = result
+        return result
 
     ends = (v for v in jaxpr.outvars if not _compat.is_literal(v))
     wanted = [made_by[v] for v in ends if v in made_by]
@@ -252,18 +252,18 @@ def _with_barrier(*values: Any) -> tuple[Any, ...]:
     Unlike JAX's own barrier it makes no tangent of what has none: a function that is
     called in a branch may close over that, and have no derivative for it.
     """
-    found: tuple[Any, ...] = jax.lax.optimization_barrier(values)
-    return found
+    barrier: tuple[Any, ...] = jax.lax.optimization_barrier(values)
+    return barrier
 
 
 def _held_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
     zero = jax.custom_derivatives.SymbolicZero
     places = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, zero)]
     held = _with_barrier(*(tangents[i] for i in places)) if places else ()
-    found = list(tangents)
+    held_tangents = list(tangents)
     for place, tangent in zip(places, held, strict=True):
-        found[place] = tangent
-    return _with_barrier(*primals), tuple(found)
+        held_tangents[place] = tangent
+    return _with_barrier(*primals), tuple(held_tangents)
 
 
 _with_barrier.defjvp(_held_tangents, symbolic_zeros=True)

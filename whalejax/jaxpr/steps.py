@@ -100,11 +100,11 @@ class Steps:
 
     def depending(self, numbers: Collection[int]) -> set[int]:
         """All values that are made of some, those among them."""
-        found = set(numbers)
+        depending = set(numbers)
         for step in self.steps:
-            if not found.isdisjoint(step.sources):
-                found.update(step.writes)
-        return found
+            if not depending.isdisjoint(step.sources):
+                depending.update(step.writes)
+        return depending
 
     def needed(
         self,
@@ -179,22 +179,22 @@ class Steps:
         _, read = self.needed(wanted, self.avals.keys() - set(later))
         direct = [n for n in read if n not in later and n not in inputs]
         behind = {n: self._behind(n, inputs, given) for n in direct}
-        found: set[int] = set()
+        residual_numbers: set[int] = set()
         for together in _group_by_shared_sources(behind):
             sources = set[int]().union(*(behind[n] for n in together))
             less = sum(map(self.nbytes, sources)) < sum(map(self.nbytes, together))
-            found |= sources if less else set(together)
+            residual_numbers |= sources if less else set(together)
         for step in reversed(self.steps):
-            for number in found.intersection(step.writes):
-                if self._again(step, found - {number}, inputs):
-                    found.discard(number)
-        return sorted(found)
+            for number in residual_numbers.intersection(step.writes):
+                if self._again(step, residual_numbers - {number}, inputs):
+                    residual_numbers.discard(number)
+        return sorted(residual_numbers)
 
     def _behind(
         self, number: int, inputs: Collection[int], given: Collection[int]
     ) -> frozenset[int]:
         """The values from which cheap operations make one; itself if none do."""
-        found, seen, open_ = set[int](), set[int](), [number]
+        behind, seen, open_ = set[int](), set[int](), [number]
         while open_:
             n = open_.pop()
             if n in seen or n in inputs:
@@ -204,8 +204,8 @@ class Steps:
             if step is not None and n not in given and self._cheap(step, n):
                 open_ += step.sources
             else:
-                found.add(n)
-        return frozenset(found)
+                behind.add(n)
+        return frozenset(behind)
 
     def _cheap(self, step: Step, number: int) -> bool:
         """A step is cheap, and reads no more numbers than it gives."""

@@ -167,15 +167,15 @@ def read(path: Path) -> list[dict[str, Any]]:
         text = path.read_bytes()
     except FileNotFoundError:
         return []
-    found = []
+    result = []
     for line in text.splitlines():
         try:
             said = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(said, dict) and isinstance(said.get("event"), str):
-            found.append(said)
-    return found
+            result.append(said)
+    return result
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -254,8 +254,8 @@ def _newest_step(events: Events, commits: Events) -> int:
 def _home(folder: Path) -> Path:
     pointer = folder / f"{FOLDER}.json"
     try:
-        found = json_module.loads(pointer.read_text())
-        return Path(found["folder"])
+        home = json_module.loads(pointer.read_text())
+        return Path(home["folder"])
     except (OSError, ValueError, KeyError, TypeError):
         return folder / FOLDER
 
@@ -275,26 +275,28 @@ def _end_of(ending: Mapping[str, Any]) -> str:
 
 
 def _members(events: Events) -> dict[str, MemberStatus]:
-    found: dict[str, MemberStatus] = {}
+    members: dict[str, MemberStatus] = {}
     before = len(_before_end(events))
     ending = events[before] if before < len(events) else None
     for place, said in enumerate(events):
         if said["event"] == "begun":
             for rank, name in enumerate(said["members"]):
-                _change(found, name, state="training", rank=rank)
+                _change(members, name, state="training", rank=rank)
         name, state = said.get("name", ""), STATE_OF.get(said["event"])
         if said["event"] in ("lost", "ended"):
-            was = found[name].state if name in found else ""
-            _change(found, name, state=_state_at_end(said, was, place > before, ending))
+            was = members[name].state if name in members else ""
+            _change(
+                members, name, state=_state_at_end(said, was, place > before, ending)
+            )
         elif state is not None:
-            if said["event"] == "registered" and not _begins(found, name):
+            if said["event"] == "registered" and not _begins(members, name):
                 continue  # It came back to a supervisor that was started again.
             known = {key: said[key] for key in ("pid", "host") if key in said}
-            _change(found, name, state=state, **known)
+            _change(members, name, state=state, **known)
     if ending is not None:
-        for name in _still_there(found):
-            _change(found, name, state=_member_state_at_end(ending))
-    return found
+        for name in _still_there(members):
+            _change(members, name, state=_member_state_at_end(ending))
+    return members
 
 
 def _begins(found: Mapping[str, MemberStatus], name: str) -> bool:
@@ -326,8 +328,12 @@ def _state_at_end(
 
 def _member_state_at_end(ending: Mapping[str, Any]) -> str:
     """Returns the state of a member whose run has ended."""
-    found = _end_of(ending)
-    return found if found in ("complete", "drained", "interrupted") else "ended"
+    member_state = _end_of(ending)
+    return (
+        member_state
+        if member_state in ("complete", "drained", "interrupted")
+        else "ended"
+    )
 
 
 def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:

@@ -159,9 +159,9 @@ def part_shape(sharding: NamedSharding, shape: Sequence[int]) -> tuple[int, ...]
     """
     spans: list[set[tuple[int, int]]] = [set() for _ in shape]
     for index in sharding.addressable_devices_indices_map(tuple(shape)).values():
-        for found, cut, size in zip(spans, index or (), shape, strict=True):
-            found.add(cut.indices(size)[:2])
-    return tuple(sum(stop - start for start, stop in found) for found in spans)
+        for result, cut, size in zip(spans, index or (), shape, strict=True):
+            result.add(cut.indices(size)[:2])
+    return tuple(sum(stop - start for start, stop in result) for result in spans)
 
 
 def _harmless(given: str, planned: str) -> bool:

@@ -29,10 +29,10 @@ def batch_leaves(batch: Any) -> tuple[BatchLeaf, ...]:
     Args:
         batch: a pytree of arrays, abstract or real.
     """
-    found = []
+    leaves = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         aval = aval_of(leaf)
-        found.append(
+        leaves.append(
             BatchLeaf(
                 path=jax.tree_util.keystr(path),
                 shape=tuple(aval.shape),
@@ -40,7 +40,7 @@ def batch_leaves(batch: Any) -> tuple[BatchLeaf, ...]:
                 spec=((),) * len(aval.shape),
             )
         )
-    return tuple(found)
+    return tuple(leaves)
 
 
 def batch_tree(batch: Any) -> str:

@@ -197,8 +197,8 @@ class StageMetrics:
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if not self._alone:
             leaves = self._everywhere.tell(leaves)
-        found: Any = jax.tree.unflatten(self._tree, leaves)
-        return found
+        call: Any = jax.tree.unflatten(self._tree, leaves)
+        return call
 
 
 def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
@@ -216,10 +216,10 @@ def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
     waits = mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
     if waits:
         jax.block_until_ready(arrays)
-    found = program(arrays)
+    result = program(arrays)
     if waits:
-        jax.block_until_ready(found)
-    return found
+        jax.block_until_ready(result)
+    return result
 
 
 def settle() -> None:
@@ -307,14 +307,14 @@ def impl_of(aval: Any) -> Any:
     """Returns the implementation of random keys, or None for other arrays."""
     if not is_key(aval):
         return None
-    found: list[Any] = []
+    impl: list[Any] = []
 
     def look(key: Any) -> Any:
-        found.append(jax.random.key_impl(key))
+        impl.append(jax.random.key_impl(key))
         return key
 
     jax.eval_shape(look, aval)
-    return found[0]
+    return impl[0]
 
 
 def rows_of(spec: Any) -> Any:

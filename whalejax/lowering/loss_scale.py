@@ -59,7 +59,7 @@ class LossScale:
 
 def all_finite(values: Sequence[Any]) -> Any:
     """Whether no number among arrays is infinite or none, a scalar."""
-    found = jnp.asarray(True)
+    finite = jnp.asarray(True)
     for value in values:
-        found &= jnp.isfinite(value).all()
-    return found
+        finite &= jnp.isfinite(value).all()
+    return finite

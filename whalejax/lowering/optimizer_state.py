@@ -44,7 +44,7 @@ def updates(
         WhaleError: it takes other arguments, or parameters in a form of its own.
     """
     try:
-        found: tuple[Any, Any] = _updated(optimizer, gradients, state, params, loss)
+        result: tuple[Any, Any] = _updated(optimizer, gradients, state, params, loss)
     except (TypeError, AttributeError, ValueError) as error:
         told = {AttributeError: "", TypeError: "argument", ValueError: "be provided"}
         if told.get(type(error), "\0") not in str(error):
@@ -55,7 +55,7 @@ def updates(
             "a line search, a second gradient or parameters in a form of its own, take "
             "another"
         ) from error
-    return found
+    return result
 
 
 def _updated(
@@ -65,14 +65,14 @@ def _updated(
     params: Any,
     loss: Any,
 ) -> tuple[Any, Any]:
-    found: tuple[Any, Any]
+    result: tuple[Any, Any]
     try:
-        found = optimizer.update(gradients, state, params, value=loss)
+        result = optimizer.update(gradients, state, params, value=loss)
     except TypeError as error:
         if "unexpected keyword argument 'value'" not in str(error):
             raise
-        found = optimizer.update(gradients, state, params)
-    return found
+        result = optimizer.update(gradients, state, params)
+    return result
 
 
 def optimizer_bytes(
@@ -182,14 +182,14 @@ def _slow_elements(jaxpr: Any) -> int:
     """Counts elements of slow operations: the largest branch, and every known iteration
     of loops.
     """
-    found = 0
+    slow_elements = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name in _SLOW:
-            found += math.prod(equation.outvars[0].aval.shape)
+            slow_elements += math.prod(equation.outvars[0].aval.shape)
         inner = [_slow_elements(open_jaxpr(x)[0]) for x in inner_jaxprs(equation)]
         turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        found += turns * max(inner, default=0)
-    return found
+        slow_elements += turns * max(inner, default=0)
+    return slow_elements
 
 
 def _abstract_state(
@@ -259,11 +259,11 @@ def owners_of(
     """
     shapes = {path: tuple(shape) for path, shape in params}
     numbers = {path: i for i, (path, _) in enumerate(params)}
-    found = []
+    owners = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         owner = state_leaf_param(path, leaf.shape, shapes)
-        found.append(None if owner is None else numbers[owner])
-    return found
+        owners.append(None if owner is None else numbers[owner])
+    return owners
 
 
 def kin_of(state: Any, params: Sequence[str]) -> list[int | None]:

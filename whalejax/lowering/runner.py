@@ -144,12 +144,12 @@ class OneProgram(StepRunner):
     def _issue_step(
         self, state: TrainState, batch: Sequence[Any]
     ) -> tuple[TrainState, Metrics]:
-        found: tuple[TrainState, Metrics] = self._step(state, list(batch))
-        return found
+        issue_step: tuple[TrainState, Metrics] = self._step(state, list(batch))
+        return issue_step
 
     def _issue_evaluation(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
-        found: Evaluation = self._loss(state, list(batch))
-        return found
+        issue_evaluation: Evaluation = self._loss(state, list(batch))
+        return issue_evaluation
 
     def _results(self, new: TrainState, metrics: Metrics) -> Sequence[Any]:
         return jax.tree.leaves(metrics)  # The next step takes the memory of the state.
@@ -364,10 +364,10 @@ def _if_finite(program: Program, finite: Any, after: Any, before: Any) -> Any:
     """Keeps a step's new non-trainable state where its gradients were finite."""
     frozen, tree = program.captured.frozen, jax.tree.structure(after)
     pairs = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
-    found = [
+    if_finite = [
         x if i in frozen else jnp.where(finite, x, y) for i, (x, y) in enumerate(pairs)
     ]
-    return jax.tree.unflatten(tree, found)
+    return jax.tree.unflatten(tree, if_finite)
 
 
 def metrics_of(program: Program, sums: Sums) -> Metrics:

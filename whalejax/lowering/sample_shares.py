@@ -40,22 +40,22 @@ def checked_shares(
             of micro-batches, or are more than memory holds.
     """
     listed = np.asarray(given).tolist()
-    found = tuple(listed if isinstance(listed, list) else [listed])
-    whole = all(is_whole(k, 0) for k in found)
-    if not whole or len(found) != len(plan.shares) or sum(found) != sum(plan.shares):
+    result = tuple(listed if isinstance(listed, list) else [listed])
+    whole = all(is_whole(k, 0) for k in result)
+    if not whole or len(result) != len(plan.shares) or sum(result) != sum(plan.shares):
         raise PlanError(
-            f"shares is {short_repr(list(found))}; expected {len(plan.shares)} whole "
+            f"shares is {short_repr(list(result))}; expected {len(plan.shares)} whole "
             f"numbers that add up to {sum(plan.shares)} micro-batches, such as "
             f"{list(plan.shares)}"
         )
-    over = [i for i, (k, m) in enumerate(zip(found, most, strict=True)) if k > m]
+    over = [i for i, (k, m) in enumerate(zip(result, most, strict=True)) if k > m]
     if over:
-        told = ", ".join(f"replica {i}: {found[i]} of {most[i]}" for i in over)
+        told = ", ".join(f"replica {i}: {result[i]} of {most[i]}" for i in over)
         raise PlanError(
-            f"shares is {list(found)!r:.80}, and memory does not hold as many "
+            f"shares is {list(result)!r:.80}, and memory does not hold as many "
             f"micro-batches ({told}). Give at most {list(most)}"
         )
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

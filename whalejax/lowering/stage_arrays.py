@@ -149,7 +149,7 @@ def _spreading(
             shards += [shard.data for shard in rows.addressable_shards]
         size = (len(mesh.devices) * shape[0], *shape[1:])
         whole = jax.make_array_from_single_device_arrays(size, stacked, shards)
-        found = run_alone(program, whole, mesh)
-        return found if array.shape else found.reshape(())
+        result = run_alone(program, whole, mesh)
+        return result if array.shape else result.reshape(())
 
     return run

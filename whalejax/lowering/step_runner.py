@@ -54,9 +54,9 @@ class StepRunner:
         """
         self._agree()
         with self.watch.step("an evaluation"):
-            found = self._issue_evaluation(state, batch)
-        self.watch.issued(jax.tree.leaves(found))
-        return found
+            result = self._issue_evaluation(state, batch)
+        self.watch.issued(jax.tree.leaves(result))
+        return result
 
     def _agree(self) -> None:
         """Compare what is run with the other processes, the first time."""

@@ -129,15 +129,15 @@ def shares(seconds: Sequence[float], count: int) -> list[int]:
     pace = [s if s > 0 else mean for s in seconds]
     if max(pace) < 1.25 * min(pace):
         pace = [1.0] * len(pace)
-    found = [0] * len(pace)
+    result = [0] * len(pace)
     done_at = [(each, place) for place, each in enumerate(pace)]
     heapq.heapify(done_at)
     for _ in range(count):
         # The exact optimum: each goes where it is done first.
         place = done_at[0][1]
-        found[place] += 1
-        heapq.heapreplace(done_at, ((found[place] + 1) * pace[place], place))
-    return found
+        result[place] += 1
+        heapq.heapreplace(done_at, ((result[place] + 1) * pace[place], place))
+    return result
 
 
 def assign_micro_batches(
@@ -153,12 +153,12 @@ def assign_micro_batches(
     >>> dealt(["a", "b"], {}, 4)
     {'a': [(0, 2)], 'b': [(2, 4)]}
     """
-    found, first = {}, 0
+    micro_batches, first = {}, 0
     amounts = shares([seconds.get(name, 0.0) for name in names], count)
     for name, amount in zip(names, amounts, strict=True):
-        found[name] = cover(range(first, first + amount), count)
+        micro_batches[name] = cover(range(first, first + amount), count)
         first += amount
-    return found
+    return micro_batches
 
 
 def repaired(

@@ -162,20 +162,20 @@ class PeerLiveness:
             return {0: _silent(late[_SERVICE])}
         # Since its last answer the service may be what is silent.
         overdue = self._lease.overdue(answered, seconds)
-        found = {}
+        look = {}
         for number, beat in sorted(self._beats.items()):
             if number == self._mine or (beat.ended and beat.ready):
                 continue
             if beat.ended:
-                found[number] = "ended before the devices of all were there"
+                look[number] = "ended before the devices of all were there"
             elif beat.failed:
-                found[number] = f"failed with {beat.failed}"
+                look[number] = f"failed with {beat.failed}"
             elif beat.silent:
-                found[number] = beat.silent
+                look[number] = beat.silent
             elif number in overdue:
-                found[number] = _silent(late[number])
+                look[number] = _silent(late[number])
         never = self._watched - {self._mine, *self._beats}
-        return found | {n: _silent(late[n]) for n in sorted(never) if n in overdue}
+        return look | {n: _silent(late[n]) for n in sorted(never) if n in overdue}
 
     def unheard(self, gone: Collection[int]) -> list[int]:
         """Returns those of some processes that this one alone has found silent."""

@@ -168,8 +168,8 @@ def error_line(log: str) -> str:
     'ValueError: no'
     """
     lines = [line for line in log.splitlines() if line.strip()]
-    _, found, after = log.rpartition("Traceback (most recent call last)")
-    if found:
+    _, result, after = log.rpartition("Traceback (most recent call last)")
+    if result:
         for line in after.splitlines()[1:]:
             if _ERROR_LINE.match(line):
                 return line

@@ -302,11 +302,11 @@ def _check_free(port: int) -> None:
     Raises:
         WhaleError: something listens there.
     """
-    with socket.socket() as found:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as result:
+        result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind(("127.0.0.1", port))
-            found.listen()
+            result.bind(("127.0.0.1", port))
+            result.listen()
         except OSError as error:
             raise WhaleError(
                 f"--port is {port}, which cannot be listened at on this machine "

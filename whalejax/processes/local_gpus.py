@@ -59,12 +59,12 @@ def visible_gpus(
         except OSError:
             count = 0
         return tuple(map(str, range(count)))
-    found = []
+    gpus = []
     for name in known[VISIBLE].split(","):
         if not _NAME.fullmatch(name.strip()):
             break  # CUDA takes what stands before it.
-        found.append(name.strip())
-    return tuple(found)
+        gpus.append(name.strip())
+    return tuple(gpus)
 
 
 def may_use_gpus(
@@ -79,8 +79,8 @@ def may_use_gpus(
 
 
 def _has_plugin() -> bool:
-    found = importlib.util.find_spec("jax_plugins")
-    places = found.submodule_search_locations if found is not None else None
+    result = importlib.util.find_spec("jax_plugins")
+    places = result.submodule_search_locations if result is not None else None
     return any("cuda" in x.name for x in pkgutil.iter_modules(places or []))
 
 

@@ -161,19 +161,19 @@ class Processes:
 
     def take_exit_status(self, name: str) -> int | None:
         """Take the status of a process that has ended; None where it is not known."""
-        found = self._there.pop(name)
-        self._selector.unregister(found.watched)
-        self._end_group(found)  # What it started itself.
-        os.close(found.watched)
+        exit_status = self._there.pop(name)
+        self._selector.unregister(exit_status.watched)
+        self._end_group(exit_status)  # What it started itself.
+        os.close(exit_status.watched)
         if name in self._held:
             os.close(self._held.pop(name))
-        return None if found.child is None else found.child.wait()
+        return None if exit_status.child is None else exit_status.child.wait()
 
     def kill(self, name: str) -> None:
         """End a process at once; that it has ended is told like any other end."""
-        found = self._there.get(name)
-        if found is not None:
-            self._end_group(found)
+        entry = self._there.get(name)
+        if entry is not None:
+            self._end_group(entry)
 
     def terminate(self, name: str, *, group: bool = False) -> None:
         """Ask a process to end.
@@ -182,21 +182,21 @@ class Processes:
             name: Name of its member.
             group: Whether to signal its children too, even where it is stopped.
         """
-        found = self._there.get(name)
-        if found is not None:
+        entry = self._there.get(name)
+        if entry is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if not group:
-                    os.kill(found.pid, signal.SIGTERM)
+                    os.kill(entry.pid, signal.SIGTERM)
                     return
-                os.killpg(found.pid, signal.SIGTERM)
-                os.killpg(found.pid, signal.SIGCONT)
+                os.killpg(entry.pid, signal.SIGTERM)
+                os.killpg(entry.pid, signal.SIGCONT)
 
     def state(self, name: str) -> str:
         """The letter that Linux gives the state of a process; empty elsewhere."""
-        found = self._there.get(name)
+        entry = self._there.get(name)
         with contextlib.suppress(OSError, IndexError):
-            if found is not None:
-                stat = Path(f"/proc/{found.pid}/stat").read_text()
+            if entry is not None:
+                stat = Path(f"/proc/{entry.pid}/stat").read_text()
                 return stat.rpartition(")")[2].split()[0]
         return ""
 

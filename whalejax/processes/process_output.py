@@ -171,9 +171,9 @@ class TerminalOutput:
 
 def _takes(number: int, seconds: float) -> bool:
     """Whether so much as ``PIPE_BUF`` can be written without waiting longer."""
-    found = select.poll()
-    found.register(number, select.POLLOUT)
-    return bool(found.poll(seconds * 1000))
+    takes = select.poll()
+    takes.register(number, select.POLLOUT)
+    return bool(takes.poll(seconds * 1000))
 
 
 class Pump:
@@ -235,8 +235,8 @@ class Pump:
         self._write(b"".join(passed))
 
     def _for_launcher(self, line: bytes) -> bool:
-        found = parse_report(line) if line.startswith(_MARK) else None
-        return found is not None and self._told(found)
+        for_launcher = parse_report(line) if line.startswith(_MARK) else None
+        return for_launcher is not None and self._told(for_launcher)
 
     def _write(self, data: bytes) -> None:
         if not data:

@@ -177,21 +177,21 @@ def _check_apart(state: TrainState) -> None:
 
 
 def _raise_for(problems: Sequence[str], title: str) -> None:
-    found = Problems(kind=PlanError)
+    result = Problems(kind=PlanError)
     for text in problems[:_MOST_LISTED]:
-        found.add(text)
+        result.add(text)
     if len(problems) > _MOST_LISTED:
-        found.add(f"and {len(problems) - _MOST_LISTED} more arrays")
-    found.raise_if_any(title=title)
+        result.add(f"and {len(problems) - _MOST_LISTED} more arrays")
+    result.raise_if_any(title=title)
 
 
 def _leaves(state: TrainState) -> dict[str, Any]:
-    found = {}
+    leaves = {}
     for section in _SECTIONS:
         several = jax.tree_util.tree_flatten_with_path(getattr(state, section))[0]
         for path, leaf in several:
-            found[f"state.{section}{jax.tree_util.keystr(path)}"] = leaf
-    return found
+            leaves[f"state.{section}{jax.tree_util.keystr(path)}"] = leaf
+    return leaves
 
 
 def _other_leaves(state: TrainState, own: TrainState) -> Iterator[str]:

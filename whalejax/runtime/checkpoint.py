@@ -335,7 +335,7 @@ def _between(state: Any) -> Mesh | None:
 
 def _leaves(state: Any, plan: Plan) -> list[tuple[Leaf, Any]]:
     """Every leaf with its description, in the order that the state flattens in."""
-    found: list[tuple[Leaf, Any]] = []
+    leaves: list[tuple[Leaf, Any]] = []
     for section in _SECTIONS:
         entries = jax.tree_util.tree_flatten_with_path(getattr(state, section))[0]
         names = [dotted(path) for path, _ in entries]
@@ -352,8 +352,8 @@ def _leaves(state: Any, plan: Plan) -> list[tuple[Leaf, Any]]:
                 dtype=str(array.dtype),
                 key_impl=key_algorithm(array),
             )
-            found.append((leaf, array))
-    return found
+            leaves.append((leaf, array))
+    return leaves
 
 
 def key_algorithm(array: Any) -> str:
@@ -435,7 +435,7 @@ def read_leaves(
     )
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            found: Mapping[str, Any] = checkpointer.restore(
+            leaves: Mapping[str, Any] = checkpointer.restore(
                 target / ARRAYS,
                 args=ocp.args.PyTreeRestore(
                     item=requests, restore_args=how, partial_restore=True
@@ -450,4 +450,4 @@ def read_leaves(
             f"{reason}, though its files are as they were written. See that there is "
             "memory for it, or restore it under a plan that shards more"
         ) from error
-    return [_typed(leaf, found, place) for leaf, place in entries]
+    return [_typed(leaf, leaves, place) for leaf, place in entries]

@@ -95,9 +95,9 @@ def _waited_for(key: str, deadline: float) -> str | None:
     once a second.
     """
     while True:
-        found = _compat_processes.told_by(key, 1.0)
-        if found is not None or time.monotonic() > deadline:
-            return found
+        result = _compat_processes.told_by(key, 1.0)
+        if result is not None or time.monotonic() > deadline:
+            return result
 
 
 def fail_together(error: str, what: str) -> None:
@@ -138,19 +138,19 @@ def hashed(building: Path) -> dict[str, str]:
         own, error = _hashes(building, mine), ""
     except OSError as failed:
         own, error = {}, _reason(failed)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for said in told_by_all(json.dumps([own, error]), f"hashes of {building.name}"):
         theirs, error = json.loads(said)
         if error:
             raise OSError(f"what was written cannot be read again: {error}")
-        found.update(theirs)
-    return dict(sorted(found.items()))
+        result.update(theirs)
+    return dict(sorted(result.items()))
 
 
 def _writer(name: str) -> int:
     """The process that wrote a file."""
-    found = _WRITTEN_BY.search(name)
-    return int(found[1]) if found else 0
+    match = _WRITTEN_BY.search(name)
+    return int(match[1]) if match else 0
 
 
 def check_hashes(target: Path, record: Record) -> None:
@@ -171,9 +171,9 @@ def check_hashes(target: Path, record: Record) -> None:
     by_size = sorted(
         record.file_bytes, key=lambda name: (record.file_bytes[name], name)
     )
-    found = changed(target, record.file_sha256, by_size[here::count])
+    result = changed(target, record.file_sha256, by_size[here::count])
     problems = Problems()
-    for said in told_by_all(json.dumps(found), f"checking {target.name}"):
+    for said in told_by_all(json.dumps(result), f"checking {target.name}"):
         for text in json.loads(said):
             problems.add(text)
     refuse_damaged(target, problems)
@@ -194,10 +194,11 @@ def changed(
     except OSError as error:
         return [f"{error.filename or target} cannot be read ({_reason(error)})"]
     return [
-        f"{name} was changed: its SHA-256 begins with {found[:_SHOWN_DIGITS]}, that of "
+        f"{name} was changed: its SHA-256 begins with {result[:_SHOWN_DIGITS]}, that "
+        "of "
         f"what was written with {str(file_sha256[name])[:_SHOWN_DIGITS]}"
-        for name, found in hashes.items()
-        if found != file_sha256[name]
+        for name, result in hashes.items()
+        if result != file_sha256[name]
     ]
 
 
@@ -310,8 +311,8 @@ def write_failure_message(target: Path, error: Exception) -> str:
     """
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
-        found = _OS_ERROR.search(str(error))
-        number = int(found[1]) if found else None
+        match = _OS_ERROR.search(str(error))
+        number = int(match[1]) if match else None
     remedy = _REMEDY if number is None else _REMEDIES.get(number, _REMEDY)
     return (
         f"{target}: this checkpoint could not be written ({_reason(error)}), and what "
@@ -322,7 +323,7 @@ def write_failure_message(target: Path, error: Exception) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    found = _OS_ERROR.search(str(error))
-    if found:
-        return os.strerror(int(found[1]))
+    match = _OS_ERROR.search(str(error))
+    if match:
+        return os.strerror(int(match[1]))
     return (str(error).splitlines() or [""])[0][:LONGEST_REASON] or type(error).__name__

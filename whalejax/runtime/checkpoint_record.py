@@ -294,14 +294,14 @@ def _check_sizes(target: Path, file_bytes: Mapping[str, int]) -> None:
     for name, nbytes in file_bytes.items():
         file = target / name
         try:
-            found = file.stat().st_size if file.is_file() else None
+            result = file.stat().st_size if file.is_file() else None
         except (OSError, ValueError) as error:
             problems.add(f"{name} cannot be read ({error})")
             continue
-        if found is None:
+        if result is None:
             problems.add(f"{name} is missing ({nbytes} bytes)")
-        elif found != nbytes:
-            problems.add(f"{name} has {found} bytes; {nbytes} were written")
+        elif result != nbytes:
+            problems.add(f"{name} has {result} bytes; {nbytes} were written")
     refuse_damaged(target, problems)
 
 
@@ -323,7 +323,7 @@ def moved_places(
     Returns:
         The place in the checkpoint to the one that is wanted.
     """
-    found: dict[Place, Place] = {}
+    places: dict[Place, Place] = {}
     for section, name in saved:
         if section not in MODEL_SECTIONS or (section, name) in wanted:
             continue
@@ -331,9 +331,9 @@ def moved_places(
         names = (name, _LINEN + name if trained else name.removeprefix(_LINEN))
         for other in ((MODEL_SECTIONS[trained], one) for one in names):
             if other in wanted and other not in saved:
-                found[section, name] = other
+                places[section, name] = other
                 break
-    return found
+    return places
 
 
 def check_same(

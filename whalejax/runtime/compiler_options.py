@@ -37,7 +37,7 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
             "options, "
             'such as {"xla_tpu_enable_async_collective_fusion": True}'
         )
-    found: dict[str, bool | int | float | str] = {}
+    result: dict[str, bool | int | float | str] = {}
     for name, value in (options or {}).items():
         plain = value.item() if isinstance(value, np.generic) else value
         if not isinstance(name, str) or not name.isidentifier():
@@ -52,10 +52,10 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
             )
         else:
             text = str(plain).lower()
-            found[name] = text == "true" if text in ("true", "false") else plain
-    check_options(found, problems)
+            result[name] = text == "true" if text in ("true", "false") else plain
+    check_options(result, problems)
     problems.raise_if_any()
-    return found
+    return result
 
 
 def option_note(options: Mapping[str, Any]) -> list[str]:

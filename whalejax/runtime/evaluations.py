@@ -122,7 +122,7 @@ class Evaluations:
         folder = self._folder
         if folder is None:
             return
-        found = BestCheckpoint(
+        checkpoint = BestCheckpoint(
             step=done,
             metric=self._metric,
             mode=self._mode,
@@ -131,11 +131,11 @@ class Evaluations:
         )
         keep_best(
             folder,
-            found,
+            checkpoint,
             lambda path: self._step.save(path, state),
             writes=jax.process_index() == 0,
         )
-        self.best = found
+        self.best = checkpoint
 
     def _evaluation_batches(self) -> Iterable[Any]:
         batches = self._batches

@@ -54,38 +54,38 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
             "as "
             'jax.devices("cpu")[:8], or None for all'
         )
-    found = list(devices) if chosen else jax.devices()
-    if not chosen and not _same_hardware(plan.cluster, found):
+    result = list(devices) if chosen else jax.devices()
+    if not chosen and not _same_hardware(plan.cluster, result):
         raise PlanError(
-            f"this plan is for {plan.cluster.describe()}; here are {len(found)}×"
-            f"{found[0].device_kind}. Make one for this machine: --cluster local, or "
+            f"this plan is for {plan.cluster.describe()}; here are {len(result)}×"
+            f"{result[0].device_kind}. Make one for this machine: --cluster local, or "
             'cluster="local" in wh.plan. From Python, devices= runs a plan on as many '
             "devices of another kind"
         )
     if not chosen:
-        _check_places(plan.cluster, found)
-    if not chosen and len(found) == plan.cluster.num_devices:
-        found = found[: plan.num_devices]  # the plan may leave devices idle
-    numbers = Counter(map(id, found))  # devices are objects of their own
-    if twice := dict.fromkeys(str(d) for d in found if numbers[id(d)] > 1):
+        _check_places(plan.cluster, result)
+    if not chosen and len(result) == plan.cluster.num_devices:
+        result = result[: plan.num_devices]  # the plan may leave devices idle
+    numbers = Counter(map(id, result))  # devices are objects of their own
+    if twice := dict.fromkeys(str(d) for d in result if numbers[id(d)] > 1):
         raise PlanError(
             f"devices has {', '.join(twice)} more than once; expected "
             f"{plan.num_devices} different ones"
         )
-    if len(found) != plan.num_devices:
+    if len(result) != plan.num_devices:
         virtual = (
             f'. jax.config.update("jax_num_cpu_devices", {plan.num_devices}), before '
             "anything asks for devices, makes virtual ones"
-            if found[0].platform == "cpu"
+            if result[0].platform == "cpu"
             else ""
         )
         raise PlanError(
             f"this plan is for {plan.num_devices} devices "
-            f"({plan.cluster.describe()}); here are {len(found)} "
-            f"({found[0].device_kind}). Plan again for this machine, or pass "
+            f"({plan.cluster.describe()}); here are {len(result)} "
+            f"({result[0].device_kind}). Plan again for this machine, or pass "
             f"devices= with {plan.num_devices} of them{virtual}"
         )
-    return found
+    return result
 
 
 def _same_hardware(cluster: Cluster, devices: Sequence[Any]) -> bool:

@@ -70,11 +70,11 @@ class Finding:
 
 def planned_bytes(plan: PlanData) -> Counter[str]:
     """Payload bytes of a step by kind and mesh axes, as a plan predicts them."""
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for c in plan.collectives:
         name = traffic_name(c.kind, _ordered(c.axes, plan))
-        found[name] += c.payload_bytes * plan.times(c)
-    return found
+        result[name] += c.payload_bytes * plan.times(c)
+    return result
 
 
 def compared_traffic(

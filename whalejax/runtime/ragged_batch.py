@@ -107,11 +107,11 @@ def check_mean(captured: Captured, samples: int, whole: int) -> None:
     """
     problems = Problems(kind=PlanError)
     for _, count in passes(samples, whole):
-        found = captured.independence(count, whole, None)
-        if found.reason is not None:
-            problems.add(reason_text(found.reason))
-        elif found.runs > 1:
-            problems.add(f"the loss parts the batch into {found.runs} runs")
+        result = captured.independence(count, whole, None)
+        if result.reason is not None:
+            problems.add(reason_text(result.reason))
+        elif result.runs > 1:
+            problems.add(f"the loss parts the batch into {result.runs} runs")
     for text in captured.apart().mismatch_messages():
         problems.add(text)
     problems.raise_if_any(
@@ -141,13 +141,13 @@ def together(
     tree = captured.apart().out_tree
     _, _, kinds, _ = tree.unflatten(range(tree.num_leaves))
     several = [metrics for _, (metrics, _) in parts]
-    found: Metrics = jax.tree.map(
+    result: Metrics = jax.tree.map(
         combined.value,
         kinds,
         *[{name: one[name] for name in kinds} for one in several],
         is_leaf=lambda x: isinstance(x, ReportedValue),
     )
-    return {**found, "loss": combined.mean(*(one["loss"] for one in several))}
+    return {**result, "loss": combined.mean(*(one["loss"] for one in several))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

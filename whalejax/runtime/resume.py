@@ -174,13 +174,15 @@ def agreed_checkpoints(folder: Path) -> list[Path]:
         WhaleError: in all of them, where it cannot be read, or one does not see what
             the first one does.
     """
-    found, error = list[str](), ""
+    result, error = list[str](), ""
     if jax.process_index() == 0:
         try:
-            found = [path.name for path in checkpoints(folder)]
+            result = [path.name for path in checkpoints(folder)]
         except WhaleError as problem:
             error = str(problem)
-    first, *_ = told_by_all(json.dumps([found, error]), f"checkpoints of {folder.name}")
+    first, *_ = told_by_all(
+        json.dumps([result, error]), f"checkpoints of {folder.name}"
+    )
     names, error = json.loads(first)
     if error:
         raise WhaleError(error)
@@ -219,11 +221,11 @@ def _set_aside(damaged: list[tuple[Path, str]], whole: Path) -> list[str]:
 
 def _free(path: Path) -> Path:
     """The path, or with a number behind it where there is something already."""
-    found, number = path, 1
-    while os.path.lexists(found):
+    free, number = path, 1
+    while os.path.lexists(free):
         number += 1
-        found = path.with_name(f"{path.name}{number}")
-    return found
+        free = path.with_name(f"{path.name}{number}")
+    return free
 
 
 def batches_from(
@@ -293,11 +295,11 @@ def checkpoints(save_dir: Path) -> list[Path]:
     try:
         if not save_dir.is_dir():
             return []
-        found = [p for p in save_dir.iterdir() if _STEP_DIRECTORY.fullmatch(p.name)]
+        result = [p for p in save_dir.iterdir() if _STEP_DIRECTORY.fullmatch(p.name)]
     except OSError as error:
         raise WhaleError(
             f"{save_dir}: its checkpoints cannot be listed "
             f"({error.strerror or error}). Give another directory, or ask for leave to "
             "read it"
         ) from error
-    return sorted(found, key=steps_of, reverse=True)
+    return sorted(result, key=steps_of, reverse=True)

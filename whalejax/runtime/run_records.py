@@ -113,10 +113,10 @@ def _write_error(path: Path, error: Exception) -> WhaleError:
 
 def host_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics on the host: numbers where they are scalar, else arrays of numpy."""
-    found = jax.device_get(dict(metrics))
+    values = jax.device_get(dict(metrics))
     return {
         name: float(value) if np.ndim(value) == 0 else value
-        for name, value in found.items()
+        for name, value in values.items()
     }
 
 
@@ -245,7 +245,7 @@ def best(save_dir: str | os.PathLike[str]) -> BestCheckpoint | None:
     folder = Path(save_dir)
     try:
         data = json.loads((folder / BEST_FILE).read_text(encoding="utf-8"))
-        found = BestCheckpoint(
+        result = BestCheckpoint(
             step=int(data["step"]),
             metric=str(data["metric"]),
             mode="max" if data["mode"] == "max" else "min",
@@ -255,7 +255,7 @@ def best(save_dir: str | os.PathLike[str]) -> BestCheckpoint | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if found.path.is_dir() else None
+    return result if result.path.is_dir() else None
 
 
 def is_better(

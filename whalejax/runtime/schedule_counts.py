@@ -30,8 +30,8 @@ def with_schedule(state: Any, updates: int, keep: bool | None) -> Any:
     Raises:
         WhaleError: they shall go on, and there are none.
     """
-    going_on, found = with_schedule_counts(state.opt_state, updates)
-    if keep and not found:
+    going_on, schedule_counts = with_schedule_counts(state.opt_state, updates)
+    if keep and not schedule_counts:
         raise WhaleError(
             "keep_schedule is True, and nothing in this optimizer's state counts the "
             "updates of a schedule (optax keeps such a number as count). Leave "
@@ -39,7 +39,7 @@ def with_schedule(state: Any, updates: int, keep: bool | None) -> Any:
         )
     if keep:
         return dataclasses.replace(state, opt_state=going_on)
-    if keep is None and found and updates:
+    if keep is None and schedule_counts and updates:
         warn(
             "the optimizer begins anew, and so does its schedule: it counts from 0, "
             f"and the checkpoint's optimizer had made {updates} updates. Pass "

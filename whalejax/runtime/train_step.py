@@ -380,7 +380,7 @@ class TrainStep:
             is left out) the pieces of it that lie here, in order: one slice, but for
             devices whose parts are no neighbours.
         """
-        found = {}
+        batch_regions = {}
         shardings = self._runner.batch_shardings
         for leaf, axis, sharding in zip(
             self.plan.batch, self.batch_axes, shardings, strict=True
@@ -391,12 +391,12 @@ class TrainStep:
                 for dim, cut in enumerate(index or ()):
                     start, stop, _ = cut.indices(leaf.shape[dim])
                     pieces[dim].add((start, stop))
-            found[leaf.path] = tuple(
+            batch_regions[leaf.path] = tuple(
                 tuple(slice(*piece) for piece in sorted(each))
                 for dim, each in enumerate(pieces)
                 if dim != axis
             )
-        return found
+        return batch_regions
 
     @property
     def seconds(self) -> tuple[float, ...]:
@@ -576,12 +576,12 @@ class TrainStep:
         problems = Arguments("TrainStep.restore_or_init")
         problems.path("folder", folder, "the path of a folder of checkpoints")
         problems.raise_if_any()
-        found = restore_newest(self, agreed_checkpoints(Path(folder)))
-        if found is None:
+        or_init = restore_newest(self, agreed_checkpoints(Path(folder)))
+        if or_init is None:
             return self.init(make_model, rng=rng)
-        for note in found.notes:
+        for note in or_init.notes:
             warn(note)
-        return found.state
+        return or_init.state
 
     def restore(
         self,
@@ -626,11 +626,13 @@ class TrainStep:
             state: TrainState = restore(*given)
             return state
         on_host = not isinstance(self._runner, OneProgram)
-        found = restore_model(*given, on_host=on_host)
-        born = self._born_from((found.params, found.rest), found.rng)
-        born = with_schedule(born, found.updates, keep_schedule)
-        number = jax.device_put(np.int32(found.step), born.step.sharding)
-        return self._with_samples(dataclasses.replace(born, step=number), found.samples)
+        result = restore_model(*given, on_host=on_host)
+        born = self._born_from((result.params, result.rest), result.rng)
+        born = with_schedule(born, result.updates, keep_schedule)
+        number = jax.device_put(np.int32(result.step), born.step.sharding)
+        return self._with_samples(
+            dataclasses.replace(born, step=number), result.samples
+        )
 
 
 @without_mesh

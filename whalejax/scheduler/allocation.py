@@ -107,10 +107,10 @@ def allocate(
         JobError: No number of devices holds a job, or two have one name.
     """
     _check(states, devices)
-    found = dict.fromkeys((one.job.name for one in states), NOWHERE)
+    result = dict.fromkeys((one.job.name for one in states), NOWHERE)
     chosen = admitted_jobs(states, devices)
     if not chosen:
-        return found
+        return result
     value = _values(objective, len(chosen), devices, horizon)
     values = [{p: value(one, p) for p in one.job.places} for one in chosen]
     if len(devices) == 1:
@@ -124,8 +124,8 @@ def allocate(
         solved = _by_integer_program(values, devices)
         assert solved is not None, "admitted jobs hold"
         places = solved
-    found.update((one.job.name, p) for one, p in zip(chosen, places, strict=True))
-    return found
+    result.update((one.job.name, p) for one, p in zip(chosen, places, strict=True))
+    return result
 
 
 def _check(states: Sequence[JobState], devices: Mapping[str, int]) -> None:
@@ -209,12 +209,12 @@ def most_value(values: Sequence[Mapping[int, float]], devices: int) -> list[int]
         raise JobError(
             f"{devices} devices do not hold {len(values)} jobs at once. Admit fewer"
         )
-    left, found = devices, []
+    left, value = devices, []
     for numbers, chosen in reversed(choices):
         number = int(numbers[chosen[left]])
-        found.append(number)
+        value.append(number)
         left -= number
-    return found[::-1]
+    return value[::-1]
 
 
 def _by_integer_program(

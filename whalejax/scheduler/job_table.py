@@ -155,13 +155,13 @@ def best_options(options: Iterable[JobOption]) -> dict[Place, JobOption]:
         At each place the option of most progress; left out where fewer devices make as
         much.
     """
-    found: dict[Place, JobOption] = {}
+    result: dict[Place, JobOption] = {}
     for one in sorted(options, key=lambda one: (one.place, -one.progress)):
         kind, _ = one.place
-        fewer = [o.progress for (k, _), o in found.items() if k == kind]
+        fewer = [o.progress for (k, _), o in result.items() if k == kind]
         if one.progress > max(fewer, default=0.0):
-            found[one.place] = one
-    return found
+            result[one.place] = one
+    return result
 
 
 def batch_efficiency(batch: int, own_batch: int, noise_scale: float) -> float:

@@ -71,7 +71,7 @@ def read_job_trace(path: Path) -> list[TracedJob]:
             f"trace {path} has no column {', '.join(missing)}; expected "
             f"{', '.join(COLUMNS)} in its first line"
         )
-    found: list[TracedJob] = []
+    job_trace: list[TracedJob] = []
     with Problems(f"trace {path}", JobError) as problems:
         for number, row in enumerate(reader, start=2):
             cells = _Cells(row, number, problems)
@@ -87,13 +87,13 @@ def read_job_trace(path: Path) -> list[TracedJob]:
                 noise_scale=cells.number("noise_scale", _MOST_SAMPLES, default=0),
             )
             if len(problems) == before:
-                found.append(job)
-        for name, times in Counter(job.name for job in found).items():
+                job_trace.append(job)
+        for name, times in Counter(job.name for job in job_trace).items():
             if times > 1:
                 problems.add(f"{times} jobs are named {name!r}")
-        if not found and not problems:
+        if not job_trace and not problems:
             problems.add("it holds no job")
-    return sorted(found, key=lambda job: (job.arrival, job.name))
+    return sorted(job_trace, key=lambda job: (job.arrival, job.name))
 
 
 class _Cells:

@@ -43,7 +43,7 @@ def planned_options(
     Returns:
         An option for each kind, number and batch for which there is a plan.
     """
-    found = []
+    result = []
     own = batches[0] if batches else job.batch_size or 1
     for kind in {node.kind.name: node.kind for node in cluster.nodes}.values():
         name = kind.name if len(cluster.kinds) > 1 else ""
@@ -51,11 +51,11 @@ def planned_options(
         for batch in batches or (own,):
             efficiency = batch_efficiency(batch, own, noise_scale)
             plans = plans_by_number(job, part, numbers, batch=batch, **settings)
-            found += [
+            result += [
                 option_of(plan, name, number, batch, efficiency)
                 for number, plan in plans.items()
             ]
-    return found
+    return result
 
 
 def plans_by_number(
@@ -78,15 +78,15 @@ def plans_by_number(
     Returns:
         Plans by number of devices; none where nothing fits on so few.
     """
-    found: dict[int, Plan] = {}
+    plans: dict[int, Plan] = {}
     best: Plan | None = None
     (kind,) = cluster.kinds
     for number in sorted({n for n in numbers if n <= cluster.num_devices}):
         part = devices_of_kind(cluster, kind, number)
         best = _plan_on(job, part, batch, best, settings)
         if best is not None:
-            found[number] = best
-    return found
+            plans[number] = best
+    return plans
 
 
 def _count(cluster: Cluster, kind: DeviceKind) -> int:
@@ -205,7 +205,7 @@ def larger_batches(least: int, most: int) -> list[int]:
     >>> larger_batches(64, 400)
     [64, 128, 256]
     """
-    found = [least]
-    while 2 * found[-1] <= most:
-        found.append(2 * found[-1])
-    return found
+    batches = [least]
+    while 2 * batches[-1] <= most:
+        batches.append(2 * batches[-1])
+    return batches

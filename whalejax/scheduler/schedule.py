@@ -158,9 +158,9 @@ def first_come_first_served(devices: Mapping[str, int]) -> Decide:
     """
 
     def decide(states: Sequence[JobState]) -> Mapping[str, Place]:
-        found = {one.job.name: one.place for one in states}
+        result = {one.job.name: one.place for one in states}
         free = dict(devices)
-        for kind, count in found.values():
+        for kind, count in result.values():
             if count:
                 free[kind] -= count
         waiting = [one for one in states if one.place == NOWHERE]
@@ -169,7 +169,7 @@ def first_come_first_served(devices: Mapping[str, int]) -> Decide:
             if count > free.get(kind, 0):
                 break
             free[kind] -= count
-            found[one.job.name] = one.job.asked
-        return found
+            result[one.job.name] = one.job.asked
+        return result
 
     return decide

@@ -94,7 +94,7 @@ class JobSimulation:
         held devices.
         """
         longest = max(o.end - o.intervals[0].begin for o in self.records)
-        found = 0
+        result = 0
         for one in self.records:
             arrival, start = one.job.arrival, one.intervals[0].begin
             ahead = sum(
@@ -110,8 +110,8 @@ class JobSimulation:
                     )
                 )
             )
-            found += start - arrival > (ahead + 1) * longest
-        return found
+            result += start - arrival > (ahead + 1) * longest
+        return result
 
 
 @dataclass(slots=True)

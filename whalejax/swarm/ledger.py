@@ -260,9 +260,11 @@ class Ledger:
         held: dict[str, list[int]] = {}
         for attempt in self.gradient_attempts(stage):
             held.setdefault(attempt.peer, []).append(attempt.number)
-        found = {peer: tuple(numbers) for peer, numbers in sorted(held.items())}
-        check_partition(found, self.micro_batches, f"step {self.step}, stage {stage}")
-        return found
+        assignment = {peer: tuple(numbers) for peer, numbers in sorted(held.items())}
+        check_partition(
+            assignment, self.micro_batches, f"step {self.step}, stage {stage}"
+        )
+        return assignment
 
     def gradient_attempts(self, stage: int) -> list[Attempt]:
         """The attempts whose gradients are those of a stage, one for each micro-batch.
@@ -273,11 +275,11 @@ class Ledger:
         Raises:
             WhaleError: gradients are missing.
         """
-        found, missing = [], []
+        gradient_attempts, missing = [], []
         for number in range(self.micro_batches):
             cell = self._cell(stage, number, Phase.BACKWARD)
             if cell.is_done and cell.current is not None:
-                found.append(cell.current)
+                gradient_attempts.append(cell.current)
             else:
                 missing.append(number)
         if missing:
@@ -287,7 +289,7 @@ class Ledger:
                 "micro-batches and cannot be committed; missing "
                 f"{_number_list_text(missing)}"
             )
-        return found
+        return gradient_attempts
 
     def summed(
         self, stage: int, added: Mapping[str, tuple[list[int], list[int]]]
@@ -305,12 +307,12 @@ class Ledger:
 
     def holders(self, stage: int) -> dict[str, int]:
         """The incarnation of each peer that a stage's assignment names."""
-        found = {}
+        holders = {}
         for number in range(self.micro_batches):
             cell = self._cell(stage, number, Phase.BACKWARD)
             if cell.is_done and cell.current is not None:
-                found[cell.current.peer] = cell.current.incarnation
-        return dict(sorted(found.items()))
+                holders[cell.current.peer] = cell.current.incarnation
+        return dict(sorted(holders.items()))
 
     def gradients_at(self) -> Counter[str]:
         """Returns the number of micro-batches whose gradients each peer has."""

@@ -78,13 +78,13 @@ def swarm_plan(
         again, kind, cluster, fixed, num_micro_batches, bandwidth, wire or "int8"
     )
     formats = (wire,) if wire else WIRES
-    found = [
+    result = [
         _swarm(plan, each, cluster.num_devices, bandwidth, sum_wire) for each in formats
     ]
-    chosen = next((s for s in found if _link_share(s) >= BUSY), found[-1])
+    chosen = next((s for s in result if _link_share(s) >= BUSY), result[-1])
     chosen = _predicted(plan, chosen)
     reasons = {
-        "wire": _why_wire(chosen, found, given=wire is not None),
+        "wire": _why_wire(chosen, result, given=wire is not None),
         "stages": _why_stages(plan, chosen, tried, given=fixed is not None),
         "micro-batches": _why_micro_batches(plan, chosen, num_micro_batches),
         "gradients": _why_gradients(plan, chosen),
@@ -122,18 +122,18 @@ def swarm_note(again: Again, plan: Plan) -> tuple[str, ...]:
         return ()
     text = f"{8 * rate / 1e6:.6g}Mb/s"
     try:
-        found = again(swarm=True, bandwidth=text, mesh=None, num_micro_batches=None)
+        note = again(swarm=True, bandwidth=text, mesh=None, num_micro_batches=None)
     except PlanError:
         return ()
-    assert found.swarm is not None
-    ratio = plan.time.step_seconds / found.swarm.step_seconds
+    assert note.swarm is not None
+    ratio = plan.time.step_seconds / note.swarm.step_seconds
     words = (
         f"{ratio:.2g} times faster" if ratio > 1 else f"{1 / ratio:.2g} times slower"
     )
     return (
         f"a swarm of the same devices (swarm=True, bandwidth={text!r}) would take "
-        f"{milliseconds(found.swarm.step_seconds)} a step, {words}, with "
-        f"{found.swarm.wire} on the wire",
+        f"{milliseconds(note.swarm.step_seconds)} a step, {words}, with "
+        f"{note.swarm.wire} on the wire",
     )
 
 
@@ -245,11 +245,11 @@ def _fewest_stages(
                 "wh.stage"
             )
         peers = cluster.num_devices
-        found = [_swarm(plan, wire, peers, bandwidth) for plan in plans]
-        lacking = [_lacking(kind.kind, swarm) for swarm in found]
+        result = [_swarm(plan, wire, peers, bandwidth) for plan in plans]
+        lacking = [_lacking(kind.kind, swarm) for swarm in result]
         steps = [
             (swarm.step_seconds, plan)
-            for swarm, plan, lacks in zip(found, plans, lacking, strict=True)
+            for swarm, plan, lacks in zip(result, plans, lacking, strict=True)
             if not lacks
         ]
         if steps:
@@ -452,9 +452,9 @@ def _predicted(plan: Plan, swarm: Swarm) -> Swarm:
     ]
     long_enough = 20 * swarm.step_seconds
     setting = _setting(plan, swarm)
-    found = simulate(setting, trace, long_enough)
+    result = simulate(setting, trace, long_enough)
     # The first step begins without measured speeds.
-    steps = found.step_seconds[1:4] or found.step_seconds
+    steps = result.step_seconds[1:4] or result.step_seconds
     if not steps:
         return swarm
     return _with_step(plan, swarm, math.fsum(steps) / len(steps))

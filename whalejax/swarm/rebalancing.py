@@ -157,7 +157,7 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     placed = {peer.peer: peer.stage for peer in peers}
     before = best = min(sums)
     first: tuple[PeerLoad, int] | None = None
-    found: PeerMove | None = None
+    result: PeerMove | None = None
     # One move a stage is enough to raise all stages that are slowest at once; a faster
     # pipeline further away is found by the looks that follow.
     for moves in range(1, stages + 1):
@@ -174,7 +174,7 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
         first = first or step
         if min(sums) > best * (1 + ROUNDING):
             best = min(sums)
-            found = PeerMove(
+            result = PeerMove(
                 peer=first[0].peer,
                 source=first[0].stage,
                 target=first[1],
@@ -182,7 +182,7 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
                 speed_after=best,
                 moves=moves,
             )
-    return found
+    return result
 
 
 def best_counts(
@@ -430,7 +430,7 @@ def _best_step(
     counts: Sequence[int],
 ) -> tuple[PeerLoad, int] | None:
     """The peer and the stage that improve the speeds of all stages most."""
-    best, found = _measure(sums), None
+    best, step = _measure(sums), None
     slowest = min(range(len(sums)), key=lambda s: (sums[s], s))
     for peer in peers:
         source = placed[peer.peer]
@@ -440,8 +440,8 @@ def _best_step(
         after[source] -= peer.speeds[source]
         after[slowest] += peer.speeds[slowest]
         if _is_better(measured := _measure(after), best):
-            best, found = measured, (peer, slowest)
-    return found
+            best, step = measured, (peer, slowest)
+    return step
 
 
 def _move(

@@ -602,13 +602,13 @@ class Simulator(SimulatedCalls):
     def _loads(
         self, *, with_movers: bool = False, held: Mapping[str, int] = _NOTHING
     ) -> list[PeerLoad]:
-        found = []
+        loads = []
         for peer in self._alive():
             if peer.is_leaving or not (peer.is_serving or with_movers):
                 continue
             self._queue_changes(peer)
             since = max(1e-9, self.now - max(self._looked, peer.joined))
-            found.append(
+            loads.append(
                 PeerLoad(
                     peer=peer.name,
                     stage=peer.stage,
@@ -617,7 +617,7 @@ class Simulator(SimulatedCalls):
                     held=held.get(peer.name, 0),
                 )
             )
-        return found
+        return loads
 
     def _speeds(self, peer: SimulatedPeer) -> tuple[float, ...]:
         return tuple(

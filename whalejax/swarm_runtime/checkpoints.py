@@ -69,11 +69,11 @@ class Checkpoints:
 
     def newest(self, folder: Path) -> tuple[Snapshot, tuple[str, ...]] | None:
         """The newest whole checkpoint of a folder and notes, if there is one."""
-        found = restore_newest(self, checkpoints(folder))
-        if found is None:
+        newest = restore_newest(self, checkpoints(folder))
+        if newest is None:
             return None
-        self._check_samples(found.state, found.checkpoint)
-        return self.snapshot_of(found.state), found.notes
+        self._check_samples(newest.state, newest.checkpoint)
+        return self.snapshot_of(newest.state), newest.notes
 
     def _check_samples(self, state: TrainState, path: Path) -> None:
         """Refuse a checkpoint of batches of another size.

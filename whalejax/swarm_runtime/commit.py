@@ -95,15 +95,15 @@ class SwarmStepCommit:
     def _each(self, do: Callable[[int], Any], stages: Sequence[int]) -> list[Any]:
         """Do something for all stages at once; the first error is raised."""
         waiting = [self._pool.submit(do, stage) for stage in stages]
-        found, errors = [], []
+        each, errors = [], []
         for one in waiting:
             try:
-                found.append(one.result())
+                each.append(one.result())
             except Exception as error:
                 errors.append(error)
         if errors:
             raise errors[0]
-        return found
+        return each
 
     def _complete(self) -> None:
         """Seal, when all is there; what was lost since it was summed is made again."""
@@ -213,13 +213,13 @@ class SwarmStepCommit:
 
         with ThreadPoolExecutor(max(1, len(members))) as pool:
             answers = [*pool.map(one, members)]
-        found: dict[str, A] = {}
+        result: dict[str, A] = {}
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, UnreachableProcessError | RefusedRequestError):
                 self._failed(stage, member, question.kind, answer)
             else:
-                found[member.name] = answer
-        return found
+                result[member.name] = answer
+        return result
 
     def _failed(
         self,
@@ -313,22 +313,22 @@ class SwarmStepCommit:
         context = self._context
         members = [m for m in self._members[stage] if context.fleet.has(m)]
         seconds = context.call_seconds + self._sum_seconds(stage, len(members))
-        found = self._ask(stage, members, question, seconds)
+        result = self._ask(stage, members, question, seconds)
         last = level == context.cut.update.rounds - 1
         for member in members:
-            answer = found.get(member.name)
+            answer = result.get(member.name)
             if (
                 answer is not None
                 and not last
                 and not self._is_whole(stage, level, answer)
             ):
-                del found[member.name]
+                del result[member.name]
                 why = f"{member.name} told other numbers than the update of stage "
                 why += f"{stage} gives"
                 self._failed(
                     stage, member, "update", RefusedRequestError("answer", why)
                 )
-        return found
+        return result
 
     def _is_whole(self, stage: int, level: int, answer: StageValues) -> bool:
         """Whether an answer has the numbers that a stage tells all others."""

@@ -173,12 +173,12 @@ class StepContext:
             fleet.failed(blamed, FORWARD_TASK, 0.0, ban=True)
         else:
             first = late and fleet.is_first_delay(reporter, blamed)
-            found = None if first else fleet.culprit(reporter, blamed)
+            result = None if first else fleet.culprit(reporter, blamed)
             more = {"peer": reporter.name, "other": blamed.name, "why": why}
-            if found is None:
+            if result is None:
                 self.tell("unreached", **more, dropped="neither")
                 return
-            culprit = found
+            culprit = result
             self.tell("unreached", **more, dropped=culprit.name)
             fleet.drop(culprit.name)
             fleet.pause(culprit)
@@ -426,9 +426,9 @@ class MicroBatchRoute:
             if made is not None and self._context.fleet.has(made.member):
                 return made
             self._forward.pop(stage, None)
-            found = self._ask(stage, Phase.FORWARD)
-            if found is not None:
-                self._forward[stage] = found
+            result = self._ask(stage, Phase.FORWARD)
+            if result is not None:
+                self._forward[stage] = result
 
     def need_backward(self, stage: int) -> StageResult:
         """The gradient of a stage, and what it hands back."""
@@ -442,9 +442,9 @@ class MicroBatchRoute:
             if made is not None and counted:
                 context.lose(made.member, "its lease ended or it failed")
             self.backward.pop(stage, None)
-            found = self._ask(stage, Phase.BACKWARD)
-            if found is not None:
-                self.backward[stage] = found
+            result = self._ask(stage, Phase.BACKWARD)
+            if result is not None:
+                self.backward[stage] = result
 
     def _ask(self, stage: int, phase: Phase) -> StageResult | None:
         """One attempt; none where it failed."""
@@ -610,8 +610,8 @@ class MicroBatchRoute:
     def _blamed(self, reporter: PeerRecord, error: RefusedRequestError) -> None:
         """Another peer did not give what it was asked for."""
         context = self._context
-        found = self._made_by(error.blame)
-        blamed = context.member(error.blame) if found is None else found[2].member
+        result = self._made_by(error.blame)
+        blamed = context.member(error.blame) if result is None else result[2].member
         if blamed is None:
             return
         if error.code in ("source", "late"):

@@ -121,8 +121,8 @@ class Fleet:
         with self._lock:
             self._refresh()
             name = self._wirings[stage].choose(self._clock(), task, avoid)
-            found = {m.name: m for m in self.synced(stage)}
-            return None if name is None else found.get(name)
+            result = {m.name: m for m in self.synced(stage)}
+            return None if name is None else result.get(name)
 
     def completed(self, member: PeerRecord, task: float, seconds: float) -> None:
         """A call was answered; see ``StageWiring.completed``."""
@@ -208,11 +208,15 @@ class Fleet:
         """Returns the peers that can serve a stage in place of others, also
         by a move.
         """
-        found = [m for m in self.members() if m.name not in names and not m.leaving]
-        found = [m for m in found if not self.is_paused(m)]
-        count = Counter(m.stage for m in found)
+        substitutes = [
+            m for m in self.members() if m.name not in names and not m.leaving
+        ]
+        substitutes = [m for m in substitutes if not self.is_paused(m)]
+        count = Counter(m.stage for m in substitutes)
         return [
-            m for m in found if m.stage == stage or (m.ready and count[m.stage] > 1)
+            m
+            for m in substitutes
+            if m.stage == stage or (m.ready and count[m.stage] > 1)
         ]
 
     # Peers to be left alone.

@@ -185,12 +185,12 @@ class StagePrograms:
         """
         values = self._values(state, number, batch, imports)
         names = self.place.names
-        found: list[Any] = [*cotangents]
+        result: list[Any] = [*cotangents]
         if self.last:
-            found.append(
+            result.append(
                 np.ones((), self.place.steps.avals[names.cotangents[-1]].dtype)
             )
-        values.update(zip(names.cotangents, found, strict=True))
+        values.update(zip(names.cotangents, result, strict=True))
         reads, program = self._backward
         results = [np.asarray(x) for x in program([values[n] for n in reads])]
         first, second = len(names.sums), len(names.sums) + len(names.returns)
@@ -213,7 +213,7 @@ class StagePrograms:
     ) -> dict[int, Any]:
         place, names, cut = self.place, self.place.names, self.cut
         # Inputs of the loss have the numbers of the state's first leaves.
-        found: dict[int, Any] = {
+        values: dict[int, Any] = {
             at: state.leaves[self._at[n]]
             for n, at in zip(
                 (*place.params, *place.rest),
@@ -222,16 +222,16 @@ class StagePrograms:
             )
         }
         others = cut.params + cut.rest
-        found.update(
+        values.update(
             (at, batch[n - others])
             for n, at in zip(place.batch, names.batch, strict=True)
         )
-        found.update(zip(names.imports, imports, strict=True))
-        found[names.step] = np.int32(state.step)
-        found[names.number] = found[names.counted] = np.int32(number)
+        values.update(zip(names.imports, imports, strict=True))
+        values[names.step] = np.int32(state.step)
+        values[names.number] = values[names.counted] = np.int32(number)
         if names.rng is not None:
-            found[names.rng] = state.leaves[self._at[self._rng]]
-        return found
+            values[names.rng] = state.leaves[self._at[self._rng]]
+        return values
 
     @functools.cached_property
     def _rng(self) -> int:
@@ -331,8 +331,8 @@ class StageUpdate:
         """
         self._values.update(heard)
         reads, gives, program = self._stage.round(level)
-        found = program([self._values[n] for n in reads]) if gives else []
-        self._values.update(zip(gives, found, strict=True))
+        result = program([self._values[n] for n in reads]) if gives else []
+        self._values.update(zip(gives, result, strict=True))
         return {n: np.asarray(self._values[n]) for n in self._stage.tells(level)}
 
     def finished(self) -> StageState:

@@ -117,21 +117,21 @@ class Worker(SumHolder):
         batch, imports = self._call_inputs(stage, asked)
         cotangents = self._cotangents(stage, asked)
         begun = time.monotonic()
-        found = self._run_on_device(
+        backward = self._run_on_device(
             lambda: stage.backward(state, number, batch, imports, cotangents)
         )
         tensor_codec.check_finite(
-            [*found.sums, *found.returns, *found.gradients], self.name
+            [*backward.sums, *backward.returns, *backward.gradients], self.name
         )
         attempt = asked.attempt
-        returns, lost = self._coded(found.returns, number)
+        returns, lost = self._coded(backward.returns, number)
 
         def keep() -> None:
             self._tensors[step, "backward", number, attempt] = returns
-            self._gradients[step, number, attempt] = list(found.gradients)
+            self._gradients[step, number, attempt] = list(backward.gradients)
 
         self._keep(asked, stage, keep)
-        return _receipt(time.monotonic() - begun, lost, *found.sums)
+        return _receipt(time.monotonic() - begun, lost, *backward.sums)
 
     def _coded(self, arrays: Sequence[np.ndarray], number: int) -> tuple[Part, float]:
         """Tensors as others are sent them, and what that loses.
@@ -156,9 +156,9 @@ class Worker(SumHolder):
         with self._lock:
             held = self._inputs.get(key)
         if held is None:
-            found = [*self._leaves(stage, asked), *self._imports(stage, asked)]
-            self._keep(asked, stage, lambda: self._inputs.update({key: found}))
-            held = found
+            result = [*self._leaves(stage, asked), *self._imports(stage, asked)]
+            self._keep(asked, stage, lambda: self._inputs.update({key: result}))
+            held = result
         count = len(held) - len(stage.imports)
         batch: list[Any] = [None] * len(self.cut.program.batch_axes)
         first = self.cut.params + self.cut.rest
@@ -181,7 +181,7 @@ class Worker(SumHolder):
         return list(answer.arrays)
 
     def _imports(self, stage: StagePrograms, asked: StageCall) -> Part:
-        found: list[Any] = [None] * len(stage.imports)
+        imports: list[Any] = [None] * len(stage.imports)
         wanted = self.cut.sources(stage.number)
         for source, name, address, attempt in asked.sources:
             places = wanted.get(source, [])
@@ -191,12 +191,12 @@ class Worker(SumHolder):
             avals = [stage.imports[p] for p in places]
             values = tensor_codec.decoded(arrays, avals, self.wire, name)
             for place, value in zip(places, values, strict=True):
-                found[place] = value
-        if any(x is None for x in found):
+                imports[place] = value
+        if any(x is None for x in imports):
             raise RefusedRequestError(
                 "stale", f"stage {stage.number} was given too few sources"
             )
-        return found
+        return imports
 
     def _cotangents(self, stage: StagePrograms, asked: BackwardCall) -> Part:
         """Returns the cotangents of exports, summed over the stages that read them."""
@@ -312,12 +312,12 @@ class Worker(SumHolder):
             heard: dict[int, np.ndarray] = {}
         else:
             with self._lock:
-                found = self._updates.get((step, round_))
-            if found is None:
+                entry = self._updates.get((step, round_))
+            if entry is None:
                 raise RefusedRequestError(
                     "missing", f"{self.name} began no update of step {step}"
                 )
-            update = found
+            update = entry
             heard = dict(zip(asked.heard, asked.arrays, strict=True))
         said = self._run_on_device(lambda: update.run(level, heard))
         answer = StageValues(numbers=[*said], digest="", arrays=tuple(said.values()))
@@ -464,8 +464,8 @@ class Worker(SumHolder):
 
         peers = asked.peers
         with ThreadPoolExecutor(max(1, min(len(peers), _MOST_PINGS))) as pool:
-            found = zip(peers, pool.map(why, peers), strict=True)
-            unreached = {one[0]: text for one, text in found if text}
+            result = zip(peers, pool.map(why, peers), strict=True)
+            unreached = {one[0]: text for one, text in result if text}
         return PeersReached(unreached=unreached)
 
 

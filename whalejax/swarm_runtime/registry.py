@@ -195,9 +195,9 @@ class Registry:
                 return None
             self.lease.turn(now)
             self.lease.renew(name, now)
-            found = replace(known, expires=now + self.lease.seconds, **told)
-            self._members[name] = found
-            return found
+            announce = replace(known, expires=now + self.lease.seconds, **told)
+            self._members[name] = announce
+            return announce
 
     def members(self, now: float) -> list[PeerRecord]:
         """Returns the peers whose leases hold, by name."""

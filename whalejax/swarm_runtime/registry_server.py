@@ -296,8 +296,8 @@ class RegistryServer:
         name = told.pop("name")
         if self.registry.is_free(name):
             return AnnouncementReceived(known=False, free=True)
-        found = self.registry.announce(name, time.monotonic(), **told)
-        return AnnouncementReceived(known=found is not None, free=False)
+        announce = self.registry.announce(name, time.monotonic(), **told)
+        return AnnouncementReceived(known=announce is not None, free=False)
 
     def _enlist(self, asked: EnlistTrainer) -> TrainerEnlisted:
         """One more trainer."""

@@ -152,10 +152,10 @@ class StagedJob:
         self.structure: Any = jax.tree.structure(example)
         adapter = adapt(model, job.loss_fn).without_values()
         self.adapter: Adapter = at_precision(adapter, self.plan.precision)
-        found = capture(
+        result = capture(
             self.adapter, example, num_micro_batches=self.count, batch_axes=0
         )
-        self.captured: Captured = as_planned(found, self.plan)
+        self.captured: Captured = as_planned(result, self.plan)
         self._data = _digest(jax.tree.leaves(first))
         self.division = _division(self.plan, self.captured, stages)
         self.origin = Origin(self.adapter)
@@ -182,7 +182,7 @@ class StagedJob:
         Raises:
             PlanError: which part of the model it is, and what to do.
         """
-        found = []
+        result = []
         for number in range(self.params + self.rest):
             if number >= self.params and number not in self.division.units.frozen:
                 continue
@@ -190,7 +190,7 @@ class StagedJob:
             if len(several) > 1:
                 path = self.division.units.path(number)
                 stages = ", ".join(map(str, several))
-                found.append(
+                result.append(
                     f"{path} is read by stages {stages}, and peers of different stages "
                     "share no weights. Give each stage weights of its own (such as "
                     "tied_embedding=False, or fewer layers to each block that "
@@ -198,25 +198,25 @@ class StagedJob:
                 )
         for part in self.division.parts:
             for number in part.fresh:
-                found.append(
+                result.append(
                     f"{self.division.units.path(number)} is changed by every "
                     "micro-batch, so that its value would depend on which peer ran "
                     "which. Leave it as it is while training"
                 )
         if self.captured.steady.advance is not None:
-            found.append(
+            result.append(
                 "the model has state that a step changes beside its weights. Leave it "
                 "as it is while training"
             )
         if self.plan.scales_loss:
-            found.append(
+            result.append(
                 "precision f16 scales losses by whether all gradients are finite, and "
                 "a swarm refuses those that are not. Take precision bf16 or f32"
             )
         for stage in range(self.stages):
-            found += self._too_large(stage)
-        if found:
-            raise PlanError("a swarm cannot train this model: " + "; ".join(found))
+            result += self._too_large(stage)
+        if result:
+            raise PlanError("a swarm cannot train this model: " + "; ".join(result))
 
     def _too_large(self, stage: int) -> list[str]:
         """Describes arrays that are too large for one message between peers."""
@@ -272,8 +272,8 @@ class StagedJob:
 
     def owner(self, number: int) -> int:
         """The stage that holds a parameter, by its number."""
-        found: int = self.division.owner(number, self.stages)
-        return found
+        owner: int = self.division.owner(number, self.stages)
+        return owner
 
     @functools.cached_property
     def owners(self) -> list[int]:
@@ -288,8 +288,8 @@ class StagedJob:
             rest=lambda number: EVERY,
             others=EVERY,
         )
-        found: list[int] = jax.tree.leaves(whole)
-        return found
+        owners: list[int] = jax.tree.leaves(whole)
+        return owners
 
     def leaf_numbers(self, stage: int) -> list[int]:
         """Numbers of the flat leaves of the state that a stage's peers hold."""
@@ -357,14 +357,14 @@ class StagedJob:
 
     def split(self, stage: int, data: np.ndarray) -> list[np.ndarray] | None:
         """Splits a stage's bytes into its arrays; None where the length differs."""
-        found, place = [], 0
+        result, place = [], 0
         for shape, dtype in self.raw_avals(stage):
             end = place + math.prod(shape) * dtype.itemsize
             if end > data.size:
                 return None
-            found.append(data[place:end].view(dtype).reshape(shape))
+            result.append(data[place:end].view(dtype).reshape(shape))
             place = end
-        return found if place == data.size else None
+        return result if place == data.size else None
 
     def typed(self, stage: int, arrays: Sequence[np.ndarray]) -> list[Any]:
         """Puts a stage's NumPy arrays on the device.
@@ -375,13 +375,13 @@ class StagedJob:
                 not read.
         """
         leaves = jax.tree.leaves(self.abstract)
-        found, numbers = [], self.leaf_numbers(stage)
+        result, numbers = [], self.leaf_numbers(stage)
         for array, number in zip(arrays[: len(numbers)], numbers, strict=True):
             leaf: Any = jnp.array(array, copy=True)
             if is_key(leaves[number]):
                 leaf = jax.random.wrap_key_data(leaf, impl=impl_of(leaves[number]))
-            found.append(leaf)
-        return found
+            result.append(leaf)
+        return result
 
     def whole(self, parts: Mapping[int, Sequence[Any]]) -> TrainState:
         """The state of all stages together.
@@ -407,13 +407,13 @@ class StagedJob:
             step: counted from 0.
             number: Number of the micro-batch.
         """
-        found, rows = [], MicroBatchRows.of(self.program.plan)
+        micro_batch, rows = [], MicroBatchRows.of(self.program.plan)
         for leaf, axis in zip(self._batch(step), self.program.batch_axes, strict=True):
             array = np.asarray(leaf)
             if axis is not None:
                 array = array[rows.index(array.shape[axis], axis, number)]
-            found.append(array)
-        return found
+            micro_batch.append(array)
+        return micro_batch
 
     def _batch(self, step: int) -> list[Any]:
         if step not in self._batches:
@@ -462,10 +462,10 @@ class StagedJob:
     @functools.cache  # noqa: B019
     def sources(self, stage: int) -> dict[int, list[int]]:
         """Returns the positions of a stage's imports, by the stage that makes them."""
-        found: dict[int, list[int]] = {}
+        sources: dict[int, list[int]] = {}
         for place, value in enumerate(self.division.parts[stage].imports):
-            found.setdefault(self.division.made_at[value], []).append(place)
-        return found
+            sources.setdefault(self.division.made_at[value], []).append(place)
+        return sources
 
     def sinks(self, stage: int) -> list[int]:
         """The stages from which cotangents come back to a stage."""
@@ -496,8 +496,8 @@ class StagedJob:
     def flat_sums(self) -> list[Any]:
         """Shapes and dtypes of total, weight and metrics, flat."""
         sums = self.sums
-        found: list[Any] = jax.tree.leaves((sums.total, sums.weight, sums.metrics))
-        return found
+        flat_sums: list[Any] = jax.tree.leaves((sums.total, sums.weight, sums.metrics))
+        return flat_sums
 
     def metrics(self, flat: Sequence[Any]) -> dict[str, Any]:
         """Returns the metrics of a step."""
@@ -535,8 +535,8 @@ class StagedJob:
         def finish(*leaves: Any) -> list[Any]:
             before, added = tree.unflatten(leaves)
             new, _ = finished(self.program, before, added, before.rest)
-            found = jax.tree.leaves(new)
-            return [x for n, x in enumerate(found) if n not in rest]
+            finish = jax.tree.leaves(new)
+            return [x for n, x in enumerate(finish) if n not in rest]
 
         owners = [None if n == EVERY else n for n in self.owners]
         told = [None] * (len(flat) - len(owners) - self.params)
@@ -596,13 +596,13 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
         return divide_program(
             units, _untied_borders(units, plan.stages.starts[chunks - 1 :: chunks])
         )
-    found = divided_by_marks(units, units.labels(captured.graph))
-    if len(found.parts) != stages:
+    division = divided_by_marks(units, units.labels(captured.graph))
+    if len(division.parts) != stages:
         raise PlanError(
-            f"stage marks cut this model into {len(found.parts)} parts, and "
-            f"stages={stages} was asked for. Give stages={len(found.parts)}"
+            f"stage marks cut this model into {len(division.parts)} parts, and "
+            f"stages={stages} was asked for. Give stages={len(division.parts)}"
         )
-    return found
+    return division
 
 
 def _untied_borders(units: Units, starts: Sequence[str]) -> Sequence[str]:
@@ -641,9 +641,9 @@ def _hashed(jaxpr: Any) -> str:
 
 
 def _digest(leaves: Sequence[Any]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for leaf in leaves:
         array = np.asarray(leaf)
-        found.update(f"{array.dtype}{array.shape}".encode())
-        found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()[:12]
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:12]

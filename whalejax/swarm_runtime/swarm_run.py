@@ -105,9 +105,9 @@ class SwarmRun:
         snapshot, generation = None, 0
         if place.save is not None:
             self._stack.enter_context(hold_folder(place.save))
-            found = self._checkpoints.newest(place.save)
-            if found is not None:
-                snapshot, notes = found
+            newest = self._checkpoints.newest(place.save)
+            if newest is not None:
+                snapshot, notes = newest
                 for note in notes:
                     tell("note", why=note)
                 tell("restored", step=snapshot.step)

@@ -408,9 +408,11 @@ class Trainer(TrainerState):
         with threads(count, context.stop) as pool:
             again = [pool.submit(passage.run) for passage in passages]
             errors = [one.exception() for one in again]
-        found = [error for error in errors if error is not None]
-        if found:
-            raise next((e for e in found if not isinstance(e, StopRequested)), found[0])
+        result = [error for error in errors if error is not None]
+        if result:
+            raise next(
+                (e for e in result if not isinstance(e, StopRequested)), result[0]
+            )
 
     @property
     def is_computing(self) -> bool:

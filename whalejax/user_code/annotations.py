@@ -304,10 +304,10 @@ def parse_scope(text: str) -> Mark | None:
     >>> parse_scope("MlpBlock_0") is None
     True
     """
-    found = _SCOPE.search(text)
-    if found is None:
+    match = _SCOPE.search(text)
+    if match is None:
         return None
-    kind, inner = found.groups()
+    kind, inner = match.groups()
     pairs = [part.partition("=") for part in inner.split(";") if part]
     return Mark(
         kind=_mark_kind(kind),

@@ -58,16 +58,16 @@ def check_order(name: str, loss_fn: Any, model: Any, batch: Any) -> None:
     Raises:
         WhaleError: what is where, and what goes there.
     """
-    found = []
+    result = []
     if _is_plain_function(model):
-        found.append(f"model is the function {_name(model)}")
+        result.append(f"model is the function {_name(model)}")
     if is_module(loss_fn) or not callable(loss_fn):
-        found.append(f"loss_fn is {_kind(loss_fn)}")
+        result.append(f"loss_fn is {_kind(loss_fn)}")
     if is_module(batch) or _is_plain_function(batch):
-        found.append(f"batch is {_kind(batch)}")
+        result.append(f"batch is {_kind(batch)}")
     flax = any(base.__module__.startswith("flax") for base in type(batch).__mro__)
-    if len(found) > 1 or _is_plain_function(model) or (flax and is_module(batch)):
-        raise WhaleError(f"{'; '.join(found)}. The order is {name}")
+    if len(result) > 1 or _is_plain_function(model) or (flax and is_module(batch)):
+        raise WhaleError(f"{'; '.join(result)}. The order is {name}")
 
 
 def _is_plain_function(value: Any) -> bool:

@@ -96,11 +96,11 @@ def check(
     if failure and "needed_bytes" not in answer.data:
         raise VerifyError(f"{phase} for {target.words} failed: {failure}")
     tell("comparing with what was predicted")
-    found = compare_with_compiled(plan, target, answer)
-    if found.fits or again is None:
-        return found
+    result = compare_with_compiled(plan, target, answer)
+    if result.fits or again is None:
+        return result
     cluster = plan.cluster if topology is None else parse_cluster(topology)
-    return dataclasses.replace(found, better=_next(plan, cluster, found, again))
+    return dataclasses.replace(result, better=_next(plan, cluster, result, again))
 
 
 def _one_of(plan: Plan) -> str:

@@ -92,12 +92,18 @@ def _compared_stages(
     memory: list[Quantity] = []
     collectives: list[Quantity] = []
     unplanned: list[Finding] = []
-    for number, (one, found) in enumerate(zip(plan.stage_plans, stages, strict=True)):
-        of = _stage_memory(one, found["memory"])
-        traffic = () if data["refused"] else compared_traffic(one, found["collectives"])
+    for number, (one, compared_stages) in enumerate(
+        zip(plan.stage_plans, stages, strict=True)
+    ):
+        of = _stage_memory(one, compared_stages["memory"])
+        traffic = (
+            ()
+            if data["refused"]
+            else compared_traffic(one, compared_stages["collectives"])
+        )
         unplanned += (
             replace(f, what=f"stage {number}: {f.what}")
-            for f in unplanned_traffic(one, traffic, found["collectives"])
+            for f in unplanned_traffic(one, traffic, compared_stages["collectives"])
         )
         memory += (replace(q, name=f"stage {number}: {q.name}") for q in of)
         collectives += (replace(q, name=f"stage {number}: {q.name}") for q in traffic)
@@ -110,7 +116,9 @@ def _compared_stages(
         )
     )
     capacity = common["capacity_bytes"]
-    every = [entry for found in stages for entry in found["collectives"]]
+    every = [
+        entry for compared_stages in stages for entry in compared_stages["collectives"]
+    ]
     return Verification(
         **common,
         fits=not capacity or (memory[-1].compiled or 0) <= capacity,
@@ -119,7 +127,9 @@ def _compared_stages(
         product_flops=Quantity(
             name="products",
             predicted=max(one.product_flops for one in plan.stage_plans),
-            compiled=max(found["product_flops"] for found in stages),
+            compiled=max(
+                compared_stages["product_flops"] for compared_stages in stages
+            ),
             unit="flops",
         ),
         lower_seconds=data["lower_seconds"],
@@ -158,13 +168,13 @@ def _transfer_quantities(plan: Plan, data: Mapping[str, Any]) -> Iterator[Quanti
     """Yields the transfers from stage to stage in a step, to each device."""
     assert plan.stages is not None
     paces, count = plan.stages.paces, plan.num_micro_batches
-    found = {(one["part"], one["action"]): one for one in data["moved"]}
+    result = {(one["part"], one["action"]): one for one in data["moved"]}
     for part, pace in enumerate(paces):
         for action, words, nbytes in (
             ("forward", "handed to", pace.handed_bytes),
             ("backward", "handed back by", pace.returned_bytes),
         ):
-            one = found.get((part, action), {"times": 0, "nbytes": 0})
+            one = result.get((part, action), {"times": 0, "nbytes": 0})
             if nbytes or one["nbytes"]:
                 yield Quantity(
                     name=f"{words} part {part}",
@@ -217,7 +227,7 @@ def rematerializations(
         traffic: the program's collectives, whose places serve where the warning names
             none.
     """
-    found: dict[tuple[str, str], Finding] = {}
+    result: dict[tuple[str, str], Finding] = {}
     for match in _REMATERIALIZED.finditer(words):
         before, after, _, shape, rest = match.groups()
         name = OP_NAME.search(rest)
@@ -229,12 +239,12 @@ def rematerializations(
             name=stack,
             place=place,
         )
-        found.setdefault((finding.what, stack), finding)
-    return tuple(found.values())
+        result.setdefault((finding.what, stack), finding)
+    return tuple(result.values())
 
 
 def _place_of(name: str, traffic: Sequence[Mapping[str, Any]]) -> str:
-    for found in traffic:
-        if name and found["name"] == name:
-            return own_place(found["places"])
+    for result in traffic:
+        if name and result["name"] == name:
+            return own_place(result["places"])
     return ""

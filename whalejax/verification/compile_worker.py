@@ -184,7 +184,7 @@ def _answer(request: CompileRequest, phase: list[str]) -> dict[str, Any]:
 def _stages(rehearse: Callable[[], Any], plan: Any) -> dict[str, Any]:
     """The programs of stages that have their own, by stage, and what stages move."""
     start = time.monotonic()
-    found = rehearse()
+    result = rehearse()
     seconds = time.monotonic() - start
     stages: list[dict[str, Any]] = [
         {
@@ -193,10 +193,10 @@ def _stages(rehearse: Callable[[], Any], plan: Any) -> dict[str, Any]:
             "collectives": [],
             "product_flops": 0,
         }
-        for memory, once in zip(found.memory, found.once_bytes, strict=True)
+        for memory, once in zip(result.memory, result.once_bytes, strict=True)
     ]
     refused = ""
-    for one in found.programs:
+    for one in result.programs:
         mesh = plan.apart[one.stage].axis_sizes
         said = _program(one.compiled.as_text(), mesh)
         refused = refused or said["refused"]
@@ -209,7 +209,7 @@ def _stages(rehearse: Callable[[], Any], plan: Any) -> dict[str, Any]:
         "compile_seconds": seconds,
         "refused": refused,
         "stages": stages,
-        "moved": [dataclasses.asdict(one) for one in found.moved],
+        "moved": [dataclasses.asdict(one) for one in result.moved],
     }
 
 
@@ -236,8 +236,8 @@ def _devices(request: CompileRequest) -> list[Any]:
     else:
         name, platform = target.kind, "cuda"
         options = {"target_config": request.gpu_target, "topology": target.topology}
-    found = topologies.get_topology_desc(name, platform, **options)
-    return cluster_order(found.devices)
+    devices = topologies.get_topology_desc(name, platform, **options)
+    return cluster_order(devices.devices)
 
 
 def _versions(jax: Any, platform: str) -> dict[str, str]:
@@ -295,7 +295,7 @@ def _program(text: str, mesh: dict[str, int]) -> dict[str, Any]:
 
     try:
         module = hlo.read(text)
-        found = hlo.collectives(module)
+        program = hlo.collectives(module)
         flops = hlo.product_flops(module)
     except hlo.HloError as error:
         return {"refused": str(error), "collectives": [], "product_flops": None}
@@ -311,7 +311,7 @@ def _program(text: str, mesh: dict[str, int]) -> dict[str, Any]:
                 "name": i.name,
                 "places": i.places[:12],
             }
-            for i in found.instructions
+            for i in program.instructions
         ],
     }
 
@@ -321,12 +321,12 @@ def _failure(error: Exception, phase: str) -> dict[str, Any]:
 
     text = str(error)
     words = f"{type(error).__name__}: {text}"
-    found = _MEMORY.search(text)
+    match = _MEMORY.search(text)
     if isinstance(error, WhaleError):
         return {"failure": text, "phase": "asking"}
-    if found is None:
+    if match is None:
         return {"failure": words, "phase": phase}
-    numbers = [g for g in found.groups() if g is not None]
+    numbers = [g for g in match.groups() if g is not None]
     need, capacity = (
         int(float(numbers[i]) * _UNITS[numbers[i + 1].upper()]) for i in (0, 2)
     )

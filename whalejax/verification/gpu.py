@@ -46,14 +46,14 @@ def packages() -> Sequence[str]:
     Raises:
         NoCompiler: it was not set up.
     """
-    found = [str(path) for path in folder().glob(_PACKAGES)]
-    if not (found and (folder() / _READY).exists()):
+    result = [str(path) for path in folder().glob(_PACKAGES)]
+    if not (result and (folder() / _READY).exists()):
         raise NoCompiler(
             "compiling for GPUs needs JAX's CUDA plugin, in an environment of its own. "
             "Make it once with whalejax verify --setup-gpu (1.4 GB to download, 5 GB "
             "on disk); it needs no GPU"
         )
-    return found
+    return result
 
 
 def set_up() -> Path:

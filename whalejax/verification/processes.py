@@ -198,24 +198,24 @@ def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
     A GPU program is compiled by the plugin of another environment, which comes last:
     whatever this one has too is taken from here.
     """
-    found = dict(os.environ)
+    environment = dict(os.environ)
     paths = [p or os.getcwd() for p in sys.path if os.path.isdir(p or ".")]
-    found["PYTHONPATH"] = os.pathsep.join([*paths, *extra_paths])
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *extra_paths])
     if target.platform == "local":
-        _virtual_devices(found, target.num_devices)
+        _virtual_devices(environment, target.num_devices)
         if target.kind == "cpu":
-            found["JAX_PLATFORMS"] = "cpu"
+            environment["JAX_PLATFORMS"] = "cpu"
         # The device's memory may be taken by this process.
-        found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        return found
-    found["JAX_PLATFORMS"] = "cpu"
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        return environment
+    environment["JAX_PLATFORMS"] = "cpu"
     if target.platform == "tpu":
-        found["TPU_SKIP_MDS_QUERY"] = "1"
-        found["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+        environment["TPU_SKIP_MDS_QUERY"] = "1"
+        environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     else:
-        flags = found.get("XLA_FLAGS", "")
-        found["XLA_FLAGS"] = f"{flags} {_UNTIMED}".strip()
-    return found
+        flags = environment.get("XLA_FLAGS", "")
+        environment["XLA_FLAGS"] = f"{flags} {_UNTIMED}".strip()
+    return environment
 
 
 def _virtual_devices(environment: dict[str, str], count: int) -> None:

@@ -91,9 +91,9 @@ def target_of(plan: Plan, topology: str | None = None) -> Target:
         PlanError: it has another number of devices than the plan.
     """
     if topology is None:
-        found = _target(plan.cluster, plan.cluster.describe())
+        target = _target(plan.cluster, plan.cluster.describe())
     elif topology.strip().lower() == "local":
-        found = _local(plan.cluster)
+        target = _local(plan.cluster)
     else:
         try:
             cluster = parse_cluster(topology)
@@ -101,14 +101,15 @@ def target_of(plan: Plan, topology: str | None = None) -> Target:
             raise WhaleError(
                 f"topology {topology}: {error}\nThere are compilers for {target_text()}"
             ) from error
-        found = _target(cluster, topology)
-    if found.platform != "local" and found.num_devices != plan.cluster.num_devices:
+        target = _target(cluster, topology)
+    if target.platform != "local" and target.num_devices != plan.cluster.num_devices:
         raise PlanError(
             f"this plan is for {plan.cluster.num_devices} devices "
-            f"({plan.cluster.describe()}), and {found.words} has {found.num_devices}. "
+            f"({plan.cluster.describe()}), and {target.words} has "
+            f"{target.num_devices}. "
             "Plan again for it, or give a topology of as many devices"
         )
-    return found
+    return target
 
 
 def _target(cluster: Cluster, words: str) -> Target:
@@ -173,5 +174,5 @@ def _dims(name: str) -> int:
 
 def _lengths(cluster: Cluster) -> tuple[int, ...]:
     """Lengths of the torus, outermost first; the compiler wants those of 1 last."""
-    found = [level.size for level in reversed(cluster.levels) if level.torus]
-    return (*found, *[1] * (_dims(cluster.kinds[0].name) - len(found)))
+    lengths = [level.size for level in reversed(cluster.levels) if level.torus]
+    return (*lengths, *[1] * (_dims(cluster.kinds[0].name) - len(lengths)))

@@ -184,9 +184,9 @@ class Acceptor:
         with self._lock:
             if not self._refused or now - self._said_at < _SAY_SECONDS:
                 return None
-            found = RefusedConnections(count=self._refused, why=self._why)
+            result = RefusedConnections(count=self._refused, why=self._why)
             self._refused, self._said_at = 0, now
-            return found
+            return result
 
     def close(self) -> None:
         """End the listening socket and every connection."""

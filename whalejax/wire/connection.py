@@ -291,9 +291,9 @@ class Channel:
                     raise WireTimeoutError(f"{self.peer} sent nothing in time")
                 left = end - now if now < end else _TICK_SECONDS
                 self._changed.wait(min(left, until - now))
-        found = self.next(takes)
-        assert found is not None
-        return found
+        result = self.next(takes)
+        assert result is not None
+        return result
 
     def next(self, takes: Messages[M]) -> M | None:
         """Returns the next message that has been received, or None.
@@ -523,16 +523,16 @@ def admission(*, refused: str = "", is_final: bool = False) -> bytes:
 
 def _pulled(link: socket.socket, end: float) -> bytes:
     """The values of the first message, which a listener sends at once."""
-    found, size = b"", _HEADER.size
-    while len(found) < size:
+    result, size = b"", _HEADER.size
+    while len(result) < size:
         link.settimeout(max(end - time.monotonic(), 0.01))
-        some = link.recv(size - len(found))
+        some = link.recv(size - len(result))
         if not some:
             raise ConnectionClosedError("it has ended the connection")
-        found += some
-        if len(found) == _HEADER.size:
-            size += min(_HEADER.unpack(found)[0], CONTROL_BYTES)
-    return found[_HEADER.size :]
+        result += some
+        if len(result) == _HEADER.size:
+            size += min(_HEADER.unpack(result)[0], CONTROL_BYTES)
+    return result[_HEADER.size :]
 
 
 def _check_admission(said: Admission, where: str) -> None:
@@ -566,15 +566,15 @@ def _dialled_wrong(error: Exception, where: str) -> WireError:
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     """A socket that listens, at a free port where none is given."""
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    result = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen(BACKLOG)
+        result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        result.bind((host, port))
+        result.listen(BACKLOG)
     except OSError:
-        found.close()
+        result.close()
         raise
-    return found
+    return result
 
 
 def at_once(link: socket.socket) -> None:

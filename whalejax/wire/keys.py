@@ -127,8 +127,8 @@ class Key:
             return frozenset()
         if not self._revoked or self._revoked[0][0] != changed_at:
             with contextlib.suppress(OSError):
-                found = changed_at, frozenset(path.read_text().split())
-                self._revoked[:] = [found]
+                result = changed_at, frozenset(path.read_text().split())
+                self._revoked[:] = [result]
         return self._revoked[0][1] if self._revoked else frozenset()
 
 
@@ -297,15 +297,15 @@ def _tried(server: ssl.SSLContext, client: ssl.SSLContext) -> Any:
 
 def _context(path: Path, authority: str, *, server: bool) -> ssl.SSLContext:
     side = ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
-    found = ssl.SSLContext(side)
-    found.check_hostname = False  # Who has a key of the run is meant, wherever it is.
-    found.minimum_version = ssl.TLSVersion.TLSv1_3
-    found.verify_mode = ssl.CERT_REQUIRED
-    found.load_verify_locations(cadata=authority)
-    found.load_cert_chain(path)
+    context = ssl.SSLContext(side)
+    context.check_hostname = False  # Who has a key of the run is meant, wherever it is.
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=authority)
+    context.load_cert_chain(path)
     if server:
-        found.num_tickets = 0
-    return found
+        context.num_tickets = 0
+    return context
 
 
 # Files.
@@ -318,10 +318,10 @@ def _sibling_path(path: Path, end: str) -> Path:
 def _read(path: Path, what: str) -> bytes:
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            result = os.fstat(file.fileno())
+            if not stat.S_ISREG(result.st_mode):
                 raise WhaleError(f"{path} is no regular file; expected a key file")
-            _check_owner(path, found)
+            _check_owner(path, result)
             return file.read(_MOST_BYTES)
     except OSError as error:
         raise WhaleError(

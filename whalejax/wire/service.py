@@ -273,14 +273,14 @@ class Caller:
                 return idle.pop(), False
         left = end - time.monotonic()
         try:
-            found = dial(address, self._key, seconds=left, most_bytes=DATA_BYTES)
+            channel = dial(address, self._key, seconds=left, most_bytes=DATA_BYTES)
         except WireError as error:
             raise self._unreachable_error(
                 address, "a connection", left, error
             ) from None
         with self._lock:
-            self._busy.add(found)
-        return found, True
+            self._busy.add(channel)
+        return channel, True
 
     def _unreachable_error(
         self, address: Address, what: str, seconds: float, error: WireError

@@ -122,8 +122,8 @@ def narrowed(
     body = _compat.open_jaxpr(jaxpr)[0]
 
     def program(*leaves: Any) -> list[Any]:
-        found = narrower.run(jaxpr, leaves, (), weights)
-        return _as_traced(found, body.outvars)
+        program = narrower.run(jaxpr, leaves, (), weights)
+        return _as_traced(program, body.outvars)
 
     return _compat.trace(program, [v.aval for v in body.invars])
 
@@ -287,9 +287,9 @@ class _PrecisionRewriter:
         ]
 
         def turn(arguments: Sequence[Any]) -> list[Any]:
-            found = self.run(inner, arguments, (*position, 0), flags)
-            carried = _as_traced(found, body.outvars[: parts.num_carries])
-            return [*carried, *found[parts.num_carries :]]
+            turn = self.run(inner, arguments, (*position, 0), flags)
+            carried = _as_traced(turn, body.outvars[: parts.num_carries])
+            return [*carried, *turn[parts.num_carries :]]
 
         if any(flags):
             avals = [
@@ -324,11 +324,11 @@ def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
         narrow = _stays(equation, dtype) and _all_narrow(scope, given, dtype)
     met = not changed and any(_is_wide(scope, a, dtype) for a in atoms)
     if not narrow or met:
-        found = _compat.bind(equation, [scope.read(atom) for atom in atoms])
+        primitive = _compat.bind(equation, [scope.read(atom) for atom in atoms])
         if not narrow or dtype == DTYPES["f16"]:
-            return found  # float16 might not hold it: masks are such weights
+            return primitive  # float16 might not hold it: masks are such weights
         # Gradients of parameters that meet many values are added up in float32.
-        return [jax.lax.convert_element_type(x, dtype) for x in found]
+        return [jax.lax.convert_element_type(x, dtype) for x in primitive]
     values = [
         scope.read(a, dtype) if f else scope.read(a)
         for a, f in zip(atoms, floats, strict=True)
@@ -406,7 +406,7 @@ def _as_traced(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
 def _cast_to(jaxpr: Any, variable: Any) -> Any:
     """The one type that a program casts one of its inputs to; None if it reads it."""
     body = _compat.open_jaxpr(jaxpr)[0]
-    found: set[Any] = set()
+    result: set[Any] = set()
     if any(v is variable for v in body.outvars):
         return None
     for equation in body.eqns:
@@ -419,6 +419,6 @@ def _cast_to(jaxpr: Any, variable: Any) -> Any:
             elif _compat.recursion(equation) in ("inline", "remat", "scan"):
                 inner = _compat.inner_jaxprs(equation)[0]
                 dtype = _cast_to(inner, _compat.open_jaxpr(inner)[0].invars[place])
-            found.add(dtype)
-    (dtype,) = found if len(found) == 1 else (None,)
+            result.add(dtype)
+    (dtype,) = result if len(result) == 1 else (None,)
     return dtype if dtype in DTYPES.values() else None

@@ -31,14 +31,14 @@ def checkpoint_names(jaxpr: Any) -> tuple[str, ...]:
     Args:
         jaxpr: open or closed.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
         name = _compat.checkpoint_name_of(equation)
         if name is not None:
-            found[name] = None
+            names[name] = None
         for inner in _compat.inner_jaxprs(equation):
-            found.update(dict.fromkeys(checkpoint_names(inner)))
-    return tuple(found)
+            names.update(dict.fromkeys(checkpoint_names(inner)))
+    return tuple(names)
 
 
 def policy_of(policy: str, names: Sequence[str]) -> Any:
@@ -78,7 +78,7 @@ def applicable(jaxpr: Any, regions: Sequence[Region]) -> list[Region]:
         jaxpr: closed, as captured.
         regions: equations of it.
     """
-    found = []
+    result = []
     for region in regions:
         body: Any = _compat.open_jaxpr(jaxpr)[0]
         for index in region.prefix[::2]:
@@ -91,8 +91,8 @@ def applicable(jaxpr: Any, regions: Sequence[Region]) -> list[Region]:
         else:
             equations = body.eqns[region.first : region.end]
             if all(map(_compat.runs_twice, equations)):
-                found.append(region)
-    return found
+                result.append(region)
+    return result
 
 
 def recomputed(jaxpr: Any, regions: Sequence[Region]) -> Any:
@@ -193,12 +193,12 @@ def _lengths(region: Region) -> range:
 
 def _last_readers(body: Any) -> dict[Any, int]:
     """Number of the last equation that reads each variable; of results, past them."""
-    found = {
+    readers = {
         atom: index
         for index, equation in enumerate(body.eqns)
         for atom in _variables([equation.invars])
     }
-    return found | dict.fromkeys(_variables([body.outvars]), sys.maxsize)
+    return readers | dict.fromkeys(_variables([body.outvars]), sys.maxsize)
 
 
 def _variables(several: Any) -> list[Any]:

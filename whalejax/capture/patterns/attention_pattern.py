@@ -94,34 +94,34 @@ def attention_of(jaxpr: Any) -> AttentionPattern:
     body = _compat.open_jaxpr(jaxpr)[0]
     maker = {v: e for e in body.eqns for v in e.outvars}
     second = maker[body.outvars[0]]
-    found = _recognised(second, maker, trained_in(body, [True] * 3))
-    assert isinstance(found, AttentionPattern)  # a call is only made of one
-    return found
+    attention = _recognised(second, maker, trained_in(body, [True] * 3))
+    assert isinstance(attention, AttentionPattern)  # a call is only made of one
+    return attention
 
 
 def trained_in(body: Any, flags: Sequence[bool]) -> set[Any]:
     """Variables of a jaxpr through which a gradient flows from some of its inputs."""
-    found = {v for v, flag in zip(body.invars, flags, strict=False) if flag}
+    result = {v for v, flag in zip(body.invars, flags, strict=False) if flag}
     for equation in body.eqns:
         if equation.primitive.name == "stop_gradient":
             continue
-        if any(not _compat.is_literal(a) and a in found for a in equation.invars):
-            found.update(v for v in equation.outvars if _inexact(v))
-    return found
+        if any(not _compat.is_literal(a) and a in result for a in equation.invars):
+            result.update(v for v in equation.outvars if _inexact(v))
+    return result
 
 
 def trained_in_scan(scan: Any, flags: Sequence[bool]) -> list[bool]:
     """Returns which inputs of a scan's body have gradients; carries may gain them."""
     body = _compat.open_jaxpr(_compat.inner_jaxprs(scan)[0])[0]
-    parts, found = _compat.scan_parts(scan), list(flags)
+    parts, result = _compat.scan_parts(scan), list(flags)
     while True:
-        trained = trained_in(body, found)
-        before = list(found)
+        trained = trained_in(body, result)
+        before = list(result)
         for place, out in enumerate(body.outvars[: parts.num_carries]):
             if not _compat.is_literal(out) and out in trained:
-                found[parts.num_consts + place] = True
-        if found == before:
-            return found
+                result[parts.num_consts + place] = True
+        if result == before:
+            return result
 
 
 def _inexact(variable: Any) -> bool:
@@ -145,7 +145,7 @@ def recognised(
         trained: its variables through which a gradient flows.
     """
     maker = {v: e for e in body.eqns for v in e.outvars}
-    found: list[AttentionPattern] = []
+    result: list[AttentionPattern] = []
     reasons: list[str] = []
     leaks = _Leaks(body, maker)
     for equation in body.eqns:
@@ -153,11 +153,11 @@ def recognised(
             one = _recognised(equation, maker, trained)
             why = leaks.of(one) if isinstance(one, AttentionPattern) else one
             if isinstance(one, AttentionPattern) and not why:
-                found.append(one)
+                result.append(one)
             elif why:
                 place = _compat.scope_text(equation)
                 reasons.append(f"attention in {place or 'the loss'}: {why}")
-    return found, reasons
+    return result, reasons
 
 
 def _recognised(
@@ -268,10 +268,10 @@ def _product_tags(first: Any, scores: Scores, shared: Sequence[int]) -> list[int
     # Those that are shared come first in a product.
     absent.sort(key=lambda tag: tag not in shared)
     rest = iter(absent)
-    found = [next(rest) if tag is None else tag for tag in tags]
-    if sorted(found) != list(range(len(shape))):
+    result = [next(rest) if tag is None else tag for tag in tags]
+    if sorted(result) != list(range(len(shape))):
         raise NotScoresError("its scores have dimensions that the product has not")
-    return found
+    return result
 
 
 class _Leaks:

@@ -66,10 +66,10 @@ def operand_tags(equation: Any, tags: Tags) -> list[Tags | None] | None:
         return [None] if name == "broadcast_in_dim" and not rest else None
     shape = source.aval.shape
     if name == "transpose":
-        found: list[int | None] = [None] * len(shape)
+        values: list[int | None] = [None] * len(shape)
         for place, dim in enumerate(equation.params["permutation"]):
-            found[dim] = tags[place]
-        return [tuple(found)]
+            values[dim] = tags[place]
+        return [tuple(values)]
     if name == "broadcast_in_dim":
         places = equation.params["broadcast_dimensions"]
         pairs = zip(shape, places, strict=True)

@@ -130,19 +130,19 @@ def _start(equation: Any, dim: int, last: int) -> int | None:
 
 def _lengths(jaxpr: Any, cuts: frozenset[Position]) -> frozenset[tuple[int, int]]:
     """Lengths of sequences before and after the cuts."""
-    found: set[tuple[int, int]] = set()
+    lengths: set[tuple[int, int]] = set()
 
     def visit(jaxpr: Any, prefix: Position) -> None:
         for index, equation in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
             here = (*prefix, index)
             one = _one_cut(equation) if here in cuts else None
             if one is not None:
-                found.add(one[1:3])
+                lengths.add(one[1:3])
             for number, inner in enumerate(_compat.inner_jaxprs(equation)):
                 visit(inner, (*here, number))
 
     visit(jaxpr, ())
-    return frozenset(found)
+    return frozenset(lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +181,9 @@ class _Runner:
             if within or any(isinstance(x, FullLengthValue) for x in operands):
                 return self.run(inner, operands, (*position, 0))
         if any(isinstance(x, FullLengthValue) for x in operands):
-            found = _of_long(equation, operands)
-            if found is not None:
-                return [found]
+            result = _of_long(equation, operands)
+            if result is not None:
+                return [result]
             operands = [_cut(x) for x in operands]
         begun = self._postpone_cut(equation, operands, position)
         return _compat.bind(equation, operands) if begun is None else [begun]

@@ -102,16 +102,16 @@ class Logits:
             outside: by number, what is read beside them.
             sizes: Sizes of the dimensions.
         """
-        found: list[Any] = []
+        values: list[Any] = []
         for number, node in enumerate(self.nodes):
             if number == self.source:
-                found.append(logits)
+                values.append(logits)
             elif node.outside is not None:
-                found.append(outside[node.outside])
+                values.append(outside[node.outside])
             else:
                 shape = tuple(1 if t is None else sizes[t] for t in node.tags)
-                found.append(compute_block(node, shape, found, {}))
-        return [found[end] for end in self.ends]
+                values.append(compute_block(node, shape, values, {}))
+        return [values[end] for end in self.ends]
 
 
 def logits_in(body: Any, trained: set[Any]) -> list[Logits]:
@@ -121,7 +121,7 @@ def logits_in(body: Any, trained: set[Any]) -> list[Logits]:
         body: open, without calls that could be inlined.
         trained: its variables through which a gradient flows.
     """
-    found = []
+    logits = []
     for place, equation in enumerate(body.eqns):
         if equation.primitive.name == "dot_general":
             try:
@@ -129,8 +129,8 @@ def logits_in(body: Any, trained: set[Any]) -> list[Logits]:
             except NotTokensError:
                 continue
             if one is not None:
-                found.append(one)
-    return found
+                logits.append(one)
+    return logits
 
 
 def logits_of(jaxpr: Any, trained: int) -> Logits:
@@ -306,12 +306,12 @@ class _Search:
             # Positions of tokens begin elsewhere in each chunk.
             counted = tags[equation.params["dimension"]]
             return [] if counted in (None, vocab) else None
-        found = operand_tags(equation, tags)
-        if found is None and inside:
-            found = reduced_tags(equation, tags, vocab)
-            if found is None:
+        operands = operand_tags(equation, tags)
+        if operands is None and inside:
+            operands = reduced_tags(equation, tags, vocab)
+            if operands is None:
                 raise NotTokensError
-        return found
+        return operands
 
     def _from_outside(self, variable: Any, tags: Tags, vocab: int) -> ScoreNode:
         tokens = [t for t in tags if t not in (None, vocab)]
@@ -334,15 +334,15 @@ def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | 
         return None
     shape = equation.outvars[0].aval.shape
     name = equation.primitive.name
-    found: list[int | None] = [None] * len(shape)
+    result_tags: list[int | None] = [None] * len(shape)
     candidates = [a for a in equation.invars if not _compat.is_literal(a) and a in tags]
     if name in SAME_SHAPE:
         for atom in candidates:
             for dim, tag in enumerate(tags[atom]):
-                if None not in (tag, found[dim]) and tag != found[dim]:
+                if None not in (tag, result_tags[dim]) and tag != result_tags[dim]:
                     return None
-                found[dim] = tag if found[dim] is None else found[dim]
-        return tuple(found)
+                result_tags[dim] = tag if result_tags[dim] is None else result_tags[dim]
+        return tuple(result_tags)
     # Every arrangement of known dimensions is tried against what the rule says.
     known = tags[candidates[0]]
     options = _arrangements(equation, known, shape, vocab)
@@ -362,10 +362,10 @@ def _arrangements(
     if name == "transpose":
         return tuple(known[dim] for dim in params["permutation"])
     if name == "broadcast_in_dim":
-        found: list[int | None] = [None] * len(shape)
+        arrangements: list[int | None] = [None] * len(shape)
         for tag, place in zip(known, params["broadcast_dimensions"], strict=True):
-            found[place] = tag
-        return tuple(found)
+            arrangements[place] = tag
+        return tuple(arrangements)
     if name in ("reshape", "squeeze", "expand_dims"):
         kept = [t for t in known if t is not None]
         if len(kept) != sum(n > 1 for n in shape):

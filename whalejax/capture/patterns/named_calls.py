@@ -110,16 +110,16 @@ def most_tokens(jaxpr: Any) -> int:
     Args:
         jaxpr: Program, or part of one, that ``with_logits`` returned.
     """
-    found = 0
+    tokens = 0
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
         if makes_logits(equation):
             one = called_logits(equation)
             shape = one.hidden.aval.shape
-            found = max(found, math.prod(shape[place] for place in one.tokens))
+            tokens = max(tokens, math.prod(shape[place] for place in one.tokens))
         else:
             inner = _compat.inner_jaxprs(equation)
-            found = max([found, *map(most_tokens, inner)])
-    return found
+            tokens = max([tokens, *map(most_tokens, inner)])
+    return tokens
 
 
 def _rebuilt(
@@ -308,11 +308,11 @@ def _run(jaxpr: Any, values: Sequence[Any], arranged: _Arranged) -> list[Any]:
 def _attentions(
     body: Any, trained: set[Any]
 ) -> tuple[list[rebuild.EquationReplacement], list[str]]:
-    found, reasons = recognised(body, trained)
+    result, reasons = recognised(body, trained)
     maker = {v: e for e in body.eqns for v in e.outvars}
     calls = [
         _call(CALL, one.inputs, (one.output,), equations_of(one, maker), one.second)
-        for one in found
+        for one in result
     ]
     return calls, reasons
 
@@ -336,12 +336,12 @@ def _losses(
 def _behind(body: Any, one: Logits) -> list[Any]:
     """The equations from the inputs of logits to their exits, in program order."""
     needed, given = set(one.exits), set(one.inputs)
-    found = []
+    behind = []
     for equation in reversed(body.eqns):
         if any(v in needed and v not in given for v in equation.outvars):
-            found.append(equation)
+            behind.append(equation)
             needed.update(a for a in equation.invars if not _compat.is_literal(a))
-    return found[::-1]
+    return behind[::-1]
 
 
 def _call(

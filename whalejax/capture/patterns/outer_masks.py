@@ -209,8 +209,8 @@ def _call(region: _Region) -> rebuild.EquationReplacement:
         places = [n for n in range(len(whole)) if n not in makers]
 
         def body(xs: Sequence[Any]) -> list[Any]:
-            found = dict(zip(places, xs, strict=True))
-            return run_body(known, [found.get(n) for n in range(len(whole))])
+            body = dict(zip(places, xs, strict=True))
+            return run_body(known, [body.get(n) for n in range(len(whole))])
 
         return rebuild.around(equation, [whole[n] for n in places], body)
 

@@ -57,12 +57,12 @@ def rescaled(body: Any) -> list[rebuild.EquationReplacement]:
         body: open, without calls that could be inlined.
     """
     chains = _Chains({v: e for e in body.eqns for v in e.outvars})
-    found = []
+    result = []
     for equation in body.eqns:
         if equation.primitive.name == "dot_general":
             calls = (_instead(equation, side, chains) for side in (0, 1))
-            found += [call for call in calls if call is not None][:1]
-    return found
+            result += [call for call in calls if call is not None][:1]
+    return result
 
 
 def holds_rescaled(jaxpr: Any) -> bool:
@@ -98,14 +98,14 @@ def _instead(
         raw, other, *rest = operands
         one = lax.transpose(raw, scaled.order).astype(weights.aval.dtype)
         pair = (one, other) if side == 0 else (other, one)
-        (found,) = _compat.bind(product, pair)
+        (result,) = _compat.bind(product, pair)
         read = iter(rest)
         for factor, where in zip(scaled.factors, wheres, strict=True):
             atom = factor.atom
             value = atom.val if _compat.is_literal(atom) else next(read)
-            more = _spread(value, where, found)
-            found = found / more if factor.divides else found * more
-        return [found]
+            more = _spread(value, where, result)
+            result = result / more if factor.divides else result * more
+        return [result]
 
     return rebuild.EquationReplacement(
         inputs=(scaled.weights, values, *given),
@@ -130,12 +130,12 @@ def _output_places(product: Any, side: int) -> list[int | None]:
         for n, rank in enumerate(ranks)
     ]
     before = len(batch[0]) + (len(own[0]) if side == 1 else 0)
-    found: list[int | None] = [None] * ranks[side]
+    output_places: list[int | None] = [None] * ranks[side]
     for place, dim in enumerate(batch[side]):
-        found[dim] = place
+        output_places[dim] = place
     for place, dim in enumerate(own[side]):
-        found[dim] = before + place
-    return found
+        output_places[dim] = before + place
+    return output_places
 
 
 def _spread(factor: Any, places: Sequence[tuple[Any, int]], like: Any) -> Any:
@@ -184,32 +184,32 @@ class _Chains:
             return None
         name = equation.primitive.name
         if name in {*CASTS, "transpose"}:
-            found = self.behind(equation.invars[0])
-            if found is None or name != "transpose":
-                return found
+            behind = self.behind(equation.invars[0])
+            if behind is None or name != "transpose":
+                return behind
             turned = equation.params["permutation"]
-            return replace(found, order=tuple(found.order[d] for d in turned))
+            return replace(behind, order=tuple(behind.order[d] for d in turned))
         places = {"mul": (0, 1), "dot_general": (0, 1), "div": (0,)}.get(name, ())
         either = (self._scale_through(equation, place) for place in places)
-        return next((found for found in either if found is not None), None)
+        return next((behind for behind in either if behind is not None), None)
 
     def _scale_through(self, equation: Any, place: int) -> _Scaled | None:
         """Returns weights and factors of an operand, with the other operand."""
         lying = _factors(equation, place)
-        found = None if lying is None else self.behind(equation.invars[place])
-        if lying is None or found is None:
+        result = None if lying is None else self.behind(equation.invars[place])
+        if lying is None or result is None:
             return None
         own, tags = lying
         atom, tags = _narrowest(equation.invars[1 - place], tags, self.maker)
         factor = _Factor(
             atom=atom,
-            tags=tuple(None if t is None else found.order[t] for t in tags),
+            tags=tuple(None if t is None else result.order[t] for t in tags),
             divides=equation.primitive.name == "div",
         )
         return _Scaled(
-            weights=found.weights,
-            factors=(*found.factors, factor),
-            order=tuple(found.order[d] for d in own),
+            weights=result.weights,
+            factors=(*result.factors, factor),
+            order=tuple(result.order[d] for d in own),
         )
 
 
@@ -250,9 +250,9 @@ def _narrowest(atom: Any, tags: Tags, maker: Mapping[Any, Any]) -> tuple[Any, Ta
         equation = maker.get(atom)
         if equation is None or equation.primitive.name not in CASTS | SPREADS:
             break
-        found = operand_tags(equation, tags)
-        if found is None:
+        result = operand_tags(equation, tags)
+        if result is None:
             break
         (atom,) = equation.invars
-        tags = found[0] or ()
+        tags = result[0] or ()
     return atom, tags

@@ -57,11 +57,11 @@ class Scores:
     @property
     def tags(self) -> list[set[Tags]]:
         """Returns the tags with which each value from outside is read."""
-        found: list[set[Tags]] = [set() for _ in self.outside]
+        tags: list[set[Tags]] = [set() for _ in self.outside]
         for node in self.nodes:
             if node.outside is not None:
-                found[node.outside].add(node.tags)
-        return found
+                tags[node.outside].add(node.tags)
+        return tags
 
     def block(
         self,
@@ -174,24 +174,24 @@ class Scores:
             product: its bounds. Beside ``_USUAL`` what is made of it by equations
                 without a rule (a cap) is taken to be usual too.
         """
-        found: list[Interval] = []
+        result: list[Interval] = []
         made: set[int | None] = {self.product}
         for number, node in enumerate(self.nodes):
             if node.outside is not None:
                 dtype = self.outside[node.outside].aval.dtype
-                found.append(BOOL if np.dtype(dtype).kind == "b" else ANY)
+                result.append(BOOL if np.dtype(dtype).kind == "b" else ANY)
             elif number == self.product:
-                found.append(product)
+                result.append(product)
             else:
-                bounds = interval(node, found, extents)
+                bounds = interval(node, result, extents)
                 if not made.isdisjoint(node.inputs):
                     made.add(number)
                     if bounds is ANY and product is _USUAL:
                         bounds = self._usual(
-                            [found[n] for n in node.inputs if n is not None]
+                            [result[n] for n in node.inputs if n is not None]
                         )
-                found.append(bounds)
-        return found[-1]
+                result.append(bounds)
+        return result[-1]
 
     def _usual(self, operands: Sequence[Interval]) -> Interval:
         """Usual numbers where all operands are such, else any."""

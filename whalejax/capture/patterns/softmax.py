@@ -44,8 +44,8 @@ def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | No
         equation = _cast_from(equation.invars[0], maker)
     if equation is None:
         return None
-    found = _softmax(equation, maker)
-    if found is None:
+    behind = _softmax(equation, maker)
+    if behind is None:
         changed = _changed(equation, maker)
         return (
             "its weights are changed after the softmax (dropout, or a second mask), "
@@ -53,7 +53,9 @@ def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | No
             if changed
             else None
         )
-    return Softmax(source=found[0], axis=found[1], tags=tags, dtype=weights.aval.dtype)
+    return Softmax(
+        source=behind[0], axis=behind[1], tags=tags, dtype=weights.aval.dtype
+    )
 
 
 def _changed(equation: Any, maker: Mapping[Any, Any]) -> bool:
@@ -121,10 +123,10 @@ def _spread_from(atom: Any, tags: Tags, maker: Mapping[Any, Any]) -> tuple[Any, 
         name = "" if equation is None else equation.primitive.name
         if equation is None or name not in CASTS | SPREADS:
             return equation, tags
-        found = operand_tags(equation, tags)
-        if found is None or found[0] is None:
+        result = operand_tags(equation, tags)
+        if result is None or result[0] is None:
             return None, tags
-        tags = found[0]
+        tags = result[0]
         (atom,) = equation.invars
     return None, tags
 

@@ -144,9 +144,9 @@ class ValueForms:
             forms = [self._form(x) for x in given]
         except ValueError:
             forms = [MIXED]
-        found = self._operation_form(index, op, given, forms)
+        operation_form = self._operation_form(index, op, given, forms)
         for t in op.results:
-            self._put(t, found)
+            self._put(t, operation_form)
 
     def _form(self, operand: int | tuple[Any, Any]) -> ValueForm:
         if isinstance(operand, int):
@@ -266,18 +266,18 @@ class ValueForms:
     def _loop(self, op: Op) -> None:
         pairing = self.pairing
         forms = [self.forms[t] for t in op.operands if t in self.forms]
-        found = join_forms(forms) if op.operands else self._start(op)
+        values = join_forms(forms) if op.operands else self._start(op)
         result = op.results[0] if op.results else None
         if result is None:
             return
         if (out := self._turns.get(result)) in self.forms:
-            found = join_forms([found, self.forms[out]])  # Of the turn before.
+            values = join_forms([values, self.forms[out]])  # Of the turn before.
         lost = {len(pairing.grown.get(t, ())) for t in op.operands}
         if lost - {
             len(pairing.grown.get(result, ()))
         } or not self._is_batch_independent(op):
-            found = mixed(forms)
-        self._put(result, found)
+            values = mixed(forms)
+        self._put(result, values)
 
     def _start(self, op: Op) -> ValueForm:
         """A carry that begins as a scalar of the program: zero, or unlike anything."""

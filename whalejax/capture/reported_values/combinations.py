@@ -78,14 +78,14 @@ def reports(
         wide = {t.graph.batch_size: t for t in (trace, small, large)}[whole]
     except Exception:  # Of the loss itself, which may take this batch only.
         return _with(trace, out_tree, _alone(trace, wanted))
-    found = judged(small, large, wanted, changing, jax.tree.leaves(rest))
+    result = judged(small, large, wanted, changing, jax.tree.leaves(rest))
     for n, (before, after) in enumerate(zip(avals(trace), avals(wide), strict=True)):
-        if n in found and not _is_batch_shape(
-            found[n], before.shape, after.shape, whole
+        if n in result and not _is_batch_shape(
+            result[n], before.shape, after.shape, whole
         ):
             why = f"has the shape {after.shape} of the whole batch"
-            found[n] = UnknownCombination(shape=before.shape, why=why)
-    return _with(trace, out_tree, found)
+            result[n] = UnknownCombination(shape=before.shape, why=why)
+    return _with(trace, out_tree, result)
 
 
 def _is_batch_shape(
@@ -100,7 +100,7 @@ def _is_batch_shape(
 
 def _alone(trace: Trace, wanted: Sequence[int]) -> dict[int, Said]:
     """Returns what one trace shows of a loss that takes no other batch size."""
-    found: dict[int, Said] = {
+    result: dict[int, Said] = {
         n: UnknownCombination(shape=avals(trace)[n].shape, why=_ONE_SIZE)
         for n in wanted
     }
@@ -109,8 +109,8 @@ def _alone(trace: Trace, wanted: Sequence[int]) -> dict[int, Said]:
     if trace.graph.batch_size > 1:  # Else dimensions of samples look like any other.
         rows = reported_rows(trace.graph, [*shaped.values()])
         places = zip(shaped, rows, strict=True)
-        found.update((n, said) for n, said in places if isinstance(said, SampleRows))
-    return found
+        result.update((n, said) for n, said in places if isinstance(said, SampleRows))
+    return result
 
 
 _ONE_SIZE: Final = (

@@ -180,17 +180,17 @@ def _end(kind: str, forms: Sequence[ValueForm]) -> ValueForm:
     rest = [form for n, form in enumerate(forms) if n not in places]
     fixed = all(form.kind == Kind.SAME and form.power in (0, None) for form in rest)
     (end, *others) = own
-    found = ValueForm(kind=end, sources=_behind(forms))
+    result = ValueForm(kind=end, sources=_behind(forms))
     if others or not fixed:
-        return mixed(forms, *found.sources)
+        return mixed(forms, *result.sources)
     alike = {"max": Kind.MOST, "min": Kind.LEAST, **_FIRST}.get(kind) == end
     if kind in _MOVES or alike:
-        return found
+        return result
     if len(places) == 1 and (kind in _RISES or (kind == "sub" and places == [0])):
-        return found
+        return result
     if kind in ("neg", "not") or (kind == "sub" and places == [1]):
-        return replace(found, kind=Kind.LEAST if end == Kind.MOST else Kind.MOST)
-    return mixed(forms, *found.sources)
+        return replace(result, kind=Kind.LEAST if end == Kind.MOST else Kind.MOST)
+    return mixed(forms, *result.sources)
 
 
 def _product(forms: Sequence[ValueForm]) -> ValueForm:

@@ -73,9 +73,9 @@ class Pairing:
         """
         traces = self.small, self.large
         self.makers = tuple(_makers(trace.graph) for trace in traces)
-        found = [scalars(trace.program) for trace in traces]
-        self._scalars = tuple(here for here, _ in found)
-        self.literals = tuple(results for _, results in found)
+        result = [scalars(trace.program) for trace in traces]
+        self._scalars = tuple(here for here, _ in result)
+        self.literals = tuple(results for _, results in result)
         backs = [_backs(trace.walk) for trace in traces]
         todo: list[tuple[Value, Value, set[int], int]] = [
             (self.small.results[n], self.large.results[n], self.lost, n) for n in wanted
@@ -109,10 +109,10 @@ class Pairing:
         if not _matches(here, there, op):
             return list(op.operands)
         tensors = iter(op.operands)
-        found: list[int | tuple[Any, Any]] = []
+        operands: list[int | tuple[Any, Any]] = []
         for a, b in zip(here.values, there.values, strict=True):
-            found.append(next(tensors) if a is None else (a, b))
-        return found
+            operands.append(next(tensors) if a is None else (a, b))
+        return operands
 
     def equation(self, op: Op) -> Any:
         """The equation of an operation in the smaller program."""
@@ -210,8 +210,8 @@ def scalars(program: Any) -> tuple[dict[Position, _BoundEquation], list[Any]]:
     Returns:
         These, and the results that are scalars in the program; None of the others.
     """
-    found: dict[Position, _BoundEquation] = {}
-    return found, _scalars_of(program, (), {}, found)
+    result: dict[Position, _BoundEquation] = {}
+    return result, _scalars_of(program, (), {}, result)
 
 
 UNKNOWN: Final = -1
@@ -235,8 +235,8 @@ def decides(trace: Trace, op: Op) -> Value:
     while not _compat.is_literal(atom):
         for number, one in enumerate(body.eqns):
             if atom in one.outvars:
-                found = trace.walk.outputs[*prefix, number]
-                return found[list(one.outvars).index(atom)]
+                result = trace.walk.outputs[*prefix, number]
+                return result[list(one.outvars).index(atom)]
         if not prefix:
             inputs = list(body.invars)
             return inputs.index(atom) if atom in inputs else UNKNOWN
@@ -305,11 +305,11 @@ def _matches(here: _BoundEquation, there: _BoundEquation, op: Op) -> bool:
 
 
 def _makers(graph: Graph) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {t.id: [] for t in graph.tensors}
+    makers: dict[int, list[int]] = {t.id: [] for t in graph.tensors}
     for index, op in enumerate(graph.ops):
         for t in op.results:
-            found[t].append(index)
-    return found
+            makers[t].append(index)
+    return makers
 
 
 def _backs(walk: FlatProgram) -> dict[int, int]:

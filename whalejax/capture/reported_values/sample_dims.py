@@ -159,8 +159,8 @@ class _Follow:
     def _samples(self, tensor: int) -> list[int]:
         """The dimensions of a tensor that hold samples."""
         rank = len(self.graph.tensors[tensor].shape)
-        found = ((dim, self.where.get((tensor, dim))) for dim in range(rank))
-        return [d for d, x in found if isinstance(x, SampleRows) or x is _Mark.MIXED]
+        samples = ((dim, self.where.get((tensor, dim))) for dim in range(rank))
+        return [d for d, x in samples if isinstance(x, SampleRows) or x is _Mark.MIXED]
 
     def _factors(self, op: Op) -> None:
         slots, count = slots_of(op), len(op.operands)
@@ -170,13 +170,13 @@ class _Follow:
             onward = [(s, d) for s, d in factor.members if s >= count]
             if not (given and onward):
                 continue
-            found: _Where = None
+            where: _Where = None
             for slot, dim in given:
-                found = _stronger(found, self.where.get((slots[slot], dim)))
-            if factor.whole and isinstance(found, SampleRows):
-                found = _Mark.MIXED
+                where = _stronger(where, self.where.get((slots[slot], dim)))
+            if factor.whole and isinstance(where, SampleRows):
+                where = _Mark.MIXED
             for slot, dim in onward:
-                self._set(slots[slot], dim, found)
+                self._set(slots[slot], dim, where)
             tied.update(factor.members)
         if not op.unknown and op.kind not in _FRESH and count:
             self._untied(op, tied)
@@ -222,8 +222,8 @@ class _Follow:
         for ins, outs in groups(before, after):
             given = [self.where.get((source, dim)) for dim in ins]
             sizes = [before[dim] for dim in ins], [after[dim] for dim in outs]
-            for dim, found in zip(outs, _regrouped(given, *sizes), strict=True):
-                self._set(result, dim, found)
+            for dim, values in zip(outs, _regrouped(given, *sizes), strict=True):
+                self._set(result, dim, values)
 
 
 def _rank(where: _Where) -> int:
@@ -259,10 +259,10 @@ def _regrouped(
         yield from [known] * len(after)
         return
     place = rows[0]
-    found = given[place]
-    assert isinstance(found, SampleRows)
-    samples = before[place] // (found.outer * found.inner)
-    low = found.inner * math.prod(before[place + 1 :])
+    result = given[place]
+    assert isinstance(result, SampleRows)
+    samples = before[place] // (result.outer * result.inner)
+    low = result.inner * math.prod(before[place + 1 :])
     high = low * samples
     strides = [math.prod(after[dim + 1 :]) for dim in range(len(after))]
     ends = [stride * size for stride, size in zip(strides, after, strict=True)]

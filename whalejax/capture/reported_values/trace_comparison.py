@@ -65,10 +65,10 @@ def judged(
     shaped = [n for n, t in tensors.items() if small.graph.tensors[t].shape]
     rows = reported_rows(small.graph, [tensors[n] for n in shaped])
     where: Mapping[int, Any] = dict(zip(shaped, rows, strict=True))
-    found: dict[int, Said] = {}
+    result: dict[int, Said] = {}
     for n in wanted:
         if n not in tensors:
-            found[n] = _scalar(pairing, n)
+            result[n] = _scalar(pairing, n)
             continue
         aval = avals(small)[n]
         inexact = _compat.is_inexact(aval.dtype)
@@ -78,10 +78,10 @@ def judged(
                 parts.combination_rule(tensors[n], inexact=inexact), where.get(n)
             )
         if isinstance(said, str) and said not in HOWS:
-            found[n] = UnknownCombination(shape=aval.shape, why=said)
+            result[n] = UnknownCombination(shape=aval.shape, why=said)
         else:
-            found[n] = said
-    return found
+            result[n] = said
+    return result
 
 
 def _with_row_axis(
@@ -102,8 +102,8 @@ def _with_row_axis(
 
 def _tensors(trace: Trace, numbers: Sequence[int]) -> dict[int, int]:
     """Returns the tensors of some results by number; scalars are left out."""
-    found: dict[int, Value] = {n: trace.results[n] for n in numbers}
-    return {n: t for n, t in found.items() if t is not None}
+    tensors: dict[int, Value] = {n: trace.results[n] for n in numbers}
+    return {n: t for n, t in tensors.items() if t is not None}
 
 
 def _scalar(pairing: Pairing, number: int) -> Said:

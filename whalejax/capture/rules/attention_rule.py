@@ -92,13 +92,13 @@ def _outside_members(one: AttentionPattern) -> dict[int | None, list[Member]]:
     Under None stand those that every device needs whole: columns, and what is read in
     two ways.
     """
-    found: dict[int | None, list[Member]] = {}
+    outside_members: dict[int | None, list[Member]] = {}
     for number, ways in enumerate(one.scores.tags):
         for dim, tags in enumerate(zip(*ways, strict=True)):
             single = tags[0] if len(set(tags)) == 1 else None
             key = None if single == one.column[2] else single
-            found.setdefault(key, []).append((3 + number, dim))
-    return found
+            outside_members.setdefault(key, []).append((3 + number, dim))
+    return outside_members
 
 
 def _sizes(one: AttentionPattern) -> tuple[int, int, int, int]:

@@ -27,10 +27,10 @@ def windows_of_convolution(equation: Equation) -> tuple[Window, ...]:
     taps = [equation.inputs[1][dim] for dim in numbers.rhs_spec[2:]]
     if not 2 <= len(dims) <= len(SPACES):
         return ()
-    found = []
+    windows = []
     for number, space in enumerate(SPACES[-len(dims) :]):
         dilation = params["rhs_dilation"][number]
-        found.append(
+        windows.append(
             Window(
                 dim=dims[number],
                 out=outs[number],
@@ -42,7 +42,7 @@ def windows_of_convolution(equation: Equation) -> tuple[Window, ...]:
                 refused=_refused_convolution(params, number, taps[number]),
             )
         )
-    return tuple(found)
+    return tuple(windows)
 
 
 def _refused_convolution(params: Any, number: int, taps: int) -> str:

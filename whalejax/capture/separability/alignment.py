@@ -29,16 +29,16 @@ PLACES: Final = "gives each place in the batch a number of its own"
 
 def merged_atoms(atoms: Sequence[Atom]) -> Dim:
     """A dimension with neighbours of one kind as one atom, and no atom of size 1."""
-    found: list[Atom] = []
+    result: list[Atom] = []
     for atom in atoms:
         if atom.part == atom.whole == 1 and atom.along is not Along.SAMPLES:
             continue
-        last = found[-1] if found else None
+        last = result[-1] if result else None
         if last and last.along is atom.along and atom.along is not Along.SAMPLES:
-            found[-1] = atom.sized(last.part * atom.part, last.whole * atom.whole)
+            result[-1] = atom.sized(last.part * atom.part, last.whole * atom.whole)
         else:
-            found.append(atom)
-    return tuple(found)
+            result.append(atom)
+    return tuple(result)
 
 
 def align_dims(dims: Sequence[Dims]) -> Dims:
@@ -50,13 +50,13 @@ def align_dims(dims: Sequence[Dims]) -> Dims:
     Raises:
         CoupledError: samples meet places of the batch, or other samples.
     """
-    found = dims[0]
+    result = dims[0]
     for other in dims[1:]:
-        if other is not found and other != found:
-            pairs = zip(found, other, strict=True)
-            found = tuple(a if a == b else align_dim(a, b) for a, b in pairs)
-    check_one_batch(found)
-    return found
+        if other is not result and other != result:
+            pairs = zip(result, other, strict=True)
+            result = tuple(a if a == b else align_dim(a, b) for a, b in pairs)
+    check_one_batch(result)
+    return result
 
 
 def check_one_batch(dims: Dims) -> None:
@@ -81,7 +81,7 @@ def align_dim(a: Dim, b: Dim) -> Dim:
             return full
         raise CoupledError("has dimensions of unlike sizes")
     first, second = list(a), list(b)
-    found: list[Atom] = []
+    dim: list[Atom] = []
     while first and second:
         x, y = first.pop(), second.pop()
         if (x.part, x.whole) != (y.part, y.whole):
@@ -90,9 +90,9 @@ def align_dim(a: Dim, b: Dim) -> Dim:
             other = y if x.along is Along.SAMPLES else x
             if other.along is Along.PLAIN:
                 raise CoupledError(PLACES)
-        found.append(max(x, y, key=lambda atom: _RANK[atom.along]))
-    found += [*reversed(first), *reversed(second)]
-    return merged_atoms(found[::-1])
+        dim.append(max(x, y, key=lambda atom: _RANK[atom.along]))
+    dim += [*reversed(first), *reversed(second)]
+    return merged_atoms(dim[::-1])
 
 
 _Pair = tuple[Atom, Atom]
@@ -108,9 +108,9 @@ def _cut(x: Atom, y: Atom, first: list[Atom], second: list[Atom]) -> _Pair | Non
 
 
 def _cut_reversed(x: Atom, y: Atom, first: list[Atom], second: list[Atom]) -> _Pair:
-    found = _cut(y, x, second, first)
-    if found is not None:
-        return found[1], found[0]
+    result = _cut(y, x, second, first)
+    if result is not None:
+        return result[1], result[0]
     if Along.SAMPLES in (x.along, y.along):
         raise CoupledError("regroups samples")
     # Elements of one kind beside those of another: nothing is known along both.
@@ -135,10 +135,10 @@ def regroup_dims(dims: Dims, part: Sequence[int], whole: Sequence[int]) -> Dims:
         CoupledError: it parts or regroups the samples.
     """
     atoms = [atom for dim in dims for atom in dim]
-    found: list[Dim] = []
+    result: list[Dim] = []
     for sizes in reversed([*zip(part, whole, strict=True)]):
-        found.append(_take(atoms, *sizes))
-    return tuple(reversed(found))
+        result.append(_take(atoms, *sizes))
+    return tuple(reversed(result))
 
 
 def _take(atoms: list[Atom], part: int, whole: int) -> Dim:

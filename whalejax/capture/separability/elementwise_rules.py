@@ -193,8 +193,8 @@ def _convert(equation: PairedEquation) -> list[Value]:
     exact = _compat.is_inexact(after) or not _compat.is_inexact(before)
     truth = np.dtype(after) == np.dtype(bool) != np.dtype(before)
     linear = exact and not truth and not _is_coarse(after)
-    (found,) = _linear(equation) if linear else _other(equation)
-    return [replace(found, fact=Narrow() if _is_widened(before, after) else None)]
+    (result,) = _linear(equation) if linear else _other(equation)
+    return [replace(result, fact=Narrow() if _is_widened(before, after) else None)]
 
 
 def _is_coarse(dtype: Any) -> bool:

@@ -148,5 +148,5 @@ def _ratio(part: Any, whole: Any) -> float | None:
         return None if a == 0 and a.dtype != bool else 1.0
     if a.dtype == bool or a == 0 or b == 0:
         return float("nan")  # Equal to nothing, itself included.
-    found = complex(a) / complex(b)
-    return found.real if found.imag == 0 else float("nan")
+    ratio = complex(a) / complex(b)
+    return ratio.real if ratio.imag == 0 else float("nan")

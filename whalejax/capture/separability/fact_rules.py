@@ -85,9 +85,9 @@ def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | N
         return _new_ids(equation)
     rules = *_RULES.get(equation.name, ()), *LOOP_RULES.get(equation.name, ())
     for rule in rules:
-        found = rule(equation, reason)
-        if found is not None:
-            return found
+        fact_rule = rule(equation, reason)
+        if fact_rule is not None:
+            return fact_rule
     if any(fact_of(v, Sorted) for v in equation.values):
         return _row_wise(equation, reason)
     return None
@@ -153,8 +153,12 @@ def _pass_fact(equation: PairedEquation, reason: Reason) -> list[Value] | None:
         shapes = equation.shapes()
         pairs = [p for p in zip(*shapes, strict=True) if p != (1, 1)]
         if len(dims) == 1 and pairs == [size_of(dims[0])]:
-            found = [dims[0] if p != (1, 1) else () for p in zip(*shapes, strict=True)]
-            return [with_fact(replace(value, dims=tuple(found)), value.fact, reason)]
+            pass_fact = [
+                dims[0] if p != (1, 1) else () for p in zip(*shapes, strict=True)
+            ]
+            return [
+                with_fact(replace(value, dims=tuple(pass_fact)), value.fact, reason)
+            ]
         return None
     (found_value,) = apply_rule(equation)
     moves = equation.name in _MOVING and not isinstance(value.fact, Numbered)
@@ -206,11 +210,11 @@ def _new_ids(equation: PairedEquation) -> list[Value] | None:
     """Numbers of experts, such as the place of the largest score."""
     if equation.name not in ("argmax", "top_k", "argmin"):
         return None
-    found = apply_rule(equation)
-    last = found[-1]
+    new_ids = apply_rule(equation)
+    last = new_ids[-1]
     if last.kind is not Dependence.SAMPLE:
-        return found
-    return [*found[:-1], replace(last, fact=Numbered(ids=Ids(natural=True)))]
+        return new_ids
+    return [*new_ids[:-1], replace(last, fact=Numbered(ids=Ids(natural=True)))]
 
 
 def _wrapped(equation: PairedEquation, reason: Reason) -> list[Value] | None:
@@ -220,8 +224,8 @@ def _wrapped(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     numbered = fact_of(value, Numbered)
     if numbered is None or _literal(more) is None or not numbered.ids.natural:
         return None
-    (found,) = apply_rule(equation)
-    return [replace(found, fact=Numbered(ids=numbered.ids, wrapped=True))]
+    (result,) = apply_rule(equation)
+    return [replace(result, fact=Numbered(ids=numbered.ids, wrapped=True))]
 
 
 def _at_least(equation: PairedEquation, reason: Reason) -> list[Value] | None:
@@ -231,9 +235,9 @@ def _at_least(equation: PairedEquation, reason: Reason) -> list[Value] | None:
         numbered, literal = fact_of(value, Numbered), _literal(least)
         if numbered is None or literal is None or literal > 0:
             continue
-        (found,) = apply_rule(equation)
+        (result,) = apply_rule(equation)
         if numbered.ids.natural and not numbered.wrapped:
-            return [replace(found, fact=numbered)]
+            return [replace(result, fact=numbered)]
     return None
 
 
@@ -243,9 +247,9 @@ def _one_hot(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     for value, other in (equation.values, equation.values[::-1]):
         numbered = fact_of(value, Numbered)
         if numbered is not None and not numbered.wrapped:
-            (found,) = apply_rule(equation)
+            (result,) = apply_rule(equation)
             apart = fact_of(other, ArithmeticSteps) is not None and not value.dims[-1]
-            return [replace(found, fact=OneHot(ids=numbered.ids))] if apart else None
+            return [replace(result, fact=OneHot(ids=numbered.ids))] if apart else None
     return None
 
 
@@ -256,15 +260,15 @@ def _count_fact(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     one_hot = fact_of(value, OneHot)
     if one_hot is None:
         return None
-    found = apply_rule(equation)
+    fact = apply_rule(equation)
     if not _counts_exactly(equation):
-        return found
+        return fact
     if equation.name == "convert_element_type":
-        return [replace(found[0], fact=one_hot)]
+        return [replace(fact[0], fact=one_hot)]
     rows = set(range(len(value.dims) - 1))
     if set(equation.params["axes"]) == rows and not _repeated(value.dims[:-1]):
-        return [replace(found[0], fact=IdCounts(ids=one_hot.ids))]
-    return found
+        return [replace(fact[0], fact=IdCounts(ids=one_hot.ids))]
+    return fact
 
 
 def _counts_exactly(equation: PairedEquation) -> bool:
@@ -294,8 +298,8 @@ def _histogram(equation: PairedEquation, reason: Reason) -> list[Value] | None:
         updates if filled is None else replace(updates, numbers=filled.numbers)
     )
     ones = one is not None and one == 1 and not _repeated(indices.dims)
-    (found,) = apply_rule(equation)
-    return [replace(found, fact=IdCounts(ids=numbered.ids)) if ones else found]
+    (histogram,) = apply_rule(equation)
+    return [replace(histogram, fact=IdCounts(ids=numbered.ids)) if ones else histogram]
 
 
 def _cast_counts(equation: PairedEquation, reason: Reason) -> list[Value] | None:
@@ -303,9 +307,9 @@ def _cast_counts(equation: PairedEquation, reason: Reason) -> list[Value] | None
     counts = fact_of(equation.values[0], IdCounts)
     if counts is None:
         return None
-    (found,) = apply_rule(equation)
+    (result,) = apply_rule(equation)
     exact = not _compat.is_inexact(equation.result_dtype)
-    return [replace(found, fact=counts if exact else None)]
+    return [replace(result, fact=counts if exact else None)]
 
 
 def _counts_on(equation: PairedEquation, reason: Reason) -> list[Value] | None:
@@ -344,17 +348,17 @@ def _sort(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     plain = numbered is not None and not numbered.wrapped
     plain &= not _repeated(first.dims)
     sorting = Sorting(dim=first.dims[axis], ids=numbered.ids if plain else None)
-    found = []
+    result = []
     for value in values:
         if fact_of(value, Places):
             fact: Any = Order(sorting=sorting)
-            found.append(with_fact(replace(value, dims=first.dims), fact, reason))
+            result.append(with_fact(replace(value, dims=first.dims), fact, reason))
         elif value.coupled or value.kind is Dependence.SUM or value.dims != first.dims:
             return None
         else:
             fact = Sorted(sorting=sorting, base=value)
-            found.append(with_fact(value, fact, reason))
-    return found
+            result.append(with_fact(value, fact, reason))
+    return result
 
 
 @functools.lru_cache(maxsize=64)
@@ -516,8 +520,8 @@ def _ragged(equation: PairedEquation, reason: Reason) -> list[Value] | None:
     base = ordered.base
     ratio = product_ratio([base, right])
     dims = (base.dims[0], right.dims[2])
-    found = Value(kind=base.kind, dims=dims, ratio=ratio, within=base.within)
-    return [with_fact(found, Sorted(sorting=ordered.sorting, base=found), reason)]
+    result = Value(kind=base.kind, dims=dims, ratio=ratio, within=base.within)
+    return [with_fact(result, Sorted(sorting=ordered.sorting, base=result), reason)]
 
 
 def _row_wise(equation: PairedEquation, reason: Reason) -> list[Value] | None:
@@ -536,9 +540,9 @@ def _row_wise(equation: PairedEquation, reason: Reason) -> list[Value] | None:
         v if f is None else f.base for v, f in zip(equation.values, facts, strict=True)
     ]
     inside = PairedEquation(part=equation.part, whole=equation.whole, values=bases)
-    found = apply_fact_rule(inside, reason) or apply_rule(inside)
+    result = apply_fact_rule(inside, reason) or apply_rule(inside)
     results = []
-    for value in found:
+    for value in result:
         where = [d for d in value.dims if is_samples(d)]
         if value.kind is Dependence.SUM or value.kind is Dependence.FIXED:
             results.append(value)

@@ -147,41 +147,43 @@ def _scatter(equation: PairedEquation) -> list[Value]:
         align_dim(updates.dims[u], dim)
         for u, dim in zip(scattered, _index_dims(indices, columns), strict=True)
     ]
-    found, met = list(operand.dims), set[int]()
+    scatter, met = list(operand.dims), set[int]()
     for o, i in zip(
         numbers.operand_batching_dims,
         numbers.scatter_indices_batching_dims,
         strict=True,
     ):
-        found[o] = align_dim(found[o], own[i])
+        scatter[o] = align_dim(scatter[o], own[i])
         met.add(i)
     inserted = {int(i) for i in numbers.inserted_window_dims}
     outside = inserted | {int(i) for i in numbers.operand_batching_dims}
-    inner = [d for d in range(len(found)) if d not in outside]
+    inner = [d for d in range(len(scatter)) if d not in outside]
     window = dict(zip(inner, windows, strict=True))
     for slot, d in enumerate(mapped):
-        if d in window and size_of(found[d]) == size_of(updates.dims[window[d]]):
+        if d in window and size_of(scatter[d]) == size_of(updates.dims[window[d]]):
             continue
         places = None if columns is None else fact_of(columns[slot], Places)
-        if places is not None and size_of(own[places.dim]) == size_of(found[d]):
+        if places is not None and size_of(own[places.dim]) == size_of(scatter[d]):
             if places.dim in met:
                 raise CoupledError("writes to a diagonal of the samples")
-            found[d] = align_dim(found[d], own[places.dim])
+            scatter[d] = align_dim(scatter[d], own[places.dim])
             met.add(places.dim)
-        elif places is not None or any(a.grows for a in found[d]):
+        elif places is not None or any(a.grows for a in scatter[d]):
             raise CoupledError("writes to samples by an index")
         else:
-            found[d] = plain_dim(*size_of(found[d]))
+            scatter[d] = plain_dim(*size_of(scatter[d]))
     for d, u in window.items():
-        if size_of(found[d]) == size_of(updates.dims[u]):
-            found[d] = align_dim(found[d], updates.dims[u])
-        elif any(a.grows for a in (*found[d], *updates.dims[u])):
+        if size_of(scatter[d]) == size_of(updates.dims[u]):
+            scatter[d] = align_dim(scatter[d], updates.dims[u])
+        elif any(a.grows for a in (*scatter[d], *updates.dims[u])):
             raise CoupledError("writes to some of the samples by their place")
         else:
-            found[d] = plain_dim(*size_of(found[d]))
+            scatter[d] = plain_dim(*size_of(scatter[d]))
     gone = [dim for i, dim in enumerate(own) if i not in met]
-    check_one_batch((*found, *gone))
-    return [_scatter_value(equation, (operand, indices, updates), columns, gone, found)]
+    check_one_batch((*scatter, *gone))
+    return [
+        _scatter_value(equation, (operand, indices, updates), columns, gone, scatter)
+    ]
 
 
 def _check_applied(equation: PairedEquation) -> None:

@@ -103,11 +103,11 @@ class Interpreter:
                 for a, b in zip(one.invars, two.invars, strict=False)
             ]
             inside = self._within(one, index)
-            found = inside._equation(one, two, given)
+            equation = inside._equation(one, two, given)
             if self.seen is not None:
-                pairs = zip(found, one.outvars, two.outvars, strict=False)
-                found = [_with_sizes(value, a, b) for value, a, b in pairs]
-            known.update(zip(one.outvars, found, strict=True))
+                pairs = zip(equation, one.outvars, two.outvars, strict=False)
+                equation = [_with_sizes(value, a, b) for value, a, b in pairs]
+            known.update(zip(one.outvars, equation, strict=True))
         return [
             self._read(known, a, b)
             for a, b in zip(body.outvars, other.outvars, strict=True)
@@ -145,8 +145,8 @@ class Interpreter:
         return [_coupled(atom, reason) for atom in body.outvars]
 
     def _line_of(self, equation: Any) -> str:
-        found = _compat.source_text(equation)
-        return self.line if self.line and found == _compat.NO_LINE else found
+        line = _compat.source_text(equation)
+        return self.line if self.line and line == _compat.NO_LINE else line
 
     def _equation(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
         name = part.primitive.name
@@ -156,9 +156,9 @@ class Interpreter:
             reason = of_einsum(reason, part)
             return [_coupled(atom, reason) for atom in part.outvars]
         try:
-            found = self._results(part, whole, given, reason)
-            if len(found) == len(part.outvars):
-                return _with_keys(part, given, found)
+            equation = self._results(part, whole, given, reason)
+            if len(equation) == len(part.outvars):
+                return _with_keys(part, given, equation)
             reason = replace(reason, why="is used in a way that is not followed")
         except CoupledError as error:
             group, runs = error.group * self.group, error.runs * self.runs
@@ -180,9 +180,9 @@ class Interpreter:
             return self._solve(part, whole, given)
         reason = replace(reason, why="uses the places of samples in the batch")
         equation = PairedEquation(part=part, whole=whole, values=given)
-        found = apply_fact_rule(equation, reason) if kind is None else None
-        if found is not None:
-            return found
+        results = apply_fact_rule(equation, reason) if kind is None else None
+        if results is not None:
+            return results
         coupled = next((v for v in given if v.coupled), None)
         if coupled is not None and kind is None:
             assert coupled.reason is not None
@@ -203,27 +203,27 @@ class Interpreter:
         self, part: Any, whole: Any, given: list[Value], reason: Reason
     ) -> list[Value]:
         why = replace(reason, why="uses the order of all samples")
-        found = divided_order(part, given, why)
-        if found is not None:
-            return found
+        call = divided_order(part, given, why)
+        if call is not None:
+            return call
         (inner,), (other,) = map(_compat.inner_jaxprs, (part, whole))
         inside = replace(self, line=reason.line)
-        found = inside.run(inner, other, given)
+        call = inside.run(inner, other, given)
         if self.differentiated and part.primitive.name.startswith("custom_"):
             rule = replace(inside, differentiated=False, seen=None)
-            return check_derivative(rule, part, whole, given, found)
-        return found
+            return check_derivative(rule, part, whole, given, call)
+        return call
 
     def _solve(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
         """A linear solve, by the function that solves it; others give its gradient."""
         first = _compat.solve_parts(part)
         (inner, other) = (_compat.solve_jaxpr(e) for e in (part, whole))
         operands = [*given[first[0] : first[1]], *given[first[2] :]]
-        found = self.run(inner, other, operands)
+        solve = self.run(inner, other, operands)
         if not self.differentiated:
-            return found
+            return solve
         rule = replace(self, differentiated=False)
-        return check_derivative(rule, part, whole, given, found)
+        return check_derivative(rule, part, whole, given, solve)
 
     # Loops and branches.
 
@@ -249,14 +249,14 @@ class Interpreter:
         inside = [_sliced(v) for v in slices]
         carried = list(start)
         while True:
-            found = self.run(inner, other, [*consts, *carried, *inside])
-            after = [_join(a, b) for a, b in zip(carried, found, strict=False)]
+            result = self.run(inner, other, [*consts, *carried, *inside])
+            after = [_join(a, b) for a, b in zip(carried, result, strict=False)]
             if after == carried:
                 break
             carried = after
         count = len(carried)
         dim = plain_dim(*lengths)
-        stacked = [_stack_value(v, dim) for v in found[count:]]
+        stacked = [_stack_value(v, dim) for v in result[count:]]
         return [*(v.plain for v in carried), *stacked]
 
     def _cond(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
@@ -270,13 +270,13 @@ class Interpreter:
             _compat.inner_jaxprs(part), _compat.inner_jaxprs(whole), strict=True
         )
         several = [self.run(a, b, operands) for a, b in branches]
-        found = []
+        cond = []
         for values in zip(*several, strict=True):
             value = values[0]
             for other in values[1:]:
                 value = _join(value, other)
-            found.append(_ended_by(which, value))
-        return found
+            cond.append(_ended_by(which, value))
+        return cond
 
     def _while(self, part: Any, whole: Any, given: list[Value]) -> list[Value]:
         of_condition, of_body = _compat.while_parts(part)
@@ -284,8 +284,8 @@ class Interpreter:
         first, second = given[:of_condition], given[of_condition:][:of_body]
         carried = [v.plain for v in given[of_condition + of_body :]]
         while True:
-            found = self.run(bodies[0], bodies[1], [*second, *carried])
-            after = [_join(a, b) for a, b in zip(carried, found, strict=True)]
+            result = self.run(bodies[0], bodies[1], [*second, *carried])
+            after = [_join(a, b) for a, b in zip(carried, result, strict=True)]
             if after == carried:
                 break
             carried = after

@@ -155,13 +155,13 @@ def _at_place(dim: Dim, place: LoopPlace, sizes: tuple[int, int]) -> Dim:
 
 def _looked_up(operand: Value, axis: int, dims: Sequence[Dim]) -> Value:
     """One sample's part of a value."""
-    found = operand.shaped([*operand.dims[:axis], *dims, *operand.dims[axis + 1 :]])
+    looked_up = operand.shaped([*operand.dims[:axis], *dims, *operand.dims[axis + 1 :]])
     if all(a.along is Along.EQUAL for a in operand.dims[axis]):
-        return found
-    others = operand.within or any(map(is_samples, found.dims))
+        return looked_up
+    others = operand.within or any(map(is_samples, looked_up.dims))
     if others or operand.kind is Dependence.SUM:
         raise CoupledError("compares a sample with the others")
-    return replace(found, kind=Dependence.SAMPLE, within=True)
+    return replace(looked_up, kind=Dependence.SAMPLE, within=True)
 
 
 # The sum.

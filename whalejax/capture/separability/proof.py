@@ -112,11 +112,11 @@ def prove(
         return Separability(group=group or 1)
     tried, first = (group or 1, 1), None
     for _ in range(MOST_GROUPS):
-        found = _prove(programs, part, whole, *tried)
-        first = first or found
-        if found.reason is None:
-            return found
-        wanted = found.reason.group or tried[0], found.reason.runs or tried[1]
+        result = _prove(programs, part, whole, *tried)
+        first = first or result
+        if result.reason is None:
+            return result
+        wanted = result.reason.group or tried[0], result.reason.runs or tried[1]
         if wanted == tried or (group is not None and wanted[0] != group):
             break
         if any(n % math.prod(wanted) for n in (part, whole)):

@@ -103,8 +103,8 @@ def _fold_in(equation: PairedEquation) -> list[Value]:
 
 def _seed(equation: PairedEquation) -> list[Value]:
     value = equation.values[0]
-    found = _of_key(value, value.dims)
-    return [replace(found, key=value.key or FIXED_KEY)]
+    result = _of_key(value, value.dims)
+    return [replace(result, key=value.key or FIXED_KEY)]
 
 
 def _unwrap(equation: PairedEquation) -> list[Value]:

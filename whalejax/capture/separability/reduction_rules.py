@@ -182,8 +182,8 @@ def _top_k(equation: PairedEquation) -> list[Value]:
     dims, pairs = list(value.dims), [*zip(*equation.shapes(), strict=True)]
     dims[axis] = plain_dim(*pairs[axis])
     _check_positive(value)
-    found = value.shaped(dims)
-    return [found, replace(found, ratio=1.0)]
+    top_k = value.shaped(dims)
+    return [top_k, replace(top_k, ratio=1.0)]
 
 
 def _windows(equation: PairedEquation) -> list[Value]:
@@ -254,14 +254,14 @@ def _matrices(equation: PairedEquation) -> list[Value]:
         front.append(value.dims[:-2])
     leading = align_dims(front)
     kind, within = combined_kind(equation.values)
-    found = []
+    matrices = []
     for number in range(len(equation.part.outvars)):
         part, whole = equation.shapes(number)
         behind = [
             plain_dim(a, b) for a, b in [*zip(part, whole, strict=True)][len(leading) :]
         ]
-        found.append(Value(kind=kind, dims=(*leading, *behind), within=within))
-    return found
+        matrices.append(Value(kind=kind, dims=(*leading, *behind), within=within))
+    return matrices
 
 
 def _triangular_solve(equation: PairedEquation) -> list[Value]:
@@ -297,14 +297,14 @@ def _over_places(equation: PairedEquation) -> list[Value]:
     (axes,) = equation.equal_params("axes")
     if not all(isinstance(axis, int) for axis in axes):
         raise CoupledError(f"calls {equation.name} over {axes}")
-    found = []
+    over_places = []
     for value in equation.values:
         kept = _remaining_dims(value.dims, axes)
         if equation.name != "psum":
             _check_apart(equation, value, axes)
         sums = equation.name == "psum"
-        found.append(summed(value, axes, kept) if sums else value.shaped(kept))
-    return found
+        over_places.append(summed(value, axes, kept) if sums else value.shaped(kept))
+    return over_places
 
 
 _MATRICES: Final = (

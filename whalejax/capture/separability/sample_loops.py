@@ -91,15 +91,15 @@ class SampleLoop:
         states = [self._state(n, v, counts) for n, v in enumerate(start)]
         consts = [_of_outside(v, self.reason) for v in self.given[:first]]
         (inner,), (other,) = map(_compat.inner_jaxprs, (self.part, self.whole))
-        found = self.follower.run(inner, other, [*consts, *states, *inside])
+        results = self.follower.run(inner, other, [*consts, *states, *inside])
         dtypes = [atom.aval.dtype for atom in self.part.outvars]
         ends = [
             self._end(before, state, after, dtype, counts)
             for before, state, after, dtype in zip(
-                start, states, found, dtypes, strict=False
+                start, states, results, dtypes, strict=False
             )
         ]
-        return [*ends, *(self._stack_iterations(v) for v in found[len(start) :])]
+        return [*ends, *(self._stack_iterations(v) for v in results[len(start) :])]
 
     def _without_samples(self, inside: Sequence[Value]) -> list[Value]:
         """Results of a map over nothing that is known to be of samples."""
@@ -129,10 +129,10 @@ class SampleLoop:
             key = _compat.is_key_dtype(atom.aval.dtype) or value.key == FIXED_KEY
             raise CoupledError(FOREIGN if key else LOOPS)
         self.drawn |= any(a.along is Along.DRAWN for a in here)
-        found = value.shaped(value.dims[1:])
+        result = value.shaped(value.dims[1:])
         if not own:
-            return found
-        return replace(found, within=value.kind is Dependence.SAMPLE)
+            return result
+        return replace(result, within=value.kind is Dependence.SAMPLE)
 
     def _state(self, place: int, start: Value, counts: tuple[int, int]) -> Value:
         """Returns facts about a carry within an iteration."""

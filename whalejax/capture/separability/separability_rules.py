@@ -48,12 +48,12 @@ def apply_rule(equation: PairedEquation) -> list[Value]:
     """
     _check_switches(equation)
     rule = RULES.get(equation.name)
-    found = _opaque(equation) if rule is None else rule(equation)
-    for value, variable in zip(found, equation.part.outvars, strict=True):
+    result = _opaque(equation) if rule is None else rule(equation)
+    for value, variable in zip(result, equation.part.outvars, strict=True):
         if value.kind is Dependence.SUM:
             check_sum_dtype(variable.aval.dtype)
             check_unsigned_sum(equation)
-    return found
+    return result
 
 
 def _check_switches(equation: PairedEquation) -> None:
@@ -74,11 +74,11 @@ def _opaque(equation: PairedEquation) -> list[Value]:
         raise CoupledError(f"calls {equation.name}, which may do anything with samples")
     if any(a.grows for v in equation.values for dim in v.dims for a in dim):
         raise CoupledError(f"calls {equation.name} with a shape that {SIZE}")
-    found = []
+    opaque = []
     for n in range(len(equation.part.outvars)):
         part, whole = equation.shapes(n)
         if part != whole:
             raise CoupledError(f"calls {equation.name} for a shape that {SIZE}")
         dims = tuple(plain_dim(a, b) for a, b in zip(part, whole, strict=True))
-        found.append(Value(kind=Dependence.FIXED, dims=dims))
-    return found
+        opaque.append(Value(kind=Dependence.FIXED, dims=dims))
+    return opaque

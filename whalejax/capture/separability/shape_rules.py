@@ -69,18 +69,20 @@ def _broadcast(equation: PairedEquation) -> list[Value]:
             dims[place] = value.dims[dim]
         elif size_of(value.dims[dim]) != (1, 1):
             raise CoupledError(f"repeats a piece that {SIZE}")
-    found = value.shaped(dims)
+    broadcast = value.shaped(dims)
     last = len(dims) - 1
     if (
         fact_of(value, ArithmeticSteps)
         and where[-1] == last
         and value.dims[-1] == dims[last]
     ):
-        return [replace(found, fact=value.fact)]
+        return [replace(broadcast, fact=value.fact)]
     if value.numbers is not None:
-        return [replace(found, fact=Filled(value.numbers))]
+        return [replace(broadcast, fact=Filled(value.numbers))]
     places = fact_of(value, Places)
-    return [found if places is None else _moved_places(found, where[places.dim])]
+    return [
+        broadcast if places is None else _moved_places(broadcast, where[places.dim])
+    ]
 
 
 def _moved_places(value: Value, dim: int) -> Value:
@@ -95,12 +97,12 @@ def _reshape(equation: PairedEquation) -> list[Value]:
     if order is not None:
         value = value.shaped([value.dims[i] for i in order])
     part, whole = equation.shapes()
-    found = value.shaped(regroup_dims(value.dims, part, whole))
+    reshape = value.shaped(regroup_dims(value.dims, part, whole))
     places = fact_of(value, Places)
-    alone = [d for d, dim in enumerate(found.dims) if dim]
+    alone = [d for d, dim in enumerate(reshape.dims) if dim]
     if places is not None and len(alone) == 1 and sum(map(bool, value.dims)) == 1:
-        found = _moved_places(found, alone[0])
-    return [found]
+        reshape = _moved_places(reshape, alone[0])
+    return [reshape]
 
 
 def _expand(equation: PairedEquation) -> list[Value]:
@@ -108,21 +110,21 @@ def _expand(equation: PairedEquation) -> list[Value]:
     dims = iter(equation.values[0].dims)
     rank = len(equation.shapes()[0])
     kept = [i for i in range(rank) if i not in where]
-    found = equation.values[0].shaped(
+    expand = equation.values[0].shaped(
         [next(dims) if i in kept else () for i in range(rank)]
     )
     places = fact_of(equation.values[0], Places)
-    return [found if places is None else _moved_places(found, kept[places.dim])]
+    return [expand if places is None else _moved_places(expand, kept[places.dim])]
 
 
 def _squeeze(equation: PairedEquation) -> list[Value]:
     (gone,) = equation.equal_params("dimensions")
     value = equation.values[0]
-    found = value.shaped([d for i, d in enumerate(value.dims) if i not in gone])
+    squeeze = value.shaped([d for i, d in enumerate(value.dims) if i not in gone])
     places = fact_of(value, Places)
     if places is None:
-        return [found]
-    return [_moved_places(found, places.dim - sum(i < places.dim for i in gone))]
+        return [squeeze]
+    return [_moved_places(squeeze, places.dim - sum(i < places.dim for i in gone))]
 
 
 def _transpose(equation: PairedEquation) -> list[Value]:
@@ -140,7 +142,7 @@ def _rev(equation: PairedEquation) -> list[Value]:
 
 
 def _slice(equation: PairedEquation) -> list[Value]:
-    value, found = equation.values[0], []
+    value, result = equation.values[0], []
     params = [e.params for e in (equation.part, equation.whole)]
     shapes = equation.operand_shapes(0)
     for i, dim in enumerate(value.dims):
@@ -153,8 +155,8 @@ def _slice(equation: PairedEquation) -> list[Value]:
             for p in params
         ]
         sizes = shapes[0][i], shapes[1][i]
-        found.append(cut_dim(dim, sizes, cuts))
-    return [value.shaped(found)]
+        result.append(cut_dim(dim, sizes, cuts))
+    return [value.shaped(result)]
 
 
 def cut_dim(
@@ -226,16 +228,16 @@ def _runs(
 def _split(equation: PairedEquation) -> list[Value]:
     value, (axis,) = equation.values[0], equation.equal_params("axis")
     sizes = tuple(s[axis] for s in equation.operand_shapes(0))
-    starts, found = [0, 0], []
+    starts, result = [0, 0], []
     for pair in zip(
         equation.part.params["sizes"], equation.whole.params["sizes"], strict=True
     ):
         cuts = [(a, a + n, 1) for a, n in zip(starts, pair, strict=True)]
         dims = list(value.dims)
         dims[axis] = cut_dim(dims[axis], (sizes[0], sizes[1]), cuts)
-        found.append(value.shaped(dims))
+        result.append(value.shaped(dims))
         starts = [a + n for a, n in zip(starts, pair, strict=True)]
-    return found
+    return result
 
 
 def _dynamic_slice(equation: PairedEquation) -> list[Value]:
@@ -311,14 +313,14 @@ def _concatenate(equation: PairedEquation) -> list[Value]:
     (axis,) = equation.equal_params("dimension")
     values = equation.values
     others = [v.dims[:axis] + v.dims[axis + 1 :] for v in values]
-    found = list(align_dims(others))
-    found.insert(
+    concatenate = list(align_dims(others))
+    concatenate.insert(
         axis, _concatenated_dim([v.dims[axis] for v in values], equation.shapes(), axis)
     )
-    check_one_batch(tuple(found))
+    check_one_batch(tuple(concatenate))
     kind, within = combined_kind(values)
     ratio = same_ratio(values)
-    return [Value(kind=kind, dims=tuple(found), ratio=ratio, within=within)]
+    return [Value(kind=kind, dims=tuple(concatenate), ratio=ratio, within=within)]
 
 
 def _concatenated_dim(
@@ -350,11 +352,11 @@ def _tile(equation: PairedEquation) -> list[Value]:
 
 def _stack(equation: PairedEquation) -> list[Value]:
     (axis,) = equation.equal_params("axis")
-    found = list(align_dims([v.dims for v in equation.values]))
-    found.insert(axis, plain_dim(len(equation.values), len(equation.values)))
+    stack = list(align_dims([v.dims for v in equation.values]))
+    stack.insert(axis, plain_dim(len(equation.values), len(equation.values)))
     kind, within = combined_kind(equation.values)
     ratio = same_ratio(equation.values)
-    return [Value(kind=kind, dims=tuple(found), ratio=ratio, within=within)]
+    return [Value(kind=kind, dims=tuple(stack), ratio=ratio, within=within)]
 
 
 def _unstack(equation: PairedEquation) -> list[Value]:

@@ -353,8 +353,8 @@ def _looked_up(params: Any, shapes: Sequence[Shape]) -> Any:
 
 def _values(array: Any) -> list[complex]:
     """Numbers of an array; one, where all are equal."""
-    found = np.asarray(array)
-    if not np.issubdtype(found.dtype, np.number):
-        found = found.astype(np.float64)
-    flat = [complex(n) for n in found.ravel()]
+    result = np.asarray(array)
+    if not np.issubdtype(result.dtype, np.number):
+        result = result.astype(np.float64)
+    flat = [complex(n) for n in result.ravel()]
     return flat[:1] if all(n == flat[0] for n in flat) else flat

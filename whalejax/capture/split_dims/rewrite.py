@@ -117,16 +117,16 @@ class _Runner:
             if equation.primitive.name == "custom_jvp_call" and carrying:
                 return self._with_rule(equation, operands)
         name = equation.primitive.name
-        found: list[Any] | None = None
+        result: list[Any] | None = None
         if position in self.merges:
-            found = merged(equation, operands)
+            result = merged(equation, operands)
         elif not carrying:
-            found = spread(equation, operands)
+            result = spread(equation, operands)
         elif all(equation.params.get(n) is None for n in _PLACING) and name in RULES:
-            found = RULES[name](equation, operands)
-        if found is None:
+            result = RULES[name](equation, operands)
+        if result is None:
             return _compat.bind(equation, [flat_of(v) for v in operands])
-        return found
+        return result
 
     def _merges_inside(self, position: Position) -> bool:
         depth = len(position)
@@ -140,9 +140,9 @@ class _Runner:
 
         def region(arguments: Sequence[Any]) -> list[Any]:
             values = [*map(like, arguments, operands)]
-            found = self.run(inner, values, (*position, 0))
-            outside[:] = map(pattern_of, found)
-            return [array_of(v) for v in found]
+            region = self.run(inner, values, (*position, 0))
+            outside[:] = map(pattern_of, region)
+            return [array_of(v) for v in region]
 
         arrays = [array_of(v) for v in operands]
         results = rebuild.remat(equation, arrays, region, equation.params["policy"])
@@ -169,10 +169,10 @@ class _Runner:
 
         def body(arguments: Sequence[Any]) -> list[Any]:
             values = [*map(like, arguments, patterns)]
-            found = self.run(inner, values, (*position, 0))
-            stacked = found[len(carried) :]
+            body = self.run(inner, values, (*position, 0))
+            stacked = body[len(carried) :]
             outside[:] = map(pattern_of, stacked)
-            return [*map(_as_carried, found, carried), *map(array_of, stacked)]
+            return [*map(_as_carried, body, carried), *map(array_of, stacked)]
 
         results = rebuild.scan(equation, arrays, body)
         turned = [*map(like, results, carried)]
@@ -194,21 +194,21 @@ class _Runner:
                 return tuple(_compat.bind(equation, values))
 
             half = len(avals)
-            found = jax.jvp(run, arguments[:half], arguments[half:])
-            return jax.tree.leaves(found)
+            result = jax.jvp(run, arguments[:half], arguments[half:])
+            return jax.tree.leaves(result)
 
         @jax.custom_jvp
         def call(*arrays: Any) -> tuple[Any, ...]:
-            found = plain.run(inner, [*map(like, arrays, operands)], ())
-            outside[:] = map(pattern_of, found)
-            return tuple(map(array_of, found))
+            call = plain.run(inner, [*map(like, arrays, operands)], ())
+            outside[:] = map(pattern_of, call)
+            return tuple(map(array_of, call))
 
         @call.defjvp
         def _rule(primals: Any, tangents: Any) -> Any:
             both = _compat.trace(ruled, [*avals, *avals])
             values = [*map(like, primals, operands), *map(like, tangents, operands)]
-            found = plain.run(both, values, ())
-            made = [*map(_as_carried, found, [*outside, *outside])]
+            result = plain.run(both, values, ())
+            made = [*map(_as_carried, result, [*outside, *outside])]
             return tuple(made[: len(outside)]), tuple(made[len(outside) :])
 
         results = call(*map(array_of, operands))

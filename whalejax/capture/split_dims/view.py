@@ -39,13 +39,13 @@ class View:
     @property
     def places(self) -> list[Shape]:
         """For each dimension of ``shape``, those of ``value``."""
-        found: list[Shape] = []
+        places: list[Shape] = []
         first = 0
         for dim in range(len(self.shape)):
             count = len(self.cuts.get(dim, (1,)))
-            found.append(tuple(range(first, first + count)))
+            places.append(tuple(range(first, first + count)))
             first += count
-        return found
+        return places
 
     def slice_view(self) -> View:
         """Returns this stack as a loop's body sees one slice of it; its value is not
@@ -93,11 +93,11 @@ class BroadcastView:
 
 def expanded(shape: Shape, cuts: Cuts) -> Shape:
     """A shape with its cut dimensions in parts; those of size 1 are in ones."""
-    found: list[int] = []
+    result: list[int] = []
     for dim, size in enumerate(shape):
         parts = cuts.get(dim, (size,))
-        found += (1,) * len(parts) if size == 1 else parts
-    return tuple(found)
+        result += (1,) * len(parts) if size == 1 else parts
+    return tuple(result)
 
 
 def recut(value: Any, shape: Shape, cuts: Cuts) -> View:

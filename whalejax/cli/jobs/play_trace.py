@@ -52,12 +52,12 @@ def simulated(command: JobsSimulateCommand, find_job: Callable[[str], Job]) -> i
     static = simulate(
         jobs, devices, first_come_first_served(devices), every=command.every
     )
-    found = static
+    result = static
     if command.policy != "static":
         objective: Objective = command.policy
         decide = elastic(devices, objective, command.horizon)
-        found = simulate(jobs, devices, decide, every=command.every)
-    print(json.dumps(_data(found, static)) if command.json else _text(found, static))
+        result = simulate(jobs, devices, decide, every=command.every)
+    print(json.dumps(_data(result, static)) if command.json else _text(result, static))
     return 0
 
 
@@ -69,7 +69,7 @@ def _scheduled(
 ) -> list[ScheduledJob]:
     """The jobs with their tables; jobs of one model share one."""
     tables: dict[object, list[JobOption]] = {}
-    found = []
+    result = []
     for one in traced:
         key = one.model, one.batch, one.devices, one.noise_scale
         if key not in tables:
@@ -90,7 +90,7 @@ def _scheduled(
                 f"{cluster.describe()}; whalejax plan says why. Give it other devices, "
                 "or another batch"
             )
-        found.append(
+        result.append(
             ScheduledJob(
                 name=one.name,
                 options=options,
@@ -101,7 +101,7 @@ def _scheduled(
                 asked=max(own, key=lambda place: own[place].progress),
             )
         )
-    return found
+    return result
 
 
 def _data(found: JobSimulation, static: JobSimulation) -> dict[str, object]:

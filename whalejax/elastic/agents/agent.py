@@ -124,8 +124,8 @@ def _check(name: str, host: str | None) -> str | None:
             )
         try:
             if host is not None:
-                with listen(host) as found:
-                    host = str(found.getsockname()[0])
+                with listen(host) as result:
+                    host = str(result.getsockname()[0])
         except OSError as error:
             problems.add(
                 f"--host is {host}; nothing can listen at that address of this machine "

@@ -268,8 +268,8 @@ class AgentFleet(Generic[Link]):
 
     def start(self, now: float, slot: int, name: str) -> bool:
         """Have a process started where there is most room; whether there is any."""
-        found = [r for r in self._agents.values() if r.free > 0]
-        if not found:
+        matches = [r for r in self._agents.values() if r.free > 0]
+        if not matches:
             members = self._run.members
             ends = {n for r in self._agents.values() for n in r.there}
             ending = any(n not in members or not members[n].is_there for n in ends)
@@ -277,7 +277,7 @@ class AgentFleet(Generic[Link]):
             self._take(now, ev.Deferred(slot, until=until))
             return False
         # Members are spread; among agents with equally many, the first that came.
-        record = min(found, key=lambda r: (len(r.there) + len(r.asked), -r.free))
+        record = min(matches, key=lambda r: (len(r.there) + len(r.asked), -r.free))
         record.asked[name] = slot
         self._tell(record, Start(name=name))
         return True

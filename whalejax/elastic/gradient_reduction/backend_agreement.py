@@ -142,7 +142,7 @@ def agreed(
     started = _CALLER if too_late() else _PRICING
     known = arbiter.ask()
     if known.by:
-        found = GradientReduction(by=known.by, why=known.why)
+        result = GradientReduction(by=known.by, why=known.why)
     else:
         offer = asked
         if offer is None:
@@ -155,20 +155,21 @@ def agreed(
                     why=f"{started}, so that it cannot join others by collectives "
                     f"({offer.why})",
                 )
-        found = arbiter.decide(offer)
-    if asked is not None and asked.by != found.by:
+        result = arbiter.decide(offer)
+    if asked is not None and asked.by != result.by:
         raise WhaleError(
-            f"this run adds gradients up by {found.by} ({found.why}), and this process "
+            f"this run adds gradients up by {result.by} ({result.why}), and this "
+            "process "
             f"was started with {asked.why}. Give all processes the same mesh"
         )
-    if found.by == COLLECTIVES and too_late():
+    if result.by == COLLECTIVES and too_late():
         raise WhaleError(
-            f"this run adds gradients up by collectives ({found.why}), and {started}, "
+            f"this run adds gradients up by collectives ({result.why}), and {started}, "
             "so that it cannot join the others. Call wh.train_elastic before anything "
             "asks for devices or arrays, make batches of NumPy's arrays, or give all "
             "mesh='replicas'"
         )
-    return found
+    return result
 
 
 def _processes(known: ReductionDecision) -> ReductionProcesses:

@@ -59,7 +59,7 @@ def own_devices() -> Cluster:
     if named == "cpu" or not (named or any(map(glob.glob, _DEVICE_FILES))):
         return parse_cluster("cpu:1")
     try:
-        found = subprocess.run(
+        devices = subprocess.run(
             _LOOK,
             env={
                 **os.environ,
@@ -74,12 +74,12 @@ def own_devices() -> Cluster:
         )
     except subprocess.TimeoutExpired:
         raise _unseen(f"no answer within {_LOOK_SECONDS:g} s") from None
-    if found.returncode:
-        raise _unseen(found.stderr.strip()[-1000:])
+    if devices.returncode:
+        raise _unseen(devices.stderr.strip()[-1000:])
     try:
-        return Cluster.from_json(json.loads(found.stdout.splitlines()[-1]))
+        return Cluster.from_json(json.loads(devices.stdout.splitlines()[-1]))
     except (IndexError, ValueError) as error:
-        raise _unseen(f"{found.stdout[-200:]!r} was printed ({error})") from None
+        raise _unseen(f"{devices.stdout[-200:]!r} was printed ({error})") from None
 
 
 def _unseen(why: str) -> WhaleError:

@@ -202,7 +202,7 @@ def price(replica: Plan, processes: ReductionProcesses, mtbf: float) -> Reductio
     copy = _copy_seconds(replica, processes)
 
     def goodput(seconds: float) -> tuple[float, float]:
-        found = goodput_of(
+        goodput = goodput_of(
             seconds,
             nodes=count,
             mtbf=max(mtbf, _LEAST_MTBF) * count,
@@ -211,7 +211,7 @@ def price(replica: Plan, processes: ReductionProcesses, mtbf: float) -> Reductio
             recovery=RECOVERY_SECONDS,
             micro_batches=micro_batches,
         )
-        return found.elastic, found.restart
+        return goodput.elastic, goodput.restart
 
     return ReductionCosts(
         messages=messages,

@@ -88,12 +88,12 @@ def whole_sets(names: Iterable[str]) -> list[ShardCopySet]:
     >>> [found.step for found in whole_sets(["7-1-0of2", "7-1-1of2", "8-1-0of2"])]
     [7]
     """
-    found: dict[ShardCopySet, set[int]] = {}
+    result: dict[ShardCopySet, set[int]] = {}
     for match in filter(None, map(NAME.fullmatch, names)):
         step, generation, rank, count = map(int, match.groups())
         one = ShardCopySet(step=step, generation=generation, count=count)
-        found.setdefault(one, set()).add(rank)
-    whole = (s for s, ranks in found.items() if ranks == {*range(s.count)})
+        result.setdefault(one, set()).add(rank)
+    whole = (s for s, ranks in result.items() if ranks == {*range(s.count)})
     return sorted(whole, reverse=True)
 
 
@@ -181,8 +181,8 @@ class Copies:
 
     def problem(self) -> str:
         """Why the last set was not written, once; else nothing."""
-        found, self._error = self._error, ""
-        return found
+        problem, self._error = self._error, ""
+        return problem
 
     def _write(
         self,
@@ -256,13 +256,13 @@ def read_copies(
             pieces.setdefault(tuple(piece["leaf"]), []).append((placed, file))
     values = []
     for leaf, aval in _leaves(abstract, plan):
-        found = pieces.get(leaf.place, [])
+        entry = pieces.get(leaf.place, [])
         if any(
             piece["form"] != leaf.form or len(piece["box"]) != _dimensions(aval)
-            for piece, _ in found
+            for piece, _ in entry
         ):
             raise BadCopies(f"{leaf.name} of step {copied.step} is another array")
-        values.append(_make_sharded_array(aval, _filler(found, leaf.name)))
+        values.append(_make_sharded_array(aval, _filler(entry, leaf.name)))
     state: TrainState = jax.tree.unflatten(jax.tree.structure(abstract), values)
     if int(state.step) != copied.step:
         raise BadCopies(f"copies of step {copied.step} hold step {int(state.step)}")
@@ -343,7 +343,7 @@ def _make_sharded_array(aval: Any, fill: Filler) -> Any:
         one = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
         # A buffer of its own: a step is given it to use up.
         arrays.append(jax.device_put(known[box], one, may_alias=False))
-    found = jax.make_array_from_single_device_arrays(
+    sharded_array = jax.make_array_from_single_device_arrays(
         raw.shape, sharding, arrays, dtype=dtype
     )
-    return wrapped(found, impl_of(aval)) if key else found
+    return wrapped(sharded_array, impl_of(aval)) if key else sharded_array

@@ -132,12 +132,12 @@ class ShardCopyManager:
             done: the step.
             error: Error of this process, or empty.
         """
-        found = _first_error(error, "copies in memory")
-        if found:
+        result = _first_error(error, "copies in memory")
+        if result:
             self._copies = None
             self.close()
-            self._tell(done, found)
-        return not found
+            self._tell(done, result)
+        return not result
 
     # Back.
 

@@ -224,14 +224,14 @@ class RemoteCopy:
             OSError: they did not come.
         """
         begin, end, _ = part.indices(self.size)
-        found = np.empty(max(end - begin, 0), np.uint8)
+        getitem = np.empty(max(end - begin, 0), np.uint8)
         for place in range(begin, end, _PART_BYTES):
             until = min(place + _PART_BYTES, end)
             (got,) = self._ask(place, until).arrays
             if got.dtype != np.uint8 or got.shape != (until - place,):
                 raise OSError(f"{self._name} was cut short")
-            found[place - begin : until - begin] = got
-        return found
+            getitem[place - begin : until - begin] = got
+        return getitem
 
     def _ask(self, begin: int, end: int) -> CopyBytes:
         question = Read(name=self._name, begin=begin, end=end)

@@ -55,13 +55,13 @@ def write_pointer(path: Path, said: Mapping[str, str]) -> None:
 
 def processes_of(key: Path) -> list[int]:
     """Processes of this machine that a supervisor with this key has started."""
-    given, found = f"{KEY_FILE}={key.absolute()}".encode(), []
+    given, processes = f"{KEY_FILE}={key.absolute()}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # It has ended, or is another user's.
             names = path.read_bytes().split(b"\0")
             if given in names and any(x.startswith(f"{RUN}=".encode()) for x in names):
-                found.append(int(path.parent.name))
-    return sorted(found)
+                processes.append(int(path.parent.name))
+    return sorted(processes)
 
 
 def remove_unfinished(folder: Path) -> None:

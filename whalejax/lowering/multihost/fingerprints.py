@@ -105,10 +105,10 @@ class _Constants:
         self._known: dict[int, tuple[Any, str]] = {}
 
     def __call__(self, value: Any) -> str:
-        found = self._known.get(id(value))
-        if found is None:
-            found = self._known[id(value)] = value, self._digits_of(value)
-        return found[1]
+        call = self._known.get(id(value))
+        if call is None:
+            call = self._known[id(value)] = value, self._digits_of(value)
+        return call[1]
 
     def _digits_of(self, value: Any) -> str:
         if isinstance(value, jax.Array) and jnp.issubdtype(

@@ -153,7 +153,7 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
         f"{folder}/{jax.process_index()}", json.dumps(mine)
     )
     end = time.monotonic() + wait_seconds
-    found: dict[int, dict[str, str]] = {}
+    result: dict[int, dict[str, str]] = {}
     left = [*range(jax.process_count())]
     while left:
         ended = (
@@ -163,8 +163,8 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
         for number in left:
             said = _compat_processes.told_by(f"{folder}/{number}", wait)
             if said is not None:
-                found[number] = json.loads(said)
-        left = [number for number in left if number not in found]
+                result[number] = json.loads(said)
+        left = [number for number in left if number not in result]
         gone = [str(number) for number in left if number in ended]
         if gone or (left and time.monotonic() >= end):
             late = ", ".join(map(str, left))
@@ -178,7 +178,7 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
                 f"{what}. Look for the first error of theirs; all must compile the "
                 "same steps in the same order"
             )
-    return [found[number] for number in sorted(found)]
+    return [result[number] for number in sorted(result)]
 
 
 def _is_local(device: Any) -> bool:

@@ -162,9 +162,9 @@ class Watch:
     def _look_on(self) -> None:
         while True:
             time.sleep(min(1.0, self.least_seconds / 4))
-            found = self._overdue()
-            if found is not None:
-                self._end(*found)
+            overdue = self._overdue()
+            if overdue is not None:
+                self._end(*overdue)
 
     def _where(self) -> str:
         return "its beginning" if self.doing is None else words_of(self.doing)

@@ -167,7 +167,7 @@ class _Rehearsing:
 
     def _site(self, site: VirtualStagePrograms) -> _Site:
         """Compile the programs of a place."""
-        place, names, found = site.place, site.place.names, _Site()
+        place, names, result = site.place, site.place.names, _Site()
         whole = self.apart.whole[site.stage]
         values = self._common(site)
         common = {*values}
@@ -176,10 +176,10 @@ class _Rehearsing:
                 self._aval(site, at), self._handing(v, site.number)
             )
         sums = [aval_with_sharding(self._aval(site, x), whole) for x in names.sums]
-        made, _ = self._compiled(site, "forward", site.forward, values, sums, found)
+        made, _ = self._compiled(site, "forward", site.forward, values, sums, result)
         first = len(place.part.exports) + len(place.part.fresh)
         values.update(zip(place.residuals, made[first:], strict=True))
-        found.kept["forward"] = _nbytes(
+        result.kept["forward"] = _nbytes(
             values[n] for n in site.later.intersection(values) - common
         )
         for v, at in zip(place.sent, names.cotangents, strict=False):
@@ -196,16 +196,16 @@ class _Rehearsing:
             for n, x in zip(place.params, names.gradients, strict=True)
         ]
         added = [] if site.weight else gradients
-        made, _ = self._compiled(site, "backward", site.backward, values, added, found)
-        found.kept["backward"] = 0
+        made, _ = self._compiled(site, "backward", site.backward, values, added, result)
+        result.kept["backward"] = 0
         if site.weight is not None:
             more = zip(site.backward.gives, made, strict=True)
             values.update((n, x) for n, x in more if not isinstance(n, FixedValue))
             waiting = {*site.weight.reads} - common
-            found.kept["backward"] = _nbytes(values[n] for n in waiting)
-            self._compiled(site, "weight", site.weight, values, gradients, found)
-            found.kept["weight"] = 0
-        return found
+            result.kept["backward"] = _nbytes(values[n] for n in waiting)
+            self._compiled(site, "weight", site.weight, values, gradients, result)
+            result.kept["weight"] = 0
+        return result
 
     def _compiled(
         self,
@@ -242,19 +242,19 @@ class _Rehearsing:
             (*names.params, *names.rest, *names.batch),
             strict=True,
         )
-        found = {
+        common = {
             at: aval_with_sharding(
                 self.leaves[n], self.apart.input_sharding(n, site.stage)
             )
             for n, at in numbers
         }
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-        found.update(dict.fromkeys((names.step, names.number, names.counted), scalar))
+        common.update(dict.fromkeys((names.step, names.number, names.counted), scalar))
         if names.rng is not None:
-            found[names.rng] = aval_with_sharding(state.rng, whole)
+            common[names.rng] = aval_with_sharding(state.rng, whole)
         if names.scale is not None and state.loss_scale is not None:
-            found[names.scale] = aval_with_sharding(state.loss_scale.scale, whole)
-        return found
+            common[names.scale] = aval_with_sharding(state.loss_scale.scale, whole)
+        return common
 
     def _aval(self, site: VirtualStagePrograms, operand: Operand) -> Any:
         if isinstance(operand, FixedValue):

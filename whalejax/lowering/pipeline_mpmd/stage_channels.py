@@ -114,8 +114,8 @@ class StageChannel:
             return lambda: [None] * len(self._targets)
         if self._crossing is not None:
             return self._crossing.send(arrays, aside, alone=self._alone)
-        found: list[Any] = jax.device_put(list(arrays), self._targets)
-        return lambda: found
+        result: list[Any] = jax.device_put(list(arrays), self._targets)
+        return lambda: result
 
 
 class _CrossProcessTransfer:
@@ -212,18 +212,18 @@ class _CrossProcessTransfer:
             jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, several)
             for aval, several in zip(self.joint, shards, strict=True)
         ]
-        found: list[Any] = (
+        cross: list[Any] = (
             run_alone(self.hand, joint, self.pair) if alone else self.hand(joint)
         )
-        return found
+        return cross
 
     def _received_arrays(self, handed: Sequence[Any]) -> list[Any]:
         if not self.takes:
             return [None] * len(self.shapes)
-        found = [
+        received_arrays = [
             jax.make_array_from_single_device_arrays(
                 shape, sharding, shards_on(x, sharding)
             )
             for x, shape, sharding in zip(handed, self.shapes, self.mine, strict=True)
         ]
-        return found if all(self.plain) else self.wrap(found)
+        return received_arrays if all(self.plain) else self.wrap(received_arrays)

@@ -38,10 +38,10 @@ class CompiledPart:
             values: Values that the part reads.
             before: Sums so far; their buffers are donated.
         """
-        found: tuple[list[Any], list[Any]] = run_alone(
+        result: tuple[list[Any], list[Any]] = run_alone(
             lambda both: self.program(*both), (values, before), self.mesh
         )
-        return found
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

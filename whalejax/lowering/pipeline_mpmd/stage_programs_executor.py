@@ -166,7 +166,7 @@ class StageProgramsExecutor(StepRunner):
         tree: Any = jax.tree.structure(self.shardings)
         shardings = jax.tree.leaves(self.shardings)
         stages = jax.tree.leaves(self.stages)
-        found = [
+        result = [
             None if is_here(sharding) else absent(aval, sharding)
             for aval, sharding in zip(
                 jax.tree.leaves(self.abstract), shardings, strict=True
@@ -182,8 +182,8 @@ class StageProgramsExecutor(StepRunner):
             places = [shardings[i] for i in own]
             made = jax.jit(part, out_shardings=places)(*arguments)
             for i, leaf in zip(own, made, strict=True):
-                found[i] = leaf
-        state: TrainState = tree.unflatten(found)
+                result[i] = leaf
+        state: TrainState = tree.unflatten(result)
         return state
 
     @functools.cached_property
@@ -222,8 +222,8 @@ class StageProgramsExecutor(StepRunner):
 
     def leaf(self, stage: int, path: str) -> Any:
         """The plan of a parameter on a stage; what no stage reads lies whole."""
-        found = (leaf for leaf in self.plans[stage].leaves if leaf.path == path)
-        return next(found, self.plan.leaf(path))
+        result = (leaf for leaf in self.plans[stage].leaves if leaf.path == path)
+        return next(result, self.plan.leaf(path))
 
     def _rest_owner(self, number: int) -> int:
         return self.owner(len(self._owners) + number)
@@ -244,8 +244,8 @@ class StageProgramsExecutor(StepRunner):
         return self._holder(number) if home is None else home
 
     def _holder(self, number: int) -> int:
-        found: int = self.division.owner(number, len(self.plans))
-        return found
+        holder: int = self.division.owner(number, len(self.plans))
+        return holder
 
     @functools.cached_property
     def _homes(self) -> dict[int, int]:
@@ -327,8 +327,8 @@ class StageProgramsExecutor(StepRunner):
         Args:
             sums: Sums of the losses; None if another process holds them.
         """
-        found = self._evaluation_avals if sums is None else self._metrics(sums)
-        told: Evaluation = self._evaluated(jax.tree.leaves(found))
+        result = self._evaluation_avals if sums is None else self._metrics(sums)
+        told: Evaluation = self._evaluated(jax.tree.leaves(result))
         return told
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
@@ -375,7 +375,7 @@ class StageProgramsExecutor(StepRunner):
             ),
             scales=self.plan.scales_loss,
         )
-        found: list[VirtualStagePrograms] = []
+        sites: list[VirtualStagePrograms] = []
         stages = len(self.plans)
         for stage in range(stages):
             program, layouts = self._program(stage, tensors)
@@ -388,7 +388,7 @@ class StageProgramsExecutor(StepRunner):
                     layouts,
                     last=place == self.table.num_places - 1,
                 )
-                found.append(
+                sites.append(
                     site_of(
                         place,
                         stage,
@@ -398,7 +398,7 @@ class StageProgramsExecutor(StepRunner):
                         options=self._options,
                     )
                 )
-        return sorted(found, key=lambda site: site.number)
+        return sorted(sites, key=lambda site: site.number)
 
     def _program(
         self, stage: int, tensors: Mapping[Value, int | None]
@@ -429,10 +429,10 @@ class StageProgramsExecutor(StepRunner):
     @functools.cached_property
     def zeros(self) -> Sequence[tuple[Callable[[], list[Any]], ...]]:
         """For each place, what makes sums, and gradients, of nothing."""
-        found: list[Any] = []
+        zeros: list[Any] = []
         for site in self.sites:
             if not self.here[site.stage]:
-                found.append((list, list))
+                zeros.append((list, list))
                 continue
             steps, names = site.place.steps, site.place.names
             avals = [
@@ -447,13 +447,13 @@ class StageProgramsExecutor(StepRunner):
             def nothing(avals: Sequence[Any]) -> list[Any]:
                 return [jnp.zeros(a.shape, a.dtype) for a in avals]
 
-            found.append(
+            zeros.append(
                 tuple(
                     jax.jit(functools.partial(nothing, several), out_shardings=there)
                     for several, there in zip(avals, places, strict=True)
                 )
             )
-        return found
+        return zeros
 
     @functools.cached_property
     def numbers(self) -> list[list[Any]]:
@@ -547,8 +547,8 @@ class StageProgramsExecutor(StepRunner):
         def finish(*leaves: Any) -> list[Any]:
             nonlocal shape
             results = finished(self.program, *tree.unflatten(leaves))
-            found, shape = jax.tree.flatten(results)
-            return list(found)
+            finish, shape = jax.tree.flatten(results)
+            return list(finish)
 
         steps = Steps.of(jax.make_jaxpr(finish)(*flat))
         end = len(self.plans) - 1

@@ -156,10 +156,10 @@ class StageTransfers:
         """Returns the values of a transfer, or those whose cotangents are
         transferred.
         """
-        found: list[Value] = self.targets[handing.action][handing.source][
+        values: list[Value] = self.targets[handing.action][handing.source][
             handing.target
         ]
-        return found
+        return values
 
     @functools.cached_property
     def targets(self) -> Mapping[Action, list[dict[int, list[Value]]]]:

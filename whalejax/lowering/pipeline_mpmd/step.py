@@ -98,7 +98,7 @@ class SchedulePass:
     def _common(self, site: VirtualStagePrograms) -> dict[int, Any]:
         place, names, state = site.place, site.place.names, self.state
         whole = self.apart.whole[site.stage]
-        found = {
+        common = {
             at: self._on(site.stage, n)
             for several, numbers in (
                 (place.params, names.params),
@@ -106,12 +106,12 @@ class SchedulePass:
             )
             for n, at in zip(several, numbers, strict=True)
         }
-        found[names.step] = seen_on(state.step, whole)
+        common[names.step] = seen_on(state.step, whole)
         if names.rng is not None:
-            found[names.rng] = seen_on(state.rng, whole)
+            common[names.rng] = seen_on(state.rng, whole)
         if names.scale is not None and state.loss_scale is not None:
-            found[names.scale] = seen_on(state.loss_scale.scale, whole)
-        return found
+            common[names.scale] = seen_on(state.loss_scale.scale, whole)
+        return common
 
     def do(self, event: ScheduleRow | ScheduledTransfer) -> None:
         """One action of the schedule, as far as it is done here."""
@@ -183,10 +183,10 @@ class SchedulePass:
         returned: dict[Value, list[Any]] = defaultdict(list)
         for value, cotangent in self._came("backward", number, micro_batch):
             returned[value].append(cotangent)
-        found = [self.apart.total(returned[v]) for v in place.sent]
+        result = [self.apart.total(returned[v]) for v in place.sent]
         if number == len(self.apart.sites) - 1:
-            found.append(self.apart.one)
-        values.update(zip(names.cotangents, found, strict=True))
+            result.append(self.apart.one)
+        values.update(zip(names.cotangents, result, strict=True))
         added = [] if site.weight else self.gradients[number]
         results, added = site.backward.run(
             [values[n] for n in site.backward.reads], added
@@ -227,16 +227,16 @@ class SchedulePass:
         apart.moves.settle()
         # Held here no longer, so that what they become need not lie beside them.
         every, self.gradients = self.gradients, []
-        found: dict[int, list[Any]] = defaultdict(list)
+        result: dict[int, list[Any]] = defaultdict(list)
         for site, gradients in zip(apart.sites, every, strict=True):
             for place, n in enumerate(site.place.params):
                 here = gradients[place] if apart.here[site.stage] else None
-                found[n].append(apart.moves.gathered(n, site.stage, here))
+                result[n].append(apart.moves.gathered(n, site.stage, here))
         return [
             ABSENT
             if not apart.here[apart.owner(n)]
-            else apart.total(found[n])
-            if n in found
+            else apart.total(result[n])
+            if n in result
             else apart.unread[n]()
             for n in range(self.first)
         ]

@@ -108,12 +108,12 @@ class _Part:
         vectors: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
         """From values and vectors to both."""
-        found: tuple[list[Any], list[Any]] = run_alone(
+        result: tuple[list[Any], list[Any]] = run_alone(
             lambda several: self.program(*several),
             self.program_inputs(taken, read, vectors),
             mesh,
         )
-        return found
+        return result
 
 
 class MultiStageProgram:
@@ -198,7 +198,7 @@ class MultiStageProgram:
                     made[number, stage] = result
             if level in self._exchanges:
                 heard.update(self._exchanges[level](said))
-        found, given = [], set[int]()
+        call, given = [], set[int]()
         for operand, where in self._outputs:
             result = self._output(operand, where, inputs, made)
             if not isinstance(operand, FixedValue) and result is not None:
@@ -206,8 +206,8 @@ class MultiStageProgram:
                     # The next step could not reuse one buffer for two of its inputs.
                     result = jax.device_put(result, where.sharding, may_alias=False)
                 given.add(operand)
-            found.append(result)
-        return found
+            call.append(result)
+        return call
 
     def compiled(self, values: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Each part's stage and its compiled program; nothing is run.
@@ -290,14 +290,14 @@ class MultiStageProgram:
         vectors = {
             n: x for several in told.values() for x in several for n in x.numbers
         }
-        found: dict[int, list[_Part]] = defaultdict(list)
+        result: dict[int, list[_Part]] = defaultdict(list)
         for group in order:
             own = [
                 n for n in reads[group] if self._parting.owners[n] in (None, group[1])
             ]
             takes = [n for n in own if spare.get(n) == group]
             heard = dict.fromkeys(vectors[n] for n in reads[group] if n not in own)
-            found[group[0]].append(
+            result[group[0]].append(
                 self._part(
                     group,
                     takes,
@@ -306,7 +306,7 @@ class MultiStageProgram:
                     told.get(group, ()),
                 )
             )
-        return dict(found)
+        return dict(result)
 
     def _part(
         self,
@@ -391,13 +391,13 @@ class MultiStageProgram:
             (x.shape if s is None else s.shard_shape(x.shape), x.dtype)
             for x, s in zip(avals, there, strict=True)
         )
-        found = set()
+        usable = set()
         for n, x in given.items():
             kind = x.sharding.shard_shape(x.shape), x.dtype
             if room[kind]:
                 room[kind] -= 1
-                found.add(n)
-        return frozenset(found)
+                usable.add(n)
+        return frozenset(usable)
 
     def _sharding(self, number: int, stage: int) -> NamedSharding | None:
         """Numbers lie on all devices of a stage; of arrays the compiler chooses."""

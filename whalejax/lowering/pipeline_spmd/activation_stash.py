@@ -78,8 +78,8 @@ class Derivative:
         """Returns the outputs of the stage, followed by the residuals of a
         micro-batch.
         """
-        found = self._run(self._params, given, number)
-        return [found[i] for i in self._places]
+        forward = self._run(self._params, given, number)
+        return [forward[i] for i in self._places]
 
     def stage_outputs(self, kept: Sequence[Any]) -> Carry:
         """Returns the outputs of the stage from its residuals."""
@@ -100,8 +100,10 @@ class Derivative:
             next(made) if place is None else kept[place]
             for place in self._leaves[self._outputs :]
         ]
-        found: tuple[list[Any], Carry] = self._structure.unflatten(leaves)(cotangents)
-        return found
+        backward: tuple[list[Any], Carry] = self._structure.unflatten(leaves)(
+            cotangents
+        )
+        return backward
 
 
 class Inputs:
@@ -156,12 +158,12 @@ class Inputs:
         """
         local, given = self._local, tuple(given)
         if local.branches:
-            found: tuple[Sums, Carry] = jax.lax.cond(
+            behind: tuple[Sums, Carry] = jax.lax.cond(
                 local.last,
                 lambda: self._at_the_end(given, number),
                 lambda: self._midway(given, handed, number),
             )
-            return found
+            return behind
         (_, scaled), vjp, sums = jax.vjp(
             lambda params, given: local.loss(params, given, number),
             local.params,
@@ -221,9 +223,9 @@ class Residuals:
         def work() -> list[Any]:
             return derivative.forward(given, jnp.maximum(mine, 0))
 
-        found = local.chosen(numbers, work, self.empty)
-        kept = [put(ring, x, mine) for ring, x in zip(kept, found, strict=True)]
-        return kept, local.constrain_carry(derivative.stage_outputs(found))
+        ahead = local.chosen(numbers, work, self.empty)
+        kept = [put(ring, x, mine) for ring, x in zip(kept, ahead, strict=True)]
+        return kept, local.constrain_carry(derivative.stage_outputs(ahead))
 
     def behind(
         self, kept: Sequence[Any], handed: Carry, number: Any

@@ -81,8 +81,8 @@ def run_dynamic_loop(turns: DynamicLoop, count: Any, operands: Operands) -> Oper
     >>> jax.grad(lambda x: counted(turns, 2, (x, stack))[0])(1.0)
     Array(6., dtype=float32, weak_type=True)
     """
-    found: Operands = _run_dynamic_loop(turns, count, operands)
-    return found
+    dynamic_loop: Operands = _run_dynamic_loop(turns, count, operands)
+    return dynamic_loop
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -93,10 +93,10 @@ def _run_dynamic_loop(turns: DynamicLoop, count: Any, operands: Operands) -> Ope
         chosen: Operands = turns.chosen(index < count, fresh, carry)
         return chosen
 
-    found: Operands = jax.lax.fori_loop(
+    dynamic_loop: Operands = jax.lax.fori_loop(
         0, turns.iterations_run(count), turn, tuple(operands[turns.carries])
     )
-    return found
+    return dynamic_loop
 
 
 OWN, ONCE = -1, -2
@@ -148,8 +148,8 @@ def _differentiated(
             operands[place] = x
         return tuple(turns.body(operands)[: turns.num_carries])
 
-    found: tuple[Operands, Any] = jax.vjp(layer, *(given[i] for i in places))
-    return found
+    result: tuple[Operands, Any] = jax.vjp(layer, *(given[i] for i in places))
+    return result
 
 
 def _sources(
@@ -177,13 +177,13 @@ def _sources(
         read = (v for v in equation.invars if not _compat.is_literal(v))
         if not varying.isdisjoint(read):
             varying.update(equation.outvars)
-    found = []
+    sources = []
     for atom in jaxpr.outvars:
         place = ONCE if _compat.is_literal(atom) else places.get(atom, ONCE)
         carried = turns.carries.start <= place < turns.carries.stop
         own = place == ONCE and not _compat.is_literal(atom) and atom in varying
-        found.append(OWN if own or carried else place)
-    return found, [v.aval for v in jaxpr.outvars]
+        sources.append(OWN if own or carried else place)
+    return sources, [v.aval for v in jaxpr.outvars]
 
 
 def _forward(
@@ -248,10 +248,10 @@ def _backward(
         carry, constants, stacks = state
         index = taken - 1 - done
         here = index < kept.count
-        found = iter(kept.of_turn(index)(carry))
-        added = [None if x is None else next(found) for x in constants]
-        before = tuple(next(found) for _ in carry)
-        slices = [None if x is None else next(found) for x in stacks]
+        result = iter(kept.of_turn(index)(carry))
+        added = [None if x is None else next(result) for x in constants]
+        before = tuple(next(result) for _ in carry)
+        slices = [None if x is None else next(result) for x in stacks]
         nothing = jax.tree.map(jnp.zeros_like, (added, slices))
         added, slices = turns.chosen(here, (added, slices), nothing)
         return (

@@ -71,8 +71,10 @@ def pipelined_gradients(
             mine = [read_ring_slot(ring, number) for ring in kept]
 
             def behind() -> tuple[Sums, Carry]:
-                found, before = here.behind(mine, returned, number)
-                return jax.tree.map(jnp.add, sums, found), local.constrain_carry(before)
+                behind, before = here.behind(mine, returned, number)
+                return jax.tree.map(jnp.add, sums, behind), local.constrain_carry(
+                    before
+                )
 
             sums, before = local.chosen(back, behind, (sums, none))
             handed = handed_on(out, table.num_stages)
@@ -243,10 +245,10 @@ def pipelined_losses(
         def turn(carry: Any, now: Any) -> tuple[Any, None]:
             handed, sums = carry
             ahead = now[local.stage]
-            (out, _), found = local.loss(local.params, handed, jnp.maximum(ahead, 0))
-            found = where((ahead >= 0) & local.last, found)
+            (out, _), turn = local.loss(local.params, handed, jnp.maximum(ahead, 0))
+            turn = where((ahead >= 0) & local.last, turn)
             handed = handed_on(local.constrain_carry(out), table.num_stages)
-            return (handed, jax.tree.map(jnp.add, sums, found)), None
+            return (handed, jax.tree.map(jnp.add, sums, turn)), None
 
         carry = local.nothing(), local.no_sums()
         (_, sums), _ = jax.lax.scan(turn, carry, turns)

@@ -69,8 +69,8 @@ def _take_by_sum(equation: Any, operand: Any, indices: Any) -> Any:
     if mode == Mode.CLIP:
         place = jnp.clip(place, 0, size - 1)
     places = jax.lax.broadcasted_iota(place.dtype, operand.shape, operand.ndim - 1)
-    found = jnp.where(places == place, operand, 0).sum(-1, keepdims=True)
+    result = jnp.where(places == place, operand, 0).sum(-1, keepdims=True)
     if mode != Mode.FILL_OR_DROP:
-        return found
+        return result
     fill = filling(equation.params["fill_value"], operand.dtype)
-    return jnp.where((place >= 0) & (place < size), found, fill)
+    return jnp.where((place >= 0) & (place < size), result, fill)

@@ -24,11 +24,11 @@ def turns_of(table: Schedule) -> np.ndarray:
         ``int32[turns, stages, 2]``: forward and backward; -1 for none.
     """
     count = 1 + max(map(table.turn, table.rows))
-    found = np.full((count, table.num_stages, 2), -1, np.int32)
+    turns = np.full((count, table.num_stages, 2), -1, np.int32)
     for row in table.rows:
         slot = ("forward", "backward").index(row.action)
-        found[table.turn(row), row.stage, slot] = row.micro_batch
-    return found
+        turns[table.turn(row), row.stage, slot] = row.micro_batch
+    return turns
 
 
 def chosen(

@@ -37,8 +37,8 @@ def rows_of(layers: Sequence[int]) -> np.ndarray:
     counts = np.asarray(layers)[:, None]
     first = np.cumsum(counts)[:, None] - counts
     place = np.minimum(np.arange(max(layers)), counts - 1)
-    found: np.ndarray = (first + place).astype(np.int32)
-    return found
+    rows: np.ndarray = (first + place).astype(np.int32)
+    return rows
 
 
 def places_of(layers: Sequence[int]) -> np.ndarray:
@@ -65,10 +65,10 @@ def distribute_layers(
         params: flat parameters, as stored.
         layers: Number of layers of each stage.
     """
-    leaves, found = program.plan.trained, list(params)
+    leaves, result = program.plan.trained, list(params)
     for i in stack.params:
-        found[i] = _own_layers(program, params[i], leaves[i].param_spec, layers)
-    return found
+        result[i] = _own_layers(program, params[i], leaves[i].param_spec, layers)
+    return result
 
 
 def dealt_rest(program: Program, stack: Stack, rest: Any, layers: Sequence[int]) -> Any:
@@ -81,18 +81,18 @@ def dealt_rest(program: Program, stack: Stack, rest: Any, layers: Sequence[int])
     if min(layers) == max(layers) or not stack.frozen:
         return rest
     tree: Any = jax.tree.structure(rest)
-    found = jax.tree.leaves(rest)
+    result = jax.tree.leaves(rest)
     for i in stack.frozen:
         stored = program.plan.leaf(program.adapter.rest_paths[i]).param_spec
-        found[i] = _own_layers(program, found[i], stored, layers)
-    return tree.unflatten(found)
+        result[i] = _own_layers(program, result[i], stored, layers)
+    return tree.unflatten(result)
 
 
 def _own_layers(program: Program, x: Any, stored: Spec, layers: Sequence[int]) -> Any:
     rows = rows_of(layers).reshape(-1)
     padded = jnp.take(x, rows, axis=0, mode="clip")
-    (found,) = _through(program, padded, stored, _staged(stored))
-    return found
+    (own_layers,) = _through(program, padded, stored, _staged(stored))
+    return own_layers
 
 
 def collected(
@@ -104,13 +104,13 @@ def collected(
         program, stack, layers: Arguments of ``distribute_layers``, unchanged.
         gradients: Gradients of the parameters as the stages computed with them.
     """
-    found = list(gradients)
+    result = list(gradients)
     for i in stack.params:
         kept = program.plan.trained[i].gradient_spec
         (padded,) = _through(program, gradients[i], _staged(kept), kept)
-        found[i] = jnp.take(padded, places_of(layers), axis=0, mode="clip")
-        (found[i],) = program.constrain([found[i]], [kept])
-    return tuple(found)
+        result[i] = jnp.take(padded, places_of(layers), axis=0, mode="clip")
+        (result[i],) = program.constrain([result[i]], [kept])
+    return tuple(result)
 
 
 def _staged(spec: Spec) -> Spec:

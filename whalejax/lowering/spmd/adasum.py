@@ -70,8 +70,8 @@ def adasum_reduce(
             # Each level is computed once, not again for each of its readers.
             rows = jax.lax.optimization_barrier(_level(rows, partial))
         whole = jax.lax.all_gather(rows.values(packing)[0], DATA)
-        found = dict(zip(order, packing.unpacked(whole, shapes), strict=True))
-        return [found[i] for i in range(len(found))]
+        local = dict(zip(order, packing.unpacked(whole, shapes), strict=True))
+        return [local[i] for i in range(len(local))]
 
     plain = [partition_spec(spec) for spec in specs]
     ranked = [PartitionSpec(DATA, *spec) for spec in plain]
@@ -100,27 +100,27 @@ class _Packing:
 
     def packed(self, tensors: Sequence[Any], weight: Any) -> Any:
         """(rank, number, column), and the weight in a last column."""
-        found = []
+        result = []
         for x, part in zip(tensors, self.parts, strict=True):
             flat = x.reshape(part.here, part.numbers)
             room = self.ranks * COLUMN * part.columns
             flat = jnp.pad(flat, ((0, 0), (0, room - part.numbers)))
             cut = flat.reshape(part.here, self.ranks, COLUMN, part.columns)
             cut = cut.transpose(1, 2, 0, 3)
-            found.append(cut.reshape(self.ranks, COLUMN, part.width))
+            result.append(cut.reshape(self.ranks, COLUMN, part.width))
         last = jnp.broadcast_to(weight, (self.ranks, COLUMN, 1))
-        return jnp.concatenate([*found, last], axis=2)
+        return jnp.concatenate([*result, last], axis=2)
 
     def unpacked(self, whole: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         """The tensors of all ranks' parts."""
-        found, first = [], 0
+        result, first = [], 0
         for shape, part in zip(shapes, self.parts, strict=True):
             cut = whole[:, :, first : first + part.width]
             first += part.width
             cut = cut.reshape(self.ranks, COLUMN, part.here, part.columns)
             flat = cut.transpose(2, 0, 1, 3).reshape(part.here, -1)
-            found.append(flat[:, : part.numbers].reshape(shape))
-        return found
+            result.append(flat[:, : part.numbers].reshape(shape))
+        return result
 
     @property
     def tensor_of(self) -> np.ndarray:
@@ -138,13 +138,13 @@ class _Packing:
 
     def by_tensor(self, columns: Any) -> list[Any]:
         """(…, column) numbers as (…, tensor, column), of as many columns each."""
-        found, first = [], 0
+        tensor, first = [], 0
         for count, several in itertools.groupby(self.parts, lambda x: x.columns):
             tensors = sum(part.here for part in several)
             cut = columns[..., first : first + tensors * count]
             first += tensors * count
-            found.append(cut.reshape(*columns.shape[:-1], tensors, count))
-        return found
+            tensor.append(cut.reshape(*columns.shape[:-1], tensors, count))
+        return tensor
 
 
 @functools.partial(
@@ -183,16 +183,16 @@ class _Rows:
 
     def select(self, which: slice) -> _Rows:
         """Some of them."""
-        found: _Rows = jax.tree.map(lambda x: x[which], self)
-        return found
+        result: _Rows = jax.tree.map(lambda x: x[which], self)
+        return result
 
     def normalised(self, packing: _Packing) -> _Rows:
         """The same with the largest number of each tensor on this device near one."""
         largest = jnp.abs(self.high).max(1)
-        found = [x.max(-1, initial=0.0) for x in packing.by_tensor(largest)]
+        result = [x.max(-1, initial=0.0) for x in packing.by_tensor(largest)]
         # Zeros are scaled too, which leaves them zero. A second reader of the maxima
         # would make XLA on CPU search for them again for each number.
-        return self.shift_exponents(-_exponents(jnp.concatenate(found, -1)), packing)
+        return self.shift_exponents(-_exponents(jnp.concatenate(result, -1)), packing)
 
     def shift_exponents(self, shifts: Any, packing: _Packing) -> _Rows:
         """The same with so many less in the exponents, (group, tensor)."""
@@ -232,7 +232,7 @@ class _PartialDots:
             tensor, or the same part as a device before it.
         """
         axes = [axis for axis, size in self.mesh.shape.items() if size > 1]
-        found, first = [], 0
+        result, first = [], 0
         for part, spec in zip(self.packing.parts, self.specs, strict=True):
             mine = own[..., first : first + part.here]
             first += part.here
@@ -245,20 +245,20 @@ class _PartialDots:
                 whole = jnp.zeros((*mine.shape[:-1], part.slices), mine.dtype)
                 start = jax.lax.axis_index(spec[0]) * part.here
                 mine = jax.lax.dynamic_update_slice_in_dim(whole, mine, start, -1)
-            found.append(mine)
-        return jax.lax.all_gather(jnp.concatenate(found, -1), tuple(axes))
+            result.append(mine)
+        return jax.lax.all_gather(jnp.concatenate(result, -1), tuple(axes))
 
     def local(self, every: Any) -> Any:
         """Selects this device's numbers from those of all tensors, (pair, tensor)."""
-        found, first = [], 0
+        local, first = [], 0
         for part, spec in zip(self.packing.parts, self.specs, strict=True):
             whole = every[:, first : first + part.slices]
             first += part.slices
             if part.here < part.slices:
                 start = jax.lax.axis_index(spec[0]) * part.here
                 whole = jax.lax.dynamic_slice_in_dim(whole, start, part.here, -1)
-            found.append(whole)
-        return jnp.concatenate(found, -1)
+            local.append(whole)
+        return jnp.concatenate(local, -1)
 
 
 def _node_means(rows: Any, weights: Any, node: int) -> Any:
@@ -338,8 +338,8 @@ def _column_dots(ones: Pair, others: Pair) -> tuple[Pair, Pair, Pair]:
     high = ones[0]
     nothing = jnp.zeros((high.shape[0], high.shape[2]), high.dtype)
     start = ((nothing, nothing),) * 3
-    found: tuple[Pair, Pair, Pair] = jax.lax.fori_loop(0, COLUMN, body, start)
-    return found
+    column_dots: tuple[Pair, Pair, Pair] = jax.lax.fori_loop(0, COLUMN, body, start)
+    return column_dots
 
 
 def _by_tensor(sums: Sequence[Pair], packing: _Packing) -> list[Pair]:
@@ -479,5 +479,5 @@ def _total(pair: Pair, axis: int) -> Pair:
     def add(x: Any, y: Any) -> Any:
         return _added(x, y)
 
-    found: Pair = jax.lax.reduce((high, low), (nothing, nothing), add, (axis,))
-    return found
+    total: Pair = jax.lax.reduce((high, low), (nothing, nothing), add, (axis,))
+    return total

@@ -142,8 +142,10 @@ class _Chunks:
         def backward(inputs: Any, cotangents: Any) -> Any:
             hidden, kernel, *given = inputs
             outside = dict(zip(order, given, strict=True))
-            found = self.gradients(hidden, kernel, outside, order[:trained], cotangents)
-            return (*found, *(None for _ in given[trained:]))
+            backward = self.gradients(
+                hidden, kernel, outside, order[:trained], cotangents
+            )
+            return (*backward, *(None for _ in given[trained:]))
 
         loss.defvjp(forward, backward)
         return loss
@@ -200,8 +202,8 @@ class _Chunks:
                     **beside,
                     **dict(zip(trained, weights, strict=True)),
                 }
-                found = one.values(logits, known, self.sizes)
-                return [x for x, inexact in zip(found, real, strict=True) if inexact]
+                exits = one.values(logits, known, self.sizes)
+                return [x for x, inexact in zip(exits, real, strict=True) if inexact]
 
             logits, to_hidden = jax.vjp(lambda h: self.logits(h, read), part)
             _, pull = jax.vjp(exits, logits, *(outside[n] for n in trained))

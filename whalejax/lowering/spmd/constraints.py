@@ -119,12 +119,12 @@ class _Collector:
 
     def _stored(self, plan: Plan) -> dict[int, dict[int, tuple[str, ...]]]:
         """For every tensor of weights: its roles to the axes that store them."""
-        found: dict[int, dict[int, tuple[str, ...]]] = {}
+        values: dict[int, dict[int, tuple[str, ...]]] = {}
         leaves = {leaf.path: leaf for leaf in plan.leaves}
         for t in self.graph.params:
             spec = of_stage(leaves[t.path].param_spec)
             layout = self.dims.layouts[t.id]
-            found[t.id] = {
+            values[t.id] = {
                 atoms[0]: axes
                 for atoms, axes in zip(layout, spec, strict=True)
                 if atoms and axes
@@ -132,11 +132,11 @@ class _Collector:
         for op in self.graph.ops:
             for result in op.results:
                 if self.weight[result]:
-                    known = [o for o in op.operands if o in found]
+                    known = [o for o in op.operands if o in values]
                     # Of a kernel and its scale the kernel says where they are stored.
-                    source = max(known, key=lambda o: len(found[o]), default=None)
-                    found[result] = {} if source is None else found[source]
-        return found
+                    source = max(known, key=lambda o: len(values[o]), default=None)
+                    values[result] = {} if source is None else values[source]
+        return values
 
     def collect(self) -> Constraints:
         seen: set[Position] = set()
@@ -203,7 +203,7 @@ class _Collector:
 
     def _shared_rows(self) -> dict[Position, SharedRows]:
         """Calls whose rows are shared alike by all that they do."""
-        found = {}
+        shared_rows = {}
         for position, call in self.calls.items():
             fronts = {
                 self._spec(t, self.tables[self.home[t]])[0]
@@ -213,8 +213,8 @@ class _Collector:
             if len(fronts) == 1:
                 (axes,) = fronts
                 if axes:
-                    found[position] = call.rows, axes
-        return found
+                    shared_rows[position] = call.rows, axes
+        return shared_rows
 
     def carry_specs(self) -> tuple[Spec, ...]:
         """Layouts of what layers hand on."""
@@ -342,11 +342,11 @@ def _waiting(graph: Graph, outputs: Outputs, given: Outputs) -> Waiting:
     """Finds the values of a traced loss that are kept in host memory."""
     moves = waiting_values(graph).keys()
     kept = {t for op in graph.ops if op.kept for t in op.results} & moves
-    found = {position: _among(tensors, moves) for position, tensors in given.items()}
+    waiting = {position: _among(tensors, moves) for position, tensors in given.items()}
     for op in graph.ops:
         if op.kept and kept.intersection(op.results):
-            found[op.position] = _among(outputs[op.position], kept)
-    return found
+            waiting[op.position] = _among(outputs[op.position], kept)
+    return waiting
 
 
 def _among(tensors: Sequence[int | None], wanted: Set[int]) -> frozenset[int]:
@@ -373,10 +373,10 @@ def constraints_of(
         captured: Traced loss that the plan was made for.
     """
     collector = _Collector(plan, analysed, captured)
-    found = replace(collector.collect(), flows=_flows(captured))
+    constraints = replace(collector.collect(), flows=_flows(captured))
     if plan.stages is not None:
-        found = replace(found, carried=collector.carry_specs())
+        constraints = replace(constraints, carried=collector.carry_specs())
     if "activations" not in plan.offload:
-        return found
+        return constraints
     waiting = _waiting(analysed.graph, captured.outputs, captured.given)
-    return replace(found, waiting=waiting)
+    return replace(constraints, waiting=waiting)

@@ -357,9 +357,9 @@ def _as_it_is(
     if scope.mesh.size > 1 and runs_whole(equation, flows):
         return in_whole(equation, values, scope.mesh)
     if scope.constraints.carried or has_manual_axes(scope.mesh):
-        found = in_stages(equation, values, specs, scope.mesh, flows)
-        if found is not None:
-            return found
+        it_is = in_stages(equation, values, specs, scope.mesh, flows)
+        if it_is is not None:
+            return it_is
     if equation.primitive.name == "gather" and picks_from_rows(equation):
         return picked(equation, values)
     if scope.mesh.size > 1 and is_strided(equation):
@@ -557,10 +557,10 @@ def _over_time(
     parts = _compat.scan_parts(equation)
     constants, carries = parts.num_consts, parts.num_consts + parts.num_carries
     moved = any(isinstance(v, HostParameter) for v in values[:constants])
-    found = {} if moved else loop_weights(equation, values, constraints, position)
-    found = {place: made for place, made in found.items() if place not in ready}
-    stored = {place: made() for place, made in found.items()}
-    ways = {place: constraints.gathers[place] for place in found}
+    result = {} if moved else loop_weights(equation, values, constraints, position)
+    result = {place: made for place, made in result.items() if place not in ready}
+    stored = {place: made() for place, made in result.items()}
+    ways = {place: constraints.gathers[place] for place in result}
     once = {(id(stored[place]), way): place for place, way in ways.items()}
 
     def run(*given: Any) -> list[Any]:
@@ -586,7 +586,7 @@ def _over_time(
 
     # Said outside too: else the compiler lays out the loop's weights as these are.
     given = (*values, *(scope.passed(stored[p], ways[p][:1]) for p in once.values()))
-    again = any(at in constraints.regathers for at, _ in found)
+    again = any(at in constraints.regathers for at, _ in result)
     if scope.recomputed or not again or recomputes(inner):
         return run(*given)
     policy = but_for_gathered(jax.checkpoint_policies.everything_saveable)

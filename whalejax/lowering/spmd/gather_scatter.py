@@ -328,7 +328,7 @@ class _ShardedGather:
             place -= lax.axis_index(axes).astype(place.dtype) * length
             here = here & (place >= 0) & (place < length)
             places = places.at[..., part].set(jnp.clip(place, 0, length - 1))
-        (found,) = _compat.bind(
+        (result,) = _compat.bind(
             self.equation,
             [operand, places],
             slice_sizes=slices,
@@ -337,7 +337,7 @@ class _ShardedGather:
             indices_are_sorted=False,
         )
         here = jnp.expand_dims(here, numbers.offset_dims)
-        return [jnp.where(here, found, jnp.zeros((), found.dtype))]
+        return [jnp.where(here, result, jnp.zeros((), result.dtype))]
 
     def _within(self, indices: Any) -> Any:
         """Returns which indices are in bounds; all of them where others are clipped."""
@@ -354,10 +354,10 @@ class _ShardedGather:
         del operand
         if not self.picked or self._mode != Mode.FILL_OR_DROP:
             return results
-        (found,), within = results, self._within(indices)
+        (finish,), within = results, self._within(indices)
         offsets = self.equation.params["dimension_numbers"].offset_dims
-        fill = filling(self.equation.params["fill_value"], found.dtype)
-        return [jnp.where(jnp.expand_dims(within, offsets), found, fill)]
+        fill = filling(self.equation.params["fill_value"], finish.dtype)
+        return [jnp.where(jnp.expand_dims(within, offsets), finish, fill)]
 
 
 def signed(indices: Any) -> Any:
@@ -396,8 +396,8 @@ def on_each(
 
     @jax.custom_vjp
     def run(*values: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = mapped(ahead, parts.given, parts.out)(*values)
-        return found
+        result: tuple[Any, ...] = mapped(ahead, parts.given, parts.out)(*values)
+        return result
 
     shapes = [(v.shape, v.dtype) for v in values]
 
@@ -425,8 +425,8 @@ def on_each(
         back = _Backward(parts, flows, {a for s in out for axes in s for a in axes})
         there = [parts.given[i] for i in flows]
         run_back = mapped(back, (*parts.given, *out), there)
-        found = run_back(*values, *map(_compat.instantiated, floats))
-        by_place = dict(zip(flows, found, strict=True))
+        result = run_back(*values, *map(_compat.instantiated, floats))
+        by_place = dict(zip(flows, result, strict=True))
         return tuple(by_place.get(i) for i in range(len(values)))
 
     run.defvjp(forward, backward, symbolic_zeros=True)
@@ -457,11 +457,11 @@ class _Backward:
             return _floats(self.parts.run(*whole))
 
         _, back = jax.vjp(run, *[values[i] for i in self.flows])
-        found = []
+        call = []
         for place, x in zip(self.flows, back(list(cotangents)), strict=True):
             own = {a for axes in self.parts.given[place] for a in axes}
-            found.append(_sum(x, sorted(self.across - own)))
-        return tuple(found)
+            call.append(_sum(x, sorted(self.across - own)))
+        return tuple(call)
 
 
 def _floats(values: Sequence[Any]) -> list[Any]:

@@ -60,7 +60,7 @@ def _passed(equation: Any) -> set[int]:
     samples, _, *space = params["dimension_numbers"].lhs_spec
     _, _, *taps = params["dimension_numbers"].rhs_spec
     kernel = equation.invars[1].aval.shape
-    found = {
+    result = {
         dim for n, dim in enumerate(space) if pointwise(params, n, kernel[taps[n]])
     }
-    return found if params["batch_group_count"] > 1 else {samples, *found}
+    return result if params["batch_group_count"] > 1 else {samples, *result}

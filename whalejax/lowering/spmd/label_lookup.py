@@ -63,8 +63,8 @@ def picked(equation: Any, values: Sequence[Any]) -> list[Any]:
         places = jnp.clip(places, 0, size - 1)
     at = lax.broadcasted_iota(places.dtype, table.shape, single)
     zero = jnp.zeros((), table.dtype)
-    found = jnp.sum(jnp.where(at == places, table, zero), axis=single, keepdims=True)
+    result = jnp.sum(jnp.where(at == places, table, zero), axis=single, keepdims=True)
     if mode is Mode.FILL_OR_DROP:
         fill = filling(params["fill_value"], table.dtype)
-        found = jnp.where((places >= 0) & (places < size), found, fill)
-    return [found.reshape(equation.outvars[0].aval.shape)]
+        result = jnp.where((places >= 0) & (places < size), result, fill)
+    return [result.reshape(equation.outvars[0].aval.shape)]

@@ -43,10 +43,10 @@ def loop_weights(
         return {}
     count = _compat.scan_parts(equation).num_consts
     known = [_wrap_value(v) if i < count else None for i, v in enumerate(values)]
-    found: dict[Place, Made] = {}
+    weights: dict[Place, Made] = {}
     body = _compat.inner_jaxprs(equation)[0]
-    _walk(body, known, position, constraints.gathers, found)
-    return found
+    _walk(body, known, position, constraints.gathers, weights)
+    return weights
 
 
 def _wrap_value(value: Any) -> Made:

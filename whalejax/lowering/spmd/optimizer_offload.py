@@ -147,9 +147,11 @@ class UpdateParts:
         """Variables that are computed outside the loops."""
         outs = self.body.outvars
         places = {p for part in self.parts for p in part.places}
-        found = {v for part in self.parts for v in (*part.whole, *part.single)}
+        variables_outside_loops = {
+            v for part in self.parts for v in (*part.whole, *part.single)
+        }
         plain = (v for place, v in enumerate(outs) if place not in places)
-        return found | {v for v in plain if not _compat.is_literal(v)}
+        return variables_outside_loops | {v for v in plain if not _compat.is_literal(v)}
 
     def needed(self) -> tuple[list[Any], set[Any]]:
         """The equations that give what is wanted, and all that they read."""
@@ -227,11 +229,11 @@ class UpdateRun:
             operands = [_read(atom, self.env) for atom in equation.invars]
             results = _compat.bind(equation, operands)
             self.env.update(zip(equation.outvars, results, strict=True))
-        found: dict[int, Any] = {}
+        outputs: dict[int, Any] = {}
         for part in self.parts.parts:
-            found.update(self.part(part))
+            outputs.update(self.part(part))
         return [
-            found[place] if place in found else _read(atom, self.env)
+            outputs[place] if place in outputs else _read(atom, self.env)
             for place, atom in enumerate(self.body.outvars)
         ]
 

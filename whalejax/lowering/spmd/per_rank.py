@@ -88,10 +88,10 @@ def gradients_of(
         means = [weighted_means(wide(g), sums.weight) for g in gradients]
     else:
         means = _adasum(program, gradients, sums.weight, specs)
-    found = dataclasses.replace(
+    result = dataclasses.replace(
         _summed(program, sums), gradients=tuple(means), means=True
     )
-    return found, _rest(program, rest, moved)
+    return result, _rest(program, rest, moved)
 
 
 def losses_of(
@@ -259,7 +259,7 @@ def _adasum(
     ]
     pairs = zip(stacked, axes, strict=True)
     by_layer = [x if one is None else one.by_layer(x) for x, one in pairs]
-    found = adasum_reduce(
+    result = adasum_reduce(
         program.constrain(by_layer, [((DATA,), *spec) for spec in laid]),
         program.constrain([weights], [((DATA,),)])[0],
         laid,
@@ -267,7 +267,7 @@ def _adasum(
         program.mesh,
         node=node_size(plan.axis_sizes, plan.cluster, plan.combine),
     )
-    back = zip(found, axes, strict=True)
+    back = zip(result, axes, strict=True)
     return [x if one is None else one.as_stored(x) for x, one in back]
 
 

@@ -152,11 +152,11 @@ class _AttentionLayout:
 
 def _of_tags(ways: set[Tags], by_tag: Mapping[int, Any], one: AttentionPattern) -> Spec:
     """The layout of a value from outside: rows as the query's, columns whole."""
-    found = []
+    result = []
     for tags in zip(*ways, strict=True):
         tag = tags[0] if len(set(tags)) == 1 else None
-        found.append(() if tag is None else by_tag.get(tag, ()))
-    return tuple(found)
+        result.append(() if tag is None else by_tag.get(tag, ()))
+    return tuple(result)
 
 
 class _Local:
@@ -246,8 +246,8 @@ class _Local:
 
     def sizes(self, query: Any) -> dict[int, int]:
         """Local sizes of the dimensions of the scores, but for the columns."""
-        found = {t: query.shape[q] for q, *_, t in self.one.batch}
-        return found | {t: query.shape[q] for q, t in self.one.rows}
+        sizes = {t: query.shape[q] for q, *_, t in self.one.batch}
+        return sizes | {t: query.shape[q] for q, t in self.one.rows}
 
     # The order in which the sequence is dealt out.
 
@@ -264,15 +264,15 @@ class _Local:
 
     def outside(self, others: Sequence[Any]) -> list[Any]:
         """Values from outside whose rows are sharded, dealt out like the queries."""
-        found = []
+        outside = []
         for value, ways, spec in zip(
             others, self.one.scores.tags, self.laid.specs[3:], strict=True
         ):
             for dim, tags in enumerate(zip(*ways, strict=True)):
                 if set(tags) == {self.tag} and spec[dim] == self.laid.axes:
                     value = self.deal(value, dim)
-            found.append(value)
-        return found
+            outside.append(value)
+        return outside
 
     # Blocks.
 
@@ -318,8 +318,8 @@ class _Local:
             tags = product_tags(one)
             shape = [here[t] for t in flat_order]
             laid = product.reshape(shape).transpose([flat_order.index(t) for t in tags])
-            found = one.scores.block(laid, here, offsets, outside)
-            return found.transpose(flat_order).reshape(product.shape).astype(self.wide)
+            result = one.scores.block(laid, here, offsets, outside)
+            return result.transpose(flat_order).reshape(product.shape).astype(self.wide)
 
         kind = one.first.outvars[0].aval.dtype
         product = jnp.einsum(
@@ -451,7 +451,7 @@ class _Local:
         zeros = tuple(jnp.zeros(x.shape, self.wide) for x in (key, value))
         state = jnp.zeros(query.shape, self.wide)
         state, sums = self._rounds(here, (key, value), zeros, state, block, rest)
-        found = [
+        back = [
             self.deal(x.astype(like.dtype), dim, back=True)
             for x, like, dim in zip(
                 (state, *sums), (query, key, value), (2, 1, 1), strict=True
@@ -460,8 +460,8 @@ class _Local:
         # Heads that share keys may be on several devices.
         apart = _merged([self.laid.specs[0][q] for q, _ in self.groups])
         if apart:
-            found[1:] = (lax.psum(x, apart) for x in found[1:])
-        return tuple(self._unflat(x, slot) for slot, x in enumerate(found))
+            back[1:] = (lax.psum(x, apart) for x in back[1:])
+        return tuple(self._unflat(x, slot) for slot, x in enumerate(back))
 
     def _block_back(
         self,

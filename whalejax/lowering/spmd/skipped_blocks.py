@@ -90,8 +90,8 @@ class SkippedBlocks:
 
     def returned(self, step: Any, pulled: Any, cotangent: Any) -> Any:
         """Cotangents of the values that are here, with those of hidden blocks."""
-        found = self._product("rc,bre->bce", step, pulled)
-        return cotangent + jnp.repeat(found, self.ring.column_size, axis=1)
+        result = self._product("rc,bre->bce", step, pulled)
+        return cotangent + jnp.repeat(result, self.ring.column_size, axis=1)
 
     def _each(self, level: Any) -> Any:
         """The weight of one hidden score beside the highest of a row."""
@@ -107,5 +107,5 @@ def _masked_blocks(ring: Ring) -> np.ndarray:
     device, step = np.ix_(range(ring.size), range(ring.size))
     rows = ring.rows[device][:, :, :, None]
     columns = ring.columns[(device - step) % ring.size][:, :, None, :]
-    found: np.ndarray = ~ring.seen[rows, columns]
-    return found
+    masked_blocks: np.ndarray = ~ring.seen[rows, columns]
+    return masked_blocks

@@ -160,8 +160,8 @@ class Program:
         state = "optimizer" in self.plan.offload
         if not (state or away):
             return []
-        found = followers(self.optimizer, self.adapter, state=state, params=away)
-        whole = [i for i in away if i not in {follower.fresh for follower in found}]
+        result = followers(self.optimizer, self.adapter, state=state, params=away)
+        whole = [i for i in away if i not in {follower.fresh for follower in result}]
         if whole:
             raise PlanError(
                 f"the plan keeps {len(whole)} parameters in host memory, such as "
@@ -172,13 +172,13 @@ class Program:
         tree = jax.eval_shape(self.optimizer.init, self.adapter.params)
         owners = owners_of(tree, [(leaf.path, leaf.shape) for leaf in leaves])
         follows = any(i is not None and len(leaves[i].shape) > 1 for i in owners)
-        if state and follows and not any(f.hosted - {f.fresh} for f in found):
+        if state and follows and not any(f.hosted - {f.fresh} for f in result):
             raise PlanError(
                 "the plan keeps the optimizer's state in host memory, and this one "
                 "does not update its state element by element. Compile with the "
                 "optimizer that the plan was made for, or plan with this one"
             )
-        return [replace(f, spec=leaves[f.fresh].optimizer_spec) for f in found]
+        return [replace(f, spec=leaves[f.fresh].optimizer_spec) for f in result]
 
 
 def micro_batches(
@@ -198,7 +198,7 @@ def micro_batches(
     rows = MicroBatchRows.of(program.plan)
     axes = {i: axis for i, axis in enumerate(program.batch_axes) if axis is not None}
     places = list(axes)
-    found = [rows.stack(batch[place], axis) for place, axis in axes.items()]
+    batches = [rows.stack(batch[place], axis) for place, axis in axes.items()]
     specs = [((), *program.plan.batch[place].spec) for place in places]
 
     def whole(parts: Sequence[Any], others: Sequence[Any] = batch) -> list[Any]:
@@ -207,7 +207,7 @@ def micro_batches(
             leaves[place] = part
         return leaves
 
-    return program.constrain(found, specs), whole
+    return program.constrain(batches, specs), whole
 
 
 def gradients_of(
@@ -507,11 +507,11 @@ def stepping(
         kept = state_tree.unflatten(values[2 * count :])
         changes, new = updates(optimizer, gradients, kept, tree, loss)
         fresh = optax.apply_updates(tree, changes)
-        found = [*jax.tree.leaves(fresh), *jax.tree.leaves(new)]
+        result = [*jax.tree.leaves(fresh), *jax.tree.leaves(new)]
         if not skips:
-            return found
+            return result
         before = [*values[:count], *values[2 * count :]]
-        pairs = zip(found, before, strict=True)
+        pairs = zip(result, before, strict=True)
         return [jnp.where(applies, x, y) for x, y in pairs]
 
     return step
@@ -551,7 +551,7 @@ def followers(
             continue
         if owner in held or (state and (small or moves_to_host(shapes[owner]))):
             held.setdefault(owner, []).append((2 * count + place, count + place))
-    found = [
+    result = [
         Follower(
             inputs=(owner, count + owner),
             state=tuple(pairs),
@@ -561,7 +561,7 @@ def followers(
         )
         for owner, pairs in held.items()
     ]
-    return streamable(program.jaxpr, found)
+    return streamable(program.jaxpr, result)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -632,6 +632,6 @@ def offloadable_state(
             if follower.state
         },
         params=frozenset.intersection(
-            *(frozenset(paths[f.fresh] for f in found) for found in (alone, beside))
+            *(frozenset(paths[f.fresh] for f in result) for result in (alone, beside))
         ),
     )

@@ -62,16 +62,16 @@ def as_first(
 
 def _bundles(leaves: Sequence[Any]) -> Iterator[list[int]]:
     """Numbers of leaves that cross together."""
-    found, size = list[int](), 0
+    result, size = list[int](), 0
     for number, leaf in enumerate(leaves):
         nbytes = unwrapped(leaf).nbytes
-        if found and size + nbytes > MOST_BYTES:
-            yield found
-            found, size = [], 0
-        found.append(number)
+        if result and size + nbytes > MOST_BYTES:
+            yield result
+            result, size = [], 0
+        result.append(number)
         size += nbytes
-    if found:
-        yield found
+    if result:
+        yield result
 
 
 def _bundle_as_first(
@@ -102,12 +102,12 @@ def _bundle_as_first(
     }
     first = next(iter(buffers.values()))
     told = Exchange(mesh, replicas, first.avals).add(packed)
-    found = {}
+    bundle_as_first = {}
     for r, leaves in bundle.items():
         like = [(jax.eval_shape(unwrapped, x).dtype, impl_of(x)) for x in leaves]
         made = functools.partial(unpack, replica=r, like=like)
-        found[r] = jax.jit(made, out_shardings=list(places[r]))(told[r])
-    return found
+        bundle_as_first[r] = jax.jit(made, out_shardings=list(places[r]))(told[r])
+    return bundle_as_first
 
 
 def _as_addable(leaf: Any) -> Any:

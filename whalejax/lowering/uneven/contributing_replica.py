@@ -63,14 +63,14 @@ class ContributingReplica:
         runner = self._runner
         seen = runner._local_view(state, 0)
         leaves = runner._put_micro_batch(0, self._cut(batch, number))
-        found = self._one(
+        part = self._one(
             seen.rest,
             inputs_of(runner.program, seen),
             leaves,
             runner._numbers[0][number],
             self._later[number],
         )
-        return [np.asarray(x) for x in found]
+        return [np.asarray(x) for x in part]
 
     def _contributed(
         self, rest: Any, inputs: Any, leaves: Any, number: Any, later: Any
@@ -83,12 +83,12 @@ class ContributingReplica:
 
     def _cut(self, batch: Sequence[Any], number: int) -> list[Any]:
         """The samples of a micro-batch."""
-        found, rows = [], MicroBatchRows.of(self._runner.program.plan)
+        result, rows = [], MicroBatchRows.of(self._runner.program.plan)
         for leaf, axis in zip(batch, self._runner.program.batch_axes, strict=True):
             if axis is not None:
                 leaf = leaf[rows.index(leaf.shape[axis], axis, number)]
-            found.append(leaf)
-        return found
+            result.append(leaf)
+        return result
 
     @functools.cached_property
     def _later(self) -> list[Any]:
@@ -111,11 +111,11 @@ class ContributingReplica:
         seen = runner._local_view(state, 0)
         with consuming(state):
             new, metrics, _ = self._replica.finish(seen, list(buffers))
-        found = runner._assemble_global({0: new})
+        finish = runner._assemble_global({0: new})
         if state.samples is not None:
             size = self._samples
-            found = dataclasses.replace(found, samples=state.samples + size)
-        return found, runner._agreed({0: metrics})
+            finish = dataclasses.replace(finish, samples=state.samples + size)
+        return finish, runner._agreed({0: metrics})
 
     @property
     def _samples(self) -> int:

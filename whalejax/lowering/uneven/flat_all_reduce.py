@@ -99,14 +99,14 @@ class Buffers:
         """The arrays of the buffers."""
 
         def local(flat: Sequence[Any]) -> list[Any]:
-            found: list[Any] = [None] * len(self._shapes)
+            local: list[Any] = [None] * len(self._shapes)
             for buffer, group in zip(flat, self._groups, strict=True):
                 start = 0
                 for i in group:
                     end = start + math.prod(self._shapes[i])
-                    found[i] = buffer[start:end].reshape(self._shapes[i])
+                    local[i] = buffer[start:end].reshape(self._shapes[i])
                     start = end
-            return found
+            return local
 
         return on_shards(self._mesh, local, self._flat, self._specs)(list(buffers))
 
@@ -218,11 +218,11 @@ class Exchange:
         else:
             for added in several:
                 met = [x + y for x, y in zip(met, added, strict=True)]
-        found: dict[int, list[Any]] = {
+        result: dict[int, list[Any]] = {
             replica: jax.device_put(met, [place] * len(met))
             for replica, place in places.items()
         }
-        return found
+        return result
 
 
 def _added(buffer: Any) -> Any:

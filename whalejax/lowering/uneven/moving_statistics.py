@@ -119,15 +119,15 @@ def slopes(captured: Captured) -> dict[int, np.ndarray]:
         given = list(others)
         for i, leaf in zip(numbers, leaves, strict=True):
             given[first + i] = leaf
-        found = _compat.run_flowing(captured.jaxpr, given)[-len(rest) :]
-        return [found[i] for i in numbers]
+        result = _compat.run_flowing(captured.jaxpr, given)[-len(rest) :]
+        return [result[i] for i in numbers]
 
     def slope(others: Sequence[Any], along: Sequence[Any]) -> list[Any]:
         leaves = [others[first + i] for i in numbers]
-        found: list[Any] = jax.jvp(
+        slope: list[Any] = jax.jvp(
             lambda x: after(x, others), (leaves,), (list(along),)
         )[1]
-        return found
+        return slope
 
     along = [avals[first + i] for i in numbers]
     traced = jax.make_jaxpr(slope)(avals, along)
@@ -139,8 +139,8 @@ def slopes(captured: Captured) -> dict[int, np.ndarray]:
     def constant(along: Sequence[Any]) -> list[Any]:
         # Of nothing of which the results depend the values matter.
         nothing = [jnp.zeros(a.shape, a.dtype) for a in avals]
-        found = _compat.run_flowing(traced, [*nothing, *along])
-        return [found[place] for place in kept]
+        constant = _compat.run_flowing(traced, [*nothing, *along])
+        return [constant[place] for place in kept]
 
     return _alone(constant, along, kept, numbers) if kept else {}
 
@@ -155,8 +155,8 @@ def _alone(
     rng = np.random.default_rng(0)
     ones = [np.ones(a.shape, a.dtype) for a in along]
     other = [rng.uniform(0.5, 2.0, a.shape).astype(a.dtype) for a in along]
-    found = {}
+    result = {}
     for place, one, there in zip(kept, constant(ones), constant(other), strict=True):
         if np.allclose(there, one * other[place], rtol=1e-4):
-            found[numbers[place]] = np.asarray(one)
-    return found
+            result[numbers[place]] = np.asarray(one)
+    return result

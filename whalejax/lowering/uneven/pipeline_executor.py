@@ -119,8 +119,8 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         if several_kinds(self.mesh):
             self._agree()
             copies = self._as_first(copies)
-        found: TrainState = self._assemble_global(copies)
-        return found
+        state: TrainState = self._assemble_global(copies)
+        return state
 
     def _as_first(self, copies: Mapping[int, TrainState]) -> dict[int, TrainState]:
         """States with the values of the first pipeline, but for what is counted."""
@@ -131,8 +131,8 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         for group in self._groups.values():
             several = [i for i, own in enumerate(stages) if own == group.stages]
             mine = {r: [leaves[r][i] for i in several] for r in group.here}
-            found = group.as_first(mine, [specs[i] for i in several])
-            for r, same in found.items():
+            first = group.as_first(mine, [specs[i] for i in several])
+            for r, same in first.items():
                 for i, leaf in zip(several, same, strict=True):
                     leaves[r][i] = leaf
         trees: Any = {r: jax.tree.structure(copy) for r, copy in copies.items()}
@@ -144,10 +144,10 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     def _described(self) -> dict[str, object]:
         each = [one.moves.described() for one in self.pipelines]
-        found: dict[str, object] = {"shares": self.shares}
+        result: dict[str, object] = {"shares": self.shares}
         for name in each[0]:
-            found[f"{name} of pipelines"] = [one[name] for one in each]
-        return found
+            result[f"{name} of pipelines"] = [one[name] for one in each]
+        return result
 
     def _assemble_global(self, copies: Mapping[int, Any]) -> Any:
         """A tree on all devices, of those of the pipelines here."""
@@ -170,8 +170,10 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
             there = seen_on(leaf, sharding)
             return absent(leaf, sharding) if there is None else there
 
-        found: TrainState = jax.tree.map(one, state, places if whole else bare(places))
-        return found
+        local_view: TrainState = jax.tree.map(
+            one, state, places if whole else bare(places)
+        )
+        return local_view
 
     # Running.
 
@@ -195,9 +197,9 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
                     seen[r], losses[r], gradients[r], rest[r]
                 )
         self._begins = {r: metrics[r]["loss"] for r in self._mine}
-        found = self._assemble_global(new), self._agreed(metrics)
+        issue_step = self._assemble_global(new), self._agreed(metrics)
         self._settle(paces)
-        return found
+        return issue_step
 
     def _ran(
         self,
@@ -251,19 +253,19 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
             micro_batch_ranges(self.shares)[replica],
             self.program.batch_axes,
         )
-        found = []
+        result = []
         for i, (leaf, axis) in enumerate(zip(self._plan.batch, axes, strict=True)):
             sharding = self.pipelines[replica].batch_shardings[i]
             parts = [batch[m][i] for m in numbers]
             aval = self._batch_avals[i]
             if not is_here(sharding):
-                found.append(absent(aval, sharding))
+                result.append(absent(aval, sharding))
             elif axis is None and parts:
-                found.append(put_global(parts[0], sharding))
+                result.append(put_global(parts[0], sharding))
             else:
                 where = (slice(None),) * ((axis or 0) % max(1, len(leaf.shape)))
-                found.append(self._filled(aval, where, numbers, parts, sharding))
-        return found
+                result.append(self._filled(aval, where, numbers, parts, sharding))
+        return result
 
     def _filled(
         self,
@@ -357,8 +359,8 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
                 for r in group.here
             }
             count = len(next(iter(arrays.values()), ()))
-            found = group.add(arrays, [*specs, *[WHOLE] * (count - len(specs))])
-            for r, several in found.items():
+            result = group.add(arrays, [*specs, *[WHOLE] * (count - len(specs))])
+            for r, several in result.items():
                 flat = iter(several)
                 for n in params:
                     gradients[r][n] = next(flat)
@@ -405,9 +407,9 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
             r: [seen_on(x, self.pipelines[r].whole[0]) for x in xs]
             for r, xs in mine.items()
         }
-        found = group.add(mine, [WHOLE])
+        result = group.add(mine, [WHOLE])
         told = {
-            r: self._tellers[r](found[r] if r in found else [None])["paces"]
+            r: self._tellers[r](result[r] if r in result else [None])["paces"]
             for r in self._mine
         }
         return told[self._mine[0]]
@@ -437,10 +439,10 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
             for r, told in copies.items()
         }
         whole = NamedSharding(self.mesh, WHOLE)
-        found: Any = jax.tree.map(
+        result: Any = jax.tree.map(
             lambda *leaves: assemble_global(leaves, whole), *spread.values()
         )
-        return found
+        return result
 
     def _issue_evaluation(self, state: TrainState, batch: MicroBatches) -> Evaluation:
         seen = {r: self._local_view(state, r, whole=False) for r in self._mine}
@@ -460,8 +462,8 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
             )
             for r in self._mine
         }
-        found: Evaluation = self._agreed(told)
-        return found
+        issue_evaluation: Evaluation = self._agreed(told)
+        return issue_evaluation
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
         raise PlanError(
@@ -472,5 +474,5 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
 def _pop_array(several: list[Any], number: int) -> Any:
     """An array that is held here no longer."""
-    found, several[number] = several[number], ABSENT
-    return found
+    pop_array, several[number] = several[number], ABSENT
+    return pop_array

@@ -227,11 +227,11 @@ class Replica:
     def _after(self, before: Any, told: Sequence[Any]) -> Any:
         """Returns the non-trainable state after the step of all replicas."""
         structure: Any = jax.tree.structure(before)
-        sums, found = iter(told), []
+        sums, result = iter(told), []
         for i, old in enumerate(jax.tree.leaves(before)):
             total = None if self._untrained.is_own(i, old) else next(sums)
-            found.append(self._untrained.after(i, old, total))
-        return structure.unflatten(found)
+            result.append(self._untrained.after(i, old, total))
+        return structure.unflatten(result)
 
     def _report(self, buffers: Sequence[Any]) -> Evaluation:
         sums = self._reported.unflatten(self._told_buffers.unpack(buffers))

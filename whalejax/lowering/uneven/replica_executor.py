@@ -170,35 +170,35 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 
     def _on(self, replica: int, *, whole: bool = True) -> TrainState:
         """The layouts of a state, or of what an evaluation reads, on one replica."""
-        found: TrainState = jax.tree.map(
+        result: TrainState = jax.tree.map(
             lambda s: NamedSharding(self._meshes[replica], s.spec),
             self.shardings if whole else bare(self.shardings),
         )
-        return found
+        return result
 
     def _assemble_global(self, copies: Mapping[int, TrainState]) -> TrainState:
         """The state on all devices, of those of the replicas here."""
-        found: TrainState = jax.tree.map(
+        result: TrainState = jax.tree.map(
             lambda sharding, *leaves: assemble_global(
                 leaves, sharding, _times(leaves[0].shape, sharding, len(self._meshes))
             ),
             self.shardings,
             *copies.values(),
         )
-        return found
+        return result
 
     def _local_view(
         self, state: TrainState, replica: int, *, whole: bool = True
     ) -> TrainState:
         """The state, or what an evaluation reads, on the devices of one replica."""
-        found: TrainState = jax.tree.map(
+        local_view: TrainState = jax.tree.map(
             lambda leaf, sharding: seen_on(
                 leaf, sharding, _times(leaf.shape, sharding, 1 / len(self._meshes))
             ),
             state,
             self._on(replica, whole=whole),
         )
-        return found
+        return local_view
 
     # Running.
 
@@ -209,9 +209,9 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         told = self.exchange.add(self._ran(seen, batch))
         with consuming(state):
             new, metrics, paces = self._finished(seen, told)
-        found = self._assemble_global(new), self._agreed(metrics)
+        issue_step = self._assemble_global(new), self._agreed(metrics)
         self._settle(paces)
-        return found
+        return issue_step
 
     def _finished(
         self, seen: Mapping[int, TrainState], told: Mapping[int, Sequence[Any]]
@@ -247,18 +247,18 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
                 self._put_micro_batch(replica, batch[number]),
                 self._numbers[replica][number],
             )
-        found = {}
+        ran = {}
         for r in self._mine:
             count, later = self.shares[r], sum(self.shares[r + 1 :])
             numbers = [
                 put_global(np.float32(n), self._wholes[r]) for n in (count, later)
             ]
-            found[r], done = self._replicas[r].pack(
+            ran[r], done = self._replicas[r].pack(
                 sums[r], seen[r].rest, rest[r], *numbers, self._pace(r, self._meshes[r])
             )
             if r in timed:
                 self._stopwatches[r].stop(done, count)
-        return found
+        return ran
 
     def _issue_evaluation(self, state: TrainState, batch: MicroBatches) -> Evaluation:
         seen = {r: self._local_view(state, r, whole=False) for r in self._mine}
@@ -273,10 +273,10 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         told = self._telling.add(
             {r: self._replicas[r].pack_sums(sums[r]) for r in self._mine}
         )
-        found: Evaluation = self._agreed(
+        issue_evaluation: Evaluation = self._agreed(
             {r: self._replicas[r].report(told[r]) for r in self._mine}
         )
-        return found
+        return issue_evaluation
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
         raise PlanError(
@@ -313,10 +313,10 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     def _agreed(self, copies: Mapping[int, Any]) -> Any:
         """Metrics on all devices, of those on the replicas here."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        found: Any = jax.tree.map(
+        result: Any = jax.tree.map(
             lambda *leaves: assemble_global(leaves, whole), *copies.values()
         )
-        return found
+        return result
 
     # Programs.
 
@@ -355,13 +355,13 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     @property
     def _micro_batch(self) -> list[Any]:
         """Shapes and dtypes of a micro-batch."""
-        found = []
+        micro_batch = []
         for leaf, axis in zip(self._plan.batch, self.program.batch_axes, strict=True):
             shape = list(leaf.shape)
             if axis is not None:
                 shape[axis] //= self._plan.num_micro_batches
-            found.append(jax.ShapeDtypeStruct(tuple(shape), dtype_of(leaf.dtype)))
-        return found
+            micro_batch.append(jax.ShapeDtypeStruct(tuple(shape), dtype_of(leaf.dtype)))
+        return micro_batch
 
     @functools.cached_property
     def exchange(self) -> Exchange:

@@ -82,13 +82,13 @@ class StageGroup:
         seen = self._row_arrays(arrays, specs)
         for several in arrays.values():
             several.clear()
-        found = self._added[key].run(seen)
+        result = self._added[key].run(seen)
         return {
             r: [
                 seen_on(x, NamedSharding(self._meshes[r], spec))
                 for x, spec in zip(several, specs, strict=True)
             ]
-            for r, several in found.items()
+            for r, several in result.items()
         }
 
     def as_first(
@@ -105,13 +105,13 @@ class StageGroup:
             r: [NamedSharding(self.rows[r], s) for s in specs] for r in arrays
         }
         seen: Any = self._row_arrays(arrays, specs)
-        found: Any = as_first(seen, places, self._mesh, self.rows)
+        first: Any = as_first(seen, places, self._mesh, self.rows)
         return {
             r: [
                 seen_on(x, NamedSharding(self._meshes[r], spec))
                 for x, spec in zip(several, specs, strict=True)
             ]
-            for r, several in jax.block_until_ready(found).items()
+            for r, several in jax.block_until_ready(first).items()
         }
 
     def _row_arrays(

@@ -69,8 +69,8 @@ def elementwise(
         optimizer: an optax transformation.
     """
     extended = optax.with_extra_args_support(optimizer)
-    found = followers(extended, adapter, state=True, params=(), small=True)
-    return frozenset(adapter.param_paths[one.fresh] for one in found if one.state)
+    result = followers(extended, adapter, state=True, params=(), small=True)
+    return frozenset(adapter.param_paths[one.fresh] for one in result if one.state)
 
 
 class ReplicaSlices:
@@ -311,14 +311,14 @@ class GatherBuffers:
         """The whole arrays, of the buffers of all replicas, one behind the other."""
 
         def local(flat: Sequence[Any]) -> list[Any]:
-            found: list[Any] = [None] * len(self._pieces)
+            local: list[Any] = [None] * len(self._pieces)
             for buffer, group in zip(flat, self._groups, strict=True):
                 rows, start = buffer.reshape(self._replicas, -1), 0
                 for i in group:
                     end = start + self._pieces[i].size(self._replicas)
-                    found[i] = self._pieces[i].assemble(rows[:, start:end])
+                    local[i] = self._pieces[i].assemble(rows[:, start:end])
                     start = end
-            return found
+            return local
 
         return on_shards(self._mesh, local, self._flat, self._specs)(list(buffers))
 
@@ -417,12 +417,12 @@ class OwningReplica(Replica):
             to be gathered.
         """
         rest = dataclasses.replace(state, params=())
-        found: tuple[TrainState, Metrics, Any, list[Any]] = self._finished(
+        result: tuple[TrainState, Metrics, Any, list[Any]] = self._finished(
             rest, state.params, buffers
         )
         for leaf in jax.tree.leaves(state.params):
             leaf.delete()
-        return found
+        return result
 
     def _finish_own(
         self, state: TrainState, params: Any, buffers: Sequence[Any]

@@ -87,8 +87,8 @@ def read_trace(folder: Path) -> TraceData:
                         start = float(event.start_ns)
                         steps.append((start, start + float(event.duration_ns)))
                     else:
-                        found = _device_event(event, on_device)
-                        events += [found] if found else []
+                        device_event = _device_event(event, on_device)
+                        events += [device_event] if device_event else []
     if not steps or not events:
         raise WhaleError(
             f"the trace in {folder} has {len(steps)} steps and {len(events)} "
@@ -123,13 +123,13 @@ def union(spans: Iterable[tuple[float, float]]) -> Spans:
     >>> union([(5, 6), (0, 2), (1, 3)]).tolist()
     [[0.0, 3.0], [5.0, 6.0]]
     """
-    found: list[list[float]] = []
+    result: list[list[float]] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], end)
+        if result and start <= result[-1][1]:
+            result[-1][1] = max(result[-1][1], end)
         elif end > start:
-            found.append([float(start), float(end)])
-    return np.array(found, dtype=np.float64).reshape(-1, 2)
+            result.append([float(start), float(end)])
+    return np.array(result, dtype=np.float64).reshape(-1, 2)
 
 
 def length(spans: Spans) -> float:
@@ -154,21 +154,21 @@ def without(spans: Spans, others: Spans) -> Spans:
     >>> without(union([(0, 10)]), union([(2, 3), (5, 12)])).tolist()
     [[0.0, 2.0], [3.0, 5.0]]
     """
-    found: list[tuple[float, float]] = []
+    result: list[tuple[float, float]] = []
     for start, end in spans:
         begin = start
         for low, high in within(others, start, end):
             if low > begin:
-                found.append((begin, low))
+                result.append((begin, low))
             begin = high
         if end > begin:
-            found.append((begin, end))
-    return union(found)
+            result.append((begin, end))
+    return union(result)
 
 
 def by_device(events: Sequence[DeviceEvent]) -> Mapping[int, list[DeviceEvent]]:
     """Events by the number of their device, in its order."""
-    found: dict[int, list[DeviceEvent]] = {}
+    device: dict[int, list[DeviceEvent]] = {}
     for event in sorted(events, key=lambda one: (one.device, one.start_ns)):
-        found.setdefault(event.device, []).append(event)
-    return found
+        device.setdefault(event.device, []).append(event)
+    return device

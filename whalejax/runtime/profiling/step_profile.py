@@ -282,8 +282,8 @@ def profile_of(plan: PlanData, program: str, trace: TraceData) -> StepProfile:
     for events in devices.values():
         for start, end in trace.steps:
             parts, beside = _split_step_time(events, start, end, names, mesh)
-            for sums, found in ((measured, parts), (hidden, beside)):
-                for name, seconds in found.items():
+            for sums, result in ((measured, parts), (hidden, beside)):
+                for name, seconds in result.items():
                     sums[name] = sums.get(name, 0.0) + seconds
     count = len(trace.steps) * len(devices)
     predicted = predicted_terms(plan, by_axes=bool(program))
@@ -318,13 +318,13 @@ def predicted_terms(plan: PlanData, *, by_axes: bool = True) -> dict[str, float]
         by_axes: Traces tell over which axes a collective runs. Where there are several
             programs they tell its kind alone, and nothing of what stages hand on.
     """
-    found = {COMPUTE: sum(getattr(plan.time, f"{name}_seconds") for name in _COMPUTING)}
+    terms = {COMPUTE: sum(getattr(plan.time, f"{name}_seconds") for name in _COMPUTING)}
     for row in traffic(plan):
         if not by_axes and row.kind not in _KINDS:
             continue
         name = _collective_name(row.kind, row.axes if by_axes else ())
-        found[name] = found.get(name, 0.0) + row.seconds
-    return found
+        terms[name] = terms.get(name, 0.0) + row.seconds
+    return terms
 
 
 def _split_step_time(
@@ -344,21 +344,21 @@ def _split_step_time(
         spans = computing if kind is None else sending.setdefault(kind, [])
         spans.append((event.start_ns, event.end_ns))
     compute = within(union(computing), start, end)
-    found, hidden = {COMPUTE: length(compute)}, dict[str, float]()
+    step_time, hidden = {COMPUTE: length(compute)}, dict[str, float]()
     covered = compute
     for name, spans in sorted(sending.items()):
         whole = within(union(spans), start, end)
         exposed = without(whole, covered)
-        found[name] = length(exposed)
+        step_time[name] = length(exposed)
         hidden[name] = length(whole) - length(exposed)
         covered = union([*_pairs(covered), *_pairs(exposed)])
     gaps = without(union([(start, end)]), covered)
     first = covered[0, 0] if len(covered) else end
     last = covered[-1, 1] if len(covered) else end
-    found[BEFORE] = length(within(gaps, start, first))
-    found[BETWEEN] = length(within(gaps, first, last))
-    found[AFTER] = length(within(gaps, last, end))
-    return found, hidden
+    step_time[BEFORE] = length(within(gaps, start, first))
+    step_time[BETWEEN] = length(within(gaps, first, last))
+    step_time[AFTER] = length(within(gaps, last, end))
+    return step_time, hidden
 
 
 def _pairs(spans: Spans) -> list[tuple[float, float]]:
@@ -379,9 +379,11 @@ def _collective_of(
 ) -> str | None:
     """Returns the name of a collective, or None for an instruction that computes."""
     base = name.replace("-done", "-start")
-    found = names.get(name) or names.get(base) or names.get(base.replace("-start", ""))
-    if found is not None:
-        return _collective_name(found.kind, found.axes(mesh))
+    collective = (
+        names.get(name) or names.get(base) or names.get(base.replace("-start", ""))
+    )
+    if collective is not None:
+        return _collective_name(collective.kind, collective.axes(mesh))
     kind = name.partition(".")[0].removesuffix("-start").removesuffix("-done")
     unknown = None if names else ()
     return _collective_name(kind, unknown) if kind in _KINDS else None

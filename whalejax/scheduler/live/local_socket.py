@@ -52,13 +52,13 @@ def make_private(folder: Path) -> None:
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-        if found.st_uid != os.geteuid():
+        status = folder.stat()
+        if status.st_uid != os.geteuid():
             raise JobError(
-                f"{folder} belongs to user {found.st_uid}: who may add a job there "
+                f"{folder} belongs to user {status.st_uid}: who may add a job there "
                 "runs code as you. Give a folder of your own as --save"
             )
-        if stat.S_IMODE(found.st_mode) & 0o077:
+        if stat.S_IMODE(status.st_mode) & 0o077:
             folder.chmod(0o700)
     except OSError as error:
         raise JobError(
@@ -184,13 +184,13 @@ def _send_request(folder: Path, request: Request) -> bytes:
 
 
 def _line(link: socket.socket) -> bytes:
-    found = bytearray()
-    while not found.endswith(b"\n") and len(found) < MOST_BYTES:
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < MOST_BYTES:
         some = link.recv(65536)
         if not some:
             break
-        found += some
-    return bytes(found)
+        line += some
+    return bytes(line)
 
 
 @contextlib.contextmanager

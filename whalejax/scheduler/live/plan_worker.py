@@ -31,12 +31,12 @@ def main() -> int:
     """Plan what the input says."""
     told = json.loads(sys.stdin.read())
     try:
-        found = planned(told)
+        result = planned(told)
     except WhaleError as error:
-        found = {"refused": str(error)}
+        result = {"refused": str(error)}
     except Exception as error:  # Of the user's code, whatever it is.
-        found = {"refused": error_text(error)}
-    print(json.dumps(found), flush=True)
+        result = {"refused": error_text(error)}
+    print(json.dumps(result), flush=True)
     return 0
 
 

@@ -53,12 +53,12 @@ class ChangeCosts:
 
     def means(self) -> dict[str, float]:
         """Means by field of ``ScheduledJob``, of those that were measured."""
-        found = {
+        means = {
             "start_seconds": self.starts,
             "join_seconds": self.joins,
             "resize_seconds": self.stills,
         }
-        return {name: statistics.fmean(x) for name, x in found.items() if x}
+        return {name: statistics.fmean(x) for name, x in means.items() if x}
 
     def add(self, other: ChangeCosts) -> None:
         """Take the measurements of another job, too."""

@@ -186,13 +186,13 @@ class StageHolder:
         try:
             with self._device:
                 begun = time.monotonic()
-                found = compute()
+                result = compute()
                 self.seconds = time.monotonic() - begun
         finally:
             with self._lock:
                 self.waiting -= 1
                 self.done += 1
-        return found
+        return result
 
     def _keep(self, asked: At, stage: StagePrograms, keep: Callable[[], None]) -> None:
         """Keep a result.

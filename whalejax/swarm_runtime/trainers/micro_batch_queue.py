@@ -101,9 +101,9 @@ class MicroBatchQueue:
         while True:
             count = most()
             with self._changed:
-                found = self.take(trainer, count)
-                if found is not None or self.is_over or left <= 0:
-                    return found
+                wait = self.take(trainer, count)
+                if wait is not None or self.is_over or left <= 0:
+                    return wait
                 self._changed.wait(min(left, _LOOK_SECONDS))
             left -= _LOOK_SECONDS
 

@@ -125,7 +125,7 @@ class TrainerPool:
         with self._lock:
             step = self._step
             held = (lambda name: 0) if step is None else step.shares.leading_count
-            found = [
+            status_rows = [
                 {
                     "name": name,
                     "address": f"{one.address[0]}:{one.address[1]}",
@@ -137,7 +137,7 @@ class TrainerPool:
                 for name, one in sorted(self._trainers.items())
             ]
             own = {"name": OWN, "address": "", "state": "leading", "counts": {}}
-            return [{**own, "leads": held(OWN), "led": self.led}, *found]
+            return [{**own, "leads": held(OWN), "led": self.led}, *status_rows]
 
     def watch(self) -> None:
         """Lose those that are not heard of any more."""

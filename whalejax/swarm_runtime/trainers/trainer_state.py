@@ -495,10 +495,10 @@ class TrainerState:
         if self._snapshot.step == self.step or not (due or now or self._owed):
             return
         pull = pull or SnapshotDownload()
-        before, found = self._owed, self.snapshot(pull)
+        before, result = self._owed, self.snapshot(pull)
         if pull.is_cancelled:
             return
-        self._owed = found is None
+        self._owed = result is None
         if self._owed and not before:
             why = "no peer gave the state of a stage; it is asked for again"
             self.tell("not_saved", step=self.step, why=why)
@@ -511,10 +511,10 @@ class TrainerState:
         """
         arrays, step = {}, self.step
         for stage in range(self.cut.stages):
-            found = self._state_of(stage, pull)
-            if found is None:
+            state = self._state_of(stage, pull)
+            if state is None:
                 return None
-            arrays[stage] = found
+            arrays[stage] = state
         shot = Snapshot(step=step, arrays=arrays)
         with self._snapshot_lock:
             if pull.is_cancelled:

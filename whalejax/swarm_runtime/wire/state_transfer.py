@@ -40,10 +40,10 @@ def packed(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def digest_of(arrays: Sequence[np.ndarray]) -> str:
     """SHA-256 of arrays, as hexadecimal digits."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for array in arrays:
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def piece(data: np.ndarray, place: int, digest: str) -> StateChunk:
@@ -84,12 +84,12 @@ def downloaded(
         digest = answer.digest
         pieces.append(answer.arrays[0])
     arrays = layout.split(stage, np.concatenate(pieces))
-    found = "" if arrays is None else digest_of(arrays)
-    if arrays is None or found != digest:
+    result = "" if arrays is None else digest_of(arrays)
+    if arrays is None or result != digest:
         raise RefusedRequestError(
             "shape",
             f"the state of stage {stage} that {whose} sent has the digest "
-            f"{found[:12]}, and {digest[:12]} was announced",
+            f"{result[:12]}, and {digest[:12]} was announced",
             whose,
         )
     return arrays

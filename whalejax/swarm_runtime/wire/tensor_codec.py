@@ -65,9 +65,9 @@ def decoded(
         raise RefusedRequestError(
             "shape", f"{whose} sent {len(arrays)} arrays; expected {len(wanted)}", whose
         )
-    found = [_decoded(x, w, wire, whose) for x, w in zip(arrays, wanted, strict=True)]
-    check_finite(found, whose)
-    return found
+    result = [_decoded(x, w, wire, whose) for x, w in zip(arrays, wanted, strict=True)]
+    check_finite(result, whose)
+    return result
 
 
 def _decoded(array: np.ndarray, wanted: Any, wire: str, whose: str) -> np.ndarray:
