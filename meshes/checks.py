@@ -317,9 +317,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return bool(isinstance(value, hint))
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, one) for one in arguments)
+        return any(_fits(value, argument) for argument in arguments)
     if origin is Literal:  # which of them, its class says among its other problems
-        return any(type(value) is type(one) for one in arguments)
+        return any(type(value) is type(argument) for argument in arguments)
     if origin is tuple:
         return isinstance(value, tuple) and _all_fit(value, arguments)
     if origin is not None and isinstance(origin, type):
@@ -350,7 +350,7 @@ def _words(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(repr, arguments))}"
     if origin is tuple:
-        inner = [_words(one) for one in arguments if one is not Ellipsis]
+        inner = [_words(argument) for argument in arguments if argument is not Ellipsis]
         if arguments[-1] is Ellipsis:
             return f"a tuple, each {inner[0]}"
         return f"a tuple of {' and '.join(inner)}"

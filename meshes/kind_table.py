@@ -21,7 +21,7 @@ HEADER = (
 
 def table() -> list[str]:
     """Lines of a Markdown table: peaks in TFLOP/s, and what of them is reached."""
-    return [*HEADER, *(_line(one.kind) for one in entries().values())]
+    return [*HEADER, *(_line(entry.kind) for entry in entries().values())]
 
 
 def _line(kind: DeviceKind) -> str:

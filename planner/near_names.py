@@ -163,7 +163,7 @@ def _argument_problem(
         for one, parameter in parameters.items()
         if parameter.default is parameter.empty
     ]
-    rest = [one for one in parameters if one not in needed]
+    rest = [parameter for parameter in parameters if parameter not in needed]
     takes = f"{name} takes {', '.join(needed) or 'no argument'}"
     takes += f", and by name {', '.join(rest)}" if rest else ""
     problems = []

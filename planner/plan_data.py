@@ -212,7 +212,11 @@ class PlanData(StepOptions):
     @property
     def room_bytes(self) -> int:
         """Memory of a device of those that ``memory`` is predicted for."""
-        each = [own for one in self.pipelines or (self,) for own in one.stage_plans]
+        each = [
+            own
+            for pipeline in self.pipelines or (self,)
+            for own in pipeline.stage_plans
+        ]
         same = [
             p for p in each if self.memory in (p.memory, p.memory.with_exchange_buffer)
         ]

@@ -355,15 +355,15 @@ def _readers(jaxpr: Any) -> dict[Any, set[str]]:
     """Names of the primitives that read each variable of a jaxpr, calls looked into."""
     body, _ = open_jaxpr(jaxpr)
     readers: dict[Any, set[str]] = {}
-    for one in body.eqns:
-        inside: list[set[str]] = [{one.primitive.name}] * len(one.invars)
-        if recursion(one) in ("inline", "remat"):
-            (inner,) = inner_jaxprs(one)
+    for equation in body.eqns:
+        inside: list[set[str]] = [{equation.primitive.name}] * len(equation.invars)
+        if recursion(equation) in ("inline", "remat"):
+            (inner,) = inner_jaxprs(equation)
             variables = open_jaxpr(inner)[0].invars
             names = _readers(inner)
             if len(variables) == len(inside):
                 inside = [names.get(v, set()) for v in variables]
-        for atom, names_of in zip(one.invars, inside, strict=True):
+        for atom, names_of in zip(equation.invars, inside, strict=True):
             if not is_literal(atom):
                 readers.setdefault(atom, set()).update(names_of)
     return readers
@@ -378,17 +378,19 @@ def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
     """
     body, _ = open_jaxpr(jaxpr)
     data = {var for var, flag in zip(body.invars, flags, strict=True) if flag}
-    for one in body.eqns:
-        here = [not is_literal(a) and a in data for a in one.invars]
-        results = [any(here)] * len(one.outvars)
-        kind = recursion(one)
+    for equation in body.eqns:
+        here = [not is_literal(a) and a in data for a in equation.invars]
+        results = [any(here)] * len(equation.outvars)
+        kind = recursion(equation)
         if kind in ("inline", "remat"):
-            (inner,) = inner_jaxprs(one)
+            (inner,) = inner_jaxprs(equation)
             if len(open_jaxpr(inner)[0].invars) == len(here):
                 results = depending(inner, here)
         elif kind in ("scan", "while") and any(here):
-            results = _depending_in_loop(one, here)
-        data.update(v for v, flag in zip(one.outvars, results, strict=True) if flag)
+            results = _depending_in_loop(equation, here)
+        data.update(
+            v for v, flag in zip(equation.outvars, results, strict=True) if flag
+        )
     return [not is_literal(v) and v in data for v in body.outvars]
 
 
@@ -673,16 +675,18 @@ def run_flowing(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     body, constants = open_jaxpr(jaxpr)
     known = dict(zip(body.constvars, constants, strict=True))
     known.update(zip(body.invars, values, strict=True))
-    for one in body.eqns:
-        given = [a.val if is_literal(a) else known[a] for a in one.invars]
-        inner = inner_jaxprs(one) if recursion(one) in ("inline", "remat") else ()
-        if one.primitive.name == "stop_gradient":
+    for equation in body.eqns:
+        given = [a.val if is_literal(a) else known[a] for a in equation.invars]
+        inner = (
+            inner_jaxprs(equation) if recursion(equation) in ("inline", "remat") else ()
+        )
+        if equation.primitive.name == "stop_gradient":
             results = given
         elif inner and len(open_jaxpr(inner[0])[0].invars) == len(given):
             results = run_flowing(inner[0], given)
         else:
-            results = bind(one, given)
-        known.update(zip(one.outvars, results, strict=True))
+            results = bind(equation, given)
+        known.update(zip(equation.outvars, results, strict=True))
     return [a.val if is_literal(a) else known[a] for a in body.outvars]
 
 

@@ -456,19 +456,19 @@ def _levels(
         for _, group in groupby(enumerate(devices), key=lambda p: p[1].machine)
     ]
     inside = [
-        _ring_rate([[rates[a][b] for b in one] for a in one])
-        for one in machines
-        if len(one) > 1
+        _ring_rate([[rates[a][b] for b in machine] for a in machine])
+        for machine in machines
+        if len(machine) > 1
     ]
     between = _ring_rate(
         [
             [
-                min(max(rates[a][b] for b in other) for a in one)
-                if one != other
+                min(max(rates[a][b] for b in other) for a in machine)
+                if machine != other
                 else 0.0
                 for other in machines
             ]
-            for one in machines
+            for machine in machines
         ]
     )
     counts = [node.count for node in nodes]

@@ -45,7 +45,7 @@ def corrections(kinds: Sequence[DeviceKind], weights: str) -> tuple[float, ...]:
     """
     result = []
     for kind in kinds:
-        timed = [one for one in kind.timed_models if one.weights == weights]
+        timed = [model for model in kind.timed_models if model.weights == weights]
         if not timed:
             return (1.0,) * len(kinds)
         result.append(timed[-1].seconds / timed[-1].predicted_seconds)
@@ -56,7 +56,7 @@ def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
     """Returns the note on the source of the kinds' measured speeds."""
     names = dict.fromkeys(kinds)
     timed = {
-        kind: [one for one in kind.timed_models if one.weights == weights]
+        kind: [model for model in kind.timed_models if model.weights == weights]
         for kind in names
     }
     if not any(timed.values()):

@@ -466,14 +466,14 @@ def halos_of(row: Row, hits: Mapping[str, int], s: CostSetting) -> list[Collecti
     return [
         Collective(
             kind="collective-permute",
-            axes=(one.axis,),
-            phase=one.phase,
+            axes=(exchange.axis,),
+            phase=exchange.phase,
             what="halo",
-            payload_bytes=whole_bytes(one.payload_bytes),
-            count=one.count * row.count,
+            payload_bytes=whole_bytes(exchange.payload_bytes),
+            count=exchange.count * row.count,
             scope=row.scope,
         )
-        for one in exchanges(
+        for exchange in exchanges(
             row.windows, axes, s.shape, extents, nbytes, row.repeats, backward
         )
     ]

@@ -622,7 +622,9 @@ class Timeline:
         t = tensor
         while self.readers[t] == 1:
             op = self.reader[t]
-            if op.kind in _SUMS and all(self._value(one) for one in op.operands):
+            if op.kind in _SUMS and all(
+                self._value(operand) for operand in op.operands
+            ):
                 return op.results[0]
             if not (op.reshape or op.kind in (*_SUMS, "convert_element_type")):
                 break
@@ -702,9 +704,9 @@ class Timeline:
             if op is None or not self._repeats(op):
                 return False
             large = [
-                one
-                for one in op.operands
-                if self.graph.tensors[one].size == self.graph.tensors[t].size
+                operand
+                for operand in op.operands
+                if self.graph.tensors[operand].size == self.graph.tensors[t].size
             ]
             if len(large) != 1 or self.readers[large[0]] > 1:
                 return False

@@ -158,7 +158,7 @@ def allot(
             kind=ground.kind.name,
             memory_bytes=ground.kind.memory_bytes - reserved.get(ground.kind.name, 0.0),
             seconds=tuple(
-                one.seconds * ground.ratio for one in chains[ground.kind.name]
+                chain.seconds * ground.ratio for chain in chains[ground.kind.name]
             ),
         )
         for ground in found
@@ -177,7 +177,9 @@ def allot(
         least_seconds=table.num_micro_batches
         * least_seconds([s.seconds for s in placed.stages]),
         needs_bytes=tuple(
-            sum(one.static_bytes + n * one.activation_bytes for one in layers[a:b])
+            sum(
+                layer.static_bytes + n * layer.activation_bytes for layer in layers[a:b]
+            )
             for (a, b), n in zip(_spans(placed.cut), held, strict=True)
         ),
     )

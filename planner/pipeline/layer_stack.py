@@ -62,7 +62,9 @@ class Shared:
         if not positions:
             raise PlanError(". ".join(NO_LAYERS))
         first, depth = cls._at(graph, positions[0]), len(positions[0])
-        apart = [one for one in positions if one[:depth] != first.position]
+        apart = [
+            position for position in positions if position[:depth] != first.position
+        ]
         others = tuple(cls._at(graph, one) for one in apart) if every else ()
         return replace(first, others=others)
 

@@ -122,7 +122,7 @@ def square_cube(
     if not listed:
         problems.refuse("bandwidths", bandwidths, "a list such as ['200Mb/s', 1e9]")
     problems.raise_if_any()
-    rates = [bytes_per_second(each, "bandwidths") for each in bandwidths]
+    rates = [bytes_per_second(bandwidth, "bandwidths") for bandwidth in bandwidths]
     stages = stage_works(plan, wire)
     rows = tuple(
         StageOverLink(

@@ -90,7 +90,7 @@ class _Pipeline:
     @property
     def kinds(self) -> list[str]:
         """Returns the kinds of devices along the pipeline."""
-        names = [one.cluster.kinds[0].display_name() for one in self.plan.stage_plans]
+        names = [plan.cluster.kinds[0].display_name() for plan in self.plan.stage_plans]
         return [*dict.fromkeys(names)]
 
 
@@ -116,7 +116,7 @@ class _ParallelPipelines:
     @property
     def rest(self) -> float:
         """Returns the seconds after the micro-batches: the exchange and the update."""
-        return self.exchange[1] + max(one.once for one in self.plans)
+        return self.exchange[1] + max(plan.once for plan in self.plans)
 
     @property
     def step_seconds(self) -> float:
@@ -130,8 +130,8 @@ class _ParallelPipelines:
         """
         return max(
             (
-                (one.memory.with_exchange_buffer, one.cluster.memory_bytes)
-                for one in self._stages()
+                (stage.memory.with_exchange_buffer, stage.cluster.memory_bytes)
+                for stage in self._stages()
             ),
             key=lambda pair: pair[0].total_bytes / pair[1],
         )[0]
@@ -142,8 +142,8 @@ class _ParallelPipelines:
         enough.
         """
         return max(
-            one.memory.with_exchange_buffer.total_bytes - one.cluster.memory_bytes
-            for one in self._stages()
+            stage.memory.with_exchange_buffer.total_bytes - stage.cluster.memory_bytes
+            for stage in self._stages()
         )
 
     @property
@@ -157,8 +157,8 @@ class _ParallelPipelines:
         )
 
     def _stages(self) -> Iterator[Plan]:
-        for one in self.plans:
-            yield from one.plan.stage_plans
+        for plan in self.plans:
+            yield from plan.plan.stage_plans
 
 
 def decide_pipelines(
@@ -437,7 +437,8 @@ def _build_plan(
         axes=((DATA, len(best.plans)), (STAGE, stages), *inner),
         shares=best.shares,
         pipelines=tuple(
-            dataclasses.replace(one.plan, candidates=(), notes=()) for one in best.plans
+            dataclasses.replace(plan.plan, candidates=(), notes=())
+            for plan in best.plans
         ),
         leaves=tuple(_summed(leaf) for leaf in first.leaves),
         time=_time(best),

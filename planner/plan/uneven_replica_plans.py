@@ -279,7 +279,9 @@ def _roomy(found: Sequence[Replicas], case: SharesCase, request: Request) -> boo
     if request.offload or not sliceable(request):
         return True
     plans = [one for one in found if one.case == dataclasses.replace(case, zero=0)]
-    return any(one.fits and not (one.plan.remat or one.plan.offload) for one in plans)
+    return any(
+        plan.fits and not (plan.plan.remat or plan.plan.offload) for plan in plans
+    )
 
 
 def _within(cluster: Cluster) -> int:

@@ -111,8 +111,14 @@ def _check_choices(plan: PlanData, where: str, problems: Problems) -> None:
         ("precision", plan.precision, PRECISIONS),
         *((f"precisions.{n}", kind, PRECISIONS) for n, kind in plan.precisions),
         *option_limits(plan),
-        *(("collectives", one.phase, _PHASES) for one in plan.collectives),
-        *(("collectives.what", one.what, (*SENT,)) for one in plan.collectives),
+        *(
+            ("collectives", collective.phase, _PHASES)
+            for collective in plan.collectives
+        ),
+        *(
+            ("collectives.what", collective.what, (*SENT,))
+            for collective in plan.collectives
+        ),
     ]
     for name, word, known in chosen:
         if word not in known:
@@ -149,7 +155,7 @@ def _check_mesh(plan: PlanData, where: str, problems: Problems) -> None:
     order = plan.device_order
     if order and (len(set(order)) != len(order) or not max(order) < there):
         problems.add(f"{where}device_order does not name devices 0 to {there - 1} once")
-    used = {axis for one in plan.collectives for axis in one.axes}
+    used = {axis for collective in plan.collectives for axis in collective.axes}
     used |= {axis for axis, _ in plan.storage}
     used |= {axis for table in plan.compute for axis, _ in table.axes}
     for axis in sorted(used - set(MESH_AXES)):

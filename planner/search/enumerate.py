@@ -487,7 +487,7 @@ class Search:
             for sizes in itertools.product(*choices)
         ]
         spaces = [one for one in every if 1 < math.prod(one.values()) <= count]
-        return [one for one in spaces if count % math.prod(one.values()) == 0]
+        return [space for space in spaces if count % math.prod(space.values()) == 0]
 
     def meshes(
         self,
@@ -1231,8 +1231,8 @@ class Search:
             counts = layouts.counts_of(every)
             some = None
             if sum(map(len, counts)) <= MOST_PAIRS and self.request.combine == "mean":
-                each = np.repeat(every, [len(one) for one in counts])
-                count = np.array([n for one in counts for n in one], dtype=np.int64)
+                each = np.repeat(every, [len(count) for count in counts])
+                count = np.array([n for count in counts for n in count], dtype=np.int64)
                 some = self.evaluator.times(layouts.cases.take(each).with_count(count))
             start = np.cumsum([0, *map(len, counts)])
             self._timed[id(layouts)] = layouts, some, start
@@ -1341,7 +1341,7 @@ class Search:
         # Vectors of all layers are gathered at once, behind the last gradient.
         pairs = zip(self.facts.groups, scored.layouts, strict=True)
         vectors = [one for (group, _), one in pairs if len(group.shape) == 1]
-        if others or all(one.optimizer == one.param for one in vectors):
+        if others or all(vector.optimizer == vector.param for vector in vectors):
             return result
         case, offload = self._case(scored), scored.offload
         more = self.evaluator.memory(case, offload, postpones=True).at(0)

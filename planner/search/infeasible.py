@@ -59,7 +59,7 @@ def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError
         return PlanError(_nothing_is_sliced())
     if search.scored:
         full = any(policy == "full" for _, policy in search.request.remat or ())
-        weighed = sum(one.weighed for one in searches)
+        weighed = sum(search.weighed for search in searches)
         return _nothing_fits(search, weighed, more=not (open_remat or full))
     devices = count_text(search.request.num_devices, "device")
     problems = Problems(f"no layout of {devices} serves this model", PlanError)

@@ -67,7 +67,9 @@ def least_stage_steps(
     scanned = bool(stacked_loops(graph)) and again is not None
     remats: list[Remat] = [()]
     if scanned:
-        between = [one for one in request.policies if one not in ("none", "full")]
+        between = [
+            policy for policy in request.policies if policy not in ("none", "full")
+        ]
         remats = [((ALL, policy),) for policy in between or ["full"]]
     if request.remat is not None:
         remats = [request.remat]

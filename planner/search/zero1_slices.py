@@ -182,7 +182,7 @@ def slices_of(plan: PlanData, node: int) -> tuple[slice, ...]:
             "no micro-batches of their own. A compiled step's batch_rows says which "
             "samples a process gives"
         )
-    counts = [one.count for one in plan.cluster.nodes]
+    counts = [node.count for node in plan.cluster.nodes]
     if not 0 <= node < len(counts):
         raise PlanError(
             f"node is {node}; the plan is for {len(counts)} nodes, numbered from 0. Of "

@@ -111,7 +111,11 @@ def split_notes(plan: Plan) -> list[str]:
     """
     every = [
         plan,
-        *(own for one in plan.pipelines or (plan,) for own in one.stage_plans),
+        *(
+            own
+            for pipeline in plan.pipelines or (plan,)
+            for own in pipeline.stage_plans
+        ),
     ]
     if plan.cluster.is_uniform or all(
         one.axis_sizes.get("tensor", 1) == 1 for one in every

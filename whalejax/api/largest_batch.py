@@ -87,17 +87,17 @@ class LargestBatches(Sequence[LargestBatch]):
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the table's rows of clusters where a batch fits."""
         rows: list[tuple[str, ...]] = []
-        for one in self.batches:
-            plan = one.plan
+        for batch in self.batches:
+            plan = batch.plan
             if plan is None:
                 continue
             limit = plan.cluster.memory_bytes
             rate, *rest = speed_words(plan.throughput())
             rows.append(
                 (
-                    one.name,
-                    f"{one.samples:,}",
-                    f"{one.micro_batch:,}",
+                    batch.name,
+                    f"{batch.samples:,}",
+                    f"{batch.micro_batch:,}",
                     layout_text(plan),
                     milliseconds(plan.time.step_seconds),
                     rate,
@@ -113,14 +113,14 @@ class LargestBatches(Sequence[LargestBatch]):
             "whalejax_largest_batch": 1,
             "batches": [
                 {
-                    "cluster": one.name,
-                    "samples": one.samples,
-                    "micro_batch": one.micro_batch,
-                    "does_not_fit": one.next_samples,
-                    "reason": None if one.problem is None else str(one.problem),
-                    "plan": None if one.plan is None else one.plan.document(),
+                    "cluster": batch.name,
+                    "samples": batch.samples,
+                    "micro_batch": batch.micro_batch,
+                    "does_not_fit": batch.next_samples,
+                    "reason": None if batch.problem is None else str(batch.problem),
+                    "plan": None if batch.plan is None else batch.plan.document(),
                 }
-                for one in self.batches
+                for batch in self.batches
             ],
         }
 
@@ -134,9 +134,9 @@ class LargestBatches(Sequence[LargestBatch]):
         head += ["speed", "utilization", "memory per device"]
         rows = self.rows()
         lines = table(head, rows, width, right=[1, 2]) if rows else []
-        for one in self.batches:
-            if one.plan is None:
-                text = f"on {one.name}: {' '.join(str(one.problem).split())}"
+        for batch in self.batches:
+            if batch.plan is None:
+                text = f"on {batch.name}: {' '.join(str(batch.problem).split())}"
                 lines += paragraph("none", [text], width)
         text = (
             "a global batch of any multiple can be computed in parts, one after the "
@@ -199,7 +199,7 @@ def largest_batch(
     request = PlanRequest(optimizer=optimizer, cluster=places[0][1], **options)
     question = question_about(request, loss_fn, model, batch)
     result = LargestBatches(tuple(_largest(question, *place) for place in places))
-    problems = [one.problem for one in result.batches if one.plan is None]
+    problems = [batch.problem for batch in result.batches if batch.plan is None]
     other = [p for p in problems if p and not isinstance(p, NothingFits)]
     if other and len(problems) == len(result):
         raise other[0]  # Not of memory: no batch would do.

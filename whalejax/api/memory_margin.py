@@ -154,7 +154,9 @@ def _with_memory(plan: Plan, memory: Mapping[str, int]) -> Plan:
     if stages is not None:
         parts = tuple(_with_memory(one, memory) for one in plan.stage_plans)
         stages = dataclasses.replace(stages, plans=parts)
-    pipelines: Any = tuple(_with_memory(one, memory) for one in _pipelines(plan))
+    pipelines: Any = tuple(
+        _with_memory(pipeline, memory) for pipeline in _pipelines(plan)
+    )
     return dataclasses.replace(
         plan,
         cluster=plan.cluster.with_memory_of(memory),

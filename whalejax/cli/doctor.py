@@ -123,6 +123,6 @@ def show(met: HostComparison, *, as_json: bool) -> None:
 
 
 def _all(met: HostComparison) -> Iterator[tuple[str, Check]]:
-    for one in met.hosts:
-        yield from ((one.host, check) for check in one.checks)
+    for host in met.hosts:
+        yield from ((host.host, check) for check in host.checks)
     yield from (("all", check) for check in met.between)

@@ -81,7 +81,7 @@ def with_timing(
         title=job.name,
     )
     (kind,) = cluster.kinds
-    others = (one for one in kind.timed_models if one.weights != timed.weights)
+    others = (model for model in kind.timed_models if model.weights != timed.weights)
     kind = dataclasses.replace(kind, timed_models=(*others, timed))
     nodes = tuple(dataclasses.replace(node, kind=kind) for node in cluster.nodes)
     return dataclasses.replace(cluster, nodes=nodes), timed

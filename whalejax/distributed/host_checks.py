@@ -79,12 +79,12 @@ class HostReport:
         """The same without what a terminal would obey, for that of another host."""
         check = [
             Check(
-                name=printable(one.name),
-                found=printable(one.found),
-                verdict=one.verdict,
-                remedy=printable(one.remedy),
+                name=printable(check.name),
+                found=printable(check.found),
+                verdict=check.verdict,
+                remedy=printable(check.remedy),
             )
-            for one in self.checks
+            for check in self.checks
         ]
         facts = {printable(name): printable(fact) for name, fact in self.facts.items()}
         return HostReport(host=printable(self.host), facts=facts, checks=tuple(check))

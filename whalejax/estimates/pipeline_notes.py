@@ -50,7 +50,7 @@ def stages_of(text: str, layers: int) -> tuple[StageSpec, ...]:
 
 def devices_of(stages: Sequence[StageSpec]) -> int:
     """Returns the number of devices that the stages name."""
-    return sum(one.tensor for stage in stages for one in stage.replicas)
+    return sum(replica.tensor for stage in stages for replica in stage.replicas)
 
 
 def notes_of(text: str, stages: Sequence[StageSpec], count: int) -> Iterator[str]:

@@ -171,15 +171,15 @@ class Runs:
         self.profiled = np.array([r.framework.kernels_only for r in self.runs])
         self.overlaps = np.array([r.framework.overlaps_gradients for r in self.runs])
         node, network = [], []
-        for one in self.entries:
-            if one.torus is not None:
+        for entry in self.entries:
+            if entry.torus is not None:
                 # Both directions of every axis carry a collective at once.
-                link = one.torus.link
-                node.append(link.bandwidth_bytes_per_second * 2 * one.torus.dims)
+                link = entry.torus.link
+                node.append(link.bandwidth_bytes_per_second * 2 * entry.torus.dims)
             else:
-                assert one.node is not None
-                node.append(one.node.bandwidth_bytes_per_second)
-            outer = one.network or one.node
+                assert entry.node is not None
+                node.append(entry.node.bandwidth_bytes_per_second)
+            outer = entry.network or entry.node
             network.append(outer.bandwidth_bytes_per_second if outer else node[-1])
         self.node, self.network = self._column(node), self._column(network)
         self.peers = self._column(

@@ -329,7 +329,7 @@ def moved_places(
             continue
         trained = section == MODEL_SECTIONS[0]
         names = (name, _LINEN + name if trained else name.removeprefix(_LINEN))
-        for other in ((MODEL_SECTIONS[trained], one) for one in names):
+        for other in ((MODEL_SECTIONS[trained], name) for name in names):
             if other in wanted and other not in saved:
                 places[section, name] = other
                 break

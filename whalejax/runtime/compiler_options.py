@@ -74,7 +74,7 @@ def compiled_with(
         options: XLA options of the compiler.
         precisions: (TaskGraph, precision) pairs where only some compute in 16 bits.
     """
-    each = (compiled_with(one, options, precisions) for one in plan.pipelines)
+    each = (compiled_with(pipeline, options, precisions) for pipeline in plan.pipelines)
     return dataclasses.replace(
         plan,
         compiler_options=tuple(sorted(options.items())),

@@ -416,9 +416,9 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
     settle()
     spoilt = {
         path
-        for one in places.values()
+        for place in places.values()
         for path, is_finite in zip(
-            one, jax.device_get(_finite([*one.values()])), strict=True
+            place, jax.device_get(_finite([*place.values()])), strict=True
         )
         if not is_finite
     }

@@ -76,11 +76,11 @@ def _hold(states: Sequence[JobState], devices: Mapping[str, int]) -> bool:
     """Whether all can run at once, on the fewest devices of each."""
     if len(devices) == 1:
         (count,) = devices.values()
-        return sum(one.job.least for one in states) <= count
+        return sum(state.job.least for state in states) <= count
     # Most jobs run on one device of any kind, of which there are enough.
-    if sum(one.job.least for one in states) > sum(devices.values()):
+    if sum(state.job.least for state in states) > sum(devices.values()):
         return False
-    values = [{place: 0.0 for place in one.job.places} for one in states]
+    values = [{place: 0.0 for place in state.job.places} for state in states]
     return _by_integer_program(values, devices, feasible=True) is not None
 
 
@@ -107,7 +107,7 @@ def allocate(
         JobError: No number of devices holds a job, or two have one name.
     """
     _check(states, devices)
-    result = dict.fromkeys((one.job.name for one in states), NOWHERE)
+    result = dict.fromkeys((state.job.name for state in states), NOWHERE)
     chosen = admitted_jobs(states, devices)
     if not chosen:
         return result
@@ -116,7 +116,7 @@ def allocate(
     if len(devices) == 1:
         ((kind, count),) = devices.items()
         numbers = most_value(
-            [{n: v for (k, n), v in each.items() if k == kind} for each in values],
+            [{n: v for (k, n), v in value.items() if k == kind} for value in values],
             count,
         )
         places: Sequence[Place] = [(kind, n) for n in numbers]
@@ -129,7 +129,7 @@ def allocate(
 
 
 def _check(states: Sequence[JobState], devices: Mapping[str, int]) -> None:
-    for name, number in Counter(one.job.name for one in states).items():
+    for name, number in Counter(state.job.name for state in states).items():
         if number > 1:
             raise JobError(f"{number} jobs are named {name!r}. Give them other names")
     for one in states:

@@ -158,12 +158,12 @@ def first_come_first_served(devices: Mapping[str, int]) -> Decide:
     """
 
     def decide(states: Sequence[JobState]) -> Mapping[str, Place]:
-        result = {one.job.name: one.place for one in states}
+        result = {state.job.name: state.place for state in states}
         free = dict(devices)
         for kind, count in result.values():
             if count:
                 free[kind] -= count
-        waiting = [one for one in states if one.place == NOWHERE]
+        waiting = [state for state in states if state.place == NOWHERE]
         for one in sorted(waiting, key=lambda one: (one.job.arrival, one.job.name)):
             kind, count = one.job.asked
             if count > free.get(kind, 0):

@@ -70,18 +70,18 @@ class JobSimulation:
     @property
     def mean_completion(self) -> float:
         """Mean seconds from a job's arrival to its end."""
-        return sum(one.completion for one in self.records) / len(self.records)
+        return sum(record.completion for record in self.records) / len(self.records)
 
     @property
     def makespan(self) -> float:
         """Seconds from the first arrival to the last end."""
-        first = min(one.job.arrival for one in self.records)
-        return max(one.end for one in self.records) - first
+        first = min(record.job.arrival for record in self.records)
+        return max(record.end for record in self.records) - first
 
     @property
     def utilisation(self) -> float:
         """Part of the devices' time in which some job held them."""
-        intervals = (i for one in self.records for i in one.intervals)
+        intervals = (i for record in self.records for i in record.intervals)
         held = sum((i.end - i.begin) * i.place[1] for i in intervals)
         return held / max(self.makespan * self.devices, 1e-9)
 
@@ -95,17 +95,17 @@ class JobSimulation:
         """
         longest = max(o.end - o.intervals[0].begin for o in self.records)
         result = 0
-        for one in self.records:
-            arrival, start = one.job.arrival, one.intervals[0].begin
+        for record in self.records:
+            arrival, start = record.job.arrival, record.intervals[0].begin
             ahead = sum(
                 1
                 for other in self.records
-                if other is not one
+                if other is not record
                 and other.end > arrival
                 and (
                     other.job.arrival <= arrival
                     or (
-                        other.job.priority > one.job.priority
+                        other.job.priority > record.job.priority
                         and other.job.arrival < start
                     )
                 )
@@ -243,7 +243,9 @@ def _record(
 ) -> JobRecord:
     """Returns the record of a job, by the clock of its trace."""
     moved = (
-        dataclasses.replace(one, begin=one.begin + zero, end=one.end + zero)
-        for one in intervals
+        dataclasses.replace(
+            interval, begin=interval.begin + zero, end=interval.end + zero
+        )
+        for interval in intervals
     )
     return JobRecord(job=job, intervals=tuple(moved), end=end + zero)

@@ -554,8 +554,8 @@ def count_lost_and_doubled(records: Iterable[Mapping[str, Any]]) -> tuple[int, i
             for stage in range(stages):
                 times = [Counter(numbers) for numbers, _ in sums[stage].values()]
                 for number in range(micro_batches):
-                    lost += any(not one[number] for one in times) or not times
-                    doubled += any(one[number] > 1 for one in times)
+                    lost += any(not time[number] for time in times) or not times
+                    doubled += any(time[number] > 1 for time in times)
     return lost, doubled
 
 

@@ -251,9 +251,9 @@ class Acceptor:
     def _make_room(self) -> bool:
         """Let the oldest stranger go that says nothing, or has spoken for long."""
         late = time.monotonic() - _SPEAKING_SECONDS
-        for one in self._strangers:
-            if not one.speaks or one.came_at < late:
-                self.refuse(one, f"{one.peer} said nothing, and others came")
+        for stranger in self._strangers:
+            if not stranger.speaks or stranger.came_at < late:
+                self.refuse(stranger, f"{stranger.peer} said nothing, and others came")
                 return True
         return False
 

@@ -378,7 +378,7 @@ def _issued(folder: Path, name: str, days: float) -> bytes:
     until = time.strftime("%Y-%m-%d", time.gmtime(time.time() + days * _DAY_SECONDS))
     first = f"whalejax key of {name!r}, valid until {until}\n"
     names = ("process.key", "process.pem", "authority.pem")
-    blocks = [(folder / one).read_bytes() for one in names]
+    blocks = [(folder / name).read_bytes() for name in names]
     # The authority's file may hold its private key too, which goes nowhere.
     blocks[-1] = _BLOCK.findall(blocks[-1])[-1] + b"\n"
     return first.encode() + b"".join(blocks)

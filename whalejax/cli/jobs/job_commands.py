@@ -167,7 +167,7 @@ def _default_name(command: JobsAddCommand) -> str:
     path, _, function = command.model.rpartition(":")
     stem = Path(path or function).stem
     base = re.sub(r"[^0-9A-Za-z_.-]+", "-", stem).strip("-._")[:56] or "job"
-    there = {one.name for one in _jobs(command.save).jobs}
+    there = {job.name for job in _jobs(command.save).jobs}
     numbers = (f"{base}-{n}" for n in range(2, len(there) + 3))
     return next(name for name in (base, *numbers) if name not in there)
 
@@ -271,5 +271,5 @@ def _report(save: Path, name: str) -> JobReport:
     for one in jobs:
         if one.name == name:
             return one
-    names = ", ".join(one.name for one in jobs[-10:]) or "none"
+    names = ", ".join(job.name for job in jobs[-10:]) or "none"
     raise JobError(f"there is no job {name!r}; there are: {names}")

@@ -67,7 +67,7 @@ def _rendered(jobs: Jobs) -> RenderableType:
             "" if one.seconds_left is None else clock(one.seconds_left),
             Text(one.why.splitlines()[0][:80] if one.why else ""),
         )
-    held = sum(one.held for one in jobs.jobs)
+    held = sum(job.held for job in jobs.jobs)
     foot = f"{held} of {jobs.devices} devices held on {jobs.cluster}"
     notes = [Text(note, style="red") for note in jobs.notes]
     return Group(table, Text(foot, style="dim"), *notes)

@@ -263,7 +263,7 @@ def _adasum(
         program.constrain(by_layer, [((DATA,), *spec) for spec in laid]),
         program.constrain([weights], [((DATA,),)])[0],
         laid,
-        [1 if one is None else one.count for one in axes],
+        [1 if axis is None else axis.count for axis in axes],
         program.mesh,
         node=node_size(plan.axis_sizes, plan.cluster, plan.combine),
     )

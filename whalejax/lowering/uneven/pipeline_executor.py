@@ -104,7 +104,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         self.program = self.pipelines[0].program
         self.mesh: Mesh = stages_mesh(plan, devices)
         self.shardings: TrainState = jax.tree.map(
-            together, *[one.shardings for one in self.pipelines]
+            together, *[pipeline.shardings for pipeline in self.pipelines]
         )
         self.batch_shardings = self.pipelines[self._mine[0]].batch_shardings
         self._agreement = Agreement(self.mesh)
@@ -124,7 +124,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     def _as_first(self, copies: Mapping[int, TrainState]) -> dict[int, TrainState]:
         """States with the values of the first pipeline, but for what is counted."""
-        owners = [jax.tree.leaves(one.stages) for one in self.pipelines]
+        owners = [jax.tree.leaves(pipeline.stages) for pipeline in self.pipelines]
         leaves = {r: jax.tree.leaves(copy) for r, copy in copies.items()}
         specs = [s.spec for s in jax.tree.leaves(self.shardings)]
         stages = [*zip(*owners, strict=True)]
@@ -143,7 +143,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         self._agreement.check(self.program, self._described, plan=self._plan)
 
     def _described(self) -> dict[str, object]:
-        each = [one.moves.described() for one in self.pipelines]
+        each = [pipeline.moves.described() for pipeline in self.pipelines]
         result: dict[str, object] = {"shares": self.shares}
         for name in each[0]:
             result[f"{name} of pipelines"] = [one[name] for one in each]
@@ -299,7 +299,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
     @functools.cached_property
     def _groups(self) -> dict[tuple[int, ...], StageGroup]:
         """Stages that hold the same, in the order in which they meet."""
-        meshes = [one.meshes for one in self.pipelines]
+        meshes = [pipeline.meshes for pipeline in self.pipelines]
         return groups_of([*self._owners, self._starts, self._ends], meshes)
 
     @property
@@ -310,13 +310,16 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
     @property
     def _ends(self) -> tuple[int, ...]:
         """The last stage of each pipeline."""
-        return tuple(len(one.plans) - 1 for one in self.pipelines)
+        return tuple(len(pipeline.plans) - 1 for pipeline in self.pipelines)
 
     @functools.cached_property
     def _owners(self) -> list[tuple[int, ...]]:
         """Returns the stage that holds each input of the loss in each pipeline."""
         count = self.pipelines[0].first_batch
-        return [tuple(one.owner(n) for one in self.pipelines) for n in range(count)]
+        return [
+            tuple(pipeline.owner(n) for pipeline in self.pipelines)
+            for n in range(count)
+        ]
 
     @property
     def _first_rest(self) -> int:

@@ -274,7 +274,7 @@ def profile_of(plan: PlanData, program: str, trace: TraceData) -> StepProfile:
         trace: Steps and instructions.
     """
     instructions = _instructions(program)
-    names = {one.instruction: one for one in instructions}
+    names = {instruction.instruction: instruction for instruction in instructions}
     mesh = plan.axis_sizes
     measured: dict[str, float] = {}
     hidden: dict[str, float] = {}
@@ -412,14 +412,14 @@ def _unplanned(
     mesh = plan.axis_sizes
     sent = [
         {
-            "kind": one.kind,
-            "axes": one.axes(mesh),
-            "count": one.count,
-            "payload_bytes": one.payload_bytes,
-            "name": one.name,
-            "places": one.places,
+            "kind": instruction.kind,
+            "axes": instruction.axes(mesh),
+            "count": instruction.count,
+            "payload_bytes": instruction.payload_bytes,
+            "name": instruction.name,
+            "places": instruction.places,
         }
-        for one in instructions
+        for instruction in instructions
     ]
     if not sent:
         return ()

@@ -117,7 +117,7 @@ class JobBook:
 
     def unfinished(self) -> list[LiveJob]:
         """Jobs that have not ended."""
-        return [one for one in self.jobs.values() if not one.how]
+        return [job for job in self.jobs.values() if not job.how]
 
     def _apply(self, event: str, fields: Mapping[str, Any], at: float) -> None:
         if event == "opened":
@@ -159,12 +159,12 @@ def told_options(options: Iterable[JobOption]) -> list[dict[str, Any]]:
     """Options of a job as the journal has them."""
     return [
         {
-            "kind": one.place[0],
-            "devices": one.place[1],
-            "samples_per_second": one.samples_per_second,
-            "layout": one.layout,
+            "kind": option.place[0],
+            "devices": option.place[1],
+            "samples_per_second": option.samples_per_second,
+            "layout": option.layout,
         }
-        for one in options
+        for option in options
     ]
 
 

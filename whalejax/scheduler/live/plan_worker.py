@@ -70,7 +70,9 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
     micro_batches = told["micro_batches"] or most_micro_batches(batch)
     if not told["mesh"] and cluster.kinds[0].platform == "cpu":
         # Replicas share whole micro-batches.
-        options = [one for one in options if one.place[1] <= max(micro_batches, least)]
+        options = [
+            option for option in options if option.place[1] <= max(micro_batches, least)
+        ]
     return {"batch": batch, "options": told_options(options)}
 
 

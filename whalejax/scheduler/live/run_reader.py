@@ -167,7 +167,7 @@ class RunReader:
     @property
     def held_slots(self) -> set[int]:
         """Slots whose processes are there, also those that were given up."""
-        return {one.slot for one in self._processes.values()}
+        return {process.slot for process in self._processes.values()}
 
     def pids(self) -> dict[str, int]:
         """Processes of members by name."""

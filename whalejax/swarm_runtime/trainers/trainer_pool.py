@@ -116,7 +116,7 @@ class TrainerPool:
     def addresses(self) -> list[Address]:
         """Returns the addresses of all trainers."""
         with self._lock:
-            return [one.address for one in self._trainers.values()]
+            return [trainer.address for trainer in self._trainers.values()]
 
     def status_rows(self) -> list[dict[str, Any]]:
         """Returns the rows of ``whalejax swarm show`` on trainers; this one comes
@@ -206,7 +206,9 @@ class TrainerPool:
         """Micro-batches that one trainer leads at once."""
         with self._lock:
             step = self._step
-            trainers = 1 + sum(not one.leaving for one in self._trainers.values())
+            trainers = 1 + sum(
+                not trainer.leaving for trainer in self._trainers.values()
+            )
         if step is None:
             return 1
         return max(1, -(-min(step.in_flight, len(step.passages)) // trainers))
