@@ -61,7 +61,7 @@ class Level:
         check_fields(self, "level of a cluster")
 
     @property
-    def whole(self) -> bool:
+    def needs_whole_level(self) -> bool:
         """Axes that follow each other in the level cannot be priced one by one."""
         return self.shared or self.peers > 0
 

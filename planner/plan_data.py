@@ -118,7 +118,7 @@ class StagesData:
 class PlannedQuestion(Protocol):
     """Question that a plan answers, kept beside it."""
 
-    def again(self, **changes: Any) -> Any:
+    def replan(self, **changes: Any) -> Any:
         """The plan under other circumstances; ``Plan.what_if``."""
         ...
 

@@ -44,7 +44,7 @@ from whalejax.planner.balance.shares import Device, balance  # noqa: E402
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds  # noqa: E402
 from whalejax.planner.pipeline.schedules import schedule  # noqa: E402
 from whalejax.planner.pipeline.simulate import simulate  # noqa: E402
-from whalejax.planner.pipeline.stage_cuts import ChainStage, Layer  # noqa: E402
+from whalejax.planner.pipeline.stage_cuts import Layer, Stage  # noqa: E402
 from whalejax.planner.pipeline.stage_placement import place  # noqa: E402
 
 
@@ -225,8 +225,8 @@ def pipeline(ratio: float, layers: int) -> float:
     """Two V100 stages and two P100 stages: chosen layers over equal ones."""
     table = schedule("1f1b", STAGES, MICRO_BATCHES)
     gigabyte = 2.0**30
-    fast = ChainStage(kind="v100-32", speed=1.0, memory_bytes=32 * gigabyte)
-    slow = ChainStage(kind="p100-16", speed=1 / ratio, memory_bytes=16 * gigabyte)
+    fast = Stage(kind="v100-32", speed=1.0, memory_bytes=32 * gigabyte)
+    slow = Stage(kind="p100-16", speed=1 / ratio, memory_bytes=16 * gigabyte)
     found = place(
         [Layer(seconds=3.0)] * layers, [fast, fast, slow, slow], table.in_flight
     )

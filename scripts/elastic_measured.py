@@ -55,7 +55,7 @@ import whalejax as wh
 from whalejax.distributed.cgroup_quota import Quota
 from whalejax.journals.status import goodput_of
 from whalejax.membership.settings import SupervisorSettings
-from whalejax.planner.plan.goodput_estimate import daly_seconds
+from whalejax.planner.plan.goodput import daly_seconds
 from whalejax.processes.local_processes import began_at
 
 

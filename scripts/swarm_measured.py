@@ -79,7 +79,7 @@ from whalejax.distributed.cgroup_quota import Quota
 from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
 from whalejax.swarm.quantize import BLOCK
 from whalejax.swarm.rebalancing import Rule
-from whalejax.swarm.simulator import SimulationSettings, StageCost, simulate
+from whalejax.swarm.simulator import Setting, StageCost, simulate
 from whalejax.swarm_runtime.registry import PeerRecord
 from whalejax.swarm_runtime.registry_server import RegistryServer
 from whalejax.swarm_runtime.staged_job import StagedJob
@@ -332,7 +332,7 @@ def predicted(
         trace.append(
             ChurnEvent(time=0.0, event=PeerEventKind.JOIN, peer=f"p{stage}", link=link)
         )
-    setting = SimulationSettings(
+    setting = Setting(
         stages=tuple(costs), micro_batches=cut.count, rule=Rule.NONE, period=1e9
     )
     found = simulate(setting, trace, 600.0)

@@ -33,7 +33,7 @@ from whalejax.planner.swarm_data import wire_bytes
 from whalejax.swarm.churn import Churn, PeerLink, draw
 from whalejax.swarm.rebalancing import Rule
 from whalejax.swarm.simulator import (
-    SimulationSettings,
+    Setting,
     StageCost,
     SwarmSimulation,
     simulate,
@@ -68,7 +68,7 @@ def stage(forward_seconds: float, backward_seconds: float) -> StageCost:
     )
 
 
-SETTING: Final = SimulationSettings(
+SETTING: Final = Setting(
     stages=(stage(2.0, 6.0), stage(2.0, 6.0), stage(0.0, 8.0)),
     micro_batches=96,
     compile_seconds=10.0,
@@ -127,7 +127,7 @@ PAPER_UNSHARED: Final = 13e9
 PAPER_WIDTH, PAPER_TOKENS, PAPER_BATCH, PAPER_PEERS = 4096, 2048, 4096, 400
 
 
-def paper_setting(sum_bytes: int) -> SimulationSettings:
+def paper_setting(sum_bytes: int) -> Setting:
     """The setting of the paper.
 
     Args:
@@ -154,7 +154,7 @@ def paper_setting(sum_bytes: int) -> SimulationSettings:
                 gradient_bytes=int(sum_bytes * PAPER_PARAMETERS / 3),
             )
         )
-    return SimulationSettings(
+    return Setting(
         stages=tuple(stages), micro_batches=PAPER_BATCH, compile_seconds=60.0
     )
 

@@ -40,7 +40,7 @@ from swarm_measured import KEY, LATENCIES, STAGES, Noted, Peers, gpt, noted
 from swarm_peer import cut_of
 
 from whalejax.swarm.churn import Churn, ChurnEvent, PeerEventKind, PeerLink, draw
-from whalejax.swarm.simulator import SimulationSettings, StageCost, simulate
+from whalejax.swarm.simulator import Setting, StageCost, simulate
 from whalejax.swarm_runtime.registry import ANY
 from whalejax.swarm_runtime.registry_server import RegistryServer
 from whalejax.swarm_runtime.stage_moves import StageMover
@@ -245,7 +245,7 @@ def simulated(trace: Sequence[ChurnEvent], lived: Lived, seconds: float) -> Curv
         update_seconds=lived.update_seconds,
     )
     last = dataclasses.replace(inner, forward_seconds=0.0, backward_seconds=both)
-    setting = SimulationSettings(
+    setting = Setting(
         stages=(*[inner] * (STAGES - 1), last),
         micro_batches=MICRO_BATCHES,
         period=REBALANCE_SECONDS,

@@ -123,8 +123,8 @@ RETURNED: Final = (
     "whalejax.display.searches.SearchChart",
     "whalejax.display.sliders.Sliders",
     "whalejax.display.timelines.StepTimeline",
-    "whalejax.api.search_result.Found",
-    "whalejax.api.search_result.Weighed",
+    "whalejax.api.search_result.SearchResult",
+    "whalejax.api.search_result.ClusterCandidate",
     "whalejax.planner.plan.report.diff.PlanDiff",
     "whalejax.verification.comparison.Verification",
 )

@@ -266,19 +266,19 @@ HARDWARE: Final[Mapping[str, Entry]] = {
         }.items()
     },
     "StepTimeline.trace": Entry(of=lambda w: w.plan.timeline()),
-    "Found.chart": Entry(of=lambda w: w.found),
-    "Found.document": Entry(of=lambda w: w.found),
-    "Found.head": Entry(of=lambda w: w.found),
-    "Found.lines": Entry(
+    "SearchResult.chart": Entry(of=lambda w: w.found),
+    "SearchResult.document": Entry(of=lambda w: w.found),
+    "SearchResult.head": Entry(of=lambda w: w.found),
+    "SearchResult.lines": Entry(
         of=lambda w: w.found, given=given(width=80), legal={"width": NONE}
     ),
-    "Found.rows": Entry(of=lambda w: w.found),
-    "Found.step_price": Entry(
+    "SearchResult.rows": Entry(of=lambda w: w.found),
+    "SearchResult.step_price": Entry(
         of=lambda w: w.found,
         given=given(index=0),
         legal={"index": ("zero minus", "the first, or the last")},
     ),
-    "Weighed.costs": Entry(
+    "ClusterCandidate.costs": Entry(
         of=lambda w: w.found.weighed[0],
         given=given(n=1),
         legal={"n": ("zero", "none of them")},

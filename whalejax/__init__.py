@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from whalejax.meshes import cluster as cluster
     from whalejax.planner import Plan as Plan
     from whalejax.planner import PlanError as PlanError
-    from whalejax.planner.plan.goodput_estimate import goodput as goodput
+    from whalejax.planner.plan.goodput import goodput as goodput
     from whalejax.planner.plan.square_cube_of_plan import square_cube as square_cube
     from whalejax.runtime import loop as loop
     from whalejax.runtime.compile_tables import compile_tables as compile_tables
@@ -74,7 +74,7 @@ _MODULE_OF_NAME = {
     "compile": "whalejax.runtime.train_step",
     "compile_tables": "whalejax.runtime.compile_tables",
     "count_lookups": "whalejax.api.table_plans",
-    "goodput": "whalejax.planner.plan.goodput_estimate",
+    "goodput": "whalejax.planner.plan.goodput",
     "init_distributed": "whalejax.elastic.init_distributed",
     "largest_batch": "whalejax.api.largest_batch",
     "loop": "whalejax.runtime",

@@ -52,7 +52,7 @@ def axis_parts(
         if axis in axes and size > 1:
             for part in _cut(stride, size, cluster):
                 last = parts[-1] if parts else None
-                if last and last.level.whole and last.level == part.level:
+                if last and last.level.needs_whole_level and last.level == part.level:
                     parts[-1] = AxisPart(size=last.size * part.size, level=part.level)
                 else:
                     parts.append(part)
@@ -242,7 +242,7 @@ def spans_of(
         here = wanted[which] & (size > 1)
         if here.any():
             for size_of, level in _spans(stride, np.where(here, size, 1), cluster):
-                if spans and level.whole and spans[-1][1] == level:
+                if spans and level.needs_whole_level and spans[-1][1] == level:
                     spans[-1] = spans[-1][0] * size_of, level
                 else:
                     spans.append((size_of, level))

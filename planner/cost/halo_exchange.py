@@ -99,11 +99,11 @@ def exchanges(
         )
     sent = nbytes / 2 if backward.narrow else nbytes
     yield from _strips(sides, sent, "forward", 1)
-    yield from _strips(sides, sent, "backward", _again(repeats, backward))
+    yield from _strips(sides, sent, "backward", _repeat_count(repeats, backward))
     yield from _strips(sides, nbytes, "backward", int(backward.image))
 
 
-def _again(repeats: Repeats, backward: BackwardHalo) -> int:
+def _repeat_count(repeats: Repeats, backward: BackwardHalo) -> int:
     """Returns the number of further exchanges of the operand in the backward pass."""
     needed = repeats.runs_again or repeats.reads_operand
     if repeats.in_loop:

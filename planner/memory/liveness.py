@@ -32,8 +32,8 @@ from whalejax.planner.model.graph import (
     LOOPS,
     RAGGED,
     Graph,
+    LoopResidual,
     Op,
-    Stacked,
 )
 from whalejax.planner.model.loop_reads import rereads
 
@@ -414,7 +414,7 @@ class Timeline:
         """
         ops = self.graph.ops
 
-        def again(t: int) -> bool:
+        def is_recomputed(t: int) -> bool:
             op = ops[self.maker[t]] if t in self.maker else None
             if op is None or t in self.multiplied or t in self.masks:
                 return False
@@ -422,7 +422,7 @@ class Timeline:
                 return op.kind in SPREAD
             return op.elementwise and op.kind not in _LONG
 
-        lean = {t: first for t, first in kept.items() if not again(t)}
+        lean = {t: first for t, first in kept.items() if not is_recomputed(t)}
         firm = {*lean}
         for t, first in sorted(kept.items(), key=lambda pair: self.maker[pair[0]]):
             if t in lean:
@@ -485,7 +485,7 @@ class Timeline:
             )
         return result
 
-    def _kept_by(self, one: Stacked) -> int:
+    def _kept_by(self, one: LoopResidual) -> int:
         """The operation as whose a loop keeps a value: its reader, or its maker."""
         shape = self.graph.tensors[one.tensor].shape
         for i, op in enumerate(self.graph.ops if one.gathered else ()):
@@ -495,7 +495,7 @@ class Timeline:
                         return i
         return self.homes.get(one.tensor, NOWHERE)
 
-    def _loop_residuals(self) -> list[Stacked]:
+    def _loop_residuals(self) -> list[LoopResidual]:
         """Returns the values that loops save on the device."""
         away = Counter(
             (self.graph.tensors[t].shape, self.graph.tensors[t].nbytes)
@@ -863,7 +863,7 @@ class Timeline:
         op = self.graph.ops[maker]
         return 1 if tensor in self.leaving else op.chunks
 
-    def _kept_bytes(self, one: Stacked) -> int:
+    def _kept_bytes(self, one: LoopResidual) -> int:
         """Returns the bytes that one iteration saves, in the type in which products
         read it.
         """

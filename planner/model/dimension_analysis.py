@@ -313,7 +313,7 @@ def _ties_alike(a: Op, b: Op) -> bool:
         and a.matmul == b.matmul
         and a.trip == b.trip
         and (a.reshape, a.unknown) == (b.reshape, b.unknown)
-        and (a.scope == b.scope or not any(factor.whole for factor in a.factors))
+        and (a.scope == b.scope or not any(factor.needs_all for factor in a.factors))
     )
 
 

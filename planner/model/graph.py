@@ -160,7 +160,7 @@ class Factor:
     kind: FactorKind = "linked"
 
     @property
-    def whole(self) -> bool:
+    def needs_all(self) -> bool:
         """Every device needs all of it."""
         return self.kind != "linked"
 
@@ -288,7 +288,7 @@ class TaskGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stacked:
+class LoopResidual:
     """A value that every turn of a loop keeps for the backward pass.
 
     The loop's own differentiation decides what is kept, and compilers keep it as it is.
@@ -341,7 +341,7 @@ class Graph:
     unknown_primitives: tuple[str, ...] = ()
     undeclared_marks: tuple[str, ...] = field(default=())
     whole: tuple[int, ...] = ()
-    stacked: tuple[Stacked, ...] = ()
+    stacked: tuple[LoopResidual, ...] = ()
 
     @property
     def params(self) -> tuple[Tensor, ...]:

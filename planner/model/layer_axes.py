@@ -323,7 +323,7 @@ def _links(op: Op, place: int, slot: int) -> dict[int, int]:
     """Dimensions of an operand that are dimensions of a result, and which."""
     links = {}
     for factor in op.factors:
-        if factor.whole and op.kind != "rev":
+        if factor.needs_all and op.kind != "rev":
             continue
         ends = dict(factor.members)
         if place in ends and slot in ends:

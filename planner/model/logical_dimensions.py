@@ -147,7 +147,7 @@ class _Facts:
         for op in graph.ops:
             slots = slots_of(op)
             for factor in op.factors:
-                whole = factor.whole
+                whole = factor.needs_all
                 for slot, dim in factor.members:
                     for k, atom in enumerate(atoms.of(slots[slot], dim)):
                         root = root_at[atom]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.dimensions import Dimensions, roles_of
-from whalejax.planner.model.graph import Graph, Op, Stacked, Tensor
+from whalejax.planner.model.graph import Graph, LoopResidual, Op, Tensor
 
 
 _MAKES = ("broadcast_in_dim", "iota", "random_bits", "reshape")
@@ -139,7 +139,7 @@ class _GraphResizer:
         )
         return replace(tensor, shape=shape)
 
-    def _resize_stacked(self, kept: Stacked) -> Stacked:
+    def _resize_stacked(self, kept: LoopResidual) -> LoopResidual:
         if not any(self.grows[kept.tensor]):
             return kept
         return replace(kept, nbytes=self.scale_with_batch(kept.nbytes))
@@ -172,7 +172,7 @@ class _GraphResizer:
             if len(more) > 1:
                 raise _UnknownBatchGrowthError
             if more == {True}:
-                if factor.whole:
+                if factor.needs_all:
                     raise _UnknownBatchGrowthError
                 together.append(frozenset(slot for slot, _ in factor.members))
         self._check_whole(op, slots, together)

@@ -93,7 +93,7 @@ def _needed(
     """
     slots = slots_of(op)
     for factor in op.factors:
-        if not factor.whole:
+        if not factor.needs_all:
             continue
         for slot, dim in factor.members:
             seen = dims.seen.get((index, slot), dims.layouts[slots[slot]])

@@ -28,8 +28,8 @@ from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.pipeline.stage_cuts import (
     ChainCut,
-    ChainStage,
     Layer,
+    Stage,
     cut,
     interval_seconds,
 )
@@ -154,7 +154,7 @@ def allot(
     """
     layers = next(iter(chains.values()))
     devices = [
-        ChainStage(
+        Stage(
             kind=ground.kind.name,
             memory_bytes=ground.kind.memory_bytes - reserved.get(ground.kind.name, 0.0),
             seconds=tuple(
@@ -167,7 +167,7 @@ def allot(
     links = [replace(x, transfer_seconds=0.0) for x in layers] if hidden else layers
     placed = place(links, devices, held)
     stages = [replace(d, in_flight=n) for d, n in zip(devices, held, strict=True)]
-    equal = cut(links, [ChainStage(seconds=devices[0].seconds)] * len(devices))
+    equal = cut(links, [Stage(seconds=devices[0].seconds)] * len(devices))
     return HeterogeneousPlacement(
         placed=placed,
         work=_work(placed.cut, placed.stages),
@@ -189,7 +189,7 @@ def _spans(found: ChainCut) -> Iterator[tuple[int, int]]:
     return itertools.pairwise([0, *itertools.accumulate(found.counts)])
 
 
-def _work(found: ChainCut, stages: Sequence[ChainStage]) -> tuple[float, ...]:
+def _work(found: ChainCut, stages: Sequence[Stage]) -> tuple[float, ...]:
     """Seconds that every stage computes for a micro-batch."""
     return tuple(
         sum(stage.seconds[a:b])
@@ -200,7 +200,7 @@ def _work(found: ChainCut, stages: Sequence[ChainStage]) -> tuple[float, ...]:
 def _step_seconds(
     found: ChainCut,
     layers: Sequence[Layer],
-    stages: Sequence[ChainStage],
+    stages: Sequence[Stage],
     table: Schedule,
 ) -> float:
     """A step with a cut; of a stage's work one part in three is its forward pass."""
@@ -217,9 +217,7 @@ def _step_seconds(
     return line.step_seconds
 
 
-def _fits(
-    found: ChainCut, layers: Sequence[Layer], stages: Sequence[ChainStage]
-) -> bool:
+def _fits(found: ChainCut, layers: Sequence[Layer], stages: Sequence[Stage]) -> bool:
     """Every stage of a cut fits its device's memory."""
     return all(
         np.isfinite(interval_seconds(layers, stage)[a, b])

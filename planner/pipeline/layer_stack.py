@@ -30,7 +30,7 @@ NO_LAYERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class StackedLayers:
     """Scan over layers that stages divide.
 
     Attributes:
@@ -45,10 +45,10 @@ class Shared:
     paths: frozenset[str]
     length: int
     carried: tuple[int, ...]
-    others: tuple[Shared, ...] = ()
+    others: tuple[StackedLayers, ...] = ()
 
     @classmethod
-    def of(cls, graph: Graph, *, every: bool = False) -> Shared:
+    def of(cls, graph: Graph, *, every: bool = False) -> StackedLayers:
         """The layers of a model.
 
         Args:
@@ -83,7 +83,7 @@ class Shared:
         return self.paths.union(*(other.paths for other in self.others))
 
     @classmethod
-    def _at(cls, graph: Graph, position: tuple[int, ...]) -> Shared:
+    def _at(cls, graph: Graph, position: tuple[int, ...]) -> StackedLayers:
         """The scan at a position."""
         source = {t.id: t for t in graph.params}
         paths: dict[str, int] = {}

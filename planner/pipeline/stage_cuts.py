@@ -35,7 +35,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChainStage:
+class Stage:
     """The devices that a stage runs on.
 
     Attributes:
@@ -72,7 +72,7 @@ class ChainCut:
         return max(self.seconds)
 
 
-def cut(layers: Sequence[Layer], stages: Sequence[ChainStage]) -> ChainCut:
+def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
     """Cut a chain so that its slowest stage is as fast as can be.
 
     Exact: dynamic programming over (stage, last layer), every stage with at least one
@@ -118,7 +118,7 @@ def cut(layers: Sequence[Layer], stages: Sequence[ChainStage]) -> ChainCut:
     )
 
 
-def interval_seconds(layers: Sequence[Layer], stage: ChainStage) -> np.ndarray:
+def interval_seconds(layers: Sequence[Layer], stage: Stage) -> np.ndarray:
     """Time of a stage that holds layers start to end; infinite where it cannot.
 
     Args:
@@ -160,7 +160,7 @@ def _sums(values: Sequence[float]) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
 
 
-def _nothing_fits(layers: Sequence[Layer], stages: Sequence[ChainStage]) -> str:
+def _nothing_fits(layers: Sequence[Layer], stages: Sequence[Stage]) -> str:
     problems = Problems("no cut into stages fits the memory")
     for index, layer in enumerate(layers):
         needs = [

@@ -18,8 +18,8 @@ import numpy as np
 
 from whalejax.planner.pipeline.stage_cuts import (
     ChainCut,
-    ChainStage,
     Layer,
+    Stage,
     cut,
     interval_seconds,
 )
@@ -36,11 +36,11 @@ class StageAssignment:
     """
 
     order: tuple[int, ...]
-    stages: tuple[ChainStage, ...]
+    stages: tuple[Stage, ...]
     cut: ChainCut
 
 
-def memory_order(devices: Sequence[ChainStage]) -> tuple[int, ...]:
+def memory_order(devices: Sequence[Stage]) -> tuple[int, ...]:
     """Whale's rule: devices with more memory hold earlier stages.
 
     Args:
@@ -55,7 +55,7 @@ def memory_order(devices: Sequence[ChainStage]) -> tuple[int, ...]:
 
 def in_order(
     layers: Sequence[Layer],
-    devices: Sequence[ChainStage],
+    devices: Sequence[Stage],
     in_flight: Sequence[int],
     order: Sequence[int],
 ) -> StageAssignment:
@@ -79,7 +79,7 @@ def in_order(
 
 
 def place(
-    layers: Sequence[Layer], devices: Sequence[ChainStage], in_flight: Sequence[int]
+    layers: Sequence[Layer], devices: Sequence[Stage], in_flight: Sequence[int]
 ) -> StageAssignment:
     """The order of the devices and the cut whose slowest stage is fastest.
 
@@ -121,9 +121,9 @@ def place(
     return in_order(layers, devices, in_flight, order[::-1])
 
 
-def _kinds(devices: Sequence[ChainStage]) -> list[tuple[ChainStage, list[int]]]:
+def _kinds(devices: Sequence[Stage]) -> list[tuple[Stage, list[int]]]:
     """Devices that are alike, and which they are; those with more memory first."""
-    alike: dict[ChainStage, list[int]] = {}
+    alike: dict[Stage, list[int]] = {}
     for i in memory_order(devices):
         alike.setdefault(replace(devices[i], in_flight=1), []).append(i)
     return list(alike.items())
@@ -139,7 +139,7 @@ def _less(state: State, kind: int) -> State:
 
 def _search(
     layers: Sequence[Layer],
-    kinds: Sequence[tuple[ChainStage, list[int]]],
+    kinds: Sequence[tuple[Stage, list[int]]],
     in_flight: Sequence[int],
 ) -> tuple[dict[State, np.ndarray], dict[State, np.ndarray]]:
     """Best pace of the first layers on some devices, and what was taken last."""

@@ -17,7 +17,7 @@ from whalejax.planner.cost.operation_cost import CostSetting, row_cost
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.pipeline.layer_stack import STAGE, Shared
+from whalejax.planner.pipeline.layer_stack import STAGE, StackedLayers
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_entries import Collective, LeafPlan, itemsize_bytes
 from whalejax.planner.sharding.layout import extend_spec, shards
@@ -92,7 +92,7 @@ def layers_of(length: int, stages: int, behind: float = 0.0) -> tuple[int, ...]:
 
 
 def seconds_of(
-    graph: Graph, shared: Shared, cluster: Cluster, num_micro_batches: int
+    graph: Graph, shared: StackedLayers, cluster: Cluster, num_micro_batches: int
 ) -> tuple[float, float]:
     """Returns the seconds of a layer, and of the work after all layers, for one micro-
     batch.

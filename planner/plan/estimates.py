@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.pipeline.layer_stack import Shared
+from whalejax.planner.pipeline.layer_stack import StackedLayers
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.search.host_offload import unhosted
@@ -38,7 +38,7 @@ def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
     texts = [*unhosted(plan.offload, hosts, has_optimizer=True)]
     if plan.stages is not None:
         texts += FixedOptions(**options_of(plan)).refused_by_stages().values()
-        scans = Shared.of(graph, every=True) if plan.stages.turns else None
+        scans = StackedLayers.of(graph, every=True) if plan.stages.turns else None
         if scans is not None and scans.others:
             number = 1 + len(scans.others)
             texts.append(f"stages share out the layers of {number} scans")

@@ -319,10 +319,10 @@ class _Ask:
         for hidden in (False, True):
             try:
                 one = self.cuts.of(self.table, self.one, hidden=hidden)
-                if one.where not in cuts:
-                    cuts.append(one.where)
+                if one.cut_key not in cuts:
+                    cuts.append(one.cut_key)
                     weighed = self._fitted(one, hidden=hidden)
-                    candidate_plans.setdefault(weighed.found.where, weighed)
+                    candidate_plans.setdefault(weighed.found.cut_key, weighed)
             except PlanError as error:
                 problems.append(error)
         if not candidate_plans:

@@ -30,7 +30,7 @@ from whalejax.planner.cost_terms import ALL, MemoryTerms, Remat, TimeTerms
 from whalejax.planner.memory.saved_tensors import fold_kept, kept_bytes
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.pipeline.layer_stack import STAGE, Shared, devices_of_stage
+from whalejax.planner.pipeline.layer_stack import STAGE, StackedLayers, devices_of_stage
 from whalejax.planner.pipeline.schedules import Schedule, schedule
 from whalejax.planner.pipeline.uneven_layers import (
     LayerSplit,
@@ -100,7 +100,7 @@ def decide_stages(
     Raises:
         PlanError: it cannot be, nothing fits, or nothing is faster.
     """
-    shared = Shared.of(graph, every=request.estimate)
+    shared = StackedLayers.of(graph, every=request.estimate)
     stages = piped.mesh[STAGE]
     request = by_marks(graph, request, stages)
     _check(shared, stages, request)
@@ -121,7 +121,7 @@ def decide_stages(
         most = max(dealt.layers)
         program = None
         if again is not None:
-            program = functools.partial(_again, again, most, request.estimate)
+            program = functools.partial(_search_stage, again, most, request.estimate)
         for stash, remat in _stashes(request, able=again is not None):
             one = replace(asked, remat=remat)
             try:
@@ -145,7 +145,7 @@ def decide_stages(
 
 def _least_steps(
     graph: Graph,
-    shared: Shared,
+    shared: StackedLayers,
     cluster: Cluster,
     request: Request,
     stages: int,
@@ -196,7 +196,7 @@ def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | Non
 
 
 def _of_one_stage(
-    graph: Graph, shared: Shared, stages: int, request: Request, count: int
+    graph: Graph, shared: StackedLayers, stages: int, request: Request, count: int
 ) -> Request:
     """Returns the request for the search of one stage's model.
 
@@ -231,13 +231,15 @@ def _of_one_stage(
     )
 
 
-def _again(again: Again, layers: int, every: bool, remat: Remat, *kinds: Any) -> Graph:
+def _search_stage(
+    again: Again, layers: int, every: bool, remat: Remat, *kinds: Any
+) -> Graph:
     """One stage's model, with its so many layers computed again or otherwise."""
     result = again(remat, *kinds)
-    return Shared.of(result, every=every).of_stage(result, layers)
+    return StackedLayers.of(result, every=every).of_stage(result, layers)
 
 
-def _check(shared: Shared, stages: int, request: Request) -> None:
+def _check(shared: StackedLayers, stages: int, request: Request) -> None:
     layers = shared.length
     if stages > layers:
         raise PlanError(
@@ -283,7 +285,7 @@ class _LockstepCandidate:
         self.cluster = cluster
         self.dealt = dealt
         every = decided.search.request.estimate
-        self.shared = Shared.of(decided.analysed.graph, every=every)
+        self.shared = StackedLayers.of(decided.analysed.graph, every=every)
         self.best: LayoutCandidate = decided.weighed[0]
         self.table: Schedule = schedule(
             LOCKSTEP[piped.schedule or "1f1b"],

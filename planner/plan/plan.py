@@ -178,7 +178,7 @@ class Plan(PlanDisplay):
             PlanError: the plan was read from a file, which holds no model; or there is
                 no such plan.
         """
-        what_if: Plan = self._require_question("what_if").again(**changes)
+        what_if: Plan = self._require_question("what_if").replan(**changes)
         return with_samples_note(self, what_if, changes)
 
     def verify(

@@ -63,7 +63,7 @@ def check_stages(
         raise PlanError(". ".join(texts))
 
 
-def merged(graph: Graph) -> str:
+def merged_pipelines_note(graph: Graph) -> str:
     """Returns the note on several marked pipelines, which make one.
 
     Args:

@@ -59,7 +59,7 @@ from whalejax.planner.sharding.parameter_layout import (
     LeafLayout,
     lay_out,
 )
-from whalejax.planner.sharding.sequence_parallel import Split, shared_roles
+from whalejax.planner.sharding.sequence_parallel import SequenceSplit, shared_roles
 from whalejax.planner.sharding.strategies import (
     NOTHING_TO_SPLIT,
     Options,
@@ -281,7 +281,7 @@ class Search:
         request: Request,
         *,
         beside: Search | None = None,
-        split: Split | None = None,
+        split: SequenceSplit | None = None,
         best: float = math.inf,
         slack: float = 1.0,
         program: AnalysedProgram | None = None,
@@ -587,7 +587,7 @@ class Search:
         return result
 
     def _serves(
-        self, split: Split, mesh: Mapping[str, int], tables: Mapping[int, Table]
+        self, split: SequenceSplit, mesh: Mapping[str, int], tables: Mapping[int, Table]
     ) -> bool:
         """The products are sharded as the split takes it, and the sequence divides."""
         parts = mesh["context"] * mesh["tensor"]

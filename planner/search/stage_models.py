@@ -24,7 +24,7 @@ from whalejax.planner.pipeline.program_cut import (
     divided_by_marks,
 )
 from whalejax.planner.pipeline.schedules import Schedule
-from whalejax.planner.pipeline.stage_cuts import ChainStage, cut
+from whalejax.planner.pipeline.stage_cuts import Stage, cut
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search.enumerate import Search
@@ -138,7 +138,7 @@ class ModelCut:
     allotted: HeterogeneousPlacement | None
 
     @property
-    def where(self) -> tuple[object, ...]:
+    def cut_key(self) -> tuple[object, ...]:
         """Returns the key of the cut: its cut points and its devices."""
         return self.division.starts, tuple(ground.block for ground in self.grounds)
 
@@ -294,7 +294,7 @@ class ModelCuts:
             return division, segments.seconds_of(division)
         held = 1 if table.num_chunks > 1 else None
         places = [
-            ChainStage(
+            Stage(
                 memory_bytes=float("inf") if held else part.memory_bytes,
                 in_flight=held or table.in_flight[place],
             )
@@ -309,7 +309,7 @@ class ModelCuts:
             result = cut(layers, places)
         except PlanError:
             # What fits is said by the search of each stage, which knows more.
-            result = cut(layers, [ChainStage()] * len(places))
+            result = cut(layers, [Stage()] * len(places))
         return divide_program(
             self.whole.units, segments.starts(result.counts)
         ), result.seconds

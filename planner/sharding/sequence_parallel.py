@@ -24,7 +24,7 @@ SUFFIX = " between"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class SequenceSplit:
     """A graph whose TaskGraphs are split in two.
 
     Attributes:
@@ -61,7 +61,9 @@ def shared_roles(tables: Mapping[int, Table], batch: Sequence[int]) -> frozenset
     return frozenset(roles.difference(batch))
 
 
-def split_between(graph: Graph, dims: Dimensions, shared: frozenset[int]) -> Split:
+def split_between(
+    graph: Graph, dims: Dimensions, shared: frozenset[int]
+) -> SequenceSplit:
     """Set operations on the batch apart that hold none of some roles.
 
     Args:
@@ -74,7 +76,7 @@ def split_between(graph: Graph, dims: Dimensions, shared: frozenset[int]) -> Spl
 
 def splits_between(
     graph: Graph, dims: Dimensions, several: Iterable[frozenset[int]]
-) -> Iterator[Split]:
+) -> Iterator[SequenceSplit]:
     """``split_between`` for one set of roles after another.
 
     Args:
@@ -113,7 +115,7 @@ def splits_between(
             task_graphs=(*graph.task_graphs, *new),
         )
         parents = {child: parent for parent, child in children.items()}
-        yield Split(graph=whole, parents=parents, shared=shared)
+        yield SequenceSplit(graph=whole, parents=parents, shared=shared)
 
 
 def _with_task_graph(op: Op, home: int) -> Op:

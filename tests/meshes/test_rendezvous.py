@@ -107,7 +107,7 @@ def test_all_come_together_and_are_joined(host: str, key: Key | None) -> None:
     # The port is free again, for JAX's own service.
     meeting_place._listen(place).close()
     for one in found:
-        one.joined()
+        one.mark_joined()
     with found[2]._changed:
         assert found[2]._changed.wait_for(lambda: len(found[2]._joined) == 3, 60)
     assert all(process.ends.empty() for process in processes)
@@ -206,7 +206,7 @@ def test_who_does_not_belong_is_told_so(more: dict[str, Any], says: str) -> None
     assert isinstance(error, WhaleError) and says in str(error)
     # The one that belongs comes all the same.
     for process in (first, Process(rank_of(place, 1))):
-        process.found().joined()
+        process.found().mark_joined()
 
 
 def test_two_processes_of_one_number() -> None:
@@ -228,7 +228,7 @@ def test_one_that_ends_before_jax_has_joined_it_ends_all() -> None:
     place = place_of(3)
     processes = [Process(rank_of(place, rank)) for rank in range(3)]
     found = [process.found() for process in processes]
-    found[0].joined()
+    found[0].mark_joined()
     found[2].close()
     for process in processes[:2]:
         assert "process 2 (pid " in (said := process.told())

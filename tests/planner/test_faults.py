@@ -12,7 +12,7 @@ import pytest
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.fault_traces import Event, Policy, read_trace, simulated
-from whalejax.planner.plan.goodput_estimate import (
+from whalejax.planner.plan.goodput import (
     alive_parts,
     daly_seconds,
     elastic_goodput,

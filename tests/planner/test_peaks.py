@@ -11,7 +11,7 @@ from tests.planner.graphs import GraphBuilder
 from tests.planner.plans import plan_of
 from whalejax.meshes import cluster
 from whalejax.planner.cost_terms import MemoryTerms
-from whalejax.planner.model.graph import Graph, Stacked
+from whalejax.planner.model.graph import Graph, LoopResidual
 
 
 DEVICES = 4
@@ -113,7 +113,7 @@ def test_the_sums_of_a_residual_stream_are_kept_once_each() -> None:
 def test_a_loop_keeps_what_its_differentiation_says() -> None:
     graph = residual(1)
     kept = next(op.results[0] for op in graph.ops if op.kind == "add")
-    stacked = Stacked(tensor=kept, nbytes=DEVICES * VALUE // 2, trip=5)
+    stacked = LoopResidual(tensor=kept, nbytes=DEVICES * VALUE // 2, trip=5)
     looped = dataclasses.replace(
         graph,
         stacked=(stacked,),

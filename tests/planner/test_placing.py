@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.test_stages import brute_force
-from whalejax.planner.pipeline.stage_cuts import ChainStage, Layer
+from whalejax.planner.pipeline.stage_cuts import Layer, Stage
 from whalejax.planner.pipeline.stage_placement import in_order, memory_order, place
 from whalejax.planner.plan_errors import PlanError
 
 
 KINDS = (
-    ChainStage(kind="a", speed=2.0, memory_bytes=12.0),
-    ChainStage(kind="b", speed=1.0, memory_bytes=30.0),
-    ChainStage(kind="c", speed=0.5, memory_bytes=math.inf),
+    Stage(kind="a", speed=2.0, memory_bytes=12.0),
+    Stage(kind="b", speed=1.0, memory_bytes=30.0),
+    Stage(kind="c", speed=0.5, memory_bytes=math.inf),
 )
 LAYERS = st.lists(
     st.builds(
@@ -37,7 +37,7 @@ LAYERS = st.lists(
 @settings(max_examples=60)
 @given(LAYERS, st.lists(st.sampled_from(KINDS), min_size=1, max_size=4), st.data())
 def test_no_order_and_no_cut_is_faster(
-    layers: list[Layer], devices: list[ChainStage], data: st.DataObject
+    layers: list[Layer], devices: list[Stage], data: st.DataObject
 ) -> None:
     count = len(devices)
     held = data.draw(st.sampled_from([range(count, 0, -1), [2] * count, [1] * count]))
@@ -60,8 +60,8 @@ def test_no_order_and_no_cut_is_faster(
 
 def test_a_fast_device_with_little_memory_gets_what_it_holds() -> None:
     layers = [Layer(seconds=1.0, static_bytes=1.0, activation_bytes=1.0)] * 12
-    small = ChainStage(kind="fast", speed=2.0, memory_bytes=12.0)
-    large = ChainStage(kind="slow", speed=1.0, memory_bytes=60.0)
+    small = Stage(kind="fast", speed=2.0, memory_bytes=12.0)
+    large = Stage(kind="slow", speed=1.0, memory_bytes=60.0)
     found = place(layers, [small, large], in_flight=(2, 1))
     # Second it holds six layers of 2 bytes, first four of 3.
     assert found.order == (1, 0) == memory_order([small, large])
@@ -72,9 +72,9 @@ def test_a_fast_device_with_little_memory_gets_what_it_holds() -> None:
 
 def test_measured_seconds_take_the_place_of_a_speed() -> None:
     layers = [Layer(seconds=1.0)] * 4
-    one = ChainStage(kind="x", seconds=(1.0, 1.0, 1.0, 1.0))
+    one = Stage(kind="x", seconds=(1.0, 1.0, 1.0, 1.0))
     # Its last layers are slow, whatever its speed is elsewhere.
-    other = ChainStage(kind="y", speed=9.0, seconds=(1.0, 1.0, 5.0, 5.0))
+    other = Stage(kind="y", speed=9.0, seconds=(1.0, 1.0, 5.0, 5.0))
     found = place(layers, [one, other], in_flight=(2, 1))
     assert found.order == (1, 0)
     assert found.cut.counts == (2, 2)

@@ -19,7 +19,7 @@ from whalejax.planner.search.spmd_search import decided_on
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.parameter_layout import lay_out
 from whalejax.planner.sharding.sequence_parallel import (
-    Split,
+    SequenceSplit,
     split_between,
     splits_between,
 )
@@ -35,13 +35,13 @@ def _plain() -> Search:
 
 
 @pytest.fixture(scope="module", name="splits")
-def _splits(plain: Search) -> list[Split]:
+def _splits(plain: Search) -> list[SequenceSplit]:
     sets = [frozenset(choice) for choice in plain.options.choices[0].sets]
     assert len(sets) > 1
     return [*splits_between(plain.graph, plain.dims, sets)]
 
 
-def beside(plain: Search, split: Split) -> Search:
+def beside(plain: Search, split: SequenceSplit) -> Search:
     return Search(
         split.graph,
         plain.dims,
@@ -52,7 +52,7 @@ def beside(plain: Search, split: Split) -> Search:
     )
 
 
-def alone(plain: Search, split: Split) -> Search:
+def alone(plain: Search, split: SequenceSplit) -> Search:
     return Search(split.graph, plain.dims, plain.cluster, plain.request)
 
 
@@ -62,7 +62,7 @@ def mesh(**axes: int) -> dict[str, int]:
 
 
 def test_each_of_several_splits_is_the_one_that_stands_alone(
-    plain: Search, splits: list[Split]
+    plain: Search, splits: list[SequenceSplit]
 ) -> None:
     for split in splits:
         assert split == split_between(plain.graph, plain.dims, split.shared)
@@ -71,7 +71,7 @@ def test_each_of_several_splits_is_the_one_that_stands_alone(
 
 
 def test_views_of_a_graph_fold_all_ways_to_part_it(
-    plain: Search, splits: list[Split]
+    plain: Search, splits: list[SequenceSplit]
 ) -> None:
     for split in splits:
         found = plain.program.views.rows(split.graph)
@@ -81,7 +81,7 @@ def test_views_of_a_graph_fold_all_ways_to_part_it(
 
 
 def test_rows_share_kinds_where_their_task_graphs_alone_differ(
-    plain: Search, splits: list[Split]
+    plain: Search, splits: list[SequenceSplit]
 ) -> None:
     known: dict[int, object] = {}
     for split in splits:
@@ -96,7 +96,7 @@ def test_rows_share_kinds_where_their_task_graphs_alone_differ(
 
 
 def test_memory_and_parameters_beside_are_those_alone(
-    plain: Search, splits: list[Split]
+    plain: Search, splits: list[SequenceSplit]
 ) -> None:
     sizes, options = mesh(data=4, tensor=2), plain.options
     found = set()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whalejax.planner.pipeline.schedules import NAMES, schedule
-from whalejax.planner.pipeline.stage_cuts import ChainStage, Layer, cut
+from whalejax.planner.pipeline.stage_cuts import Layer, Stage, cut
 from whalejax.planner.plan_errors import PlanError
 
 
@@ -29,7 +29,7 @@ LAYERS = st.lists(
 )
 STAGES = st.lists(
     st.builds(
-        ChainStage,
+        Stage,
         speed=st.sampled_from([0.5, 1.0, 2.0]),
         memory_bytes=st.sampled_from([10.0, 30.0, math.inf]),
         in_flight=st.integers(1, 4),
@@ -39,7 +39,7 @@ STAGES = st.lists(
 )
 
 
-def brute_force(layers: list[Layer], stages: list[ChainStage]) -> float:
+def brute_force(layers: list[Layer], stages: list[Stage]) -> float:
     """The best pace of all cuts; infinite where none fits."""
     best = math.inf
     inner = range(1, len(layers))
@@ -60,9 +60,7 @@ def brute_force(layers: list[Layer], stages: list[ChainStage]) -> float:
 
 
 @given(LAYERS, STAGES)
-def test_the_cut_equals_brute_force(
-    layers: list[Layer], stages: list[ChainStage]
-) -> None:
+def test_the_cut_equals_brute_force(layers: list[Layer], stages: list[Stage]) -> None:
     best = brute_force(layers, stages)
     if math.isinf(best):
         with pytest.raises(PlanError):
@@ -83,7 +81,7 @@ def test_the_cut_equals_brute_force(
 def test_a_schedule_fills_the_stages_that_are_cut(
     layers: list[Layer], name: str, memories: list[float], micro_batches: int
 ) -> None:
-    roomy = [ChainStage(memory_bytes=nbytes) for nbytes in memories]
+    roomy = [Stage(memory_bytes=nbytes) for nbytes in memories]
     table = schedule(name, len(roomy), micro_batches)
     stages = [
         dataclasses.replace(stage, in_flight=held)
@@ -125,32 +123,32 @@ def test_a_transfer_moves_the_cut_and_is_paid_behind_it() -> None:
         Layer(seconds=s, transfer_seconds=t)
         for s, t in zip(seconds, transfers, strict=True)
     ]
-    assert cut(layers, [ChainStage()] * 2).counts in ((1, 3), (3, 1))
-    found = cut(layers, [ChainStage(), ChainStage(), ChainStage()])
+    assert cut(layers, [Stage()] * 2).counts in ((1, 3), (3, 1))
+    found = cut(layers, [Stage(), Stage(), Stage()])
     assert found.counts == (1, 2, 1)
     assert found.seconds == (1.0, 2.0, 1.25)
 
 
 def test_a_slow_device_gets_fewer_layers() -> None:
     layers = [Layer(seconds=1.0)] * 12
-    assert cut(layers, [ChainStage(), ChainStage(speed=0.5)]).counts == (8, 4)
+    assert cut(layers, [Stage(), Stage(speed=0.5)]).counts == (8, 4)
 
 
 def test_an_early_stage_holds_more_in_flight() -> None:
     layers = [Layer(seconds=1.0, activation_bytes=1.0)] * 8
-    stages = [ChainStage(memory_bytes=6.0, in_flight=n) for n in (2, 1)]
+    stages = [Stage(memory_bytes=6.0, in_flight=n) for n in (2, 1)]
     assert cut(layers, stages).counts == (3, 5)
 
 
 def test_too_few_layers() -> None:
     with pytest.raises(PlanError, match="2 layers cannot be cut into 3 stages"):
-        cut([Layer(seconds=1.0)] * 2, [ChainStage()] * 3)
+        cut([Layer(seconds=1.0)] * 2, [Stage()] * 3)
 
 
 def test_a_layer_that_fits_nowhere() -> None:
     layers = [Layer(seconds=1.0), Layer(seconds=1.0, static_bytes=50.0)]
     with pytest.raises(PlanError) as caught:
-        cut(layers, [ChainStage(memory_bytes=20.0), ChainStage(memory_bytes=40.0)])
+        cut(layers, [Stage(memory_bytes=20.0), Stage(memory_bytes=40.0)])
     assert str(caught.value) == (
         "no cut into stages fits the memory: 1 problem\n"
         "  1. layer 1 fits no stage: it lacks 10 bytes on the roomiest. Split it over "

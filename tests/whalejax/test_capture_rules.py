@@ -50,7 +50,7 @@ def letters(op: Op, graph: Graph) -> str:
     fresh = iter(string.ascii_lowercase)
     for factor in sorted(op.factors, key=lambda f: min(f.members)):
         letter = next(fresh)
-        whole = factor.whole
+        whole = factor.needs_all
         for member in factor.members:
             names[member] = letter.upper() if whole else letter
     texts = []

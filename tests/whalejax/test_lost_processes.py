@@ -185,7 +185,7 @@ def test_who_says_nothing_is_missed_after_its_time() -> None:
     assert found.look(111.0) == {
         2: "has said nothing for 11 s: it is gone or stands still"
     }
-    assert found.where(2) == "process 2 (pid 7 on node)"
+    assert found.process_text(2) == "process 2 (pid 7 on node)"
 
 
 def test_a_service_that_does_not_answer_is_process_0() -> None:
@@ -243,7 +243,7 @@ def test_who_was_never_heard_is_missed_where_all_begin_at_once() -> None:
         found.hear({0: beat(now), 1: beat(now)}, float(now))
         gone = found.look(float(now))
     assert gone == {2: "has said nothing for 11 s: it is gone or stands still"}
-    assert found.where(2) == "process 2"
+    assert found.process_text(2) == "process 2"
     assert 2 not in quiet(hearing(*beats), 120, *beats)
 
 
@@ -265,7 +265,7 @@ def test_one_hears_of_a_silent_process_what_the_one_before_it_has_found() -> Non
     found.hear({2: beat(130), 4: beat(7, silent="has said nothing")}, 130.0)
     assert found.look(130.0) == {4: "has said nothing"}
     assert found.unheard({4: ""}) == [] and found.unheard({2: ""}) == [2]
-    assert found.where(4) == "process 4 (pid 7 on node)"
+    assert found.process_text(4) == "process 4 (pid 7 on node)"
 
 
 def test_what_a_process_reads_does_not_grow_with_their_number(

@@ -12,7 +12,7 @@ from whalejax import models
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
-from whalejax.planner.pipeline.layer_stack import Shared
+from whalejax.planner.pipeline.layer_stack import StackedLayers
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
@@ -42,7 +42,7 @@ def job(**options: Any) -> wh.Job:
 def test_a_loss_reads_logits_as_their_product_makes_them(precision: str) -> None:
     one = job(dtype=precision)
     graph = capture(adapt(abstract_model(one), one.loss_fn), one.batch_at(0)).graph
-    stage = Shared.of(graph).of_stage(graph, 2)
+    stage = StackedLayers.of(graph).of_stage(graph, 2)
     changed = [
         (stage.tensors[b], stage.tensors[a])
         for before, after in zip(graph.ops, stage.ops, strict=True)

@@ -42,7 +42,7 @@ from whalejax.planner.plan.spmd_plan import decide
 from whalejax.planner.plan.stage_notes import (
     evened,
     lopsided,
-    merged,
+    merged_pipelines_note,
     speed_difference_text,
     uncut,
 )
@@ -740,7 +740,7 @@ def _requested_pipeline(
     asked = PipelineConstraints.of(graph, request, SCHEDULES)
     count = asked.mesh.get(STAGE)
     if marked:
-        if len(marked) == 1 and (several := merged(graph)):
+        if len(marked) == 1 and (several := merged_pipelines_note(graph)):
             raise PlanError(several)
         if len(marked) == 1:
             raise PlanError(
@@ -825,7 +825,7 @@ def _search_with_warning(
     except TooFewParts as error:  # which is of use to searches only
         raise PlanError(str(error)) from None
     except FlowsBackwards as error:
-        if not (several := merged(graph)):
+        if not (several := merged_pipelines_note(graph)):
             raise
         raise PlanError(f"{error}\n{several}") from None
     said = (uncut(graph, part) for part in plan.pipelines or (plan,))
@@ -833,5 +833,5 @@ def _search_with_warning(
         note = next((n for n in plan.notes if n.startswith(uneven)), "")
         if note:
             warn(note)
-    notes = filter(None, [merged(graph)])
+    notes = filter(None, [merged_pipelines_note(graph)])
     return dataclasses.replace(plan, notes=(*plan.notes, *notes))

@@ -215,7 +215,7 @@ def _largest(question: PlanQuestion, name: str, cluster: Cluster) -> LargestBatc
         if samples not in tried:
             tell(f"{name}: a batch of {samples:,}")
             try:
-                tried[samples] = question.again(cluster=cluster, batch=samples)
+                tried[samples] = question.replan(cluster=cluster, batch=samples)
             except PlanError as problem:
                 tried[samples] = problem
         return isinstance(tried[samples], Plan)

@@ -184,7 +184,7 @@ class PlanQuestion:
             from whalejax.swarm.planning import swarm_plan
 
             result = swarm_plan(
-                self._alone.again,
+                self._alone.replan,
                 cluster=self.cluster,
                 mesh=self.request.mesh,
                 num_micro_batches=self.request.num_micro_batches,
@@ -212,7 +212,7 @@ class PlanQuestion:
         if self.beside_swarm and slow_link(self.cluster) is not None:
             from whalejax.swarm.planning import swarm_note
 
-            notes = [*notes, *swarm_note(self._alone.again, result)]
+            notes = [*notes, *swarm_note(self._alone.replan, result)]
         result = dataclasses.replace(result, notes=(*result.notes, *notes))
         return self._accepted(result) if self.request.verified else result
 
@@ -230,13 +230,13 @@ class PlanQuestion:
                 plan, None, timeout_seconds=COMPILE_SECONDS, better=False
             )
 
-        def again(margin: float) -> Plan:
-            return dataclasses.replace(self, least_margin=margin).again(verified=False)
+        def plan_again(margin: float) -> Plan:
+            return dataclasses.replace(self, least_margin=margin).replan(verified=False)
 
         # What is asked later is asked of the request, not of the margin that was found.
-        return dataclasses.replace(accepted(plan, verify, again), question=self)
+        return dataclasses.replace(accepted(plan, verify, plan_again), question=self)
 
-    def again(self, **changes: Any) -> Plan:
+    def replan(self, **changes: Any) -> Plan:
         """``Plan.what_if``."""
         known = changeable()
         problems = Arguments("what_if", PlanError)
@@ -294,7 +294,7 @@ class PlanQuestion:
             batch_axes=self.request.batch_axes,
             topology=topology,
             timeout_seconds=timeout_seconds,
-            again=functools.partial(self.again, verified=False) if better else None,
+            again=functools.partial(self.replan, verified=False) if better else None,
         )
 
     @property

@@ -98,7 +98,7 @@ def search_on(
     for name, cluster in places:
         tell(f"turning to {name}")
         try:
-            best = question.again(cluster=cluster)
+            best = question.replan(cluster=cluster)
         except PlanError as problem:
             refused.append(
                 InfeasibleCluster(name=name, cluster=cluster, problem=problem)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from whalejax.display import searches
+from whalejax.meshes.errors import warn
 from whalejax.planner.plan.report.search_data import (
     ClusterCandidate as ClusterCandidate,
 )
@@ -47,3 +49,10 @@ class SearchResult(SearchData):
             WhaleError: the extra is not installed.
         """
         return searches.chart(self)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Found":
+        warn("Found is called SearchResult now", DeprecationWarning)
+        return SearchResult
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,7 +50,7 @@ class TablesQuestion:
     given: tuple[Any, Any, Any]
     dense: Any
 
-    def again(self, **changes: Any) -> Plan:
+    def replan(self, **changes: Any) -> Plan:
         """The plan under other circumstances.
 
         Args:

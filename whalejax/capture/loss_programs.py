@@ -48,7 +48,7 @@ class Programs:
         self._capture = capture
         self.blocks = functools.cache(self._blocks)
         self.cut = functools.cache(self._cut)
-        self.again = functools.cache(self._again)
+        self.again = functools.cache(self._trace_again)
 
     @functools.cached_property
     def captured(self) -> Captured:
@@ -79,7 +79,7 @@ class Programs:
     def _cut(self, attention: Chosen, chunks: int) -> Captured:
         return self.blocks(attention).with_chunks(chunks)
 
-    def _again(self, remat: Remat, attention: Chosen, chunks: int) -> Graph:
+    def _trace_again(self, remat: Remat, attention: Chosen, chunks: int) -> Graph:
         return self.cut(attention, chunks).with_remat(remat).graph
 
 
@@ -117,11 +117,11 @@ class ResizedPrograms(Programs):
         """The loss as it was written, as plain data."""
         return self._resize_graph(self._like.graph) or self.captured.graph
 
-    def _again(self, remat: Remat, attention: Chosen, chunks: int) -> Graph:
+    def _trace_again(self, remat: Remat, attention: Chosen, chunks: int) -> Graph:
         result = None
         if self.traced is self._like:
             result = self._resize_graph(self._like.again(remat, attention, chunks))
-        return result or super()._again(remat, attention, chunks)
+        return result or super()._trace_again(remat, attention, chunks)
 
     def _resize_graph(self, graph: Graph) -> Graph | None:
         """One of the other's graphs with this batch; None where it cannot be told."""

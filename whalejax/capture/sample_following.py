@@ -85,7 +85,7 @@ class _Follow:
             onward = [(slots[s], d) for s, d in factor.members if s >= count]
             for tensor, dim in onward:
                 self._batch.setdefault(tensor, set()).add(dim)
-            across |= factor.whole
+            across |= factor.needs_all
             mixes |= across or not onward
         if op.reshape:
             self._reshape(op)

@@ -191,7 +191,7 @@ class _Builder:
         outputs = tuple(
             v for e in equations for v in e.outvars if v in later and _returns(known[v])
         )
-        given = all(_shared(known[v]) for v in inputs)
+        given = all(_is_sample_independent(known[v]) for v in inputs)
         if not (outputs and given and all(map(takes_fewer, equations))):
             return None
         if _depends(body, {*outputs}, {*inputs}, {*group}):
@@ -301,7 +301,7 @@ def _returns(value: Value) -> bool:
     return value.kind is Dependence.SAMPLE and not isinstance(value.fact, _BOUND)
 
 
-def _shared(value: Value) -> bool:
+def _is_sample_independent(value: Value) -> bool:
     """Whether a part of a value is what it is for some of the samples."""
     if _returns(value):
         return True

@@ -37,7 +37,7 @@ from whalejax.capture.rules.attention_rule import attention_behaviour
 from whalejax.capture.rules.behaviour import Behaviour, Equation, Shape, of_each
 from whalejax.capture.rules.rule_table import behaviour
 from whalejax.jaxpr.fewer_rows import BatchRows
-from whalejax.planner.model.graph import ATTENTION, Factor, Stacked, TensorKind
+from whalejax.planner.model.graph import ATTENTION, Factor, LoopResidual, TensorKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class SortedRows:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _EquationView:
     """An equation, and how it treats dimensions where that is known."""
 
     view: Equation
@@ -83,13 +83,13 @@ class KnownRules:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Behaviour] = {}
-        self._seen: dict[Hashable, _Seen] = {}
+        self._seen: dict[Hashable, _EquationView] = {}
         self._attention: dict[int, tuple[Any, Behaviour]] = {}
         self._without: dict[Hashable, tuple[Behaviour, Behaviour]] = {}
 
     def view_equation(
         self, equation: Any, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]
-    ) -> _Seen:
+    ) -> _EquationView:
         """An equation as rules see it; the same for one that was seen before.
 
         Programs of one loss hold equations whose parameters are one object.
@@ -100,10 +100,10 @@ class KnownRules:
         if known is None:
             view = Equation(name=name, params=params, inputs=inputs, outputs=outputs)
             # It keeps the parameters, so that no others have their id.
-            known = self._seen[key] = _Seen(view)
+            known = self._seen[key] = _EquationView(view)
         return known
 
-    def of(self, seen: _Seen) -> Behaviour:
+    def of(self, seen: _EquationView) -> Behaviour:
         """Returns the behaviour of an equation."""
         if seen.rule is None:
             seen.rule = self._of(seen.view)
@@ -564,7 +564,7 @@ class FlatProgram:
             self._emit("scan", position, layers, [], rule, here)
         return tuple(results)
 
-    def scan_residuals(self, flows: Sequence[bool]) -> tuple[Stacked, ...]:
+    def scan_residuals(self, flows: Sequence[bool]) -> tuple[LoopResidual, ...]:
         """Returns the residuals of scans, each like a tensor of the scan's body.
 
         Args:
@@ -584,7 +584,7 @@ class FlatProgram:
 
     def _scan_residuals(
         self, scan: KeptScan, flows: Sequence[bool], data: set[int]
-    ) -> Iterator[Stacked]:
+    ) -> Iterator[LoopResidual]:
         alike: dict[tuple[int, ...], int] = {}
         of_rows = {t for call in self.sorted_rows.values() for t in call.tensors}
         length = _compat.scan_parts(scan.equation).length
@@ -592,7 +592,7 @@ class FlatProgram:
         inside = [i for i in scan.inside if i is not None and self.tensors[i].inexact]
         for index in sorted(inside, key=lambda i: i not in data):
             shape = self.tensors[index].shape
-            alike.setdefault(_merged(shape) if index in of_rows else shape, index)
+            alike.setdefault(_row_shape(shape) if index in of_rows else shape, index)
         run = keeping(scan.equation, self._ringed) if self._ringed else None
         flowing = [t is not None and flows[t] for t in scan.inputs]
         residuals = _compat.scan_residuals(scan.equation, run, flowing)
@@ -602,7 +602,7 @@ class FlatProgram:
             if like is not None:
                 nbytes = math.prod(shape) * _compat.itemsize_bytes(dtype)
                 narrow = multiplied and _compat.dtype_name(dtype) == "float32"
-                yield Stacked(
+                yield LoopResidual(
                     tensor=like,
                     nbytes=nbytes,
                     trip=length,
@@ -764,7 +764,7 @@ def holds_tiles(jaxpr: Any) -> bool:
     )
 
 
-def _merged(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _row_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of rows, of that of each sample's."""
     samples, first, *rest = shape
     return samples * first, *rest

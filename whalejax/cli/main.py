@@ -590,7 +590,7 @@ def _complete(shell: str) -> None:
 
 def _goodput(command: GoodputCommand) -> None:
     """Print what failures would cost a plan, on paper."""
-    from whalejax.planner.plan.goodput_estimate import goodput
+    from whalejax.planner.plan.goodput import goodput
     from whalejax.planner.plan.plan import Plan
 
     options = dataclasses.asdict(command)

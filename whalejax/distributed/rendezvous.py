@@ -57,7 +57,7 @@ class NotStopped(Message, tag="here"):
     """It does not stand still."""
 
 
-class Joined(Message):
+class ProcessJoined(Message, tag="joined"):
     """JAX has joined it."""
 
 
@@ -79,7 +79,9 @@ class LostProcess(Message):
     text: Text
 
 
-_TO_HOST: Final = Messages[Arrival | NotStopped | Joined](Arrival, NotStopped, Joined)
+_TO_HOST: Final = Messages[Arrival | NotStopped | ProcessJoined](
+    Arrival, NotStopped, ProcessJoined
+)
 _TO_GUEST: Final = Messages[MissingRanks | Go | LostProcess | RegistrationRefused](
     MissingRanks, Go, LostProcess, RegistrationRefused
 )
@@ -268,7 +270,9 @@ class RendezvousServer:
                     rank = self._ranks.get(channel)
                     if rank is not None:
                         self._heard[rank] = time.monotonic()
-                        self._joined |= {rank} if isinstance(message, Joined) else set()
+                        self._joined |= (
+                            {rank} if isinstance(message, ProcessJoined) else set()
+                        )
                         self._changed.notify_all()
         except WireError:
             self._leave(channel)
@@ -397,7 +401,7 @@ class RendezvousClient:
         self._is_over = True
         if self._channel is not None:
             with contextlib.suppress(WireError):
-                self._channel.send(Joined())
+                self._channel.send(ProcessJoined())
         self.close()
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ def init_distributed(
     }
     _check(given, timeout_seconds, heartbeat_seconds, preemption)
     if jax.distributed.is_initialized():
-        return _again(given)
+        return _check_second_call(given)
     place = _place(given, timeout_seconds, heartbeat_seconds)
     with _interruptible(place.rank):
         _join(place, heartbeat_seconds, preemption)
@@ -267,7 +267,7 @@ def _check(
     problems.raise_if_any()
 
 
-def _again(given: dict[str, Any]) -> int:
+def _check_second_call(given: dict[str, Any]) -> int:
     """A second call is as good as none, if it asks for the same."""
     count, number = given["num_processes"], given["process_id"]
     here = jax.process_count(), jax.process_index()

@@ -50,14 +50,14 @@ from whalejax.wire.messages import WireError
 from whalejax.wire.run_messages import (
     Begin,
     Committed,
-    Done,
     Failed,
     Finished,
     Leaving,
-    Left,
+    MemberLeft,
     Prepare,
     Prepared,
     Ready,
+    RunDone,
     RunEnded,
     State,
     Stop,
@@ -188,7 +188,7 @@ class ElasticMember:
                 except _Regroup:
                     continue
                 except GeneratorExit:
-                    self._control.post(Left(step=self._at))
+                    self._control.post(MemberLeft(step=self._at))
                     self._control.phase = SAVING
                     self._saver.wait()
                     raise
@@ -264,7 +264,7 @@ class ElasticMember:
                 if well:
                     raise SystemExit(_DRAINED_STATUS)
                 raise RunStopped(f"{self._control.name}: {why}")
-            case Done():
+            case RunDone():
                 self._done = True
 
     def _stop(self, said: Stop) -> None:

@@ -152,7 +152,7 @@ def _trained(
         if mesh is None:
             mesh = REPLICAS if way == MESSAGES else AUTO
     if mesh is not None and mesh != REPLICAS:
-        return _spread(job, training, settings, mesh)
+        return _train_sharded(job, training, settings, mesh)
     programs = ReplicaPrograms(job, **settings, planned=planned)
     if address is None:
         return _alone(programs, training)
@@ -213,7 +213,7 @@ def _agreed(
     return found.by, made[0] if made else None
 
 
-def _spread(
+def _train_sharded(
     job: Job, training: Any, settings: dict[str, Any], mesh: Any
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """The steps of one model over all processes."""

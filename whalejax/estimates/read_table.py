@@ -389,7 +389,7 @@ def _sizes(
     if not (source.flash_plain or sizes.gated or said):
         sizes = replace(sizes, flash=False)
     vocab = cells.or_else("vocab", 32000 if sizes.gated else 50304, "the usual")
-    return replace(sizes, vocab=_shared(vocab, tensor, source))
+    return replace(sizes, vocab=_sharded_vocabulary(vocab, tensor, source))
 
 
 def _usual_width(hidden: int, *, gated: bool) -> int:
@@ -430,7 +430,7 @@ def _gated(
     return False
 
 
-def _shared(vocab: int, tensor: int, source: Framework) -> int:
+def _sharded_vocabulary(vocab: int, tensor: int, source: Framework) -> int:
     """The vocabulary as ranks share it."""
     if not source.pads_vocabulary:
         return max(1, vocab // tensor) * tensor

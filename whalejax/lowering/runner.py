@@ -225,7 +225,7 @@ def fresh_state(
         build: gives parameters, the rest and the run's key.
     """
 
-    def whole(*args: Any) -> TrainState:
+    def full_state(*args: Any) -> TrainState:
         params, rest, key = build(*args)
         params, rest = jax.tree.map(strongly_typed, (params, rest))
         return TrainState(
@@ -238,7 +238,7 @@ def fresh_state(
             origin=origin,
         )
 
-    return whole
+    return full_state
 
 
 def _fresh_scale(program: Program) -> LossScale | None:

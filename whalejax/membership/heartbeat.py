@@ -182,7 +182,7 @@ class PeerLiveness:
         beats = ((n, self.beat_of(n)) for n in gone)
         return [n for n, b in beats if not (b.ended or b.failed or b.silent)]
 
-    def where(self, number: int) -> str:
+    def process_text(self, number: int) -> str:
         """A process by its number and place."""
         known = self._beats.get(number)
         if known is None or not known.host:
@@ -324,7 +324,8 @@ class Beats:
                 beat = self._hearing.beat_of(number)
                 does = "has ended" if beat.ended else "still runs"
                 words.append(
-                    f"{self._hearing.where(number)} {does} and has begun {beat.steps} "
+                    f"{self._hearing.process_text(number)} {does} and has begun "
+                    f"{beat.steps} "
                     f"steps, this one {self._steps}"
                 )
             if words:
@@ -362,7 +363,9 @@ class Beats:
         number, why = next(iter(gone.items()))
         self._blames = True
         blame(number, why)
-        return "; ".join(f"{self._hearing.where(n)} {w}" for n, w in gone.items())
+        return "; ".join(
+            f"{self._hearing.process_text(n)} {w}" for n, w in gone.items()
+        )
 
     # Threads.
 
@@ -511,7 +514,7 @@ class Beats:
                 if not left:
                     return
                 late = time.monotonic() > end
-                where = self._hearing.where(left[0])
+                where = self._hearing.process_text(left[0])
             if late:
                 why = (
                     f"has not come to its end {seconds:.0f} s after others had: it "

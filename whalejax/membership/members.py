@@ -165,7 +165,7 @@ def _report(
                 record(run, now, "leaving", name=name, why=why)
                 if member.status in ("registered", "ready"):
                     release(run, now, member)
-        case wire.Left(step=step):
+        case wire.MemberLeft(step=step):
             # The same will hold of all, or of it alone: losses are equal in all
             # members, so that a condition on them is.
             member.step = max(member.step, step)

@@ -86,7 +86,7 @@ def dismiss(run: ElasticRun, now: float, member: MemberRecord) -> None:
     elif member.status not in ("active", "finished", "left"):
         run.send(member.name, wire.RunEnded(why="the run is over", well=True))
     elif how is Ending.COMPLETE:
-        run.send(member.name, wire.Done())
+        run.send(member.name, wire.RunDone())
     else:
         saves = member.name == run.over.saver
         well = how in (Ending.DRAINED, Ending.INTERRUPTED)

@@ -140,7 +140,9 @@ class Keeper:
                 errors=2 if leads else None,
             )
         except OSError as error:  # Too many processes or files, or no memory.
-            self._again(name, f"cannot be started ({error.strerror or error})")
+            self._schedule_restart(
+                name, f"cannot be started ({error.strerror or error})"
+            )
             return
         self._processes.release(name)
         self._started_at[name] = time.monotonic()
@@ -172,9 +174,9 @@ class Keeper:
             self._say(f"the run is given up: {given_up}")
             self._status = _FAILED
             return
-        self._again(name, f"{why}{': ' if error else ''}{error}")
+        self._schedule_restart(name, f"{why}{': ' if error else ''}{error}")
 
-    def _again(self, name: str, why: str) -> None:
+    def _schedule_restart(self, name: str, why: str) -> None:
         now = time.monotonic()
         seconds = self._failures.hold(now, self._slots.index(name))
         self._due[name] = now + seconds

@@ -82,7 +82,7 @@ def repeated(
     """
     rows = first + np.arange(size) % count
 
-    def whole(leaf: Any, axis: int | None) -> Any:
+    def fill_batch(leaf: Any, axis: int | None) -> Any:
         if axis is None:
             return leaf
         if isinstance(leaf, jax.Array):
@@ -91,7 +91,7 @@ def repeated(
             return jnp.take(leaf, rows, axis=axis)
         return np.take(np.asarray(leaf), rows, axis=axis)
 
-    return [whole(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
+    return [fill_batch(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
 
 
 def check_mean(captured: Captured, samples: int, whole: int) -> None:

@@ -329,7 +329,7 @@ class TrainStep:
 
     @shares.setter
     def shares(self, shares: Sequence[int]) -> None:
-        self._uneven.shares = shares
+        self._adaptive_runner.shares = shares
 
     @property
     def parts_matter(self) -> bool:
@@ -418,10 +418,10 @@ class TrainStep:
             raise WhaleError(
                 f"rebalances is {short_repr(wanted)}; expected True or False"
             )
-        self._uneven.rebalances = wanted
+        self._adaptive_runner.rebalances = wanted
 
     @property
-    def _uneven(self) -> AdaptiveSharesRunner:
+    def _adaptive_runner(self) -> AdaptiveSharesRunner:
         if not isinstance(self._runner, AdaptiveSharesRunner):
             raise PlanError(
                 "the replicas of this plan have equal parts of every micro-batch. Plan "

@@ -33,7 +33,7 @@ from whalejax.swarm.churn import ChurnEvent, PeerEventKind, PeerLink
 from whalejax.swarm.rebalancing import best_counts
 from whalejax.swarm.simulator import (
     DEADLINE_FACTOR,
-    SimulationSettings,
+    Setting,
     StageCost,
     simulate,
 )
@@ -95,7 +95,7 @@ def swarm_plan(
     return dataclasses.replace(plan, swarm=chosen, notes=(*plan.notes, *notes))
 
 
-def setting_of(plan: Plan, **changes: Any) -> tuple[SimulationSettings, PeerLink]:
+def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, PeerLink]:
     """A swarm's plan as the simulator takes it, with the link of its peers.
 
     Args:
@@ -412,7 +412,7 @@ def _with_step(plan: Plan, swarm: Swarm, seconds: float) -> Swarm:
     )
 
 
-def _setting(plan: Plan, swarm: Swarm, **changes: Any) -> SimulationSettings:
+def _setting(plan: Plan, swarm: Swarm, **changes: Any) -> Setting:
     costs = tuple(
         StageCost(
             forward_seconds=stage.forward_seconds,
@@ -424,7 +424,7 @@ def _setting(plan: Plan, swarm: Swarm, **changes: Any) -> SimulationSettings:
         )
         for stage in swarm.stages
     )
-    setting = SimulationSettings(
+    setting = Setting(
         stages=costs,
         micro_batches=plan.num_micro_batches,
         in_flight=QUEUE * swarm.peers,

@@ -39,7 +39,7 @@ from whalejax.swarm.rebalancing import (
 )
 from whalejax.swarm.simulation.results import SwarmSimulation
 from whalejax.swarm.simulation.setting import (
-    SimulationSettings,
+    Setting,
     StageCost,
     check,
     peer_speed,
@@ -55,7 +55,7 @@ from whalejax.swarm.simulation.simulated_calls import (
 
 __all__ = [
     "DEADLINE_FACTOR",
-    "SimulationSettings",
+    "Setting",
     "SwarmSimulation",
     "Simulator",
     "StageCost",
@@ -70,9 +70,7 @@ _NOTHING: Final[Mapping[str, int]] = {}
 class Simulator(SimulatedCalls):
     """One run; ``simulate`` is its door."""
 
-    def __init__(
-        self, setting: SimulationSettings, trace: Sequence[ChurnEvent]
-    ) -> None:
+    def __init__(self, setting: Setting, trace: Sequence[ChurnEvent]) -> None:
         """Starts at time 0 without peers.
 
         Args:
@@ -652,7 +650,7 @@ class Simulator(SimulatedCalls):
 
 
 def simulate(
-    setting: SimulationSettings, trace: Sequence[ChurnEvent], seconds: float
+    setting: Setting, trace: Sequence[ChurnEvent], seconds: float
 ) -> SwarmSimulation:
     """Simulates a swarm under a trace with the rules of live runs.
 

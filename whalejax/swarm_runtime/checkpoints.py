@@ -40,7 +40,7 @@ class Checkpoints:
             stage: self._cut.typed(stage, arrays)
             for stage, arrays in snapshot.arrays.items()
         }
-        return self._cut.whole(parts)
+        return self._cut.full_state(parts)
 
     def snapshot_of(self, state: TrainState) -> Snapshot:
         """The snapshot of a training state."""

@@ -135,7 +135,7 @@ class SwarmStepCommit:
         context = self._context
         for _ in range(MOST_ATTEMPTS):
             for passage in self._passages:
-                passage.again(stage)
+                passage.remake_gradient(stage)
             members = context.fleet.usable(stage)
             holders = self._assigned(stage, members)
             if holders is None:

@@ -324,7 +324,7 @@ class MicroBatchRoute:
             for stage in reversed(range(self._context.cut.stages)):
                 self.need_backward(stage)
 
-    def again(self, stage: int) -> None:
+    def remake_gradient(self, stage: int) -> None:
         """Make the gradient of a stage again, if its holder was lost."""
         with self._lock:
             self.need_backward(stage)

@@ -307,7 +307,7 @@ class Worker(SumHolder):
         self._hook("apply", step)
         if level == 0:
             arrays = asked.arrays
-            gradients = self._gathered(stage, asked)
+            gradients = self._collect_sum(stage, asked)
             update = stage.update(state, arrays, gradients)
             heard: dict[int, np.ndarray] = {}
         else:

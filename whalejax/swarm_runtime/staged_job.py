@@ -383,7 +383,7 @@ class StagedJob:
             result.append(leaf)
         return result
 
-    def whole(self, parts: Mapping[int, Sequence[Any]]) -> TrainState:
+    def full_state(self, parts: Mapping[int, Sequence[Any]]) -> TrainState:
         """The state of all stages together.
 
         Args:

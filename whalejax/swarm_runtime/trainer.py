@@ -51,7 +51,7 @@ LOOK_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Computed:
+class _ComputedStep:
     """A step whose gradients are there, and that is not applied yet.
 
     Attributes:
@@ -125,7 +125,7 @@ class Trainer(TrainerState):
         self._wire, self._sum_wire = wire, sum_wire
         self.ledger: Ledger | None = None
         self._seconds = 0.0
-        self._pending: _Computed | None = None
+        self._pending: _ComputedStep | None = None
         self._computing: StepContext | None = None
         self._step_lock = threading.RLock()
         self._failures: dict[tuple[int, str, int, int], Counter[str]] = {}
@@ -232,7 +232,7 @@ class Trainer(TrainerState):
             with self._lock:
                 self._is_summing = False
 
-    def _sum_and_apply(self, computed: _Computed) -> SwarmStepCommit:
+    def _sum_and_apply(self, computed: _ComputedStep) -> SwarmStepCommit:
         """Sum and apply a step; where updates are delayed, beside the next one."""
         if not self.cut.delayed_updates:
             return self._committed(computed)
@@ -251,7 +251,7 @@ class Trainer(TrainerState):
         is_last = self.step + 1 == self.settings.steps
         return is_last or any(m.leaving for m in self.fleet.members())
 
-    def _compute_step(self, context: StepContext) -> _Computed:
+    def _compute_step(self, context: StepContext) -> _ComputedStep:
         """Take the micro-batches of a step through all stages and back."""
         count = self.cut.count
         passages = [MicroBatchRoute(context, number) for number in range(count)]
@@ -259,7 +259,7 @@ class Trainer(TrainerState):
         with self._lock:
             self.cut.micro_batch(context.step, 0)  # An error of the data ends the run.
         self._travel(context, passages)
-        return _Computed(context=context, passages=passages, sums=_summed(passages))
+        return _ComputedStep(context=context, passages=passages, sums=_summed(passages))
 
     def _await_newcomers(self) -> None:
         """Wait for those that take the state of a step, before it is another one."""
@@ -268,14 +268,16 @@ class Trainer(TrainerState):
             self._changed.clear()
             self._changed.wait(LOOK_SECONDS)
 
-    def _committed(self, computed: _Computed) -> SwarmStepCommit:
+    def _committed(self, computed: _ComputedStep) -> SwarmStepCommit:
         """Sum the gradients of a step and apply them."""
         with threads(self.cut.stages, computed.context.stop) as pool:
             commit = SwarmStepCommit(computed.context, computed.passages, pool)
             commit.run(computed.sums)
         return commit
 
-    def _overlapped(self, computed: _Computed) -> tuple[SwarmStepCommit, _Computed]:
+    def _overlapped(
+        self, computed: _ComputedStep
+    ) -> tuple[SwarmStepCommit, _ComputedStep]:
         """Sum and apply a step while the next is computed with the same parameters."""
         context = self._context(self.step + 1)
 

@@ -111,7 +111,7 @@ class Leaving(Report):
     why: Text
 
 
-class Left(Report):
+class MemberLeft(Report, tag="left"):
     step: Whole
 
 
@@ -171,7 +171,7 @@ OfMember: TypeAlias = (
     | Committed
     | Suspect
     | Leaving
-    | Left
+    | MemberLeft
     | CheckpointWritten
     | Finished
     | Saved
@@ -239,7 +239,7 @@ class Keep(Message):
     step: Whole
 
 
-class Done(Message):
+class RunDone(Message, tag="done"):
     pass
 
 
@@ -253,7 +253,7 @@ ToMember: TypeAlias = (
     | Stop
     | RunEnded
     | Keep
-    | Done
+    | RunDone
 )
 
 
@@ -327,7 +327,7 @@ class Kill(Message):
     name: MemberName
 
 
-class Noted(Message):
+class EventNoted(Message, tag="noted"):
     name: MemberName
 
 
@@ -336,7 +336,7 @@ class Finish(Message):
 
 
 ToAgent: TypeAlias = (
-    Enlisted | RegistrationRefused | Start | Release | Kill | Noted | Finish
+    Enlisted | RegistrationRefused | Start | Release | Kill | EventNoted | Finish
 )
 
 

@@ -146,7 +146,7 @@ def test_a_process_that_joins_waits_for_a_registry_that_is_started_beside_it(
         return {"asked": question, "at": address}
 
     monkeypatch.setattr(swarm.time, "sleep", again)
-    monkeypatch.setattr(swarm, "_asked", asked)
+    monkeypatch.setattr(swarm, "_query_registry", asked)
     command = SwarmJoinCommand(registry="h:7", model="m", key=key)
     address, found, terms = swarm._terms(command)
     assert (address, found.path) == (("h", 7), key) and tries == 3
@@ -169,7 +169,7 @@ def test_a_process_that_joins_waits_for_a_registry_that_still_traces(
         now[0] += 20.0
         return asked(address, given, what)
 
-    monkeypatch.setattr(swarm, "_asked", later)
+    monkeypatch.setattr(swarm, "_query_registry", later)
     make_key(key)
     with open_listener("127.0.0.1", 0) as listening:
         where = f"127.0.0.1:{listening.getsockname()[1]}"
@@ -281,7 +281,7 @@ def test_an_interrupt_says_what_is_not_saved(
     monkeypatch: pytest.MonkeyPatch,
     saves: bool,
 ) -> None:
-    monkeypatch.setattr("whalejax.swarm_runtime.swarm_run.Run", Interrupted)
+    monkeypatch.setattr("whalejax.swarm_runtime.swarm_run.SwarmRun", Interrupted)
     monkeypatch.setattr(signal, "signal", lambda *given: None)
     words = ["swarm", "serve", JOB, "--stages", str(jobs.STAGES)]
     words += ["--key", str(tmp_path / "k")]

@@ -23,7 +23,7 @@ from whalejax.swarm.churn import (
 )
 from whalejax.swarm.rebalancing import Rule
 from whalejax.swarm.simulator import (
-    SimulationSettings,
+    Setting,
     StageCost,
     peer_speed,
     simulate,
@@ -49,7 +49,7 @@ def at(time: float, event: PeerEventKind, peer: str, speed: float = 1.0) -> Chur
     return ChurnEvent(time=time, event=event, peer=peer, speed=speed)
 
 
-SETTING: Final = SimulationSettings(stages=(FIRST, FIRST, LAST), micro_batches=24)
+SETTING: Final = Setting(stages=(FIRST, FIRST, LAST), micro_batches=24)
 
 
 def test_a_full_pipeline_is_as_fast_as_its_slowest_stage() -> None:
@@ -80,7 +80,7 @@ def test_a_tensor_goes_over_both_links_at_once() -> None:
         ),
         dataclasses.replace(LAST, backward_bytes=(border, border)),
     )
-    setting = SimulationSettings(stages=stages, micro_batches=1)
+    setting = Setting(stages=stages, micro_batches=1)
     found = simulate(setting, here(3, link=LINK), 100.0)
     latencies = 4 * 4 + 2
     assert found.step_seconds[0] == pytest.approx(12.0 + 4 * 8.0 + latencies * 0.01)
@@ -113,7 +113,7 @@ def test_delayed_updates_take_the_longer_of_two_times(part: float) -> None:
 
 
 def test_fast_peers_are_given_more() -> None:
-    setting = SimulationSettings(stages=(LAST,), micro_batches=100, in_flight=4)
+    setting = Setting(stages=(LAST,), micro_batches=100, in_flight=4)
     trace = [*here(1), at(0.0, PeerEventKind.JOIN, "fast", 3.0)]
     found = simulate(setting, trace, 400.0)
     # Together they compute one micro-batch a second.
@@ -379,7 +379,7 @@ def test_every_wrong_line_of_a_trace_is_named(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked_together() -> None:
-    wrong = SimulationSettings(
+    wrong = Setting(
         stages=(dataclasses.replace(FIRST, backward_seconds=0.0),),
         micro_batches=0,
         period=0.0,

@@ -241,7 +241,7 @@ def test_the_state_is_the_whole_models() -> None:
     parts = {
         s: jax.jit(cut.init_function(s))(jax.random.key(0)) for s in range(cut.stages)
     }
-    state = cut.whole(parts)
+    state = cut.full_state(parts)
     own = jobs.step().init(jobs.make_model, rng=jax.random.key(0))
     for one, other in zip(
         jax.tree.leaves((state.params, state.opt_state)),

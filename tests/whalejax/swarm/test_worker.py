@@ -32,7 +32,7 @@ def stage_of(number: int = 0, born: Any = None) -> Any:
         imports=[],
         gradients=[SimpleNamespace(shape=(SIZE,), dtype=np.dtype(np.float32))],
         place=SimpleNamespace(batch=[0], part=SimpleNamespace(exports=[])),
-        born=lambda: StageState(step=0, leaves=tuple(RAW)),
+        init_state=lambda: StageState(step=0, leaves=tuple(RAW)),
         raw=lambda state: list(state.leaves),
         typed=lambda arrays, step: StageState(step=step, leaves=tuple(arrays)),
     )
@@ -205,7 +205,7 @@ def test_bytes_of_a_sum_are_those_that_are_sent(sum_wire: str) -> None:
     summed = [w._sum(question).fields for w in (one, other)]
     update = received("update", {**fields, "level": 0, "heard": []}, SWARM)
     whole = [
-        w._gathered(w.stage, update)[0]  # type: ignore[arg-type]
+        w._collect_sum(w.stage, update)[0]  # type: ignore[arg-type]
         for w in (one, other)
     ]
     exact = COUNT * gradients + 15

@@ -228,11 +228,13 @@ def _elementwise(equation: Any, operands: Sequence[Any]) -> Any:
     (whole,) = _compat.bind(equation, alike)
     result = long.now(whole, long.dim)
     pairs = zip(equation.invars, alike, strict=True)
-    shared = any(not _compat.is_literal(a) and _shared(x, long) for a, x in pairs)
+    shared = any(
+        not _compat.is_literal(a) and _is_shared_by_tokens(x, long) for a, x in pairs
+    )
     return result.now(result.filled(0), long.dim) if shared else result
 
 
-def _shared(operand: Any, long: FullLengthValue) -> bool:
+def _is_shared_by_tokens(operand: Any, long: FullLengthValue) -> bool:
     """All tokens read the same of it, so that its gradient is a sum over them."""
     shape = jnp.shape(operand)
     same = len(shape) != long.whole.ndim or shape[long.dim] == 1

@@ -36,7 +36,7 @@ class _Factor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scaled:
+class _ScaledWeights:
     """Weights and factors.
 
     Attributes:
@@ -163,9 +163,9 @@ class _Chains:
 
     def __init__(self, maker: Mapping[Any, Any]) -> None:
         self.maker = maker
-        self._known: dict[Any, _Scaled | None] = {}
+        self._known: dict[Any, _ScaledWeights | None] = {}
 
-    def behind(self, atom: Any) -> _Scaled | None:
+    def behind(self, atom: Any) -> _ScaledWeights | None:
         """Returns weights and factors of a value, through transposes and casts; None
         for other values.
         """
@@ -175,10 +175,10 @@ class _Chains:
             self._known[atom] = self._behind(atom)
         return self._known[atom]
 
-    def _behind(self, variable: Any) -> _Scaled | None:
+    def _behind(self, variable: Any) -> _ScaledWeights | None:
         if isinstance(softmax_behind(variable, self.maker), Softmax):
             dims = range(len(variable.aval.shape))
-            return _Scaled(weights=variable, factors=(), order=tuple(dims))
+            return _ScaledWeights(weights=variable, factors=(), order=tuple(dims))
         equation = self.maker.get(variable)
         if equation is None:
             return None
@@ -193,7 +193,7 @@ class _Chains:
         either = (self._scale_through(equation, place) for place in places)
         return next((behind for behind in either if behind is not None), None)
 
-    def _scale_through(self, equation: Any, place: int) -> _Scaled | None:
+    def _scale_through(self, equation: Any, place: int) -> _ScaledWeights | None:
         """Returns weights and factors of an operand, with the other operand."""
         lying = _factors(equation, place)
         result = None if lying is None else self.behind(equation.invars[place])
@@ -206,7 +206,7 @@ class _Chains:
             tags=tuple(None if t is None else result.order[t] for t in tags),
             divides=equation.primitive.name == "div",
         )
-        return _Scaled(
+        return _ScaledWeights(
             weights=result.weights,
             factors=(*result.factors, factor),
             order=tuple(result.order[d] for d in own),

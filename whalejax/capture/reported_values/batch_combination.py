@@ -259,7 +259,7 @@ class ValueForms:
             if not here:
                 continue
             left -= here
-            mixes |= factor.whole
+            mixes |= factor.needs_all
             takes |= not onto & set(factor.members)
         return mixes or bool(left), takes
 

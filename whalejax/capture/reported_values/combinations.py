@@ -149,10 +149,10 @@ def undivided(out_tree: Any) -> Any:
     """
     total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
 
-    def merged(leaf: Any) -> Any:
+    def as_reported(leaf: Any) -> Any:
         return leaf if isinstance(leaf, ReportedValue) else ReportedValue(leaf, "same")
 
-    metrics = jax.tree.map(merged, metrics, is_leaf=is_merged)
+    metrics = jax.tree.map(as_reported, metrics, is_leaf=is_merged)
     return jax.tree.structure((total, weight, metrics, rest))
 
 
@@ -168,7 +168,7 @@ def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
     # The loss's weights are numbers of samples, unless the user gave them.
     plain = ("mean",) if trace.graph.weighted else ("mean", "average")
 
-    def merged(leaf: Any) -> Any:
+    def as_reported(leaf: Any) -> Any:
         said = None if isinstance(leaf, ReportedValue) else found.get(leaf)
         if isinstance(said, SampleRows):
             axis, outer, inner = said.axis, said.outer, said.inner
@@ -183,7 +183,7 @@ def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
         if isinstance(said, UnknownCombination):
             number = not aval.shape and _compat.is_inexact(aval.dtype)
             (averaged if number else unclear).append((name, said))
-    metrics = jax.tree.map(merged, metrics, is_leaf=is_merged)
+    metrics = jax.tree.map(as_reported, metrics, is_leaf=is_merged)
     return Reports(
         out_tree=jax.tree.structure((total, weight, metrics, rest)),
         unclear=tuple(unclear),

@@ -173,7 +173,7 @@ class _Follow:
             where: _Where = None
             for slot, dim in given:
                 where = _stronger(where, self.where.get((slots[slot], dim)))
-            if factor.whole and isinstance(where, SampleRows):
+            if factor.needs_all and isinstance(where, SampleRows):
                 where = _Mark.MIXED
             for slot, dim in onward:
                 self._set(slots[slot], dim, where)
@@ -189,7 +189,7 @@ class _Follow:
             for dim in self._samples(tensor)
             if (slot, dim) not in tied
         ]
-        whole = {m for f in op.factors if f.whole for m in f.members}
+        whole = {m for f in op.factors if f.needs_all for m in f.members}
         picks = op.kind in _CUTS or op.kind in LOOKUPS
         cut = [m for m in lost if m in whole or picks]
         for slot, tensor in enumerate(op.results, len(op.operands)):

@@ -95,14 +95,14 @@ class FactorBuilder:
         if above_one:
             self._factors.append(Factor(members=above_one, kind=kind))
 
-    def whole(self, *members: Member) -> None:
+    def require_whole(self, *members: Member) -> None:
         """Tie dimensions that every device needs whole."""
         self.link(*members, kind="unshardable")
 
     def each_whole(self, members: Iterable[Member]) -> None:
         """Say of several unrelated dimensions that each is needed whole."""
         for member in members:
-            self.whole(member)
+            self.require_whole(member)
 
     @property
     def factors(self) -> tuple[Factor, ...]:

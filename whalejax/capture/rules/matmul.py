@@ -69,8 +69,8 @@ def _ragged_dot(equation: Equation) -> Behaviour:
         letters.link((0, a), (1, b))
     (column,) = (d for d in range(3) if d not in (*groups, *right_in))
     letters.link((1, column), (3, 1))
-    letters.whole((0, row), (3, 0))
-    letters.whole((1, groups[0]), (2, 0))
+    letters.require_whole((0, row), (3, 0))
+    letters.require_whole((1, groups[0]), (2, 0))
     m, k, n = left[row], _product(left, left_in), right[column]
     return Behaviour(
         factors=letters.factors,

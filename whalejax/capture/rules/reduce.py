@@ -107,7 +107,7 @@ def _top_k(equation: Equation) -> Behaviour:
     along %= rank
     for dim in range(rank):
         if dim == along:
-            letters.whole((0, dim))
+            letters.require_whole((0, dim))
             letters.link((1, dim), (2, dim))
         else:
             letters.link((0, dim), (1, dim), (2, dim))

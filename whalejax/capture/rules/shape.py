@@ -58,7 +58,7 @@ def _window(equation: Equation, sizes: tuple[int, ...]) -> Behaviour:
         elif after == 1:
             letters.link((0, dim))
         else:
-            letters.whole((0, dim))
+            letters.require_whole((0, dim))
     return Behaviour(factors=letters.factors)
 
 
@@ -74,8 +74,8 @@ def _update_slice(equation: Equation) -> Behaviour:
         if update[dim] == size:
             letters.link((0, dim), (1, dim), (result, dim))
         else:
-            letters.whole((0, dim), (result, dim))
-            letters.whole((1, dim))
+            letters.require_whole((0, dim), (result, dim))
+            letters.require_whole((1, dim))
     return Behaviour(factors=letters.factors)
 
 
@@ -126,7 +126,7 @@ def _stack(equation: Equation) -> Behaviour:
     for dim in range(len(equation.inputs[0])):
         out_dim = dim if dim < along else dim + 1
         letters.link(*((slot, dim) for slot in range(result)), (result, out_dim))
-    letters.whole((result, along))
+    letters.require_whole((result, along))
     return Behaviour(factors=letters.factors)
 
 
@@ -137,7 +137,7 @@ def _unstack(equation: Equation) -> Behaviour:
     for dim in range(len(equation.outputs[0])):
         in_dim = dim if dim < along else dim + 1
         letters.link((0, in_dim), *((slot, dim) for slot in slots))
-    letters.whole((0, along))
+    letters.require_whole((0, along))
     return Behaviour(factors=letters.factors)
 
 
@@ -180,7 +180,7 @@ def _gather(equation: Equation) -> Behaviour:
         if index_dim in shared:
             members.append((0, shared[index_dim]))
         letters.link(*members)
-    letters.whole((1, len(indices) - 1))
+    letters.require_whole((1, len(indices) - 1))
     for dim, size in enumerate(operand):
         if dim in numbers.operand_batching_dims:
             continue
@@ -191,7 +191,7 @@ def _gather(equation: Equation) -> Behaviour:
         if sizes[dim] == size:
             letters.link((0, dim), (2, out_dim))
         else:
-            letters.whole((0, dim))
+            letters.require_whole((0, dim))
     return Behaviour(factors=letters.factors, saves=((1, 0),))
 
 
@@ -218,7 +218,7 @@ def _scatter(equation: Equation) -> Behaviour:
             letters.link((0, dim), *members, (3, dim))
         else:
             letters.link(*members, kind="linked" if sums else "unshardable")
-    letters.whole((1, len(indices) - 1))
+    letters.require_whole((1, len(indices) - 1))
     for dim, size in enumerate(operand):
         if dim in numbers.operand_batching_dims:
             continue
@@ -231,8 +231,8 @@ def _scatter(equation: Equation) -> Behaviour:
         if updates[window] == size:
             letters.link((0, dim), (2, window), (3, dim))
         else:
-            letters.whole((0, dim), (3, dim))
-            letters.whole((2, window))
+            letters.require_whole((0, dim), (3, dim))
+            letters.require_whole((2, window))
     saves = ((1, 0), (1, 2)) if sums else ((0, 2), (1, 0), (1, 2), (2, 0))
     return Behaviour(factors=letters.factors, saves=saves)
 

@@ -146,7 +146,7 @@ def _integer_pow(equation: PairedEquation) -> list[Value]:
     return _result(equation, _power(equation.values[0].ratio, degree))
 
 
-def _other(equation: PairedEquation) -> list[Value]:
+def _generic_rule(equation: PairedEquation) -> list[Value]:
     folded = _fold_constants(equation)
     if folded:
         return folded
@@ -193,7 +193,7 @@ def _convert(equation: PairedEquation) -> list[Value]:
     exact = _compat.is_inexact(after) or not _compat.is_inexact(before)
     truth = np.dtype(after) == np.dtype(bool) != np.dtype(before)
     linear = exact and not truth and not _is_coarse(after)
-    (result,) = _linear(equation) if linear else _other(equation)
+    (result,) = _linear(equation) if linear else _generic_rule(equation)
     return [replace(result, fact=Narrow() if _is_widened(before, after) else None)]
 
 
@@ -250,7 +250,7 @@ def check_unsigned_sum(equation: PairedEquation) -> None:
 
 def _reduce_precision(equation: PairedEquation) -> list[Value]:
     (bits,) = equation.equal_params("mantissa_bits")
-    return _other(equation) if bits < FINEST else _linear(equation)
+    return _generic_rule(equation) if bits < FINEST else _linear(equation)
 
 
 def _select(equation: PairedEquation) -> list[Value]:
@@ -327,7 +327,7 @@ def _evaluate_numbers(
 RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(_LINEAR, _linear),
     **dict.fromkeys(_DEGREES, _homogeneous),
-    **dict.fromkeys(_OTHERS, _other),
+    **dict.fromkeys(_OTHERS, _generic_rule),
     "integer_pow": _integer_pow,
     "mul": _mul,
     "div": _div,

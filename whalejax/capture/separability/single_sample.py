@@ -190,7 +190,9 @@ class _Comparison:
         ]
         if any(_wide(a) != _wide(b) for a, b in pairs):
             return False
-        ways = [_way(e, [p[i] for p in pairs]) for i, e in enumerate(three[:2])]
+        ways = [
+            _dim_treatment(e, [p[i] for p in pairs]) for i, e in enumerate(three[:2])
+        ]
         if ways[0] != ways[1]:
             return False
         if ways[0] is None and any(a != b for a, b in pairs):
@@ -273,7 +275,7 @@ def _numbers(shape: Shape) -> dict[int, int]:
     return {d: i for i, d in enumerate(d for d, n in enumerate(shape) if n != 1)}
 
 
-def _way(equation: Any, shapes: Sequence[Shape]) -> Any:
+def _dim_treatment(equation: Any, shapes: Sequence[Shape]) -> Any:
     """Returns the treatment of dimensions of more than one element.
 
     Args:

@@ -20,7 +20,7 @@ import jax
 
 from whalejax import _compat
 from whalejax.capture.sorted_rows import sorts_rows
-from whalejax.capture.split_dims.rules import RULES, merged, spread
+from whalejax.capture.split_dims.rules import RULES, merge_dims, spread
 from whalejax.capture.split_dims.view import (
     View,
     array_of,
@@ -119,7 +119,7 @@ class _Runner:
         name = equation.primitive.name
         result: list[Any] | None = None
         if position in self.merges:
-            result = merged(equation, operands)
+            result = merge_dims(equation, operands)
         elif not carrying:
             result = spread(equation, operands)
         elif all(equation.params.get(n) is None for n in _PLACING) and name in RULES:

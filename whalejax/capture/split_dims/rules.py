@@ -71,7 +71,7 @@ def spread(equation: Any, operands: list[Any]) -> list[Any] | None:
     return [BroadcastView(value, jnp.asarray(operand, value.dtype), dims)]
 
 
-def merged(equation: Any, operands: list[Any]) -> list[Any] | None:
+def merge_dims(equation: Any, operands: list[Any]) -> list[Any] | None:
     """A reshape whose result keeps apart what it merges; None for anything else."""
     if equation.primitive.name not in ("reshape", "squeeze"):
         return None  # An operation that is read as one between reshapes.

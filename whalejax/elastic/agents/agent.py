@@ -54,11 +54,11 @@ from whalejax.wire.run_messages import (
     AgentBeat,
     Enlist,
     Enlisted,
+    EventNoted,
     Exited,
     Finish,
     Kill,
     Launched,
-    Noted,
     NotLaunched,
     OfAgent,
     RegistrationRefused,
@@ -350,7 +350,7 @@ class Agent:
                 self._processes.release(name)
             case Kill(name=name):
                 self._kill(name)
-            case Noted(name=name):
+            case EventNoted(name=name):
                 self._unnoted.pop(name, None)
             case Finish(why=why):
                 tell_user(f"the run is over: {why or 'all steps are done'}")

@@ -26,7 +26,7 @@ from whalejax.meshes.cluster_data import Level, Node
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
-from whalejax.planner.plan.goodput_estimate import goodput_of
+from whalejax.planner.plan.goodput import goodput_of
 from whalejax.planner.plan.plan import Plan
 
 

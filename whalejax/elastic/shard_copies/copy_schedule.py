@@ -36,7 +36,7 @@ from whalejax.elastic.shard_copies.remote_copies import (
 )
 from whalejax.elastic.supervisor.memory_folder import memory_folder
 from whalejax.lowering.train_state import TrainState
-from whalejax.planner.plan.goodput_estimate import daly_seconds
+from whalejax.planner.plan.goodput import daly_seconds
 from whalejax.processes.local_processes import machine
 from whalejax.runtime.adopt_state import to_save
 from whalejax.runtime.checkpoint_files import told_by_all

@@ -74,9 +74,9 @@ from whalejax.wire.run_messages import (
     Beat,
     Committed,
     Enlist,
+    EventNoted,
     Exited,
     MemberWelcome,
-    Noted,
     OfAgent,
     OfMember,
     ReductionDecision,
@@ -478,7 +478,7 @@ class Supervisor:
         answers, self._answers = self._answers, []
         for channel, answer in answers:
             if is_written or not isinstance(
-                answer, Noted | ResizeDone
+                answer, EventNoted | ResizeDone
             ):  # Else it is said again.
                 self._send(channel, answer)
 
@@ -619,7 +619,7 @@ class Supervisor:
     def _heard_agent(self, now: float, channel: Channel, message: OfAgent) -> None:
         self._fleet.on_message(now, channel, message)
         if isinstance(message, Exited):
-            self._answers.append((channel, Noted(name=message.name)))
+            self._answers.append((channel, EventNoted(name=message.name)))
 
     def _wait_for_agents(self) -> None:
         """Until each has ended its connection, or came back and heard of the end."""

@@ -127,7 +127,7 @@ class Watch:
             with self._lock:
                 self._open.clear()
             if not self._alone and heartbeat.tells_of_loss(error):
-                raise lost_process_error(error, self._where()) from error
+                raise lost_process_error(error, self._activity_text()) from error
             raise
 
     def _settle(self) -> None:
@@ -166,7 +166,7 @@ class Watch:
             if overdue is not None:
                 self._end(*overdue)
 
-    def _where(self) -> str:
+    def _activity_text(self) -> str:
         return "its beginning" if self.doing is None else words_of(self.doing)
 
     def _end(self, kind: str, waited: float, longest: float) -> None:
@@ -175,7 +175,8 @@ class Watch:
             "something else than this one"
         )
         say(
-            f"whalejax: {kind} has waited for {waited:.0f} s at {self._where()}; the "
+            f"whalejax: {kind} has waited for {waited:.0f} s at "
+            f"{self._activity_text()}; the "
             f"longest before took {longest:.1f} s. {who}. This process ends here. Look "
             "for the first error of the others, start all processes anew, and restore "
             "the latest checkpoint"

@@ -87,7 +87,7 @@ class StageTransfers:
             [apart.input_sharding(number, stage)],
         )()[0]
 
-    def gathered(self, number: int, stage: int, gradient: Any) -> Any:
+    def collect_gradient(self, number: int, stage: int, gradient: Any) -> Any:
         """The gradient of a parameter where it belongs; None if that is not here.
 
         Args:

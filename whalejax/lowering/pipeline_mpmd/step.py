@@ -123,7 +123,7 @@ class SchedulePass:
 
     def _hand(self, handing: ScheduledTransfer) -> None:
         """Hand what one place made to another that reads it."""
-        coming = self.apart.moves.handed(handing, self.leaving.pop(handing, None))
+        coming = self.apart.moves.transfer(handing, self.leaving.pop(handing, None))
         if self.apart.here[handing.target % self.apart.table.num_stages]:
             key = handing.action, handing.target, handing.micro_batch
             values = self.apart.moves.values_of(handing)
@@ -231,7 +231,7 @@ class SchedulePass:
         for site, gradients in zip(apart.sites, every, strict=True):
             for place, n in enumerate(site.place.params):
                 here = gradients[place] if apart.here[site.stage] else None
-                result[n].append(apart.moves.gathered(n, site.stage, here))
+                result[n].append(apart.moves.collect_gradient(n, site.stage, here))
         return [
             ABSENT
             if not apart.here[apart.owner(n)]

@@ -221,7 +221,7 @@ class _PartialDots:
     specs: tuple[Spec, ...]
     mesh: Mesh
 
-    def gathered(self, own: Any) -> Any:
+    def gather_numbers(self, own: Any) -> Any:
         """The numbers of all devices and all tensors.
 
         Args:
@@ -295,7 +295,7 @@ def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
     sums = _by_tensor(_column_dots(a.pair, b.pair), packing)
     own = [*(x for several in sums for x in several), a.exponents, b.exponents]
     dtype = rows.high.dtype
-    every = partial.gathered(jnp.stack([x.astype(dtype) for x in own]))
+    every = partial.gather_numbers(jnp.stack([x.astype(dtype) for x in own]))
     ratios, exponents = _ratios(every)
     common = [partial.local(x) for x in exponents]
     least = _exponent_range(dtype)[0]

@@ -95,7 +95,7 @@ class _Chunks:
         whole = first.reshape(self.count, *before, n * piece, *after)
         return self.constrained(whole, ((), *self.spec_from_tags(tags)))
 
-    def whole(self, x: Any, tags: Tags) -> Any:
+    def join_chunks(self, x: Any, tags: Tags) -> Any:
         """The reverse."""
         place = tags.index(self.cut)
         n, shape = self.parts(self.cut), x.shape[1:]
@@ -134,7 +134,7 @@ class _Chunks:
 
             _, exits = lax.scan(body, None, self.inputs(hidden, outside))
             pairs = zip(exits, self.exit_tags(), strict=True)
-            return [self.whole(x, tags) for x, tags in pairs]
+            return [self.join_chunks(x, tags) for x, tags in pairs]
 
         def forward(*inputs: Any) -> Any:
             return loss(*inputs), inputs
@@ -225,7 +225,7 @@ class _Chunks:
         (total, sums), parts = lax.scan(body, (start, zeros), chunks)
         total = total.astype(stored.dtype).sum(axis=self.token_places())
         return [
-            self.whole(parts, self.hidden_tags()),
+            self.join_chunks(parts, self.hidden_tags()),
             self.kernel_order(total),
             *(x.astype(outside[n].dtype) for n, x in zip(trained, sums, strict=True)),
         ]

@@ -19,7 +19,7 @@ from whalejax.lowering.spmd.gather_scatter import INDEXED
 from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LOOPS, Graph, Op
-from whalejax.planner.pipeline.layer_stack import Shared, of_stage
+from whalejax.planner.pipeline.layer_stack import StackedLayers, of_stage
 from whalejax.planner.sharding.layout import Spec, Table, spec_of
 from whalejax.planner.sharding.offload_candidates import waiting_values
 
@@ -220,7 +220,7 @@ class _Collector:
         """Layouts of what layers hand on."""
         return tuple(
             self._spec(t, self.tables[self.home.get(t, 0)])
-            for t in Shared.of(self.graph).carried
+            for t in StackedLayers.of(self.graph).carried
         )
 
     def _pass_homes(
@@ -254,7 +254,7 @@ class _Collector:
         before = self._spec(tensor, self.tables[home])
         after = self._read(index, slot, tensor, table)
         if before != after:
-            self.operands[key] = _way(before, after)
+            self.operands[key] = _reshard_steps(before, after)
             if tensor in self.made:
                 # Its other readers shall not follow this one.
                 self.results.setdefault(self.made[tensor], (before,))
@@ -281,7 +281,7 @@ class _Collector:
             for several, count, size in zip(axes, parts, sizes, strict=True)
         )
         if stored != used:
-            self.gathers[key] = _way(stored, used)
+            self.gathers[key] = _reshard_steps(stored, used)
             if op.regathers:
                 self.regathers.add(op.position)
 
@@ -307,7 +307,7 @@ def layouts_of(
     }
 
 
-def _way(before: Spec, after: Spec) -> tuple[Spec, ...]:
+def _reshard_steps(before: Spec, after: Spec) -> tuple[Spec, ...]:
     """From one layout to another in steps that the compiler knows how to take.
 
     First what nothing shards afterwards is gathered, then axes go to other dimensions,

@@ -105,7 +105,7 @@ def in_parts(
 
 def in_whole(equation: Any, values: Sequence[Any], mesh: Any) -> list[Any]:
     """The results of an operation that every device computes whole."""
-    return on_each(_whole(equation), values, mesh, linear=False)
+    return on_each(_undivided(equation), values, mesh, linear=False)
 
 
 def holds(
@@ -166,7 +166,7 @@ def _parts(
     return _rows(equation, specs, sizes)
 
 
-def _whole(equation: Any) -> OperationParts:
+def _undivided(equation: Any) -> OperationParts:
     return OperationParts(
         given=tuple(() for _ in equation.invars),
         out=tuple(() for _ in equation.outvars),

@@ -185,8 +185,8 @@ class _Local:
         batch = [query[q] for q, *_ in one.batch]
         groups = [query[q] for q, _ in self.groups]
         axes, empty = self.laid.axes, ()
-        flat = [_merged(batch), _merged(groups), axes]
-        width = _merged([value[place] for place in one.width])
+        flat = [_flatten_axes(batch), _flatten_axes(groups), axes]
+        width = _flatten_axes([value[place] for place in one.width])
         return [
             partition_spec(tuple(spec))
             for spec in (
@@ -458,7 +458,7 @@ class _Local:
             )
         ]
         # Heads that share keys may be on several devices.
-        apart = _merged([self.laid.specs[0][q] for q, _ in self.groups])
+        apart = _flatten_axes([self.laid.specs[0][q] for q, _ in self.groups])
         if apart:
             back[1:] = (lax.psum(x, apart) for x in back[1:])
         return tuple(self._unflat(x, slot) for slot, x in enumerate(back))
@@ -591,7 +591,7 @@ def _added(whole: Any, part: Any, start: Any, dim: int) -> Any:
     return lax.dynamic_update_slice_in_dim(whole, before + part, start, dim)
 
 
-def _merged(several: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def _flatten_axes(several: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(axis for axes in several for axis in axes)
 
 

@@ -201,13 +201,13 @@ def micro_batches(
     batches = [rows.stack(batch[place], axis) for place, axis in axes.items()]
     specs = [((), *program.plan.batch[place].spec) for place in places]
 
-    def whole(parts: Sequence[Any], others: Sequence[Any] = batch) -> list[Any]:
+    def full_batch(parts: Sequence[Any], others: Sequence[Any] = batch) -> list[Any]:
         leaves = list(others)
         for place, part in zip(places, parts, strict=True):
             leaves[place] = part
         return leaves
 
-    return program.constrain(batches, specs), whole
+    return program.constrain(batches, specs), full_batch
 
 
 def gradients_of(

@@ -149,7 +149,7 @@ class Exchange:
         self._sums = PartitionSpec(inner) if inner else PartitionSpec()
         self.program: Callable[..., list[Any]] | None = None
         if not _has_several_kinds(mesh):
-            meet = _gathered if gathers else _added
+            meet = _all_gather if gathers else _added
             self.program = jax.jit(
                 jax.shard_map(
                     lambda xs: [meet(x) for x in xs],
@@ -229,7 +229,7 @@ def _added(buffer: Any) -> Any:
     return jax.lax.psum(buffer, DATA)
 
 
-def _gathered(buffer: Any) -> Any:
+def _all_gather(buffer: Any) -> Any:
     return jax.lax.all_gather(buffer, DATA, tiled=True)
 
 

@@ -229,7 +229,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         gathered = self.gathering.add(packed)
         for r, one in self._owning.items():
             leaves, self._begins[r] = one.collect(gathered[r])
-            new[r] = one.whole(new[r], leaves)
+            new[r] = one.with_gathered(new[r], leaves)
         return new, metrics, paces
 
     def _ran(

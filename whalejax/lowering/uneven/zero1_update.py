@@ -437,7 +437,7 @@ class OwningReplica(Replica):
     def _collect(self, buffers: Sequence[Any]) -> tuple[list[Any], Any]:
         return self.gathered.unpack(buffers), buffers[0][0]
 
-    def whole(self, state: TrainState, told: Sequence[Any]) -> TrainState:
+    def with_gathered(self, state: TrainState, told: Sequence[Any]) -> TrainState:
         """The state with what was gathered.
 
         Args:

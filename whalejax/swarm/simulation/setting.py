@@ -37,7 +37,7 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationSettings:
+class Setting:
     """Settings of a simulation, beside the trace.
 
     Attributes:
@@ -98,7 +98,7 @@ def peer_speed(cost: StageCost, speed: float, link: PeerLink) -> float:
     )
 
 
-def check(setting: SimulationSettings, trace: Sequence[ChurnEvent]) -> None:
+def check(setting: Setting, trace: Sequence[ChurnEvent]) -> None:
     """Refuse what makes no sense.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from whalejax.swarm.churn import PeerLink
 from whalejax.swarm.ledger import Attempt, Ledger, Phase, Verdict
-from whalejax.swarm.simulation.setting import SimulationSettings
+from whalejax.swarm.simulation.setting import Setting
 from whalejax.swarm.wiring import BACKWARD_TASK, FORWARD_TASK, StageWiring
 
 
@@ -117,7 +117,7 @@ class SimulatedCalls(abc.ABC):
         now: seconds.
     """
 
-    def __init__(self, setting: SimulationSettings) -> None:
+    def __init__(self, setting: Setting) -> None:
         """Starts at time 0 without peers.
 
         Args:

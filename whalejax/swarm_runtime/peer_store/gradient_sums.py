@@ -165,7 +165,7 @@ class SumHolder(StageHolder):
                 )
             return Tensors(arrays=tuple(held))
 
-    def _gathered(self, stage: StagePrograms, asked: UpdateStage) -> Part:
+    def _collect_sum(self, stage: StagePrograms, asked: UpdateStage) -> Part:
         """The whole sum, a part of every array from each mate."""
         peers = asked.peers
         question = SumPart(**at(asked), round=asked.round)

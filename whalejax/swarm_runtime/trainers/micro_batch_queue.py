@@ -141,7 +141,7 @@ class MicroBatchQueue:
             if self._held.get(share.number) != share:
                 return False
             self._only_own.add(share.number)
-            self._again(share)
+            self._requeue(share)
             return True
 
     def lose(self, trainer: str, but: Collection[tuple[int, int]] = ()) -> list[int]:
@@ -161,10 +161,10 @@ class MicroBatchQueue:
                 if s.trainer == trainer and (s.number, s.times) not in but
             ]
             for share in lost:
-                self._again(share)
+                self._requeue(share)
             return sorted(s.number for s in lost)
 
-    def _again(self, share: MicroBatchLease) -> None:
+    def _requeue(self, share: MicroBatchLease) -> None:
         del self._held[share.number]
         self._times[share.number] += 1
         self._waiting.appendleft(share.number)

@@ -70,7 +70,7 @@ class Goodput(GoodputDisplay):
         lost_restart, lost_elastic: seconds that a failure costs on average.
         trace: Goodput over the trace, where one was given.
 
-    >>> from whalejax.planner.plan.goodput_estimate import goodput_of
+    >>> from whalejax.planner.plan.goodput import goodput_of
     >>> found = goodput_of(1.0, nodes=8, mtbf=80_000, restart=300, snapshot=10)
     >>> round(found.failure_seconds), round(found.young_seconds)
     (10000, 447)
