@@ -168,7 +168,7 @@ class Constants:
     """Everything that is fitted.
 
     Attributes:
-        platforms: by name.
+        platforms: Constants of each platform, by name.
         efficiency: (family of kinds, type) to the largest share of the peak, as
             training steps tell.
         node: family of kinds to what links inside a node deliver, where it is not the

@@ -35,7 +35,7 @@ class Bottleneck(nnx.Module):
 
         Args:
             width: Width of the model, in values a token.
-            factor: by which less is sent; divides ``width``.
+            factor: Factor by which the sent tensor is narrower; divides ``width``.
             eight_bit: the model is trained with what blockwise int8 makes of what is
                 sent; its derivative is that of the identity.
             rngs: for the parameters.

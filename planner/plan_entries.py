@@ -215,7 +215,7 @@ class UnsupportedFeatures:
         shares: (device kind, micro-batches) that a replica takes at most, where
             replicas differ.
         covered: plans that the search chose among.
-        gap: by which part of its time a plan among these could at most be better.
+        gap: Largest fraction of its time by which a plan among these could be better.
     """
 
     attention: str = ""

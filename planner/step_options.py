@@ -90,7 +90,8 @@ class FixedOptions:
         return options_of(StepOptions(**{**fixed, **decided}))
 
     def refused_by_stages(self) -> dict[str, str]:
-        """Why stages of a pipeline cannot have these options, each with a remedy.
+        """Returns the reasons why stages of a pipeline cannot have these options, each
+        with a remedy.
 
         Returns:
             The reasons by the names of the options.

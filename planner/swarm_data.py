@@ -121,7 +121,7 @@ class Swarm:
         step_seconds: predicted, with all peers there.
         samples_per_second: predicted.
         utilization: part of the time that peers compute.
-        reasons: (what was chosen, why) pairs, for ``plan.why``.
+        reasons: Pairs of (choice, reason), for ``plan.why``.
         sum_wire: format of gradients while the peers of a stage add them up.
     """
 

@@ -588,7 +588,9 @@ def literal_key(literal: Any) -> tuple[Any, ...]:
 
 
 def is_concrete(value: Any) -> bool:
-    """It is an array with values, not one that is being traced or described."""
+    """Returns whether a value is an array with values, not one that is being traced or
+    described.
+    """
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 

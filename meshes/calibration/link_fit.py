@@ -23,7 +23,7 @@ class CollectiveTime:
             ``"all-to-all"``.
         group_size: Number of devices that take part; all others do the same among
             themselves at the same time.
-        payload_bytes: on one device: what is reduced, gathered into, or exchanged.
+        payload_bytes: Bytes on one device of the reduced, gathered or exchanged array.
         seconds: one collective.
         shared: among threads over one memory; see ``Level``.
     """

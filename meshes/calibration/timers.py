@@ -93,7 +93,7 @@ def _looped(
     """A program that runs ``x = body(x, *rest)`` on every device of a mesh.
 
     Args:
-        body: on one device's arrays.
+        body: Function of one device's arrays.
         mesh: over whose axes all devices lie.
         arguments: the first is the loop's state; each device gets a copy of all.
         repeated: Number of repeats in an iteration of the loop, each apart from the

@@ -264,7 +264,7 @@ def shaped(
     Args:
         noise: a cube.
         wave: from ``wave_numbers``.
-        index: by which power of the wave number its power falls.
+        index: Exponent of the wave number in the spectrum's power.
     """
     spectrum = np.fft.rfftn(noise) * wave ** np.float32(-index / 2)
     spectrum[0, 0, 0] = 0.0

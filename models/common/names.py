@@ -108,7 +108,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Check what jobs take beside fields of a configuration.
 
     Args:
-        options: by name; those of no job are left to who takes them.
+        options: Options by name; those of no job are left to their callers.
 
     Raises:
         WhaleError: some value is none for its option; all such are listed.

@@ -90,7 +90,7 @@ class LayoutGrid:
         Args:
             home: TaskGraph of the operation.
             present: Roles of the operation.
-            divisible: By role, the number that shards of it divide.
+            divisible: Number that the shards of each role divide.
         """
         key = home, present, tuple(divisible.items())
         if key not in self._hits:

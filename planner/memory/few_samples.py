@@ -27,8 +27,8 @@ class FewSamples:
         entry: Function from a tensor to its entry.
 
     Attributes:
-        kept: by operation. A convolution's operand is kept in two forms. A
-            normalisation by statistics of samples keeps the mean, the factor and what
+        kept: Saved values by operation. A convolution's operand is saved in two forms.
+            A normalisation by statistics of samples saves the mean, the factor and what
             that is multiplied with, each as large as its result.
         convolves: there is a convolution that may be moved so.
     """
@@ -83,14 +83,18 @@ class FewSamples:
         return spatial, statistics
 
     def _in_space(self, op: Op) -> bool:
-        """It convolves two extents or more, with windows that overlap, no loop's."""
+        """Returns whether an operation convolves two extents or more, with overlapping
+        windows, outside loops.
+        """
         if op.kind != CONVOLUTION or op.trip > 1 or self.lanes == 1:
             return False
         overlaps = any(window.span > window.stride for window in op.windows)
         return overlaps and len(self.graph.tensors[op.results[0]].shape) >= 4
 
     def _of_samples(self, tensor: int, result: int) -> bool:
-        """It has one number for all of an extent, and others for each sample."""
+        """Returns whether a tensor has one number for all of an extent, and others for
+        each sample.
+        """
         small, large = self.graph.tensors[tensor], self.graph.tensors[result]
         own = small.shape[:2] == (*large.shape[:1], 1) != large.shape[:2]
         return own and small.nbytes * SMALL <= large.nbytes

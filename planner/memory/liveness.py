@@ -338,7 +338,9 @@ class Timeline:
     # What is kept.
 
     def _value(self, tensor: int) -> bool:
-        """It is computed from data, not a leaf of the program or a weight."""
+        """Returns whether a tensor is computed from data, and is no leaf of the program
+        or weight.
+        """
         return self.uses.value[tensor]
 
     def sources(self, tensor: int, region: int | None = None) -> frozenset[int]:
@@ -694,7 +696,8 @@ class Timeline:
         yield from _undominated([row for row in rows if row] or rows[:1])
 
     def _written_as(self, tensor: int, kept: set[int]) -> bool:
-        """It is kept, or is no wider than what is kept and read for its sake alone.
+        """Returns whether a tensor is saved, or no wider than the saved one that is
+        read for it alone.
 
         The product that makes what is kept writes this form of it then.
         """

@@ -211,7 +211,8 @@ class _MaterializedTensors:
         }
 
     def counts(self, tensor: int) -> bool:
-        """It is computed from data, not a leaf of the program or a weight.
+        """Returns whether a tensor is computed from data, and is no leaf of the program
+        or weight.
 
         What stays inside one fused kernel is never in memory.
         """
@@ -220,14 +221,16 @@ class _MaterializedTensors:
         return self.graph.tensors[tensor].kind == "value" and not self.weight[tensor]
 
     def inner(self, tensor: int) -> bool:
-        """It stays inside one fused kernel."""
+        """Returns whether a tensor stays inside one fused kernel."""
         made = self.maker.get(tensor)
         if made is None or made.kernel is None:
             return False
         return self.kernels.get(tensor) == {made.kernel}
 
     def outside(self, tensor: int, op: Op) -> bool:
-        """It comes from outside the operation's checkpointed region."""
+        """Returns whether a tensor comes from outside the operation's checkpointed
+        region.
+        """
         made = self.maker.get(tensor)
         return made is None or made.remat != op.remat
 

@@ -128,7 +128,7 @@ class Tensor:
 
     @property
     def frozen(self) -> bool:
-        """It is a weight that is not trained."""
+        """Returns whether it is a weight that is not trained."""
         return self.kind == "param" and not self.differentiable
 
     @property

@@ -31,8 +31,8 @@ class Dataflow:
 
     Attributes:
         graph: the operations.
-        maker: by tensor, the operation that makes it, or None.
-        readers: by tensor, the operations that read it, and as which operand.
+        maker: Operation that makes each tensor, or None.
+        readers: Operations that read each tensor, and as which operand.
     """
 
     graph: Graph

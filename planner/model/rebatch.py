@@ -23,7 +23,7 @@ _FOLDS = ("argmax", "argmin")
 
 
 class _UnknownBatchGrowthError(Exception):
-    """It cannot be told what grows with the batch."""
+    """Raised where it is unknown what grows with the batch."""
 
 
 def rebatch_graph(graph: Graph, batch_size: int) -> Graph | None:

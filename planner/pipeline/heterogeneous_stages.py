@@ -141,11 +141,11 @@ def allot(
     """Place stages and cut the model for them.
 
     Args:
-        chains: by the name of a kind, the model's layers as its devices run them, on
-            equal layouts; their memory is taken from the first.
+        chains: Layers of the model as the devices of each kind run them, by its name,
+            in equal layouts; their memory is taken from the first.
         found: the devices of the stages, in node order.
         table: the schedule, of one part of the model on each stage.
-        reserved: by kind, bytes of a device that are no layer's.
+        reserved: Bytes of a device that belong to no layer, by kind.
         hidden: Whether transfers overlap with computing; else they take time of both
             stages.
 

@@ -70,10 +70,11 @@ class Units:
         params: dotted paths of the trained parameters, which are the first inputs.
         frozen: numbers of the inputs behind them that are weights too.
         results: the loss and what it is reported with; values or None for constants.
-        fresh: by the number of an input that is not trained, the value that replaces it
-            after a micro-batch.
+        fresh: Value that replaces a non-trainable input after a micro-batch, by its
+            number.
         others: dotted paths of what is not trained, the inputs that follow.
-        counters: by the number of such an input, what each micro-batch adds to it.
+        counters: Increment of a non-trainable counter in each micro-batch, by its
+            number.
     """
 
     units: tuple[Unit, ...]

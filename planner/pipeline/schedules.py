@@ -52,7 +52,7 @@ class ScheduleRow(NamedTuple):
         tick: when, if every action took one tick and transfers none.
         stage: Number of the stage that acts; each stage has devices of its own.
         chunk: Number of the stage's part of the model, 0 where it has one.
-        micro_batch: on which micro-batch.
+        micro_batch: Number of the micro-batch.
         action: forward, backward, or weight. Where a schedule splits the backward,
             ``backward`` is the gradient of the input alone and ``weight`` that of the
             parameters; elsewhere ``backward`` is both.
@@ -76,7 +76,7 @@ class Schedule:
         splits_backward: the gradient of the parameters is an action of its own.
         turn_ticks: ticks of a turn, at whose end all stages wait for each other; what
             one makes another takes in a later turn. 0 where each goes on by itself.
-        rows: by tick, then stage.
+        rows: Rows by tick, then stage.
     """
 
     name: str

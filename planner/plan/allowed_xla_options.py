@@ -121,7 +121,7 @@ def check_options(options: Mapping[str, Any], problems: Problems) -> None:
     """Record options that a plan may not carry.
 
     Args:
-        options: by name.
+        options: Options by name.
         problems: Collector of the errors.
     """
     for name, value in options.items():

@@ -182,7 +182,8 @@ def _candidate(s: LayoutCandidate, verdict: str) -> Candidate:
 
 
 def verdict_of(best: TimeTerms, other: TimeTerms) -> str:
-    """Why a plan that fits was not taken: how much slower, and the term that decides.
+    """Returns the reason why a plan that fits was not chosen: how much slower, and the
+    deciding term.
 
     Args:
         best: Time of the chosen plan.

@@ -24,7 +24,8 @@ NO_SLICES = "no scan over layers slices parameters in host memory"
 
 
 def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
-    """Why no executor of this version runs a plan; empty where one does.
+    """Returns the reasons why no executor of this version runs a plan; empty where one
+    does.
 
     Args:
         graph: Captured loss.

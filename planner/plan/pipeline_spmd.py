@@ -590,7 +590,9 @@ class _LockstepCandidate:
 
 
 def _nothing(problems: Sequence[PlanError], stages: int) -> PlanError:
-    """Why there is no plan: what is nearest to one, where all lack memory."""
+    """Returns the error where there is no plan: the nearest one, where all
+    lack memory.
+    """
     lacking = [error for error in problems if isinstance(error, NothingFits)]
     if len(lacking) < len(problems):
         return next(error for error in problems if error not in lacking)

@@ -144,7 +144,7 @@ class Plan(PlanDisplay):
         return slices_of(self, node)
 
     def why(self, path: str) -> str:
-        """Why a parameter is laid out as it is, what else was weighed and its cost.
+        """Explains a parameter's layout, with the alternatives and their costs.
 
         Args:
             path: dotted path of a parameter; of a swarm also ``"wire"``, ``"stages"``,
@@ -237,7 +237,8 @@ class Plan(PlanDisplay):
         return headline.throughput(self, step_seconds)
 
     def explain(self) -> str:
-        """Why this plan: what decided, what would change the choice, what stays whole.
+        """Explains the plan: the deciding terms, possible changes, and whole
+        dimensions.
 
         Returns:
             Lines of text, with numbers.

@@ -599,7 +599,9 @@ class Search:
         )
 
     def _no_context(self, mesh: Mapping[str, int]) -> str:
-        """Why a mesh's context axis shards no sequence, or an empty text."""
+        """Returns the reason why a mesh's context axis shards no sequence, or an empty
+        text.
+        """
         if mesh["context"] == 1:
             return ""
         if not self.options.sequence:
@@ -609,7 +611,9 @@ class Search:
         return "" if divides else SEQUENCE_DOES_NOT_DIVIDE
 
     def _no_space(self, mesh: Mapping[str, int]) -> str:
-        """Why a mesh's spatial axes share no space, or an empty text."""
+        """Returns the reason why a mesh's spatial axes share no space, or an empty
+        text.
+        """
         for axis in SPATIAL_AXES:
             size = mesh.get(axis, 1)
             if size == 1:

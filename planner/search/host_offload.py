@@ -256,7 +256,7 @@ def unhosted(
     *,
     has_optimizer: bool,
 ) -> Iterator[str]:
-    """Why no executor keeps in host memory what is asked for.
+    """Yields the reasons why no executor keeps the requested state in host memory.
 
     Args:
         offload: Names of what is to be in host memory.

@@ -124,7 +124,9 @@ def _sorted_rows(search: Search, means: str) -> str:
 
 
 def _padding(search: Search) -> str:
-    """To what a sequence would have to be padded, and the memory that this takes."""
+    """Describes the length to which a sequence would have to be padded, and the memory
+    that takes.
+    """
     parts = (search.request.mesh or {}).get("context", 2)
     padding = []
     for role in search.options.sequence:

@@ -84,7 +84,7 @@ def likely_replicas(
         graph: Captured loss.
         cluster: Devices of several kinds.
         request: Options of the question, over all replicas.
-        allowed: By devices of a replica, numbers of micro-batches of all replicas.
+        allowed: Numbers of micro-batches of all replicas, by the devices of a replica.
         again: Traces other programs of the loss.
         known: Programs that were analysed before.
 
@@ -114,7 +114,7 @@ class _Estimates:
         analyses: Programs of the loss.
         cluster: Devices of several kinds.
         request: Options of the question, over all replicas.
-        allowed: By devices of a replica, numbers of micro-batches of all replicas.
+        allowed: Numbers of micro-batches of all replicas, by the devices of a replica.
     """
 
     def __init__(

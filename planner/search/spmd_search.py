@@ -546,7 +546,7 @@ plan of each program is known, and at all in a stage or a replica."""
 
 
 def _no_sequence(search: Search) -> str:
-    """Why no plan is sequence parallel."""
+    """Returns the reason why no plan is sequence parallel."""
     options, mesh = search.options, search.request.mesh or {}
     sizes = ", ".join(str(options.sizes[r]) for r in options.sequence)
     used = math.prod(mesh.values()) == search.request.num_devices

@@ -172,7 +172,8 @@ class ModelCuts:
         Args:
             table: the schedule.
             request: Question for the whole model on the devices of one stage.
-            reserved: by the name of a kind, bytes of a device that are no layer's.
+            reserved: Bytes of a device that belong to no layer, by the name of its
+                kind.
             hidden: Whether transfers between stages overlap with computing; else they
                 take time of both.
 

@@ -34,7 +34,7 @@ def ordered(plan: P) -> P:
     the cluster's order: there, where a rank runs decides what it is given.
 
     Args:
-        plan: on a cluster with or without links.
+        plan: Plan on a cluster with or without links.
     """
     cluster = plan.cluster
     apart = bool(plan.stage_plans or plan.shares) or not cluster.is_uniform

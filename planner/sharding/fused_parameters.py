@@ -44,7 +44,8 @@ class ParameterForms:
 
     Attributes:
         weight: for every tensor, whether it depends on parameters alone.
-        fused: by tensor id, how each fused parameter and what is made of it alone lie.
+        fused: Sharding of each fused parameter and of values made of it alone, by
+            tensor id.
         minor: roles that some reader finds only as the minor part of a dimension.
         storage: shardable roles of the parameters, those that cover most bytes first.
     """

@@ -65,9 +65,9 @@ class FixedAxes:
     """The model axes that metadata fixes.
 
     Attributes:
-        computed: by TaskGraph, dimensions that are computed with in shards.
-        stored: by tensor id, (dimension, mesh axis) of what is only stored so, because
-            its operations need all of it: it is gathered where it is read.
+        computed: Dimensions that are computed with in shards, by TaskGraph.
+        stored: Stored (dimension, mesh axis) pairs of tensors whose operations need all
+            of them, by tensor id: they are gathered where they are read.
     """
 
     computed: Mapping[int, tuple[AxisConstraint, ...]]
@@ -87,7 +87,7 @@ class Limits:
     itself: frozenset[int]
 
     def obstacle(self, role: Role) -> str:
-        """Why a model axis cannot shard a role, or an empty text."""
+        """Returns the reason why a model axis cannot shard a role, or an empty text."""
         if role.is_batch:
             return "it is the batch, which belongs to replicate"
         if role.unshardable:
@@ -230,7 +230,7 @@ def metadata_pins(
         dims: its logical dimensions.
         homes: the TaskGraph that computes with each parameter, by tensor id.
         limits: Roles that cannot be sharded.
-        meet: by TaskGraph, which roles stand in one operation.
+        meet: Roles that meet in one operation, by TaskGraph.
         problems: Collector of contradictions.
     """
     asked: dict[int, dict[AxisConstraint, list[tuple[int, int, str]]]] = {}
@@ -369,7 +369,7 @@ def unplanned_pins(
     Args:
         graph: the captured loss.
         mesh: axis sizes.
-        stages: on the axis of the stages alone, or on all others.
+        stages: Whether to look at the axis of the stages alone, or at all others.
     """
     idle: dict[str, list[str]] = {}
     single: dict[str, list[str]] = {}

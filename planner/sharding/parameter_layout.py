@@ -288,7 +288,7 @@ class LeafFacts:
         """The same parameters, some of which metadata has stored in shards.
 
         Args:
-            stored: by tensor id; see ``LeafGroup.with_stored_axes``.
+            stored: Stored axes by tensor id; see ``LeafGroup.with_stored_axes``.
         """
         if not stored:
             return self

@@ -111,7 +111,7 @@ def regions(graph: Graph, policies: Mapping[str, str]) -> tuple[Region, ...]:
 
     Args:
         graph: the captured loss.
-        policies: by the name of a TaskGraph; none for what is absent.
+        policies: Policy by the name of a TaskGraph; none for absent ones.
 
     Returns:
         Regions in program order; none where there is nothing to divide.

@@ -26,8 +26,8 @@ class ShardCounts:
 
     Attributes:
         per_dim: Number of shards of each dimension.
-        axes: By mesh axis, one more than the dimension that it shards, or 0 where it
-            shards none; axes that never do are absent.
+        axes: Dimension that each mesh axis shards plus one, or 0 where it shards none;
+            axes that never do are absent.
     """
 
     per_dim: tuple[Any, ...]

@@ -68,7 +68,7 @@ class Choice:
 
     @property
     def obliged(self) -> bool:
-        """It is a ``split`` that something can follow."""
+        """Returns whether it is a ``split`` that something can follow."""
         return self.strategy == "split" and bool(self.sets or self.experts)
 
     def pinned_to(self, axis: str) -> frozenset[int]:
@@ -86,16 +86,16 @@ class Options:
     """The choices of every TaskGraph that has operations.
 
     Attributes:
-        choices: by TaskGraph index.
+        choices: Choices by the index of the TaskGraph.
         batch: the batch roles.
         sequence: roles that the ``context`` axis shards: those that meet themselves.
-        space: by spatial axis, the roles that it may shard.
+        space: Roles that each spatial axis may shard.
         minor: roles that some reader of a parameter finds only as a minor atom; no
             PartitionSpec can name them there.
         sizes: Sizes of all roles, by index.
         homes: the TaskGraph that computes with each parameter, by tensor id.
-        stored: by tensor id, (dimension, mesh axis) of what metadata has stored so and
-            operations need all of.
+        stored: Stored (dimension, mesh axis) pairs of tensors whose operations need all
+            of them, by tensor id.
     """
 
     choices: Mapping[int, Choice]
@@ -209,7 +209,7 @@ class Options:
 
 
 def sharded_by_split(options: Options, mesh: Mapping[str, int]) -> str:
-    """Why a mesh cannot serve the marks, or an empty text.
+    """Returns the reason why a mesh cannot serve the marks, or an empty text.
 
     Args:
         options: the choices.

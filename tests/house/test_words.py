@@ -26,19 +26,19 @@ NO_NOUN = frozenset(
 )
 """First words with which neither an entry nor a summary says what something is."""
 PARTICIPLES = frozenset(
-    "allotted analysed announced answered asked begun born bound built closed combined "
-    "compared computed copied counted cut dealt decided divided done drawn ended "
+    "allotted analysed announced answered asked begun born built closed combined "
+    "compared computed copied counted dealt decided divided done drawn ended "
     "followed folded found fused gathered given gone grown handed heard held hidden "
     "hosted introduced joined kept known laid left lent listed looked lost made meant "
     "merged met moved named noted opened paced paid parted placed priced rated reached "
     "refused rehearsed replayed resized resumed said scaled seen sent shared shown "
-    "sought spent split spread stacked stood stopped taken thought told understood "
+    "sought spent stacked stood stopped taken thought told understood "
     "untrained unwritten wanted weighed won worked worn written".split()
 )
 PLACES = frozenset(
     "again alike apart aside away beside beyond crossing everywhere fresh fullest here "
     "inside long loose narrower other out over own same steady there unclear uneven "
-    "unlike unobeyed unreadable unshared way where whole".split()
+    "unlike unobeyed unreadable unshared way".split()
 )
 ENTRY = re.compile(r" {2,4}([A-Za-z_*][\w, *]*)(?: \(.*?\))?: (.*)")
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields):$")

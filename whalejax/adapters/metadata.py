@@ -90,7 +90,7 @@ def short_ones(
     Linen itself refuses to add a dimension that it is told no name of.
 
     Args:
-        leaves: by dotted path.
+        leaves: Leaves by dotted path.
         metadata: Function from a path to metadata, as ``read_metadata`` takes it.
     """
     ones: dict[str, int] = {}

@@ -120,7 +120,9 @@ class Selection:
 
 
 def _is_predicate(function: Any) -> bool:
-    """It can be called with one argument, as far as its signature tells."""
+    """Returns whether it can be called with one argument, as far as its signature
+    tells.
+    """
     if not callable(function):
         return False
     try:

@@ -777,7 +777,8 @@ def _check_widths(graph: Graph) -> None:
 def _why_apart(
     captured: Captured, asked: PipelineConstraints, marked: bool, cluster: Cluster
 ) -> tuple[str, str] | None:
-    """Why stages have programs of their own; None where one program runs them all.
+    """Returns the reason why stages have programs of their own; None where one program
+    runs them all.
 
     Returns:
         The reason, and what lets one program run them, if anything does.

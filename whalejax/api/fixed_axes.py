@@ -90,7 +90,7 @@ def idle_note(plan: Plan) -> list[str]:
     """Returns the note on devices that a plan leaves without work.
 
     Args:
-        plan: on the first devices of its cluster.
+        plan: Plan on the first devices of its cluster.
     """
     used, total = plan.num_devices, plan.cluster.num_devices
     if used == total:
@@ -104,7 +104,8 @@ def idle_note(plan: Plan) -> list[str]:
 
 
 def split_notes(plan: Plan) -> list[str]:
-    """Why shards of a split are even on unlike devices, where anything is split.
+    """Returns the note on even shards of a split on unlike devices, where anything is
+    split.
 
     Args:
         plan: for devices of one or of several kinds.

@@ -114,7 +114,7 @@ def band_note(plan: Plan, band: MemoryBand, margin: float) -> tuple[str, ...]:
     memory.
 
     Args:
-        plan: on its devices as they are.
+        plan: Plan on its devices with their full memory.
         band: Band of its prediction.
         margin: Fraction of memory that was left free.
     """

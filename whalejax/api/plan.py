@@ -192,9 +192,10 @@ def plan(
             ``splits``.
         counts: Number of lookups of each row, by the path of a table:
             ``wh.count_lookups`` counts them.
-        staleness: on a cluster such as ``"cpu:2+h100:1"``, whose first part holds the
-            tables in processes of its own: number of newest updates that a lookup does
-            without, so that both parts work at once; with 0 every row has all of them.
+        staleness: Number of newest updates that a lookup does without, so that both
+            parts work at once; with 0 every row has all of them. Only on a cluster such
+            as ``"cpu:2+h100:1"``, whose first part holds the tables in processes of its
+            own.
         times: measured times of these two sections, ``step.report().times``; None
             predicts them.
 

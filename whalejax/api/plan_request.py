@@ -502,7 +502,7 @@ class PlanQuestion:
         """Checks the result of a search against the optimizer and adds its notes.
 
         Args:
-            found: by the search.
+            found: Plan that the search found.
             programs: the loss.
             wanted: Request of the search.
         """

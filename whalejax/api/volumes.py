@@ -57,8 +57,8 @@ class Volumes:
         """Read nothing yet.
 
         Args:
-            leaves: by the name of a batch leaf, a file for each sample; or an array or
-                a list with a value for each, as labels of whole samples are.
+            leaves: Files, one for each sample, by the name of a batch leaf; or an array
+                or a list with a value for each, as labels of whole samples are.
             step: Step that takes the batches; it knows the parts that this process's
                 devices hold. None reads whole volumes.
 

@@ -105,7 +105,9 @@ def stack_of(captured: Captured) -> Stack:
 
 
 def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> tuple[str, str] | None:
-    """Why turns of a scan cannot be shared out, and the remedy; None where they can."""
+    """Returns the reason why stages cannot divide a scan, and the remedy; None where
+    they can.
+    """
     parts = _compat.scan_parts(equation)
     carried = equation.outvars[: parts.num_carries]
     if equation.params["reverse"]:

@@ -215,7 +215,9 @@ def check_reports(programs: Programs, plan: Plan) -> None:
 
 
 def attention_note(found: Plan, programs: Programs) -> list[str]:
-    """Why keys and values are gathered that might go round, where any are."""
+    """Returns the note on keys and values that are gathered though a ring is
+    possible.
+    """
     if not found.runnable or found.axis_sizes.get("context", 1) == 1:
         return []
     reasons = programs.traced.blocks(found.attention or ((ALL, "ring"),)).whole

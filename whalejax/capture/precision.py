@@ -129,7 +129,7 @@ def bf16_note(plan: Plan, graph: Graph) -> list[str]:
     """Returns a note on 16-bit products on devices without units for them.
 
     Args:
-        plan: on any devices.
+        plan: Plan on any devices.
         graph: the captured loss.
     """
     products = [op for op in graph.ops if op.matmul is not None]

@@ -112,7 +112,7 @@ def _walk(
 
 
 def _cheap(equation: Any) -> bool:
-    """It does nothing costly, nor does a function with a rule of its own inside."""
+    """Returns whether an equation does nothing costly, inside its own rule neither."""
     if _compat.recursion(equation) not in (None, "opaque", "inline"):
         return False
     inner = (_compat.open_jaxpr(x)[0] for x in _compat.inner_jaxprs(equation))

@@ -39,7 +39,7 @@ class _Follow:
     Attributes:
         statistics: Operations whose result meets the samples again, or that mix them
             and keep their dimension.
-        reduced: By tensor, the operations that reduced what it is made of.
+        reduced: Operations that reduced each tensor's sources.
     """
 
     def __init__(self, graph: Graph, roots: Iterable[int]) -> None:

@@ -152,7 +152,7 @@ class FlatProgram:
             one, the backward pass computes these again.
         rows: Positions of the rows in calls that sort them across the batch, by name.
         rules: Rules of equations, perhaps found by other walks.
-        tensors: by id; the program's inputs come first.
+        tensors: Tensors by id; the program's inputs come first.
         ops: Operations in program order.
         outputs: for every equation by position, call-like ones included, the tensor
             ids of its results.

@@ -36,8 +36,7 @@ def completion_script(
     Args:
         shell: ``"bash"``, ``"zsh"`` or ``"fish"``.
         parse: Parses the words of a command, as tyro does.
-        groups: By their first word, the same for commands that have commands of their
-            own.
+        groups: Parsers of the commands that have commands of their own, by first word.
     """
     text = _printed(shell, parse)
     match = _LITERAL.search(text)

@@ -137,7 +137,8 @@ def check_options(options: TrainCommand) -> None:
 
 
 def _unwritable(path: Path) -> str:
-    """Why no checkpoints can be written below a path, in words that follow its name.
+    """Returns the reason why no checkpoints can be written below a path, in words that
+    follow its name.
 
     Raises:
         OSError: the file system cannot even say whether it is there.

@@ -34,7 +34,7 @@ class SquareCubeChart(Picture):
     """Part of the time that the stage which waits most computes, by its link.
 
     Attributes:
-        lines: by width relative to the plan's, (bytes per second, utilization) pairs,
+        lines: Pairs of (bytes per second, utilization) by width relative to the plan's,
             with computing and sending at once.
         apart: the same at the plan's own width, where a device waits for its link.
     """

@@ -126,7 +126,7 @@ class Quota:
 
 
 def why_no_quota() -> str:
-    """Why no CPU quota can be set here; empty where one can."""
+    """Returns the reason why no CPU quota can be set here; empty where one can."""
     try:
         with Quota(100):
             return ""

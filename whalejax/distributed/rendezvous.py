@@ -54,7 +54,7 @@ class Arrival(Message):
 
 
 class NotStopped(Message, tag="here"):
-    """It does not stand still."""
+    """Message of a process that has not been stopped."""
 
 
 class ProcessJoined(Message, tag="joined"):

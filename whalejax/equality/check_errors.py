@@ -1,4 +1,4 @@
-"""Why a plan cannot be checked."""
+"""Errors of plans that cannot be checked."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def batch(
 
     Args:
         avals, samples, chance: Arguments of ``weights``, unchanged.
-        bounds: by number of a leaf of whole numbers, what its values must be below.
+        bounds: Exclusive upper bound of an integer leaf's values, by its number.
     """
     pairs = zip(avals, samples, strict=True)
     return [

@@ -38,7 +38,8 @@ class DecoderSizes:
             RMSNorm and gates.
         fused_loss: one kernel from logits to loss, in their own type; otherwise they
             are cast to float32 first.
-        dropout: on attention's weights and on what joins the residual stream.
+        dropout: Whether attention's weights and the inputs of the residual stream have
+            dropout.
         norm_bias: LayerNorm with biases (GPT) rather than RMSNorm.
         positions: learned position embeddings.
         tied: the head uses the embedding's table.

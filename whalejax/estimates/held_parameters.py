@@ -30,8 +30,7 @@ class HeldParameters:
         params: Number of parameters.
         copies: devices that compute with the same ones.
         shards: Number of ZeRO-3 shards of these.
-        levels: by axes, how many of their devices share a node, and over how many
-            nodes they lie.
+        levels: Number of devices that share a node, and of nodes, by axes.
     """
 
     params: Array

@@ -357,7 +357,7 @@ def _saved(
     Args:
         found, tables, s, sizes: the decoder and its layout.
         sample_bytes: Bytes of one element of all samples of a micro-batch.
-        widened: by how much elements of the residual stream are wider.
+        widened: Factor by which elements of the residual stream are wider.
     """
     residual, *inner = (REGIONS.index(n) for n in ("residual", "inner", "experts"))
     stream_like = ((), (sizes.seq,), (sizes.hidden,))

@@ -142,7 +142,7 @@ class Module:
     """A compiled program.
 
     Attributes:
-        computations: by name.
+        computations: Computations by name.
         entry: name of the one that runs.
         num_devices: partitions times replicas.
         tables: rows of the file, location and frame tables, by number.

@@ -358,7 +358,7 @@ def _times(commits: Iterable[Mapping[str, Any]]) -> tuple[list[float], list[floa
 
 
 def loss_words(fields: Mapping[str, Any]) -> str:
-    """Why a member was lost or failed."""
+    """Returns the reason why a member was lost or failed."""
     said = f"; its log ends: {fields['said']}" if fields.get("said") else ""
     return f"{fields['why']}{said}"
 

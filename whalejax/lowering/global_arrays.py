@@ -239,7 +239,7 @@ def seen_on(
     no such device is here.
 
     Args:
-        array: on all devices.
+        array: Array on all devices.
         whole: Sharding over all devices of the stage.
         shape: Shape that the devices hold together, where that is a slice of the array.
     """
@@ -278,7 +278,7 @@ def shards_on(array: Any, sharding: NamedSharding) -> list[Any]:
 
     Args:
         array: the array.
-        sharding: on these devices.
+        sharding: Sharding over these devices.
     """
     devices = sharding.addressable_devices
     return [s.data for s in array.addressable_shards if s.device in devices]

@@ -284,7 +284,7 @@ def laid_out(
         origin: the step's.
         params: Item for each parameter.
         followers: Item for the optimizer state that follows each parameter.
-        rest: by the number of a leaf that is not trained.
+        rest: Function from the number of a non-trainable leaf to its item.
         others: Item for every other leaf.
         kin: Item for the optimizer state of each parameter that has another shape than
             it; default: ``others``.

@@ -28,7 +28,7 @@ def spread(array: Any, mesh: Mesh) -> Any:
     """An array on all devices, in as many shards as a dimension divides into.
 
     Args:
-        array: on the devices of a stage, or on all.
+        array: Array on the devices of a stage, or on all.
         mesh: all devices, by stage. Where they are several processes', all of these
             call this in one order.
     """
@@ -82,7 +82,7 @@ def collected(array: Any, target: NamedSharding, mesh: Mesh) -> Any:
     """An array as a stage holds it, of what all devices hold together.
 
     Args:
-        array: on all devices.
+        array: Array on all devices.
         target: its layout on those of the stage, or on all.
         mesh: all devices, by stage. All processes call this in one order.
     """

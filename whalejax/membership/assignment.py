@@ -96,7 +96,7 @@ def total(
     """The sum of parts in the order of the tree.
 
     Args:
-        parts: by their subtrees, which hold every micro-batch below ``node`` once.
+        parts: Sums of subtrees, which hold every micro-batch below ``node`` once.
         count: micro-batches of a step.
         add: Function that adds two parts, the first of lower numbers.
         node: Root of the sum; default: all micro-batches.

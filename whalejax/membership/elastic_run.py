@@ -111,7 +111,7 @@ class MemberRecord:
 
     @property
     def is_there(self) -> bool:
-        """It has not been given up."""
+        """Returns whether it has not been given up."""
         return self.status != "gone"
 
     def becomes(self, status: Status, now: float) -> None:

@@ -265,7 +265,9 @@ def _await_prepared(run: ElasticRun, now: float) -> None:
 
 
 def _is_late(run: ElasticRun, now: float, member: MemberRecord) -> bool:
-    """It had time enough to stop, whatever it did when it was asked."""
+    """Returns whether a member had enough time to stop, whatever its phase was when it
+    was asked.
+    """
     limit = max(run.settings.prepare_seconds, _PREPARE_STEPS * run.pace.median)
     since = run.asked_at
     if member.phase in _LONG:

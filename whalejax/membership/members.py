@@ -30,7 +30,9 @@ def started(run: ElasticRun, now: float, event: Started) -> None:
 
 
 def refusal(run: ElasticRun, name: str, message: wire.Register) -> str:
-    """Why a process cannot take part under a name, or nothing."""
+    """Returns the reason why a process cannot take part under a name, or an
+    empty text.
+    """
     known = run.members.get(name)
     if known is not None and not known.is_there:
         return "this member was given up, and its generation is over"
@@ -285,7 +287,7 @@ def _suspect(
 
 
 def _failed(run: ElasticRun, now: float, member: MemberRecord, why: str) -> None:
-    """It ends by an error, and takes no part any more: the others do not wait."""
+    """Records a member that ends by an error; the others do not wait for it."""
     record(run, now, "failed", name=member.name, why=why)
     run.failures.record_error(member.name, why)
     member.released_at = now

@@ -158,7 +158,7 @@ def _forgive(run: ElasticRun, now: float, seconds: float) -> None:
 def _overdue(
     run: ElasticRun, now: float, member: MemberRecord, silent: float | None
 ) -> str:
-    """Why a member is given up now, or nothing."""
+    """Returns the reason why a member is given up now, or an empty text."""
     settings = run.settings
     match member.status:
         case "gone":

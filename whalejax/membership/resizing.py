@@ -10,7 +10,7 @@ from whalejax.membership.history import record
 
 
 def resize_refusal(run: ElasticRun, size: int) -> str:
-    """Why a run cannot have so many members; nothing where it can.
+    """Returns the reason why a run cannot have so many members; empty where it can.
 
     Args:
         run: The run.

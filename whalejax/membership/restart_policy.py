@@ -118,7 +118,8 @@ class Failures:
         self._forget()
 
     def exceeded(self, now: float, where: str = "", *, passed: bool = False) -> str:
-        """Why the run is to be given up, with the first error; or nothing.
+        """Returns the reason why the run is to be given up, with the first error; or an
+        empty text.
 
         Args:
             now: the time.

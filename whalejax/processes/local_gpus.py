@@ -85,7 +85,8 @@ def _has_plugin() -> bool:
 
 
 def refusal(gpus: Sequence[str], processes: int) -> str:
-    """Why so many processes cannot have GPUs of their own; nothing where they can.
+    """Returns the reason why so many processes cannot have GPUs of their own; empty
+    where they can.
 
     Args:
         gpus: GPUs of the machine; none of CPU runs, which are never refused.

@@ -303,7 +303,7 @@ def _error_text(target: Path, error: Exception) -> str:
 
 
 def write_failure_message(target: Path, error: Exception) -> str:
-    """Why a checkpoint could not be written, and what to do about it.
+    """Returns the reason why a checkpoint could not be written, with the remedy.
 
     Args:
         target: its path.

@@ -213,7 +213,9 @@ class Simulator(SimulatedCalls):
             self._compiles(peer)
 
     def _leaves(self, peer: SimulatedPeer) -> None:
-        """It serves until the step is over; one that serves nothing goes at once."""
+        """Lets a peer serve until the step is over; one that serves nothing goes at
+        once.
+        """
         self._rebalancer.arrived(peer.name, is_gone=True)
         if peer.is_serving:
             peer.is_leaving = True
@@ -293,7 +295,7 @@ class Simulator(SimulatedCalls):
             self._goes_ahead()
 
     def _bring(self, peer: SimulatedPeer) -> None:
-        """It begins to take the state of the step, if it can."""
+        """Begins the download of the step's state, if a peer can."""
         is_free = peer.is_ready and not (peer.is_serving or peer.task)
         if not is_free or peer.is_leaving or self.now < peer.paused_until:
             return

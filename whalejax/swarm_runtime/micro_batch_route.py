@@ -280,7 +280,7 @@ class StageResult:
     Attributes:
         member: the peer.
         attempt: Attempt of the call that made it.
-        lost: by the wire's format, as a part of the squares of what was made.
+        lost: Relative squared error that the wire format adds.
     """
 
     member: PeerRecord
@@ -293,7 +293,7 @@ class MicroBatchRoute:
 
     Attributes:
         sums: total, weight and metrics of the loss, flat, once they are known.
-        backward: by stage, who holds its gradient.
+        backward: Holder of the gradient, by stage.
     """
 
     def __init__(self, context: StepContext, number: int) -> None:

@@ -215,7 +215,7 @@ class RegistryServer:
         return why
 
     def _ping(self, address: Address) -> str:
-        """Why a process does not answer; empty where it does."""
+        """Returns the reason why a process does not answer; empty where it does."""
         try:
             self._caller.ask(address, Ping(), seconds=REACH_SECONDS)
         except (UnreachableProcessError, RefusedRequestError) as error:

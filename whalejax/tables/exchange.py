@@ -195,7 +195,7 @@ def update_buffers(
         gradients: Gradients of what it gave, ``[samples, elements]``.
         step: Number of steps before this one.
         rank: Its number in the layouts.
-        more: By width, further rows of the buffer and their gradients.
+        more: Further rows of the buffer and their gradients, by width.
     """
     new_buffers: dict[int, Any] = {}
     new_states: dict[int, RowState] = {}

@@ -121,8 +121,8 @@ class TableLayout:
         id_columns: Ids that are sent to a rank for each sample.
         gathered: Shards of the tables that are sent whole, by the name of the table:
             those with fewer rows than a rank's samples need vectors of it.
-        blocks: By width, ``[ranks, rows]``: rows of the buffer that each rank sends
-            so; the number of rows for none.
+        blocks: Rows of the buffer that each rank sends whole, ``[ranks, rows]`` by
+            width; the number of rows for none.
     """
 
     ranks: int
@@ -365,7 +365,7 @@ def collect_tables(
 
     Args:
         layout: Layout of the shards.
-        buffers: By width, ``[ranks · rows, columns]`` in host memory.
+        buffers: Buffers by width, ``[ranks · rows, columns]`` in host memory.
         by_row: The arrays have one number a row.
     """
     found: dict[str, np.ndarray] = {}

@@ -28,7 +28,7 @@ class TablesPlan:
         placement: Placement of the tables.
         dense: Plan of everything else, which shares out the batch.
         rows: Update rule of rows.
-        refused: By path of a parameter that is looked up, why it is no table.
+        refused: Reason why a looked-up parameter is no table, by its path.
         model_paths: Path of every trained leaf.
         batch: Structure of a global batch, of abstract arrays.
         sections: Division of work with tables in processes of their own; None where the

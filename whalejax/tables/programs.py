@@ -43,7 +43,8 @@ class TableArrays:
     """All tables and their optimizer state.
 
     Attributes:
-        buffers: By width, ``[ranks · rows, width]``, rows shared out over the ranks.
+        buffers: Buffers by width, ``[ranks · rows, width]``, with rows divided among
+            the ranks.
         states: State arrays of each buffer, by name.
         replicated: Tables that every rank holds, by name.
         replicated_states: Their state arrays, by name.

@@ -79,8 +79,8 @@ class TableProgram:
     Attributes:
         lookups: Every lookup of a table.
         tables: Numbers of the trained leaves that are tables, in order.
-        refused: By the number of another two-dimensional leaf that is looked up, why
-            it is no table.
+        refused: Reason why another two-dimensional looked-up leaf is no table, by its
+            number.
         inputs: Numbers of leaves: trained, other, and of the batch.
         unread: Paths of leaves of the batch that nothing reads.
         metrics: Structure of what the loss reports.
@@ -318,7 +318,9 @@ class _Finder:
         )
 
     def _hidden_lookup(self, table: Any, readers: Sequence[Any]) -> list[Lookup] | str:
-        """Why a leaf that is looked up behind another operation is no table."""
+        """Returns the lookups behind another operation, or the reason why the leaf is
+        no table.
+        """
         for equation in readers:
             name = equation.primitive.name
             after = [e for v in equation.outvars for e in self.readers.get(v, [])]

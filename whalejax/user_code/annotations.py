@@ -252,7 +252,8 @@ def pipeline(
 
 
 def nesting_problem(outer: tuple[Mark, ...], inner: Mark) -> str | None:
-    """Why ``inner`` may not stand inside ``outer``, or None where it may.
+    """Returns the reason why ``inner`` may not be inside ``outer``, or None where it
+    may.
 
     Args:
         outer: the open marks, outermost first.

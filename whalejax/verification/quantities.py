@@ -23,8 +23,9 @@ class VerificationData:
         fits: the compiler's word on whether the program fits the device; where the
             compiler does not check, the comparison of peak and capacity.
         capacity_bytes: Bytes of one device that programs may use; 0 where not known.
-        memory, collectives: by term; empty where nothing was compiled. Where stages
-            have programs of their own, those of each, and what they hand each other.
+        memory, collectives: Memory by term, and the collectives; empty where nothing
+            was compiled. Where stages have programs of their own, those of each stage,
+            and the transfers between stages.
         product_flops: FLOPs of matrix products on one device in one step.
         lower_seconds, compile_seconds: Durations of the compilation.
         host_peak_bytes: memory that compiling took on this machine.

@@ -274,7 +274,7 @@ class Channel:
         Args:
             takes: Messages that are expected.
             seconds: Longest wait for its beginning.
-            until: by when it must be whole in any case, as ``time.monotonic`` counts.
+            until: Deadline of the complete message, on the clock of ``time.monotonic``.
 
         Raises:
             TooLate: none began in that time, or it was not whole soon after.

@@ -27,7 +27,7 @@ class Watched(Protocol):
     """Connection or listening socket that the loop serves."""
 
     def ready(self, events: int) -> None:
-        """It can be read or written."""
+        """Handles a socket that can be read or written."""
 
     def tick(self, now: float) -> None:
         """Time has passed."""

@@ -106,7 +106,7 @@ class Key:
     _revoked: list[tuple[float, frozenset[str]]] = field(default_factory=list)
 
     def refusal(self, name: str) -> str:
-        """Why a process is not taken, or nothing.
+        """Returns the reason why a process is not accepted, or an empty text.
 
         Args:
             name: Name in its certificate, which is one of the authority's.
@@ -232,7 +232,8 @@ def load_key(path: Path) -> Key:
 
 
 def refused_words(error: ssl.SSLError) -> str:
-    """Why a handshake failed, where a certificate was the reason; else nothing.
+    """Returns the reason of a failed handshake where it is a certificate; else an empty
+    text.
 
     Args:
         error: Error of this side, or reported by the other.

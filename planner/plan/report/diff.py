@@ -74,8 +74,8 @@ class TrafficShift:
         what: Kind of traffic, such as ``"all-gather over fsdp of parameter"``.
         bytes_before, bytes_after: their payloads on one device, of that stage which
             has most.
-        seconds_before, seconds_after: on the links; part of it may be hidden behind
-            computing.
+        seconds_before, seconds_after: Seconds on the links; part of them may be hidden
+            behind computing.
     """
 
     what: str
@@ -150,7 +150,7 @@ class PlanDiff:
         return {"whalejax_diff": 1, **dataclasses.asdict(self)}
 
     def lines(self, width: int | None, *, all_rows: bool = False) -> list[Line]:
-        """It in lines.
+        """Renders the differences in lines.
 
         Args:
             width: columns of a line; None breaks none.

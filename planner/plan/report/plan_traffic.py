@@ -41,7 +41,7 @@ class TrafficRow:
             run one program.
         times: Number of transfers in a step.
         nbytes: payload of all of these.
-        seconds: on the links; part of it may be hidden behind computing.
+        seconds: Seconds on the links; part of them may be hidden behind computing.
         links: names of the links that it crosses.
     """
 

@@ -31,7 +31,7 @@ def tables_text(plan: PlanData) -> str:
 
 
 def table_why(plan: PlanData, path: str) -> str | None:
-    """Why a table is where it is; None where no table has the path.
+    """Explains a table's placement; None where no table has the path.
 
     Args:
         plan: A plan with tables.

@@ -103,7 +103,9 @@ def pipeline_words(plan: PlanData) -> list[str]:
 def leaf_note(
     leaf: LeafPlan, tensor: Tensor, mesh: Mapping[str, int], dims: Dimensions
 ) -> str:
-    """Why ``fsdp`` shards no dimension of a parameter, or an empty text."""
+    """Returns the reason why ``fsdp`` shards no dimension of a parameter, or an empty
+    text.
+    """
     if mesh["fsdp"] == 1 or any("fsdp" in axes for axes in leaf.param_spec):
         return ""
     reasons = []
@@ -153,7 +155,9 @@ def whole_dimensions(plan: PlanData) -> list[str]:
 
 
 def _whole_leaf(home: PlanData, leaf: LeafPlan, *, alone: bool) -> str:
-    """Why a parameter is whole on every device, for all its dimensions at once."""
+    """Returns the reason why a parameter is whole on every device, for all its
+    dimensions at once.
+    """
     if not home.axes:
         return "there is one device" if alone else "its stage is one device"
     if leaf.note:
@@ -167,7 +171,7 @@ def _whole_leaf(home: PlanData, leaf: LeafPlan, *, alone: bool) -> str:
 
 
 def why(plan: PlanData, leaf: LeafPlan) -> str:
-    """Why a parameter is laid out as it is.
+    """Explains a parameter's layout.
 
     Args:
         plan: the plan.

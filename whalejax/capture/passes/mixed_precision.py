@@ -71,7 +71,7 @@ def left_wide(jaxpr: Any, precisions: Mapping[Position, str]) -> Counter[str]:
 
     Args:
         jaxpr: closed, as captured.
-        precisions: by position, of equations that are to compute in 16 bits.
+        precisions: Precision of equations that are to compute in 16 bits, by position.
 
     Returns:
         How many, by where they stand, in words.
@@ -112,7 +112,8 @@ def narrowed(
 
     Args:
         jaxpr: closed, as captured.
-        precisions: by position, of equations that compute in ``bf16`` or ``f16``.
+        precisions: Precision of equations that compute in ``bf16`` or ``f16``, by
+            position.
         weights: Whether each input is a parameter, trained or not.
 
     Returns:
@@ -162,13 +163,15 @@ class _Scope:
         return self.casts[atom, wanted]
 
     def is_narrow(self, atom: Any, dtype: Any) -> bool:
-        """It was float32 when traced, and is there in another type."""
+        """Returns whether a value was float32 when traced, and now has another type."""
         if _compat.is_literal(atom) or atom.aval.dtype != _WIDE:
             return False
         return bool(self.values[atom].dtype == dtype)
 
     def may_be_narrow(self, atom: Any, dtype: Any) -> bool:
-        """It is narrow, or can be made so: parameters, and numbers that fit."""
+        """Returns whether a value is narrow, or can be made so: parameters, and numbers
+        that fit.
+        """
         known = not _compat.is_literal(atom) and atom in self.weights
         if known or self.is_narrow(atom, dtype):
             return True
@@ -204,7 +207,7 @@ class _PrecisionRewriter:
     """Runs a program anew, in 16 bits where that is asked for.
 
     Args:
-        precisions: by position of an equation.
+        precisions: Precision of equations, by position.
     """
 
     def __init__(self, precisions: Mapping[Position, str]) -> None:
@@ -337,7 +340,7 @@ def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
 
 
 def _is_wide(scope: _Scope, atom: Any, dtype: Any) -> bool:
-    """It is a parameter in float32 that is met by values in 16 bits."""
+    """Returns whether a value is a float32 parameter that meets values in 16 bits."""
     known = not _compat.is_literal(atom) and atom in scope.weights
     return known and atom.aval.dtype == _WIDE and not scope.is_narrow(atom, dtype)
 

@@ -112,7 +112,7 @@ class _Builder:
     """Puts a program together, with checkpoints.
 
     Args:
-        regions: by the prefix and number of their first equation.
+        regions: Regions by the prefix and number of their first equation.
         names: checkpoint names in the program.
     """
 

@@ -292,7 +292,9 @@ class _Leaks:
                     self.readers.setdefault(atom, []).append(equation)
 
     def of(self, one: AttentionPattern) -> str:
-        """Why an attention's equations cannot be; empty if they can."""
+        """Returns the reason why an attention's equations cannot become one call; empty
+        if they can.
+        """
         inside = equations_of(one, self.maker)
         numbers = {id(equation) for equation in inside}
         made = {one.first.outvars[0]}

@@ -99,7 +99,7 @@ class Logits:
 
         Args:
             logits: Logits of these tokens.
-            outside: by number, what is read beside them.
+            outside: Values that the exits read beside the logits, by number.
             sizes: Sizes of the dimensions.
         """
         values: list[Any] = []

@@ -162,7 +162,7 @@ def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
     Args:
         trace: Trace of the loss.
         out_tree: structure of ``(total, weight, metrics, new_rest)``.
-        found: by number of the result.
+        found: Combination of each result, by its number.
     """
     total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
     # The loss's weights are numbers of samples, unless the user gave them.
@@ -201,7 +201,7 @@ def check_clear(
     """Refuse what several micro-batches report and cannot be put together.
 
     Args:
-        unclear: by name.
+        unclear: Values without a known combination, by name.
         size: samples of a micro-batch.
         chosen: Number of micro-batches that the planner chose, if it did.
         combine: Combination over ranks that have micro-batches of their own, if any.

@@ -29,7 +29,7 @@ class Trace:
     Attributes:
         program: its jaxpr.
         graph: Graph of the program.
-        walk: by which that was made.
+        walk: Flattened program of the graph.
         results: Results of the program, as tensors of the graph.
     """
 
@@ -46,10 +46,10 @@ class Pairing:
     Attributes:
         small, large: the traces.
         times: Ratio of the second trace's samples to the first's.
-        pairs: by tensor of the first, that of the second.
+        pairs: Tensor of the second trace for each tensor of the first.
         torn: tensors of the first that the second makes of others.
         lost: numbers of results that are other tensors in the second.
-        grown: by tensor of the first, its dimensions that grow with the samples.
+        grown: Dimensions that grow with the samples, by tensor of the first trace.
         makers: for each trace, the operations that make each tensor.
         literals: for each trace, its results that are scalars in the program.
     """

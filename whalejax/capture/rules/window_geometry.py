@@ -46,7 +46,9 @@ def windows_of_convolution(equation: Equation) -> tuple[Window, ...]:
 
 
 def _refused_convolution(params: Any, number: int, taps: int) -> str:
-    """Why devices cannot share one of a convolution's spatial dimensions."""
+    """Returns the reason why devices cannot share one of a convolution's spatial
+    dimensions.
+    """
     if params["batch_group_count"] > 1:
         return "it convolves groups of samples"
     spread, stride = params["lhs_dilation"][number], params["window_strides"][number]
@@ -87,7 +89,9 @@ def windows_of_pooling(equation: Equation) -> tuple[Window, ...]:
 
 
 def _refused_pooling(equation: Equation, spread: int) -> str:
-    """Why devices cannot share a dimension that a pooling slides along."""
+    """Returns the reason why devices cannot share a dimension that a pooling slides
+    along.
+    """
     if equation.name == "reduce_window":
         return (
             "it reduces windows by a function of its own, of which no padding is known "

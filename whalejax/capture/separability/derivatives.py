@@ -88,7 +88,7 @@ def check_derivative(
 
 
 def _is_lost(value: Value) -> bool:
-    """It is coupled, and no row of a sort either."""
+    """Returns whether a value is coupled and no row of a sort either."""
     return value.coupled and fact_of(value, Sorted) is None
 
 

@@ -103,7 +103,7 @@ class Order:
 
     Attributes:
         sorting: The sort.
-        divided: By which number places were divided: k gives the token of k choices.
+        divided: Divisor of the places: k gives the token of k choices.
         inverse: Whether it holds the target positions instead.
     """
 
@@ -126,7 +126,7 @@ class LoopPlace:
 
     Attributes:
         count: Iterations of the loop in both traces.
-        times: By which number the place was multiplied, as for chunks of so many.
+        times: Factor of the place, as for chunks of so many.
     """
 
     count: tuple[int, int]

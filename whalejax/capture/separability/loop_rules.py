@@ -39,7 +39,7 @@ def place_in_loop(count: tuple[int, int], reason: Reason, times: int = 1) -> Val
     Args:
         count: Iterations of the loop in both traces.
         reason: Reason to report where it is used in another way.
-        times: By which number it was multiplied.
+        times: Factor of the place.
     """
     fact = LoopPlace(count=count, times=times)
     return Value(kind=Dependence.COUPLED, fact=fact, reason=reason)

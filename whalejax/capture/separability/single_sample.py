@@ -64,7 +64,8 @@ _REDUCING: Final = tuple(
 def single_sample_reason(
     single: Any, pair: tuple[Any, Any], sizes: tuple[int, int, int]
 ) -> Reason | None:
-    """Why one sample is no case of what was proven of more; None if it is.
+    """Returns the reason why one sample is not covered by the proof for more; None if
+    it is.
 
     Args:
         single: The program for one sample, or one group.

@@ -51,7 +51,7 @@ class Atom:
 
     @property
     def grows(self) -> bool:
-        """It has more elements where the batch has more samples."""
+        """Returns whether it has more elements where the batch has more samples."""
         return self.part != self.whole
 
     def sized(self, part: int, whole: int) -> Atom:
@@ -93,9 +93,9 @@ class Value:
     Attributes:
         kind: Dependence on the samples.
         dims: Its dimensions.
-        ratio: By which factor elements are larger in the trace of a part than in that
-            of the whole, where both see the same samples. Of a sum the mean over the
-            parts is compared with the whole. None of zero, for which any is right.
+        ratio: Factor by which elements are larger in the trace of a part than in that
+            of the whole, where both see the same samples. For a sum the mean over the
+            parts is compared with the whole. None for zero, where any factor is right.
         within: Whether it is of the one sample at which a loop over samples stands,
             and so has no dimension of samples.
         key: Source of its random key: ``"rng"``, the loss's own, ``"fixed"``, one that

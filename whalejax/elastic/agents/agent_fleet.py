@@ -109,7 +109,7 @@ class AgentFleet(Generic[Link]):
     # What agents say.
 
     def refusal(self, message: Enlist) -> str:
-        """Why an agent is not taken, or nothing."""
+        """Returns the reason why an agent is not accepted, or an empty text."""
         name, known = message.agent, self._agents.get(message.agent)
         if message.version != __version__:
             return (

@@ -70,7 +70,7 @@ class ReductionProcesses:
 
     Attributes:
         count: Largest number of processes.
-        hosts: on which they run, in equal parts.
+        hosts: Number of hosts that the processes are divided among, in equal parts.
         each: the devices of one of them; the others have the same.
         network_bytes_per_second: Rate of one host's network card, which messages cross.
         has_fabric: the hosts have another network for the platform's collectives, such
@@ -244,7 +244,8 @@ def gradient_bytes(replica: Plan) -> int:
 
 
 def message_seconds(replica: Plan, processes: ReductionProcesses) -> float:
-    """To add up by messages: from the devices, over the wire, and back.
+    """Returns the seconds of a reduction by messages: from the devices, over the wire,
+    and back.
 
     Each micro-batch's gradients go to the host, where they are added up.
     """
@@ -269,7 +270,7 @@ def message_seconds(replica: Plan, processes: ReductionProcesses) -> float:
 
 
 def all_reduce_seconds(replica: Plan, processes: ReductionProcesses) -> float:
-    """To add up by an all-reduce of the platform over all devices."""
+    """Returns the seconds of an all-reduce of the platform over all devices."""
     cluster = processes.devices()
     parts = axis_parts(("data",), {"data": cluster.num_devices}, cluster)
     return collective_seconds("all-reduce", gradient_bytes(replica), parts)

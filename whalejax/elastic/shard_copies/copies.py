@@ -180,7 +180,9 @@ class Copies:
             self._thread = None
 
     def problem(self) -> str:
-        """Why the last set was not written, once; else nothing."""
+        """Returns the reason why the last set was not written, once; else an empty
+        text.
+        """
         problem, self._error = self._error, ""
         return problem
 

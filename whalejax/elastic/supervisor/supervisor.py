@@ -504,7 +504,9 @@ class Supervisor:
         )
 
     def _other_run(self, run: str) -> str:
-        """Why a member of that run is none of this one, or nothing."""
+        """Returns the reason why a member of another run is refused, or an
+        empty text.
+        """
         if run in ("", self._name):  # Who was started by hand does not know it.
             return ""
         return "this member is of an earlier run in the same folder, which is over"

@@ -32,7 +32,7 @@ class SchedulePass:
     Attributes:
         apart: Executor of the stages.
         leaves: the inputs of the loss, as they are now.
-        copies: by stage and number, those that another stage holds.
+        copies: Copies of other stages' arrays, by stage and number.
         common: for each place, what all micro-batches read, by number.
         live: Residuals of the backward pass, by virtual stage and micro-batch.
         coming: Transferred arrays, by action, virtual stage and micro-batch.

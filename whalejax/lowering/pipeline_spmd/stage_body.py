@@ -210,7 +210,7 @@ class OneStage:
 
         Args:
             params: Parameters of the stage.
-            given: by the stage before; or what the layers have made, if so.
+            given: Outputs of the stage before, or of the layers where ``made``.
             number: Number of the micro-batch.
             made: see ``repeated_layers``.
         """

@@ -57,13 +57,13 @@ def chosen(
 
 
 def handed_on(carry: tuple[Any, ...], stages: int) -> tuple[Any, ...]:
-    """To the next stage; the first is given zeros."""
+    """Sends values to the next stage; the first one receives zeros."""
     pairs = [(i, i + 1) for i in range(stages - 1)]
     return tuple(jax.lax.ppermute(x, STAGE, pairs) for x in carry)
 
 
 def handed_back(carry: tuple[Any, ...], stages: int) -> tuple[Any, ...]:
-    """To the stage before; the last is given zeros."""
+    """Sends values to the stage before; the last one receives zeros."""
     pairs = [(i + 1, i) for i in range(stages - 1)]
     return tuple(jax.lax.ppermute(x, STAGE, pairs) for x in carry)
 

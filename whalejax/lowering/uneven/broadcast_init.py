@@ -40,7 +40,7 @@ def as_first(
     """States with the values of replica 0.
 
     Args:
-        copies: by replica, of those that have devices here; alike but for values.
+        copies: State of each replica that has devices here; equal but for values.
         places: the layouts of each.
         mesh: all devices, replicas along its first axis.
         replicas: the mesh of each.

@@ -174,7 +174,7 @@ class Exchange:
         """Returns the combined buffers on each replica that has devices here.
 
         Args:
-            buffers: by replica, of those; they are consumed.
+            buffers: Buffers of each replica that has devices here; they are donated.
         """
         if self.program is None:
             return self._copy_buffers(buffers)

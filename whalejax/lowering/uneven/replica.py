@@ -64,7 +64,7 @@ class Replica:
         """Trace what is needed to know shapes; compile nothing.
 
         Args:
-            program: on the replica's mesh.
+            program: Loss, optimizer and plan on the replica's mesh.
             state: an abstract one.
             batch: flat abstract leaves of a micro-batch.
             replicas: Number of replicas.

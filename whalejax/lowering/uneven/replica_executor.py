@@ -59,7 +59,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     """Runs a plan whose replicas take unlike shares; see ``runner.Runner``.
 
     Attributes:
-        program: on all devices.
+        program: Loss, optimizer and plan on all devices.
         mesh: all devices, replicas along its first axis.
         exchange: Exchange that sums the replicas' buffers.
     """

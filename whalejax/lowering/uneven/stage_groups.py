@@ -68,8 +68,8 @@ class StageGroup:
         """The sums of arrays over all pipelines, on each stage that is here.
 
         Args:
-            arrays: by pipeline, of those that are here, on the stage's devices. The
-                lists are emptied, so that what is packed need not be held twice.
+            arrays: Arrays of each pipeline that is here, on the stage's devices. The
+                lists are emptied, so that packed arrays need not be held twice.
             specs: their layouts.
         """
         if not arrays:

@@ -77,7 +77,7 @@ class ReplicaSlices:
     """The slices of one replica, and the update of them.
 
     Attributes:
-        dims: by the number of a parameter, the dimension in which its state is cut.
+        dims: Dimension in which each parameter's state is sliced, by its number.
         owners: Parameter that each leaf of the optimizer's state follows.
     """
 
@@ -87,7 +87,7 @@ class ReplicaSlices:
         """Compile nothing.
 
         Args:
-            program: on the replica's mesh.
+            program: Loss, optimizer and plan on the replica's mesh.
             state: an abstract one, whole.
             replica: its number.
             replicas: Number of replicas.

@@ -67,7 +67,7 @@ class ProfileTerm:
     Attributes:
         name: ``"compute"``, a collective such as ``"all-reduce over data"``, or a gap:
             ``"host before"``, ``"host between"``, ``"host after"``.
-        predicted_seconds: By the plan; None where it has no such term.
+        predicted_seconds: Time that the plan predicts; None where it has no such term.
         measured_seconds: Mean over devices and steps. Of a collective the part in which
             nothing was computed.
         hidden_seconds: Part of a collective's time that is overlapped with computing.
@@ -90,7 +90,7 @@ class StepProfile:
 
     Attributes:
         step_seconds: Mean time of a step.
-        predicted_step_seconds: By the plan.
+        predicted_step_seconds: Step time that the plan predicts.
         steps: Number of steps that were traced.
         terms: Parts of the step, the longest first; they add up to it.
         unplanned: Collectives that the plan does not have, the largest first, each

@@ -66,7 +66,7 @@ class LiveJob:
 
     @property
     def wants_devices(self) -> bool:
-        """It may run: it has a table, and nobody asked it to stop."""
+        """Returns whether it may run: it has a table, and nobody asked it to stop."""
         return bool(self.options) and not (self.how or self.paused or self.cancelled)
 
 
@@ -108,7 +108,9 @@ class JobBook:
 
     @property
     def problem(self) -> str:
-        """Why the newest event is not on the disk yet; empty where it is."""
+        """Returns the reason why the newest event is not on the disk yet; empty where
+        it is.
+        """
         return self._lines.problem
 
     def close(self) -> None:

@@ -182,7 +182,9 @@ class JobRun:
 
 
 def _ask(home: Path, size: int, devices: list[str] | None) -> str:
-    """Why a supervisor does not take a number of members; nothing where it does."""
+    """Returns the reason why a supervisor does not take a number of members; empty
+    where it does.
+    """
     folder = home / FOLDER
     try:
         said = json.loads((folder / ADDRESS).read_text())["address"]

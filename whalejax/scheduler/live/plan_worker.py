@@ -93,7 +93,9 @@ def error_text(error: Exception) -> str:
 def _refusal(
     job: Job, cluster: Cluster, batch: int, told: dict[str, Any], precision: Any
 ) -> str:
-    """Why no number of devices holds a job, from the planner's own refusal."""
+    """Returns the reason why no number of devices holds a job, from the planner's own
+    refusal.
+    """
     least, most = told["devices"]
     why = ""
     try:

@@ -119,8 +119,8 @@ class RunReader:
         drains: The newest run was told to end.
         costs: Measured costs of changes.
         first_step_at: Unix time of the first step of all.
-        failures: By slot, number of processes in a row that ended before they were
-            ready for steps.
+        failures: Number of processes in a row that ended before they were ready for
+            steps, by slot.
     """
 
     def __init__(self, home: Path) -> None:

@@ -142,7 +142,7 @@ class TrainerState:
     Attributes:
         pace: Measured costs of moves.
         run_id: drawn at random; every question has it.
-        moving: by name of a peer that changes stage, the stage that it is to serve.
+        moving: Target stage of each peer that changes stage, by its name.
     """
 
     def __init__(
