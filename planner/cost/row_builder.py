@@ -429,7 +429,7 @@ class Views:
         parameter = maker is not None and self.weight[tensor]
         remat = maker is not None and self.again[maker]
         read_remat = any(
-            self._again(ops[index], tensor) for index in self.places[tensor]
+            self._is_reread(ops[index], tensor) for index in self.places[tensor]
         )
         different = tuple(dict.fromkeys(use for use, _ in uses))
         key = (
@@ -493,7 +493,7 @@ class Views:
             return None
         return fused
 
-    def _again(self, op: Op, tensor: int) -> bool:
+    def _is_reread(self, op: Op, tensor: int) -> bool:
         """Whether a reader takes a value anew for its backward pass."""
         if op.remat is not None:
             return True

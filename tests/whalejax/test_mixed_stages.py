@@ -155,7 +155,10 @@ def test_traffic_is_that_of_every_stage() -> None:
         "activation": count * pace.handed_bytes,
         "gradient": count * pace.returned_bytes,
     }
-    assert {row.over for row in found.values()} == {"to stage 1", "back from stage 1"}
+    assert {row.route_text for row in found.values()} == {
+        "to stage 1",
+        "back from stage 1",
+    }
     handed = next(row for row in found.values() if row.what == "activation")
     assert handed.seconds == pytest.approx(count * plan.stages.handed_seconds)
     assert handed.links == ("infiniband",)

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
-from whalejax.display.page import FILLS, bar, bundle_of, cell, folded, listed, table
+from whalejax.display.page import (
+    FILLS,
+    bar,
+    bundle_of,
+    cell,
+    details_html,
+    list_html,
+    table,
+)
 from whalejax.meshes.units import gigabytes
 from whalejax.meshes.units import milliseconds as seconds_text
 from whalejax.planner.plan.report.parameter_table import ParameterRow, parameter_rows
@@ -54,10 +62,10 @@ def plan_html(plan: PlanData) -> str:
             _mesh(plan),
             *_stages(plan),
             _parameters(plan),
-            folded("Which dimension lies on which axis", _regions(plan)),
-            folded("Traffic of a step", _traffic(plan)),
-            *_noted(plan),
-            *_weighed(plan),
+            details_html("Which dimension lies on which axis", _regions(plan)),
+            details_html("Traffic of a step", _traffic(plan)),
+            *_note_sections(plan),
+            *_candidate_table(plan),
         )
     )
 
@@ -103,7 +111,7 @@ def _memory(plan: PlanData) -> str:
 
 
 def _mesh(plan: PlanData) -> str:
-    return f"<h4>Mesh</h4>{listed(crossings(plan))}"
+    return f"<h4>Mesh</h4>{list_html(crossings(plan))}"
 
 
 def _stages(plan: PlanData) -> Iterator[str]:
@@ -113,7 +121,7 @@ def _stages(plan: PlanData) -> Iterator[str]:
         cells = ("".join(map(cell, row)) for row in rows)
         yield table(head, cells, caption=f"Stages: {plan.stages.words()}")
     if plan.shares:
-        yield f"<h4>Shares</h4>{listed(share_words(plan))}"
+        yield f"<h4>Shares</h4>{list_html(share_words(plan))}"
 
 
 def _parameters(plan: PlanData) -> str:
@@ -140,7 +148,7 @@ def _parameters(plan: PlanData) -> str:
         more = table(names, cells[SHOWN_ROWS:])
         if hidden > 0:
             more += f"<p>… and {hidden:,} smaller rows; plan.leaves has them all.</p>"
-        found += folded(f"{len(rest):,} smaller rows, {size} per device", more)
+        found += details_html(f"{len(rest):,} smaller rows, {size} per device", more)
     return found
 
 
@@ -177,7 +185,7 @@ def _traffic(plan: PlanData) -> str:
     return table(TRAFFIC, rows) if rows else "<p>None.</p>"
 
 
-def _noted(plan: PlanData) -> Iterator[str]:
+def _note_sections(plan: PlanData) -> Iterator[str]:
     """Yields whole dimensions with their reasons, hints, and notes."""
     for name, texts, opened in (
         ("What stays whole, and why", whole_words(plan), False),
@@ -185,10 +193,12 @@ def _noted(plan: PlanData) -> Iterator[str]:
         ("Notes", other_notes(plan), True),
     ):
         if texts:
-            yield folded(f"{name} ({len(texts)})", listed(texts), opened=opened)
+            yield details_html(
+                f"{name} ({len(texts)})", list_html(texts), opened=opened
+            )
 
 
-def _weighed(plan: PlanData) -> Iterator[str]:
+def _candidate_table(plan: PlanData) -> Iterator[str]:
     others = [c for c in plan.candidates if c.verdict != "chosen"]
     rows = (
         cell(c.layout)
@@ -200,4 +210,4 @@ def _weighed(plan: PlanData) -> Iterator[str]:
     names = "layout", "step", "per device", ""
     if others:
         summary = f"{len(others)} other plan{'s' if len(others) > 1 else ''} weighed"
-        yield folded(summary, table(names, rows))
+        yield details_html(summary, table(names, rows))

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from whalejax.display.page import FILLS, INK, Picture, drawing, listed, words
+from whalejax.display.page import FILLS, INK, Picture, drawing, list_html, words
 from whalejax.journals.status import (
     STATE_OF,
     Events,
@@ -111,9 +111,9 @@ class RunTimeline(Picture):
             if step.waited
         )
         title, *lines = self._words()
-        svg = _drawn(self, title)
+        svg = _timeline_svg(self, title)
         super().__init__(
-            html=f"<h3>{escape(title)}</h3>{svg}{listed(lines)}",
+            html=f"<h3>{escape(title)}</h3>{svg}{list_html(lines)}",
             text="\n".join((title, *lines)),
             svg=svg,
         )
@@ -225,7 +225,7 @@ def _steps(commits: Events, began: float, median: float) -> Iterable[StepSpan]:
 # The drawing: a lane of steps, then one for each member.
 
 
-def _drawn(found: RunTimeline, title: str) -> str:
+def _timeline_svg(found: RunTimeline, title: str) -> str:
     seconds = found.status.seconds or 1.0
     names = list(dict.fromkeys(span.name for span in found.spans))
     shown = names[:_MOST_LANES]

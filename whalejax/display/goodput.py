@@ -27,7 +27,7 @@ class GoodputChart(Picture):
         """
         self.bars = bars
         title, *lines = text.splitlines()
-        svg = _drawn(self.bars, title)
+        svg = _goodput_svg(self.bars, title)
         rows = [td(line) for line in lines if not line.startswith("goodput")]
         super().__init__(
             html=f"<h3>Goodput: {escape(title)}</h3>{svg}{table((), rows)}",
@@ -36,7 +36,7 @@ class GoodputChart(Picture):
         )
 
 
-def _drawn(bars: dict[str, float], title: str) -> str:
+def _goodput_svg(bars: dict[str, float], title: str) -> str:
     inner = []
     for number, (name, value) in enumerate(bars.items()):
         y = 4 + number * (_BAR + _GAP)

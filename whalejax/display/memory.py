@@ -35,7 +35,7 @@ class MemoryChart(Picture):
 
     def __init__(self, plan: PlanData) -> None:
         self.bars = _bars(plan)
-        svg = _drawn(self.bars)
+        svg = _memory_svg(self.bars)
         super().__init__(
             html=f"<h3>{escape(_title(self.bars))}</h3>{svg}{_legend(self.bars)}",
             text=_text(self.bars),
@@ -93,7 +93,7 @@ def _names(bars: Bars) -> list[str]:
     return [n for n in names if any(m.by_name()[n] for m, _ in bars.values())]
 
 
-def _drawn(bars: Bars) -> str:
+def _memory_svg(bars: Bars) -> str:
     shown = [*bars.items()][:_MOST_BARS]
     scale = _WIDTH / max(1, _whole(bars))
     names, inner = _names(bars), []

@@ -199,13 +199,13 @@ def table(
     return f"<table{mark}>{above}{head}<tbody>{body}</tbody></table>"
 
 
-def folded(summary: str, html: str, *, opened: bool = False) -> str:
+def details_html(summary: str, html: str, *, opened: bool = False) -> str:
     """Returns HTML that unfolds at a click."""
     state = " open" if opened else ""
     return f"<details{state}><summary>{escape(summary)}</summary>{html}</details>"
 
 
-def listed(texts: Iterable[str]) -> str:
+def list_html(texts: Iterable[str]) -> str:
     """A list of sentences; nothing where there are none."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f"<ul>{items}</ul>" if items else ""

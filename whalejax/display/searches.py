@@ -16,9 +16,9 @@ from whalejax.display.page import (
     bundle_of,
     cell,
     check_path,
-    folded,
+    details_html,
     fragment,
-    listed,
+    list_html,
     page,
     table,
     write,
@@ -53,8 +53,8 @@ def found_html(found: SearchData) -> str:
             f"<h3>{len(found)} plan{plural}, fastest step first</h3>",
             table(found.head(), rows),
             _plans(found),
-            f"<h4>No plan on</h4>{listed(refused)}" if refused else "",
-            f"<h4>Notes</h4>{listed(found.notes)}" if found.notes else "",
+            f"<h4>No plan on</h4>{list_html(refused)}" if refused else "",
+            f"<h4>Notes</h4>{list_html(found.notes)}" if found.notes else "",
         )
     )
 
@@ -63,7 +63,7 @@ def _plans(found: SearchData) -> str:
     html = []
     for index, plan in enumerate(found[:UNFOLDED_PLANS]):
         name = f"{index}: {found.names[index]}"
-        html.append(folded(name, plan_html(plan)))
+        html.append(details_html(name, plan_html(plan)))
     left = len(found) - UNFOLDED_PLANS
     if left > 0:
         html.append(f"<p>… and {left} more: found[{UNFOLDED_PLANS}] is the next.</p>")
@@ -86,7 +86,7 @@ class SearchChart:
         _needed("vl_convert")
         self.rows = points(found)
         self._found = found
-        self.altair: Any = _drawn(self._alt, self.rows)
+        self.altair: Any = _pareto_chart(self._alt, self.rows)
 
     def __str__(self) -> str:
         front = [row for row in self.rows if row["front"]]
@@ -137,13 +137,13 @@ class SearchChart:
             embed_options={"actions": False, "renderer": "svg"},
         )
         led = sorted({row["plan"] for row in self.rows if row["plan"] is not None})
-        return chart + "".join(self._led(i) for i in led[:UNFOLDED_PLANS])
+        return chart + "".join(self._link_to_plan(i) for i in led[:UNFOLDED_PLANS])
 
-    def _led(self, index: int) -> str:
+    def _link_to_plan(self, index: int) -> str:
         """A plan, with its address inside of what unfolds: browsers unfold it then."""
         plan, name = self._found[index], self._found.names[index]
         inner = f'<div id="{_anchor(plan)}">{plan_html(plan)}</div>'
-        return folded(f"found[{index}]: {name}", inner)
+        return details_html(f"found[{index}]: {name}", inner)
 
     def _svg(self) -> str:
         converter = importlib.import_module("vl_convert")
@@ -226,7 +226,7 @@ def pareto(pairs: Sequence[tuple[float, float]]) -> set[int]:
     return found
 
 
-def _drawn(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
+def _pareto_chart(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
     """Points over the line of those that no other beats, all in middle tones."""
     unit, scale = _unit([row["seconds"] for row in rows], _SECONDS)
     size, shrink = _unit([row["bytes"] for row in rows], _BYTES)

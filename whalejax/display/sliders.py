@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from whalejax.display.bundles import plan_html
-from whalejax.display.page import folded, fragment
+from whalejax.display.page import details_html, fragment
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import cluster
 from whalejax.meshes.errors import WhaleError
@@ -75,9 +75,9 @@ class Sliders:
         self._shown = widgets.HTML(fragment(self._html()))
         self.widget = widgets.VBox([*self.controls.values(), self._shown])
         for control in self.controls.values():
-            control.observe(self._moved, names="value")
+            control.observe(self._on_change, names="value")
 
-    def _moved(self, change: object) -> None:
+    def _on_change(self, change: object) -> None:
         """Plan for what the controls stand at, unless that was done before."""
         del change
         asked = {
@@ -102,7 +102,7 @@ class Sliders:
         if self.plan is self._first:
             return html
         changes = f"<pre>{escape(str(self._first.diff(self.plan)))}</pre>"
-        return folded("What changes", changes, opened=True) + html
+        return details_html("What changes", changes, opened=True) + html
 
     def __str__(self) -> str:
         return self.problem or str(self.plan)

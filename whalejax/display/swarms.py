@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from whalejax.display.page import FILLS, Picture, drawing, listed, words
+from whalejax.display.page import FILLS, Picture, drawing, list_html, words
 from whalejax.planner.pipeline.square_cube import StageOverLink
 
 
@@ -53,7 +53,7 @@ class SquareCubeChart(Picture):
         }
         self.apart = [(rate, least(stages, rate, 1, overlap=False)) for rate in rates]
         title, *rest = text.splitlines()
-        svg = self._drawn(title)
+        svg = self._chart_svg(title)
         table = escape("\n".join(rest))
         super().__init__(
             html=f"<h3>Square-cube law: {escape(title)}</h3>{svg}<pre>{table}</pre>",
@@ -61,7 +61,7 @@ class SquareCubeChart(Picture):
             svg=svg,
         )
 
-    def _drawn(self, title: str) -> str:
+    def _chart_svg(self, title: str) -> str:
         inner = [_FRAME]
         for part in (0.0, 0.5, 1.0):
             y = _TOP + (1 - part) * _HEIGHT
@@ -137,7 +137,7 @@ class SimulatedChart(Picture):
         ]
         height = _TOP + _HEIGHT + _BOTTOM
         svg = drawing(_LEFT + _WIDTH + _RIGHT, height, title, "".join(inner))
-        lines = listed(text.splitlines()[1:])
+        lines = list_html(text.splitlines()[1:])
         super().__init__(
             html=f"<h3>{escape(title)}</h3>{svg}{lines}", text=text, svg=svg
         )

@@ -89,7 +89,7 @@ class StepTimeline(Picture):
             self.bubble = 1.0 - busy / (self.end_seconds * len(self.lanes))
         self._staged = plan.stages is not None
         words_ = self._words(plan)
-        svg = _drawn(self, words_[0])
+        svg = _step_svg(self, words_[0])
         rest = "".join(f"<p>{escape(line)}</p>" for line in words_[1:])
         super().__init__(
             html=f"<h3>{escape(words_[0])}</h3>{svg}{rest}",
@@ -150,11 +150,15 @@ class StepTimeline(Picture):
             One complete event for each slice, in microseconds with whole nanoseconds;
             a lane is a thread. Waiting is what lies between.
         """
-        events: list[dict[str, Any]] = [_named("process_name", 0, "predicted step")]
+        events: list[dict[str, Any]] = [
+            _metadata_event("process_name", 0, "predicted step")
+        ]
         for number, name in enumerate(self.lanes):
-            events.append(_named("thread_name", number, name))
+            events.append(_metadata_event("thread_name", number, name))
             order = {"sort_index": number}
-            events.append({**_named("thread_sort_index", number, ""), "args": order})
+            events.append(
+                {**_metadata_event("thread_sort_index", number, ""), "args": order}
+            )
         free = [0] * len(self.lanes)
         for one in self.slices:
             # Floats of neighbours differ in the last digit; events may not overlap.
@@ -210,7 +214,7 @@ def _terms(plan: PlanData) -> Iterator[Slice]:
         now = end
 
 
-def _named(what: str, lane: int, name: str) -> dict[str, Any]:
+def _metadata_event(what: str, lane: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": 0, "tid": lane, "args": {"name": name}}
 
 
@@ -231,7 +235,7 @@ def _lane_texts(line: StepTimeline) -> Iterator[str]:
 # The drawing.
 
 
-def _drawn(line: StepTimeline, label: str) -> str:
+def _step_svg(line: StepTimeline, label: str) -> str:
     lanes = line.lanes[:_MOST_LANES]
     scale = _WIDTH / line.end_seconds if line.end_seconds else 0.0
     inner = [_shading()]

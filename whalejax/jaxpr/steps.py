@@ -186,7 +186,7 @@ class Steps:
             residual_numbers |= sources if less else set(together)
         for step in reversed(self.steps):
             for number in residual_numbers.intersection(step.writes):
-                if self._again(step, residual_numbers - {number}, inputs):
+                if self._is_recomputable(step, residual_numbers - {number}, inputs):
                     residual_numbers.discard(number)
         return sorted(residual_numbers)
 
@@ -215,7 +215,7 @@ class Steps:
             math.prod(self.avals[n].shape) <= size for n in step.sources
         )
 
-    def _again(
+    def _is_recomputable(
         self, step: Step, there: Collection[int], inputs: Collection[int]
     ) -> bool:
         """A step is cheap, and all that it reads is there."""

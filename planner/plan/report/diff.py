@@ -263,13 +263,13 @@ def diff(before: PlanData, after: PlanData) -> PlanDiff:
             after=after.memory.total_bytes,
         ),
         time_terms=_shifts(dict(before.time.by_size()), dict(after.time.by_size())),
-        memory_terms=_shifts(_held(before), _held(after)),
+        memory_terms=_shifts(_memory_by_term(before), _memory_by_term(after)),
         leaves=_leaves(before, after),
         traffic=_traffic(before, after),
     )
 
 
-def _held(plan: PlanData) -> dict[str, float]:
+def _memory_by_term(plan: PlanData) -> dict[str, float]:
     return {**plan.memory.by_name(), "host": plan.memory.host_bytes}
 
 

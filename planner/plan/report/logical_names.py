@@ -49,7 +49,7 @@ def logical_names(plan: PlanData) -> dict[str, str]:
         plan: the plan.
     """
     ranks = {starred(leaf.path): len(leaf.shape) for leaf in plan.leaves}
-    layers = _stacked(plan, ranks)
+    layers = _layer_dims(plan, ranks)
     taken: Counter[str] = Counter()
     found: dict[str, str] = {}
     for role in plan.roles:
@@ -69,7 +69,7 @@ def _places(role: RoleInfo, ranks: Mapping[str, int]) -> list[_Place]:
     return found
 
 
-def _stacked(plan: PlanData, ranks: Mapping[str, int]) -> frozenset[str]:
+def _layer_dims(plan: PlanData, ranks: Mapping[str, int]) -> frozenset[str]:
     """Dimensions along which layers are stacked: first in several parameters alike."""
     found = set()
     for role in plan.roles:

@@ -102,14 +102,16 @@ def collectives_of(
     used = leaf.nbytes // shards(leaf.compute_spec, mesh)
     axes = added_axes(leaf.compute_spec, leaf.param_spec)
     if axes and leaf.gathers:
-        found.append(_moved("all-gather", axes, "forward", used, leaf.gathers))
+        found.append(
+            _parameter_collective("all-gather", axes, "forward", used, leaf.gathers)
+        )
     # Ranks that take unlike shares sum their gradients when all are done, and those
     # that combine them by Adasum exchange parts of them.
     adasum = plan.combine != "mean"
     last = ("data",) if (unlike or adasum) and "data" in leaf.summed else ()
     summed = tuple(axis for axis in leaf.summed if axis not in last)
     if summed:
-        whole = _moved("all-reduce", summed, "backward", used)
+        whole = _parameter_collective("all-reduce", summed, "backward", used)
         cut = set(added_axes(leaf.compute_spec, leaf.gradient_spec)) & set(summed)
         parts = reduced_gradients(
             summed,
@@ -121,17 +123,17 @@ def collectives_of(
         found += [c for c in parts if c.payload_bytes] if cut else [whole]
     if last:
         kept = leaf.nbytes // shards(leaf.gradient_spec, mesh)
-        sent = _moved("all-reduce", last, "update", kept)
+        sent = _parameter_collective("all-reduce", last, "update", kept)
         kinds: tuple[CollectiveKind, ...] = ("all-to-all", "all-gather")
         found += [replace(sent, kind=k) for k in kinds] if adasum else [sent]
     axes = added_axes(leaf.param_spec, leaf.optimizer_spec)
     if axes:
         stored = leaf.nbytes // shards(leaf.param_spec, mesh)
-        found.append(_moved("all-gather", axes, "update", stored))
+        found.append(_parameter_collective("all-gather", axes, "update", stored))
     return tuple(_as_run(plan, c) for c in found)
 
 
-def _moved(
+def _parameter_collective(
     kind: CollectiveKind,
     axes: tuple[str, ...],
     phase: str,

@@ -170,16 +170,18 @@ def crossings(plan: PlanData) -> list[str]:
     """Every axis with the links that it crosses and how fast these are."""
     mesh = mesh_of(plan)
     found = [
-        _crossing(axis, mesh, plan.cluster, plan) for axis in mesh if axis != INSIDE
+        _link_text(axis, mesh, plan.cluster, plan) for axis in mesh if axis != INSIDE
     ]
     for one in plan.pipelines or (plan,):
         for own in one.stage_plans:
             for axis, _ in own.axes:
-                found.append(_crossing(axis, own.axis_sizes, own.cluster, own))
+                found.append(_link_text(axis, own.axis_sizes, own.cluster, own))
     return list(dict.fromkeys(found)) or ["one device, nothing to cross"]
 
 
-def _crossing(axis: str, mesh: dict[str, int], cluster: Cluster, plan: PlanData) -> str:
+def _link_text(
+    axis: str, mesh: dict[str, int], cluster: Cluster, plan: PlanData
+) -> str:
     parts = axis_parts((axis,), mesh, cluster)
     rates = {part.level.name: part.level.bandwidth_bytes_per_second for part in parts}
     words = [f"{name} at {gigabytes(rate)}/s" for name, rate in rates.items()]
@@ -312,7 +314,7 @@ def _traffic(plan: PlanData, width: int | None, all_rows: bool) -> list[Line]:
 def traffic_rows(plan: PlanData) -> list[list[str]]:
     """Returns the rows of a step's traffic, by sort, most bytes first."""
     return [
-        [row.kind, row.over, row.what, str(row.times), gigabytes(row.nbytes)]
+        [row.kind, row.route_text, row.what, str(row.times), gigabytes(row.nbytes)]
         for row in traffic(plan)
     ]
 

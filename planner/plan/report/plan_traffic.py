@@ -60,9 +60,9 @@ class TrafficRow:
         return self.kind, self.axes, self.what
 
     @property
-    def over(self) -> str:
+    def route_text(self) -> str:
         """Mesh axes and stages in words."""
-        where = listed(self.where)
+        where = stage_list_text(self.where)
         if self.kind == HANDED:
             back = self.what in ("gradient", TIED_GRADIENT)
             return f"{'back from' if back else 'to'} {where}"
@@ -70,7 +70,7 @@ class TrafficRow:
         return f"{axes} in {where}" if where else axes
 
 
-def listed(stages: Sequence[Home]) -> str:
+def stage_list_text(stages: Sequence[Home]) -> str:
     """Stages in words.
 
     >>> listed([(None, 1), (None, 2), (None, 3)]), listed([(None, 0), (None, 2)])
@@ -115,7 +115,7 @@ def traffic(plan: PlanData) -> list[TrafficRow]:
             counted = dataclasses.replace(own, num_micro_batches=count)
             home = number if plan.pipelines else None, stage
             rows += _collectives(counted, (home,))
-            rows += _handed(one, home, count)
+            rows += _stage_transfer_rows(one, home, count)
     alike: dict[TrafficRow, list[Home]] = {}
     for row in rows:
         plain = dataclasses.replace(row, where=())
@@ -171,7 +171,9 @@ def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[TrafficRow
     yield from found.values()
 
 
-def _handed(plan: PlanData, home: Home, count: int) -> Iterator[TrafficRow]:
+def _stage_transfer_rows(
+    plan: PlanData, home: Home, count: int
+) -> Iterator[TrafficRow]:
     """Yields the transfers of one stage from and to others in a step.
 
     Args:

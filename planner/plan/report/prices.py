@@ -70,12 +70,12 @@ def hourly_price(cluster: Cluster) -> HourlyPrice | None:
     amount = by_kind.price_per_hour
     assert amount is not None
     days = [price.as_of for price in listed if price is not None]
-    return HourlyPrice(amount=amount, currency=_listed()[0], as_of=min(days))
+    return HourlyPrice(amount=amount, currency=_list_prices()[0], as_of=min(days))
 
 
 def listed_price(kind: DeviceKind) -> HourlyPrice | None:
     """The public price of one device of a kind; None for kinds that are not listed."""
-    currency, listed = _listed()
+    currency, listed = _list_prices()
     if kind.name not in listed:
         return None
     amount, as_of = listed[kind.name]
@@ -83,7 +83,7 @@ def listed_price(kind: DeviceKind) -> HourlyPrice | None:
 
 
 @functools.cache
-def _listed() -> tuple[str, dict[str, tuple[float, str]]]:
+def _list_prices() -> tuple[str, dict[str, tuple[float, str]]]:
     file = importlib.resources.files("whalejax.meshes") / "prices.toml"
     data = tomllib.loads(file.read_text())
     currency = data.pop("currency")

@@ -175,7 +175,7 @@ class SearchData(Sequence[Plan]):
                 f"{gigabytes(plan.memory.total_bytes)} of {gigabytes(limit)}",
             ]
             row += _speed_cells(plan)
-            if self._priced:
+            if self._has_prices:
                 price = plan.throughput().million_price if plan.work else None
                 row += [
                     price_text(plan.cluster, self.step_price(index)),
@@ -188,13 +188,13 @@ class SearchData(Sequence[Plan]):
         """Names of the columns of the table."""
         names = ["", "cluster", "devices", "layout", "step", "memory per device"]
         names += ["speed", "MFU"]
-        if self._priced:
+        if self._has_prices:
             unit = next((p.work.unit for p in self.plans if p.work), "samples")
             names += ["price a step", f"a million {unit}"]
         return tuple(names)
 
     @property
-    def _priced(self) -> bool:
+    def _has_prices(self) -> bool:
         return any(hourly_price(plan.cluster) is not None for plan in self.plans)
 
     def document(self) -> dict[str, Any]:
