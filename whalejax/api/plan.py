@@ -70,140 +70,141 @@ def plan(
     staleness: int = 0,
     times: SectionTimes | None = None,
 ) -> Plan:
-    """Choose how to run a training step on a cluster.
+    """Chooses how to run a training step on a cluster.
 
     Args:
-        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
-        model: an NNX module, a Linen module's variables or any pytree; abstract leaves
-            will do.
-        batch: the GLOBAL batch, abstract or real.
-        optimizer: an optax transformation; its state is part of the memory.
-        cluster: a cluster, its text such as ``"h100:4x8"``, or None for the devices of
+        loss_fn: Loss function, ``loss_fn(model, batch)`` or ``loss_fn(model, batch,
+            rng)``.
+        model: NNX module, variables of a Linen module, or any pytree. Abstract leaves
+            are enough.
+        batch: GLOBAL batch, abstract or real.
+        optimizer: Optax transformation. Its state counts as memory. None plans an
+            evaluation.
+        cluster: Cluster, or its text such as ``"h100:4x8"``. None is the devices of
             this process.
-        default: strategy of what no mark covers: ``wh.replicate()`` or ``wh.split()``;
-            None leaves it to the planner.
-        precision: ``"f32"`` (the model's own types), ``"bf16"`` or ``"f16"`` (compute
-            in 16 bits, float32 masters; in float16 the loss is scaled, steps that
-            overflow change nothing and are counted in ``metrics["skipped_steps"]``).
-            Float32 leaves of the batch are cast too: give masks and targets that must
-            stay exact as integers or booleans. Where the model insists on float32, it
-            is taken as one for all TaskGraphs. Or one for each TaskGraph by its name,
-            ``"*"`` for all others: products there are of 16 bits, and so is what is
-            done to each element of their results; sums, exponentials, branches, loops
-            that are no scan, functions with derivatives of their own and what other
-            TaskGraphs read keep the model's own types, and no batch is cast.
-        num_micro_batches: parts M of the global batch, one after the other; part m
-            has the samples m, m + M, … None takes the fewest that fit, and one where
+        default: Strategy of the parts of the model without a mark,
+            ``wh.replicate()`` or ``wh.split()``. None lets the planner choose.
+        precision: ``"f32"`` keeps the model's own types. ``"bf16"`` and ``"f16"``
+            compute in 16 bits with float32 master weights; in float16 the loss is
+            scaled, and a step that overflows changes nothing and is counted in
+            ``metrics["skipped_steps"]``. Float32 leaves of the batch are cast too:
+            give masks and targets that must stay exact as integers or booleans.
+            A mapping gives a precision to each TaskGraph by its name, ``"*"`` for all
+            others. Then products and the elementwise operations on their results are
+            in 16 bits. Sums, exponentials, branches, ``while`` loops, functions with
+            their own derivatives, values that other TaskGraphs read, and the batch
+            keep their types.
+        num_micro_batches: Number M of micro-batches in a step; micro-batch m has the
+            samples m, m + M, … None takes the fewest that fit in memory, and 1 where
             the loss is not proven to be a mean of independent samples.
-        allow_idle: accept plans that leave devices idle where none uses all.
-        sync_batch_stats: statistics must be those of the global batch: never with
-            ``per_micro_batch``.
+        allow_idle: Whether a plan may leave devices idle if none uses all.
+        sync_batch_stats: Whether batch statistics must be those of the global batch.
+            Excludes ``per_micro_batch``.
         group_size: Number of neighbouring samples that stay together in a micro-batch
-            and in a share, as answers to one prompt do. None takes 1, or what the loss
-            shows to be needed where it reshapes its batch into groups. It has to divide
-            the batch, and changes nothing with one micro-batch.
-        per_micro_batch: Several micro-batches, unequal shares and ranks that combine by
-            Adasum are taken though samples are not independent, as under batch
-            normalisation or in a contrastive loss: each part's own loss is meant, as on
-            one device with as much accumulation. Without it such parts are refused. An
-            error where samples are proven independent; without effect on plans of one
-            micro-batch.
-        axis_names: mesh axes that the model's own annotations name, mapped to ours.
-        trainable: Selection of trained parameters, where that is not every one: a glob
-            pattern of dotted paths such as ``"head.*"``, several in a list, a predicate
-            that takes one dotted path, or (NNX) a filter such as ``LoRAParam``. Weights
-            that are left out are stored and computed with like others, without
-            gradients.
-        batch_axes: the batch dimension of the batch's leaves: one number for all, or a
-            tree like the batch with a number for each leaf, and None for one without
-            samples, as in ``{"nodes": 0, "edges": None}``. At least one must have it.
-        mesh: sizes of mesh axes that you fix, as in ``{"tensor": 4}``; the planner
+            and in a share, such as the answers to one prompt. It divides the batch.
+            None takes 1, or the size of the groups into which the loss reshapes its
+            batch. Without effect for one micro-batch.
+        per_micro_batch: Whether the loss is meant for each part of the batch alone,
+            where its samples are not independent, as under batch normalisation or in
+            a contrastive loss. Then several micro-batches, unequal shares and Adasum
+            compute what one device computes with as much gradient accumulation.
+            Without it such parts are refused. An error where samples are proven
+            independent; without effect for one micro-batch.
+        axis_names: Mesh axes in the model's own annotations, mapped to ours.
+        trainable: Selection of the trained parameters; None trains every
+            parameter. A glob
+            pattern of dotted paths such as ``"head.*"``, several in a list, a
+            predicate of one dotted path, or (NNX) a filter such as ``LoRAParam``. The
+            other weights take part in the computation without gradients.
+        batch_axes: Batch dimension of the batch's leaves: one number for all, or a
+            tree like the batch with a number for each leaf and None for leaves
+            without samples, as in ``{"nodes": 0, "edges": None}``. At least one leaf
+            has samples.
+        mesh: Sizes of the mesh axes that you fix, as in ``{"tensor": 4}``. The planner
             chooses the others.
-        zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
-            axis ``fsdp``.)
-        runnable: take only what ``wh.compile`` can run. False widens the search to
-            what can be estimated only, such as gradients in host memory; its plans are
-            estimates.
-        remat: Rematerialisation policy of the layers: ``"none"`` (save all), ``"dots"``
-            (save results of products with weights), ``"named"`` (what the model names
-            with ``jax.ad_checkpoint``; or some of it, ``"named:a,b"``) or ``"full"``
-            (save a layer's inputs); or such a policy for each TaskGraph by its name,
-            ``"*"`` for all others. Parts that the model itself puts into
-            ``jax.checkpoint`` stay as they are. None lets the planner choose.
-        offload: State in host memory: ``"optimizer"`` (its state), ``"activations"``
-            (saved values of recomputed layers, from the forward to the backward pass),
-            ``"params"`` (those that scans over layers slice; their gradients stay on
-            the device), several as a list, or nothing, ``"none"`` or ``()``. None lets
-            the planner choose, where nothing fits without.
-        sequence_parallel: whether the axis ``tensor`` shards the sequence between the
-            products whose heads, width or vocabulary it shards; None lets the planner
+        zero: ZeRO level over ``data``: 0, 1 or 2. Level 3 is the mesh axis ``fsdp``.
+            None lets the planner choose.
+        runnable: Whether the plan must run with ``wh.compile``. False also allows
+            what can only be estimated, such as gradients in host memory.
+        remat: Rematerialisation policy of the layers. ``"none"`` saves everything for
+            the backward pass, ``"dots"`` the products with weights, ``"named"`` the
+            values that the model names with ``jax.ad_checkpoint`` (``"named:a,b"``
+            some of them), ``"full"`` only the inputs of a layer. A mapping gives a
+            policy to each TaskGraph by its name, ``"*"`` for all others. Parts that
+            the model puts into ``jax.checkpoint`` stay as they are. None lets the
+            planner choose.
+        offload: State in host memory, one or several of ``"optimizer"`` (its state),
+            ``"activations"`` (saved values of recomputed layers, between forward and
+            backward pass) and ``"params"`` (parameters that scans over layers slice;
+            their gradients stay on the device); ``"none"`` or ``()`` for nothing. None
+            lets the planner choose, where nothing fits without.
+        sequence_parallel: Whether the axis ``tensor`` shards the sequence between the
+            products whose heads, width or vocabulary it shards. None lets the planner
             choose.
-        attention: ``"ring"`` computes attention a block of scores at a time, with keys
-            and values that go round where the axis ``context`` shards the sequence;
-            ``"gather"`` as the model does, with keys and values gathered there; or one
-            of them for each TaskGraph by its name, ``"*"`` for all others. None lets
-            the planner choose.
-        loss_chunks: into how many parts each device cuts its tokens to make logits of
-            one part at a time, and the loss of them, so that all logits never exist; 1
-            makes them at once. None lets the planner choose, where memory is short.
-        combine: Combination of the ranks of the axis ``data``, each with its own
-            samples: ``"mean"`` of their gradients; ``"adasum"`` (adaptive summation:
-            per parameter and layer orthogonal gradients add up, parallel ones are
-            averaged); ``"adasum_nodes"``, Adasum across nodes of the means within each
-            node; or ``"adasum_updates"``, Adasum of the updates that each rank's
-            optimizer would make, for optimizers whose step is not linear in the
-            gradient, as Adam's and LAMB's.
-        shares: micro-batches of each data-parallel replica, in node order: ``"even"``
-            gives all of them as many, and on devices of one kind cuts every micro-batch
-            into equal parts; numbers that you fix, which a run may change as it
-            measures (``TrainStep.shares``); None lets the planner choose where devices
-            are of several kinds.
-        compiler_options: options of XLA that the step is compiled with, as ``jax.jit``
-            takes them. Those that are known to change collectives are planned with.
-        margin: part of the predicted memory that a plan leaves free on top of it, as
-            0.1, below 1; predictions may be too low. None takes what compiled programs
-            of this kind took more than was predicted for them (docs/verify.md): nothing
-            on CPU, and most where the program has parts that few of those had, of which
-            a note says so.
-        verified: the compiler for the cluster has accepted the plan. Where it refuses
-            one for its memory, the next best plan is taken that leaves the room that
-            was lacking. Needs the compiler, as ``Plan.verify`` does, and minutes.
-        swarm: plan for peers that may come and go over slow links: each device of the
-            cluster is one peer, and each stage is served by several. The stages are as
-            few as memory and links allow, or as ``mesh={"stage": n}`` says; what is
-            predicted and wanted of peers is ``plan.swarm``.
-        bandwidth: Rate of a peer's link, either way: ``"200Mb/s"``, ``"25MB/s"``, or
-            bytes per second. Only with ``swarm``.
-        wire: format of activations and their gradients between peers: ``"f32"``,
-            ``"bf16"`` or ``"int8"`` (in blocks of 256 values with a scale); None takes
-            the most exact that keeps peers busy. Only with ``swarm``.
-        sum_wire: format of gradients while the peers of a stage add them up:
-            ``"f32"``, which None stands for, ``"f16"`` or ``"int8"``. Only with
-            ``swarm``.
-        tables: Update rule of embedding rows, ``wh.sparse_optimizer(...)``: parameters
-            that are only looked up are then placed as tables, and ``optimizer`` is that
-            of all others. With it only ``optimizer``, ``cluster``, ``mesh`` (``data``
-            and ``fsdp``), ``trainable`` and the following can be given; without it none
-            of these.
-        splits: ways of storing a table that may be used: some of ``"whole"``,
-            ``"rows"``, ``"columns"`` and ``"replicate"``.
-        together: groups of tables that must be on one device, by their paths.
+        attention: ``"ring"`` computes attention in blocks of scores; where the axis
+            ``context`` shards the sequence, keys and values go round the devices.
+            ``"gather"`` computes it as the model does, and gathers keys and values. A
+            mapping gives one of them to each TaskGraph by its name, ``"*"`` for all
+            others. None lets the planner choose.
+        loss_chunks: Number of parts in which each device computes the logits of its
+            tokens and their loss, so that all logits never exist at once. 1 computes
+            them at once. None lets the planner choose, where memory is short.
+        combine: Combination of the ranks of the axis ``data``. ``"mean"`` averages
+            their gradients. ``"adasum"`` is adaptive summation: by parameter and
+            layer, orthogonal gradients add up and parallel ones are averaged.
+            ``"adasum_nodes"`` is Adasum across nodes of the means within each node.
+            ``"adasum_updates"`` is Adasum of the updates that each rank's optimizer
+            would make, for optimizers whose step is not linear in the gradient, such
+            as Adam and LAMB.
+        shares: Micro-batches of each data-parallel replica, in node order. Numbers
+            are your choice; a run may change them as it measures
+            (``TrainStep.shares``). ``"even"`` gives all replicas the same number, and
+            on devices of one kind divides every micro-batch equally. None lets the
+            planner choose where devices are of several kinds.
+        compiler_options: XLA options of the step, as ``jax.jit`` takes them. The
+            planner knows the effect of those that change collectives.
+        margin: Fraction of the predicted memory that the plan leaves free beyond it,
+            such as 0.1, below 1. None takes the largest measured excess of compiled
+            programs of this kind (docs/verify.md): nothing on CPU, and more where the
+            program has parts that few measured programs had, which a note says.
+        verified: Whether the cluster's compiler must accept the plan. If it refuses
+            one for its memory, the best plan that needs so much less is taken. Needs
+            the compiler, as ``Plan.verify`` does, and minutes.
+        swarm: Whether to plan for peers that may come and go over slow links. Each
+            device of the cluster is a peer, and several peers serve each stage. There
+            are as few stages as memory and links allow, or ``mesh={"stage": n}``.
+            ``plan.swarm`` has the predictions and the requirements on peers.
+        bandwidth: Rate of a peer's link in each direction: ``"200Mb/s"``,
+            ``"25MB/s"``, or bytes per second. Only with ``swarm``.
+        wire: Wire format of activations and their gradients between peers: ``"f32"``,
+            ``"bf16"`` or ``"int8"`` (in blocks of 256 values with a scale). None takes
+            the most exact one that keeps peers busy. Only with ``swarm``.
+        sum_wire: Wire format of gradients while the peers of a stage reduce them:
+            ``"f32"`` (also None), ``"f16"`` or ``"int8"``. Only with ``swarm``.
+        tables: Update rule of embedding rows, ``wh.sparse_optimizer(...)``. Parameters
+            that are only looked up are then placed as tables, and ``optimizer``
+            updates all others. With it only ``optimizer``, ``cluster``, ``mesh``
+            (``data`` and ``fsdp``), ``trainable`` and the arguments below can be given;
+            without it none of these.
+        splits: Ways in which a table may be stored: some of ``"whole"``, ``"rows"``,
+            ``"columns"`` and ``"replicate"``.
+        together: Groups of tables that must be on one device, by their paths.
         pins: Placements that you fix, by the path of a table: its device, or one of
             ``splits``.
         counts: Number of lookups of each row, by the path of a table:
             ``wh.count_lookups`` counts them.
         staleness: Number of newest updates that a lookup does without, so that both
-            parts work at once; with 0 every row has all of them. Only on a cluster such
-            as ``"cpu:2+h100:1"``, whose first part holds the tables in processes of its
-            own.
-        times: measured times of these two sections, ``step.report().times``; None
+            sections work at once; with 0 every row has all of them. Only on a cluster
+            such as ``"cpu:2+h100:1"``, whose first part holds the tables in processes
+            of its own.
+        times: Measured times of these two sections, ``step.report().times``. None
             predicts them.
 
     Returns:
         The plan; ``print`` shows it.
 
     Raises:
-        WhaleError: what was given cannot be planned; every problem is listed.
+        WhaleError: The arguments cannot be planned; the message lists every problem.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
