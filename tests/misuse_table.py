@@ -571,6 +571,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         given=lambda w: {"folder": w.folder, "run": None},
         legal={"run": ("none", "the newest")},
     ),
+    "jobs_timeline": Entry(
+        given=lambda w: {"folder": w.folder, "predicted": True},
+        legal={},
+    ),
     "square_cube": Entry(
         given=lambda w: {"plan": w.plan, "bandwidths": ["1Gb/s"], "wire": "f32"},
         legal={},

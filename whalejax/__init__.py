@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from whalejax.runtime.compile_tables import compile_tables as compile_tables
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
+    from whalejax.scheduler.job_timeline import jobs_timeline as jobs_timeline
     from whalejax.tables.sparse_optimizers import (
         sparse_optimizer as sparse_optimizer,
     )
@@ -76,6 +77,7 @@ _MODULE_OF_NAME = {
     "count_lookups": "whalejax.api.table_plans",
     "goodput": "whalejax.planner.plan.goodput",
     "init_distributed": "whalejax.elastic.init_distributed",
+    "jobs_timeline": "whalejax.scheduler.job_timeline",
     "largest_batch": "whalejax.api.largest_batch",
     "loop": "whalejax.runtime",
     "pipeline": "whalejax.user_code.annotations",
@@ -113,6 +115,7 @@ __all__ = [
     "count_lookups",
     "goodput",
     "init_distributed",
+    "jobs_timeline",
     "largest_batch",
     "loop",
     "pipeline",

@@ -124,37 +124,51 @@ class JobBook:
     def _apply(self, event: str, fields: Mapping[str, Any], at: float) -> None:
         if event == "opened":
             self.cluster = fields["cluster"]
-            return
-        if event == "added":
-            request = msgspec.convert(
-                {"kind": "add", **fields["job"]}, Add
-            )  # As it came over the socket.
-            self.jobs[request.name] = LiveJob(request=request, added_at=at)
-            return
-        job = self.jobs.get(fields.get("name", ""))
-        if job is None:
-            return
-        match event:
-            case "planned":
-                job.batch = fields["batch"]
-                job.options = dict(_options(fields["options"]))
-            case "placed":
-                job.placed.append((at, job.target, fields["size"]))
-                job.target = fields["size"]
-            case "devices":
-                job.devices = list(fields["devices"])
-            case "launched":
-                job.launches += 1
-            case "progressed":
-                job.launches = 0
-            case "paused" | "resumed":
-                job.paused = event == "paused"
-                job.launches = 0
-            case "cancelled":
-                job.cancelled = True
-            case "ended":
-                job.how, job.why = fields["how"], fields["why"]
-                job.ended_at, job.target, job.devices = at, 0, []
+        else:
+            apply_event(self.jobs, event, fields, at)
+
+
+def apply_event(
+    jobs: dict[str, LiveJob], event: str, fields: Mapping[str, Any], at: float
+) -> None:
+    """Changes the jobs as an event of the journal does.
+
+    Args:
+        jobs: Jobs by name.
+        event: Kind of the event; unknown ones change nothing.
+        fields: Fields of the event.
+        at: Unix time of the event.
+    """
+    if event == "added":
+        request = msgspec.convert(
+            {"kind": "add", **fields["job"]}, Add
+        )  # As it came over the socket.
+        jobs[request.name] = LiveJob(request=request, added_at=at)
+        return
+    job = jobs.get(fields.get("name", ""))
+    if job is None:
+        return
+    match event:
+        case "planned":
+            job.batch = fields["batch"]
+            job.options = dict(_options(fields["options"]))
+        case "placed":
+            job.placed.append((at, job.target, fields["size"]))
+            job.target = fields["size"]
+        case "devices":
+            job.devices = list(fields["devices"])
+        case "launched":
+            job.launches += 1
+        case "progressed":
+            job.launches = 0
+        case "paused" | "resumed":
+            job.paused = event == "paused"
+            job.launches = 0
+        case "cancelled":
+            job.cancelled = True
+        case "ended":
+            job.how, job.why = fields["how"], fields["why"]
+            job.ended_at, job.target, job.devices = at, 0, []
 
 
 def told_options(options: Iterable[JobOption]) -> list[dict[str, Any]]:

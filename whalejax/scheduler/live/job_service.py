@@ -164,7 +164,8 @@ class JobService:
                 "cluster, or cancel them first"
             )
         if before != text:
-            self._book.record("opened", cluster=text)
+            count = self._cluster.num_devices
+            self._book.record("opened", cluster=text, num_devices=count)
 
     # The loop.
 
