@@ -599,6 +599,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "mesh": None,
             "copy_every": None,
             "mtbf": 60.0,
+            "noise_scale": False,
         },
         legal={
             "save": ("none text", "no checkpoints, or a folder of any name"),

@@ -161,6 +161,8 @@ class TrainCommand:
     """train with as many processes, which may be lost and come back; needs --save"""
     spares: Annotated[int, option(metavar="N")] = 0
     """of --processes: further ones that stand by and step in at once"""
+    noise_scale: Switch = False
+    """measure the gradient-noise scale, in samples, as a metric; needs --processes"""
     hosts: Hosts = "localhost"
     host: AgentsAddress = None
     ray: RayAddress = None

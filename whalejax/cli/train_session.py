@@ -121,6 +121,11 @@ def check_options(options: TrainCommand) -> None:
             f"--spares is {options.spares} without --processes MIN:MAX, of which they "
             "step in for lost ones. Give both, or leave it out"
         )
+    if options.noise_scale and options.processes is None:
+        problems.add(
+            "--noise-scale was given without --processes MIN:MAX, whose replicas "
+            "measure it. Give both, or leave it out"
+        )
     for name in given_places(options) if options.processes is None else ():
         problems.add(
             f"{name} was given without --processes MIN:MAX, whose processes run there. "

@@ -102,6 +102,7 @@ def main(words: Sequence[str]) -> int:
             precision=precision_asked(options["precision"]),
             seed=options["seed"],
             mesh=mesh_asked(options["mesh"]),
+            noise_scale=options.get("noise_scale", False),
         ):
             step = int(state.step)
             print(f"step {step}  loss {float(metrics['loss']):.6g}", flush=True)

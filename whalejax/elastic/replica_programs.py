@@ -23,6 +23,7 @@ from whalejax.api import job_plans
 from whalejax.capture.split_checks import DependentSamplesError
 from whalejax.distributed.standard_streams import say
 from whalejax.elastic.async_checkpoints import Tell
+from whalejax.elastic.noise_scale import NoiseScale
 from whalejax.lowering.global_arrays import impl_of
 from whalejax.lowering.multihost.fingerprints import fingerprint
 from whalejax.lowering.train_state import TrainState
@@ -153,6 +154,7 @@ class ReplicaPrograms:
         precision: Any,
         seed: int,
         planned: PlannedReplica | None = None,
+        noise_scale: bool = False,
     ) -> None:
         """Plan and trace; compile nothing yet.
 
@@ -165,6 +167,7 @@ class ReplicaPrograms:
             planned: Replica that was planned from the first batch itself, where there
                 is one; it is planned anew where that was for another platform than this
                 process's.
+            noise_scale: Whether to measure the gradient-noise scale.
         """
         self.job, self._seed = job, seed
         here = jax.local_devices()[0].platform
@@ -189,8 +192,16 @@ class ReplicaPrograms:
         runner = self.step._runner
         assert isinstance(runner, UnevenReplicasExecutor)
         self._runner = runner
-        self._contributing = ContributingReplica(runner)
+        self._contributing = ContributingReplica(runner, measures_squares=noise_scale)
         self.count, self.shapes = planned.count, self._contributing.shapes
+        self._noise: NoiseScale | None = None
+        if noise_scale:
+            if self.count < 2:
+                raise WhaleError(
+                    "noise_scale needs the gradients of 2 micro-batches or more, and "
+                    "a step has 1. Give num_micro_batches=2"
+                )
+            self._noise = NoiseScale(self.size, self.count)
         self._data = _digest(jax.tree.leaves(planned.first))
 
     def facts(self) -> dict[str, str]:
@@ -368,7 +379,15 @@ class ReplicaPrograms:
         self, state: TrainState, sums: Sequence[np.ndarray]
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and metrics."""
-        return self._contributing.finish(state, sums)
+        if self._noise is None:
+            return self._contributing.finish(state, sums)
+        squares = list(self._contributing.squares.values())
+        self._contributing.squares.clear()
+        self._noise.update(squares, self._contributing.total_square(sums))
+        state, metrics = self._contributing.finish(state, sums)
+        if (value := self._noise.value) is not None:
+            metrics = {**metrics, "noise_scale": value}
+        return state, metrics
 
     def warm_up(self) -> None:
         """Compile what steps, checkpoints and states of others take.
@@ -379,7 +398,10 @@ class ReplicaPrograms:
         state = self.copy_state(self.init_state())
         batch = self.batch(0)
         sums = self._contributing.part(state, batch, 0)
-        state, metrics = self.finish(state, sums)
+        if self._noise is not None:
+            self._contributing.total_square(sums)
+            self._contributing.squares.clear()
+        state, metrics = self._contributing.finish(state, sums)
         jax.block_until_ready((state, metrics))
 
 

@@ -40,6 +40,7 @@ def train_elastic(
     mesh: Mapping[str, int] | Callable[[int], Mapping[str, int]] | str | None = None,
     copy_every: int | None = None,
     mtbf: float = 3600.0,
+    noise_scale: bool = False,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Train a job with whoever is there, under ``whalejax launch --processes MIN:MAX``.
 
@@ -84,6 +85,10 @@ def train_elastic(
             best number by Daly's formula; 0 makes none.
         mtbf: mean seconds between failures of any process, for that formula and for
             the price.
+        noise_scale: Whether to measure the gradient-noise scale of replicas, from the
+            gradients of their micro-batches: the metric ``noise_scale``, in samples,
+            below which a larger batch needs fewer steps in proportion. Each process
+            measures its own micro-batches. Needs 2 micro-batches or more.
 
     Yields:
         The state after each step from where this process joined, and its metrics:
@@ -95,7 +100,7 @@ def train_elastic(
             differs from the others, or the run cannot go on.
     """
     from whalejax.elastic.member import Training
-    from whalejax.elastic.mesh_sizes import refusal
+    from whalejax.elastic.mesh_sizes import REPLICAS, refusal
     from whalejax.elastic.refusals import reported_refusals
 
     problems = Arguments("wh.train_elastic")
@@ -116,8 +121,16 @@ def train_elastic(
         problems.refuse(
             "mtbf", mtbf, f"seconds, more than 0 and below {_LONGEST_SECONDS}"
         )
+    problems.switch("noise_scale", noise_scale)
+    if noise_scale is True and mesh not in (None, REPLICAS):
+        problems.add(
+            f"noise_scale is measured from micro-batches of replicas, and mesh is "
+            f"{mesh!r:.100}. Give mesh='replicas', or leave noise_scale out"
+        )
     with reported_refusals():
         problems.raise_if_any()
+    if noise_scale:
+        mesh = REPLICAS
     training = Training(
         steps=steps,
         save=None if save is None else Path(save),
@@ -133,11 +146,15 @@ def train_elastic(
         "seed": seed,
     }
     with reported_refusals():
-        return _trained(job, training, settings, mesh)
+        return _trained(job, training, settings, mesh, noise_scale)
 
 
 def _trained(
-    job: Job, training: Training, settings: dict[str, Any], mesh: Asked | None
+    job: Job,
+    training: Training,
+    settings: dict[str, Any],
+    mesh: Asked | None,
+    noise_scale: bool,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """The steps, in the way that this run takes."""
     from whalejax.elastic.member import ElasticMember
@@ -153,7 +170,9 @@ def _trained(
             mesh = REPLICAS if way == MESSAGES else AUTO
     if mesh is not None and mesh != REPLICAS:
         return _train_sharded(job, training, settings, mesh)
-    programs = ReplicaPrograms(job, **settings, planned=planned)
+    programs = ReplicaPrograms(
+        job, **settings, planned=planned, noise_scale=noise_scale
+    )
     if address is None:
         return _alone(programs, training)
     return ElasticMember(programs, training, address, key_file).run()

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from whalejax.lowering.global_arrays import put_global
 from whalejax.lowering.micro_batch_rows import MicroBatchRows
+from whalejax.lowering.spmd.spmd_executor import Sums
 from whalejax.lowering.step_runner import Metrics
 from whalejax.lowering.train_state import TrainState, consuming
 from whalejax.lowering.uneven.adaptive_shares import told_size
@@ -29,19 +31,27 @@ class ContributingReplica:
 
     Attributes:
         count: micro-batches of a step.
+        squares: Squared norms of the mean gradients of the micro-batches of this step
+            that ran here, by number; empty unless they are measured.
     """
 
-    def __init__(self, runner: UnevenReplicasExecutor) -> None:
+    def __init__(
+        self, runner: UnevenReplicasExecutor, *, measures_squares: bool = False
+    ) -> None:
         """Compile nothing yet.
 
         Args:
             runner: Runner of a plan with one replica.
+            measures_squares: Whether to measure the squared norms of gradients.
         """
         assert len(runner.shares) == 1
         self._runner = runner
         self._replica = runner._replicas[0]
         self.count = runner.program.plan.num_micro_batches
+        self.squares: dict[int, float] = {}
+        self._measures_squares = measures_squares
         self._one = jax.jit(self._contributed)
+        self._total_square = jax.jit(self._square_of_buffers)
 
     @property
     def shapes(self) -> list[tuple[int, Any]]:
@@ -63,23 +73,36 @@ class ContributingReplica:
         runner = self._runner
         seen = runner._local_view(state, 0)
         leaves = runner._put_micro_batch(0, self._cut(batch, number))
-        part = self._one(
+        part, square = self._one(
             seen.rest,
             inputs_of(runner.program, seen),
             leaves,
             runner._numbers[0][number],
             self._later[number],
         )
+        if square is not None:
+            self.squares[number] = float(square)
         return [np.asarray(x) for x in part]
+
+    def total_square(self, buffers: Sequence[np.ndarray]) -> float:
+        """Returns the squared norm of the mean gradient of a step.
+
+        Args:
+            buffers: Sum of all micro-batches.
+        """
+        return float(self._total_square(list(buffers)))
 
     def _contributed(
         self, rest: Any, inputs: Any, leaves: Any, number: Any, later: Any
-    ) -> list[Any]:
+    ) -> tuple[list[Any], Any]:
         replica = self._replica
         sums, after = replica.add(replica.begin(), rest, *inputs, leaves, number)
         paces = jax.numpy.zeros((1, told_size(1)), "float32")
         buffers, _ = replica.pack(sums, rest, after, np.float32(1), later, paces)
-        return buffers
+        return buffers, _mean_square(sums) if self._measures_squares else None
+
+    def _square_of_buffers(self, buffers: Sequence[Any]) -> Any:
+        return _mean_square(self._replica.unpack(buffers))
 
     def _cut(self, batch: Sequence[Any], number: int) -> list[Any]:
         """The samples of a micro-batch."""
@@ -122,3 +145,9 @@ class ContributingReplica:
         plan, axes = self._runner.program.plan, self._runner.program.batch_axes
         sizes = zip(plan.batch, axes, strict=True)
         return next((x.shape[a] for x, a in sizes if a is not None), 1)
+
+
+def _mean_square(sums: Sums) -> Any:
+    """Returns the squared norm of the mean gradient of some sums."""
+    floats = (g.astype(jnp.float32) for g in sums.gradients)
+    return sum(jnp.vdot(g, g) for g in floats) / sums.weight.astype(jnp.float32) ** 2

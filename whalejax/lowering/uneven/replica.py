@@ -207,11 +207,15 @@ class Replica:
         sent = sums, self._contributions(before, rest, ran, later), paces.max(0)
         return self._buffers.pack(jax.tree.leaves(sent)), sums.weight
 
+    def unpack(self, buffers: Sequence[Any]) -> Sums:
+        """Returns the sums in the buffers of ``pack``."""
+        sums: Sums = self._sent.unflatten(self._buffers.unpack(buffers))[0]
+        return sums
+
     def _finish(
         self, state: TrainState, buffers: Sequence[Any]
     ) -> tuple[TrainState, Metrics, Any]:
-        flat = self._buffers.unpack(buffers)
-        sums, told, paces = self._sent.unflatten(flat)
+        sums, told, paces = self._sent.unflatten(self._buffers.unpack(buffers))
         rest = self._after(state.rest, told)
         return *finished(self.program, state, sums, rest), paces
 
