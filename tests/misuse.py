@@ -143,7 +143,7 @@ INNER: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         [
             f"meshes.Level.{name}"
-            for name in ("detour", "moved", "slowdown_of", "waits")
+            for name in ("detour", "payload_fraction", "slowdown_of", "waits")
         ],
         "arithmetic on arrays of candidates, of which a search makes millions",
     ),

@@ -573,7 +573,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "jobs_timeline": Entry(
         given=lambda w: {"folder": w.folder, "predicted": True},
-        legal={},
+        legal={"predicted": SWITCH},
     ),
     "square_cube": Entry(
         given=lambda w: {"plan": w.plan, "bandwidths": ["1Gb/s"], "wire": "f32"},
@@ -605,6 +605,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "save": ("none text", "no checkpoints, or a folder of any name"),
             "copy_every": ("none zero", "the best number, or no copies"),
             "mtbf": ("half", "any positive number of seconds"),
+            "noise_scale": SWITCH,
             "mesh": (
                 "none dict function class",
                 "the cheaper way, no size that is fixed, or what gives sizes for a "

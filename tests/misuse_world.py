@@ -7,6 +7,7 @@ values are right for a parameter, and why.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,15 @@ def world(folder: Path) -> World:
     journal = folder / "elastic" / "events.jsonl"
     journal.parent.mkdir()
     journal.write_text('{"time": 1.0, "event": "opened", "host": "a", "port": 1}\n')
+    added = {
+        "name": "one",
+        "model": "mlp",
+        "steps": 1,
+        "devices": [1, 1],
+        "folder": "/",
+    }
+    event = json.dumps({"time": 1.0, "event": "added", "job": added})
+    (folder / "jobs.jsonl").write_text(event + "\n")
     found = wh.search(loss, model, batch, clusters=["h100:8"], optimizer=OPTIMIZER)
     return World(
         folder=folder,

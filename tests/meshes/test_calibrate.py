@@ -25,7 +25,7 @@ from whalejax.meshes.calibration.probes import (
     CollectiveProbe,
     Convolution,
     Elementwise,
-    Fresh,
+    FirstTouchProbe,
     Probe,
     ProductProbe,
 )
@@ -156,7 +156,13 @@ def test_the_essential_part_is_measured_on_any_budget(
         "f64",
     }
     kinds = {type(p) for p in found}
-    assert kinds == {ProductProbe, Elementwise, Fresh, ChainProbe, CollectiveProbe}
+    assert kinds == {
+        ProductProbe,
+        Elementwise,
+        FirstTouchProbe,
+        ChainProbe,
+        CollectiveProbe,
+    }
     assert machine.done == list(found)
 
 
@@ -192,7 +198,7 @@ def test_times_become_a_cluster(
         match probe:
             case ProductProbe(_, m, k, n, batch):
                 return 2 * 2 * m * k * n * batch / (1e9 if batch == 1 else 5e8)
-            case Fresh(array_bytes):
+            case FirstTouchProbe(array_bytes):
                 return array_bytes / 1e10 + array_bytes / 2e9
             case Elementwise("add", array_bytes):
                 return 3 * array_bytes / 1e10

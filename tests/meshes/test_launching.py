@@ -25,9 +25,9 @@ SECONDS: Final = 60
 
 WHO = """
 import os, sys
-from whalejax.distributed.launch_env import Introduced, launched, tell_launcher
+from whalejax.distributed.launch_env import DeviceReport, launched, tell_launcher
 address, count, rank = launched()
-tell_launcher(Introduced(kind=f"kind{rank}", devices=rank + 1))
+tell_launcher(DeviceReport(kind=f"kind{rank}", devices=rank + 1))
 print("rank", rank, "of", count, "at", address, sys.argv[1:], os.environ.get("AT"))
 """
 

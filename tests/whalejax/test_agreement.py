@@ -22,7 +22,7 @@ import time
 import numpy as np, optax
 import whalejax as wh
 from whalejax.membership import heartbeat
-from whalejax.lowering.multihost import agreement
+from whalejax.lowering.multihost import plan_agreement as agreement
 
 case = sys.argv[5]
 odd = index == count - 1

@@ -149,14 +149,14 @@ class _ReportLine(
     """A line of its output."""
 
 
-class DeviceReport(_ReportLine, frozen=True, kw_only=True):
+class DeviceReport(_ReportLine, frozen=True, kw_only=True, tag="introduced"):
     """Report of a process's devices: their kind and number."""
 
     kind: str
     devices: Annotated[int, Meta(ge=0, lt=10**6)]
 
 
-class BlameReport(_ReportLine, frozen=True, kw_only=True):
+class BlameReport(_ReportLine, frozen=True, kw_only=True, tag="blamed"):
     """Because of which process another one ends, and words that follow its name."""
 
     rank: Annotated[int, Meta(ge=0)]

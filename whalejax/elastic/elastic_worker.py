@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax.meshes.errors import WhaleError
+from whalejax.user_code.losses import Job
 
 
 _USER_ERROR: Final = 2
@@ -78,6 +80,32 @@ def write_metrics(folder: Path, step: int, metrics: Mapping[str, Any]) -> None:
             file.write(json.dumps(told) + "\n")
 
 
+def with_rate(job: Job, factor: float) -> Job:
+    """Returns a job whose optimizer's updates are scaled, as by its learning rate.
+
+    The state of the optimizer keeps its structure, so that checkpoints fit.
+
+    Args:
+        job: Job to train.
+        factor: Learning rate over that of the job's optimizer.
+    """
+    if factor == 1.0 or job.optimizer is None:
+        return job
+    import jax
+    import optax
+
+    inner = optax.with_extra_args_support(job.optimizer)
+
+    def update(
+        gradients: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        updates, state = inner.update(gradients, state, params, **extra)
+        return jax.tree.map(lambda x: x * np.asarray(factor, x.dtype), updates), state
+
+    scaled = optax.GradientTransformationExtraArgs(inner.init, update)
+    return dataclasses.replace(job, optimizer=scaled)
+
+
 def main(words: Sequence[str]) -> int:
     """Train until the run is over.
 
@@ -92,6 +120,7 @@ def main(words: Sequence[str]) -> int:
     try:
         with reported_refusals():
             job = find_job(options["model"], named_values(options["set"]))
+            job = with_rate(job, options.get("rate_factor", 1.0))
         for state, metrics in train_elastic(
             job,
             steps=options["steps"],

@@ -335,7 +335,7 @@ def test_words_of_add_that_cannot_be_used_are_named_at_once(tmp_path: Path) -> N
     for said in (
         "--name is '../x'",
         "--devices is '4:1'; expected N, or MIN:MAX",
-        "--batch is 64:1024; jobs that run keep one batch",
+        "--batch is 64:1024 without --rate-rule: a larger batch is another training",
         "--steps is 0",
         "--priority is 200; expected 0 to 100",
     ):

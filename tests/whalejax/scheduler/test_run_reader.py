@@ -129,6 +129,7 @@ class Run:
         self.reader = self
         self.is_alive = self.has_opened = self.is_asking = self.drains = False
         self.size, self.held_slots = 0, set[int]()
+        self.step, self.launched = 0, list[dict[str, Any]]()
         self.members, self.failures = 0, dict[int, int]()
         self.ending: tuple[Ending, str] | None = None
         self.started: list[tuple[int, list[str]]] = []
@@ -145,8 +146,14 @@ class Run:
     def end_of_log(self) -> str:
         return "the end of its log"
 
-    def start(self, least: int, most: int, size: int, devices: list[str]) -> None:
+    def record_launch(self, at: float, batch: int) -> None:
+        pass
+
+    def start(
+        self, least: int, most: int, size: int, devices: list[str], **more: Any
+    ) -> None:
         self.started.append((size, list(devices)))
+        self.launched.append(more)
         self.is_alive, self.has_opened = True, False
 
     def resize(self, size: int, devices: list[str]) -> None:
@@ -260,7 +267,7 @@ def test_a_supervisor_that_does_not_start_fails_its_job(tmp_path: Path) -> None:
 def test_a_folder_that_is_gone_fails_its_job(tmp_path: Path) -> None:
     host = Host(tmp_path, "a")
 
-    def start(*given: object) -> None:
+    def start(*given: object, **more: object) -> None:
         raise FileNotFoundError(2, "No such file or directory", "/gone")
 
     host.runs["a"].start = start  # type: ignore[method-assign]

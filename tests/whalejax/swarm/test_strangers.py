@@ -355,7 +355,7 @@ def test_nothing_of_a_swarm_is_unpickled() -> None:
         Path(*room.__path__) for room in (whalejax.swarm, whalejax.swarm_runtime)
     ]
     files = [path for folder in folders for path in folder.rglob("*.py")]
-    assert {"ledger.py", "coding.py"} <= {path.name for path in files}
+    assert {"ledger.py", "tensor_codec.py"} <= {path.name for path in files}
     for path in files:
         names = {
             alias.name

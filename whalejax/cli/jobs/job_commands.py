@@ -128,7 +128,7 @@ def request_of(command: JobsAddCommand, folder: Path) -> Add:
                 "digits and . _ -, the first a letter or digit"
             )
         devices = _span("--devices", command.devices, _MOST_DEVICES, problems)
-        batch = _batch(command.batch, problems)
+        batch, most_batch = _batches(command, problems)
         for option, value, most in (
             ("--steps", command.steps, LARGEST),
             ("--save-every", command.save_every, LARGEST),
@@ -150,6 +150,8 @@ def request_of(command: JobsAddCommand, folder: Path) -> Add:
         model=model,
         settings=list(command.set),
         batch=batch,
+        most_batch=most_batch,
+        rate_rule=command.rate_rule or "",
         steps=command.steps,
         devices=devices,
         priority=command.priority,
@@ -172,18 +174,42 @@ def _default_name(command: JobsAddCommand) -> str:
     return next(name for name in (base, *numbers) if name not in there)
 
 
-def _batch(text: str | None, problems: Problems) -> int | None:
-    if text is None:
-        return None
-    least, most = _span("--batch", text, MOST_SAMPLES, problems)
-    if ":" in text:
+def _batches(
+    command: JobsAddCommand, problems: Problems
+) -> tuple[int | None, int | None]:
+    """Returns a job's own batch and the largest one; None where not given."""
+    text, rule = command.batch, command.rate_rule
+    most: int | None = None
+    least: int | None = None
+    if text is not None:
+        least, most = _span("--batch", text, MOST_SAMPLES, problems)
+    if text is None or ":" not in text:
+        if rule is not None:
+            problems.add(
+                f"--rate-rule {rule} was given without a range of batches. Give "
+                "--batch MIN:MAX, or leave it out"
+            )
+        return least, None
+    assert least is not None and most is not None
+    if most < 2 * least:
         problems.add(
-            f"--batch is {text}; jobs that run keep one batch, as larger ones are "
-            "another training whose progress a sample has to be measured in the run "
-            f"(its gradient's noise scale), which is not built. Give --batch {least}; "
-            "whalejax jobs simulate takes a range with a noise_scale"
+            f"--batch is {text}; larger batches are multiples of the first, from "
+            f"{2 * least} samples. Give --batch {least}:{2 * least} or more, or one "
+            "number"
         )
-    return least
+    if rule is None:
+        problems.add(
+            f"--batch is {text} without --rate-rule: a larger batch is another "
+            "training, with a larger learning rate. Give --rate-rule linear (SGD) or "
+            "sqrt (Adam and others that divide by the gradient's size)"
+        )
+    if command.mesh and list(command.mesh) != ["replicas"]:
+        problems.add(
+            f"--batch is {text} with --mesh {' '.join(command.mesh)}: the noise scale "
+            "of the gradient, by which batches are chosen, is measured by replicas. "
+            "Leave --mesh out, or give one batch"
+        )
+    return least, most
 
 
 def _span(option: str, text: str, most: int, problems: Problems) -> tuple[int, int]:

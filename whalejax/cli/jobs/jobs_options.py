@@ -14,6 +14,9 @@ from whalejax.cli.options import Mesh, Model, OptionalNumber, Precision, Setting
 Policy = Literal["throughput", "completion", "fairness", "sia", "static"]
 
 
+RateRule = Literal["linear", "sqrt"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsSimulateCommand:
     """Play a trace of jobs through, and say when each would start, change and end.
@@ -82,8 +85,13 @@ class JobsAddCommand:
     """options of the model, or of your function: layers=6 embed=128"""
     name: Annotated[str | None, conf.arg(metavar="NAME")] = None
     """unlike that of any other job; made from the model's name if left out"""
-    batch: Annotated[str | None, conf.arg(metavar="N")] = None
-    """samples in a global batch; the job's own number if left out"""
+    batch: Annotated[str | None, conf.arg(metavar="N|MIN:MAX")] = None
+    """samples in a global batch; the job's own number if left out. Of a range larger
+    ones are taken where the measured noise of the gradient makes them worth it"""
+    rate_rule: Annotated[Literal["linear", "sqrt"] | None, conf.arg(metavar="RULE")] = (
+        None
+    )
+    """learning rate of larger batches, linear or sqrt"""
     steps: Annotated[int, conf.arg(metavar="N")] = 100
     """steps to be done in all"""
     priority: Annotated[int, conf.arg(metavar="N")] = 0

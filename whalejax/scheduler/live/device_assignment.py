@@ -8,10 +8,13 @@ journals, so that it does not matter where a scheduler was killed.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from typing import Final
 
 from whalejax.membership.exit_status import Ending
+from whalejax.scheduler.batch_choice import rate_factor
 from whalejax.scheduler.live.job_book import (
     CANCELLED,
     COMPLETE,
@@ -146,14 +149,36 @@ class Placing:
         free = self._healthy_devices(job) + self.free()
         if len(free) >= job.target:
             self._set_devices(job, free[: job.target])
-            self._book.record("launched", name=job.name)
+            batch, (_, efficiency) = job.wanted_batch, job.wanted
+            step = run.reader.step
+            more = math.ceil(job.remaining(step) / (batch * efficiency) - 1e-9)
+            self._book.record(
+                "launched",
+                name=job.name,
+                batch=batch,
+                efficiency=efficiency,
+                step=step,
+                steps=step + more,
+            )
+            run.reader.record_launch(time.time(), batch)
             self._start(job, run, job.target)
 
     def _start(self, job: LiveJob, run: JobRun, size: int) -> None:
         least, most = job.request.devices
         most = max(least, min(most, len(self._names)))
+        rate = 1.0
+        if job.request.rate_rule:
+            rate = rate_factor(job.run_batch, job.batch, job.request.rate_rule)
         try:
-            run.start(least, most, min(max(size, least), most), self._mask(job))
+            run.start(
+                least,
+                most,
+                min(max(size, least), most),
+                self._mask(job),
+                batch=job.run_batch,
+                steps=job.run_steps,
+                rate=rate,
+            )
         except OSError as error:  # No room for a process, or its folder is gone.
             run.refusal = f"its supervisor cannot be started ({error})"
 
@@ -161,10 +186,11 @@ class Placing:
         size = run.reader.size
         if not size or run.is_asking or run.reader.drains:
             return
-        target = self._without_failed(job, run)
+        # With another batch the run starts again from a checkpoint.
+        target = 0 if job.changes_batch else self._without_failed(job, run)
         if target < size:
             run.resize(target, self._mask(job)[:target])
-        elif job.target > size:
+        elif job.target > size and not job.changes_batch:
             free = self._healthy_devices(job) + self.free()
             if len(free) >= job.target:
                 self._set_devices(job, free[: job.target])

@@ -35,7 +35,13 @@ class LiveJob:
         request: Request that added it.
         added_at: Unix time of that.
         batch: Samples of its global batch; 0 before it is planned.
-        options: Predicted options on its numbers of devices.
+        options: Predicted options on its numbers of devices, with its own batch.
+        larger: The same of larger batches that it may take, by samples.
+        wanted: Batch that it is to have, and the progress of one of its samples over
+            that of its own batch; (0, 1) is its own.
+        segments: First step, batch and progress of a sample of each launch, in order.
+        run_steps: Number of steps after which the present run ends.
+        launched_at: Unix time and batch of each launch.
         target: Number of devices that it is to have.
         placed: Unix times of decisions about it, with the numbers before and after.
         devices: Names of the devices that it has, by slot.
@@ -49,6 +55,11 @@ class LiveJob:
     added_at: float
     batch: int = 0
     options: dict[Place, JobOption] = field(default_factory=dict)
+    larger: dict[int, dict[Place, JobOption]] = field(default_factory=dict)
+    wanted: tuple[int, float] = (0, 1.0)
+    segments: list[tuple[int, int, float]] = field(default_factory=list)
+    run_steps: int = 0
+    launched_at: list[tuple[float, int]] = field(default_factory=list)
     target: int = 0
     placed: list[tuple[float, int, int]] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
@@ -63,6 +74,38 @@ class LiveJob:
     def name(self) -> str:
         """Its name."""
         return self.request.name
+
+    @property
+    def wanted_batch(self) -> int:
+        """Samples of the batch that it is to have; 0 before it is planned."""
+        return self.wanted[0] or self.batch
+
+    @property
+    def run_batch(self) -> int:
+        """Samples of the batch of its last launch; its own before the first."""
+        return self.segments[-1][1] if self.segments else self.batch
+
+    @property
+    def changes_batch(self) -> bool:
+        """Whether its run has another batch than it is to have."""
+        return bool(self.segments) and self.run_batch != self.wanted_batch
+
+    def remaining(self, step: int) -> float:
+        """Returns the samples of its own batch that are left after a step.
+
+        Args:
+            step: Newest step that is done.
+        """
+        done = float(self.batch * step)
+        if self.segments:
+            firsts = [first for first, _, _ in self.segments]
+            done = sum(
+                max(0, min(step, after) - first) * batch * efficiency
+                for (first, batch, efficiency), after in zip(
+                    self.segments, [*firsts[1:], step], strict=True
+                )
+            )
+        return max(0.0, self.batch * self.request.steps - done)
 
     @property
     def wants_devices(self) -> bool:
@@ -151,7 +194,12 @@ def apply_event(
     match event:
         case "planned":
             job.batch = fields["batch"]
-            job.options = dict(_options(fields["options"]))
+            job.options = {}
+            for place, option in _options(fields["options"]):
+                if option.batch in (0, job.batch):
+                    job.options[place] = option
+                else:
+                    job.larger.setdefault(option.batch, {})[place] = option
         case "placed":
             job.placed.append((at, job.target, fields["size"]))
             job.target = fields["size"]
@@ -159,6 +207,13 @@ def apply_event(
             job.devices = list(fields["devices"])
         case "launched":
             job.launches += 1
+            if "batch" in fields:
+                segment = fields["step"], fields["batch"], fields["efficiency"]
+                job.segments.append(segment)
+                job.run_steps = fields["steps"]
+                job.launched_at.append((at, fields["batch"]))
+        case "batch":
+            job.wanted = fields["batch"], fields["efficiency"]
         case "progressed":
             job.launches = 0
         case "paused" | "resumed":
@@ -179,6 +234,7 @@ def told_options(options: Iterable[JobOption]) -> list[dict[str, Any]]:
             "devices": option.place[1],
             "samples_per_second": option.samples_per_second,
             "layout": option.layout,
+            "batch": option.batch,
         }
         for option in options
     ]
@@ -188,4 +244,12 @@ def _options(told: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Place, JobOpti
     for one in told:
         place = one["kind"], one["devices"]
         speed, layout = one["samples_per_second"], one["layout"]
-        yield place, JobOption(place=place, samples_per_second=speed, layout=layout)
+        yield (
+            place,
+            JobOption(
+                place=place,
+                samples_per_second=speed,
+                layout=layout,
+                batch=one.get("batch", 0),
+            ),
+        )

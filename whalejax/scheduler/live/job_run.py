@@ -21,7 +21,7 @@ from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import is_held
 from whalejax.scheduler.live.requests import Add
-from whalejax.scheduler.live.run_reader import RunReader
+from whalejax.scheduler.live.run_reader import METRICS, RunReader
 from whalejax.wire.connection import dial
 from whalejax.wire.keys import load_key
 from whalejax.wire.messages import WireError
@@ -33,9 +33,6 @@ FRONT: Final = "front"
 
 LOG: Final = "supervisor.log"
 CHECKPOINTS: Final = "checkpoints"
-METRICS: Final = "metrics"
-"""Folder of one file for each process, with a line for each step."""
-
 _ASK_SECONDS: Final = 10.0
 _LAST_BYTES: Final = 4000
 
@@ -111,7 +108,17 @@ class JobRun:
         """Status of the process that was started last and has ended; None without."""
         return None if self._front is None else self._front.poll()
 
-    def start(self, least: int, most: int, size: int, devices: Sequence[str]) -> None:
+    def start(
+        self,
+        least: int,
+        most: int,
+        size: int,
+        devices: Sequence[str],
+        *,
+        batch: int = 0,
+        steps: int = 0,
+        rate: float = 1.0,
+    ) -> None:
         """Start the run, from its newest checkpoint if there is one.
 
         Members whose supervisor is gone are taken back.
@@ -120,6 +127,9 @@ class JobRun:
             least, most: Numbers of members that it may have.
             size: Number of members.
             devices: Names of their devices, by slot; empty on CPUs.
+            batch: Samples of the global batch; 0 for that of the request.
+            steps: Number of steps after which the run ends; 0 for the request's.
+            rate: Learning rate over that of the job's own batch.
 
         Raises:
             OSError: The system has no room for a process.
@@ -131,8 +141,10 @@ class JobRun:
             options={
                 "model": request.model,
                 "set": request.settings,
-                "batch": request.batch,
-                "steps": request.steps,
+                "batch": batch or request.batch,
+                "steps": steps or request.steps,
+                "noise_scale": request.most_batch is not None,
+                "rate_factor": rate,
                 "save": str((self.home / CHECKPOINTS).absolute()),
                 "save_every": request.save_every,
                 "micro_batches": request.micro_batches,

@@ -25,7 +25,14 @@ from whalejax.processes.local_gpus import visible_gpus
 from whalejax.processes.local_processes import handled_signals
 from whalejax.runtime.folder_lock import FolderLock
 from whalejax.scheduler.allocation import Objective
-from whalejax.scheduler.job_table import JobError, ScheduledJob, with_measured
+from whalejax.scheduler.batch_choice import LEAST_GAIN, options_with_batches
+from whalejax.scheduler.job_table import (
+    JobError,
+    JobOption,
+    Place,
+    ScheduledJob,
+    with_measured,
+)
 from whalejax.scheduler.live import requests
 from whalejax.scheduler.live.device_assignment import Placing
 from whalejax.scheduler.live.job_book import JobBook, LiveJob
@@ -141,6 +148,8 @@ class JobService:
             run = self._run_of(job)
             for at, before, after in job.placed:
                 run.reader.record_decision(at, before, after)
+            for at, batch in job.launched_at:
+                run.reader.record_launch(at, batch)
             run.poll()
             if job.how:
                 continue
@@ -228,6 +237,21 @@ class JobService:
             )
         for move in self._schedule.decide(now):
             self._place(self._book.jobs[move.name], move.after[1])
+        for name in self._schedule.places():
+            self._choose_batch(self._book.jobs[name], costs)
+
+    def _choose_batch(self, job: LiveJob, costs: Mapping[str, float]) -> None:
+        """Records another batch where it makes clearly more progress."""
+        option = self._table(job, costs).options.get(("", job.target))
+        if option is None or not job.larger or option.batch == job.wanted_batch:
+            return
+        self._book.record(
+            "batch",
+            name=job.name,
+            batch=option.batch,
+            efficiency=option.efficiency,
+            noise_scale=self._runs[job.name].reader.noise_scale,
+        )
 
     def _count_devices(self) -> None:
         """Share out what has not failed; jobs that need more stand still."""
@@ -286,13 +310,27 @@ class JobService:
         """A job with what was measured in place of predictions."""
         run, known = self._runs[job.name], self._costs() if costs is None else costs
         measured = {
-            ("", count): job.batch * steps
-            for count, steps in run.reader.steps_per_second().items()
+            ("", count): job.run_batch * steps
+            for count, steps in run.reader.steps_per_second(job.run_batch).items()
         }
         own = {**known, **run.reader.costs.means()}
+        options: Mapping[Place, JobOption] = job.options
+        noise_scale = run.reader.noise_scale
+        if job.larger and noise_scale is not None:
+            horizon = self._settings.horizon
+            lost = min(own["start_seconds"], horizon / 2)
+            options = options_with_batches(
+                {job.batch: job.options, **job.larger},
+                own_batch=job.batch,
+                present=job.wanted_batch,
+                noise_scale=noise_scale,
+                measured=measured if job.wanted_batch == job.run_batch else {},
+                least_gain=max(LEAST_GAIN, horizon / (horizon - lost)),
+            )
+            measured = {}
         table = ScheduledJob(
             name=job.name,
-            options=job.options,
+            options=options,
             samples=float(job.batch * job.request.steps),
             arrival=job.added_at,
             priority=job.request.priority,
@@ -313,8 +351,7 @@ class JobService:
         return {**known, **still, **every.means()}
 
     def _remaining_steps(self, job: LiveJob) -> float:
-        steps = job.request.steps - self._runs[job.name].reader.step
-        return float(job.batch * max(steps, 0))
+        return job.remaining(self._runs[job.name].reader.step)
 
     # What is asked.
 

@@ -20,7 +20,11 @@ from whalejax.meshes import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live.job_book import told_options
-from whalejax.scheduler.plan_table import planned_options, tried_numbers
+from whalejax.scheduler.plan_table import (
+    larger_batches,
+    planned_options,
+    tried_numbers,
+)
 from whalejax.user_code.losses import Job
 
 
@@ -62,12 +66,18 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
         job,
         cluster,
         tried_numbers(least, most),
-        batches=(batch,),
+        batches=larger_batches(batch, told["most_batch"] or batch),
         precision=precision,
     )
     if not options:
         raise JobError(_refusal(job, cluster, batch, told, precision))
     micro_batches = told["micro_batches"] or most_micro_batches(batch)
+    if told["most_batch"] and micro_batches < 2:
+        raise JobError(
+            f"a batch of {batch} samples has no divisor from 2 to 16, so that its step "
+            "is one micro-batch, and the noise scale of its gradient, by which larger "
+            "batches are chosen, needs two. Give another --batch, or --micro-batches"
+        )
     if not told["mesh"] and cluster.kinds[0].platform == "cpu":
         # Replicas share whole micro-batches.
         options = [

@@ -20,21 +20,22 @@ def report_of(job: LiveJob, run: JobRun, table: ScheduledJob | None) -> JobRepor
     held = len(reader.held_slots)
     starts = [at for at, before, after in job.placed if after and not before]
     changes = [after for _, _, after in job.placed]
-    option = job.options.get(("", job.target))
-    speeds = reader.steps_per_second()
+    place = ("", job.target)
+    option = job.larger.get(job.run_batch, job.options).get(place)
+    speeds = reader.steps_per_second(job.run_batch)
     measured = speeds.get(job.target)
     progress = table.progress(("", job.target)) if table is not None else 0.0
-    left = job.batch * max(request.steps - reader.step, 0)
+    left = job.remaining(reader.step)
     return JobReport(
         name=job.name,
         status=job.how or _status(job, run, held),
         held=held,
         target=job.target,
         step=reader.step,
-        steps=request.steps,
+        steps=job.run_steps or request.steps,
         loss=reader.loss,
         predicted=None if option is None else option.samples_per_second,
-        measured=None if measured is None else job.batch * measured,
+        measured=None if measured is None else job.run_batch * measured,
         priority=request.priority,
         added_at=job.added_at,
         started_at=min(starts, default=None),
@@ -42,6 +43,8 @@ def report_of(job: LiveJob, run: JobRun, table: ScheduledJob | None) -> JobRepor
         resizes=max(len(changes) - 1, 0),
         seconds_left=left / progress if progress else None,
         why=job.why or run.refusal or _waits_for(job),
+        batch=job.run_batch,
+        noise_scale=reader.noise_scale,
         folder=str(run.home),
     )
 

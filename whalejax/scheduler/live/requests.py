@@ -39,7 +39,9 @@ class Add(Message):
         model: A reference model, or ``file.py:function`` by its whole path.
         settings: ``NAME=VALUE`` words, for the model.
         batch: Samples of a global batch; the job's own number if None.
-        steps: Steps to be done in all.
+        most_batch: Samples of the largest batch that the job may take; None keeps one.
+        rate_rule: Learning rate of larger batches, ``"linear"`` or ``"sqrt"``.
+        steps: Steps to be done in all, with its own batch.
         devices: The fewest and the most devices.
         priority: Jobs of a higher one are admitted first, and weigh as much more.
         micro_batches: Number of micro-batches in a step, which members share.
@@ -54,6 +56,8 @@ class Add(Message):
     model: Text
     settings: list[Text] = []
     batch: Steps | None = None
+    most_batch: Steps | None = None
+    rate_rule: Literal["", "linear", "sqrt"] = ""
     steps: Steps
     devices: tuple[Count, Count]
     priority: Priority = 0
@@ -96,6 +100,8 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
         resizes: Number of changes of its devices since its first start.
         seconds_left: Until it would end on the devices that it has.
         why: Reason of its end, or of its waiting.
+        batch: Samples of the present global batch.
+        noise_scale: Measured noise scale of its gradient in samples, or None.
         folder: Its logs, journal and checkpoints.
     """
 
@@ -115,6 +121,8 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     resizes: int = 0
     seconds_left: float | None = None
     why: str = ""
+    batch: int = 0
+    noise_scale: float | None = None
     folder: str = ""
 
 

@@ -23,6 +23,11 @@ _MOST_STEPS: Final = 400
 """Of which a pace is the mean; older ones count half."""
 
 _FEWEST_STEPS: Final = 5
+_FEWEST_NOISE_LINES: Final = 20
+_RECENT_STEPS: Final = 50
+
+METRICS: Final = "metrics"
+"""Folder of one file for each process, with a line for each step."""
 """From which on a pace is known."""
 
 
@@ -106,6 +111,55 @@ class _Lines:
                 yield said
 
 
+class NoiseReader:
+    """Reads the noise scale from the metrics of a run's processes.
+
+    Each process writes running means of its own; the median of the processes that are
+    at the newest steps counts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Reads nothing yet.
+
+        Args:
+            folder: Folder of one file of JSON lines for each process.
+        """
+        self._folder = folder
+        self._places: dict[Path, int] = {}
+        self._newest: dict[Path, tuple[int, float]] = {}
+        self._count = 0
+
+    def poll(self) -> None:
+        """Reads the lines that are new."""
+        for path in self._folder.glob("*.jsonl"):
+            place = self._places.get(path, 0)
+            try:
+                with path.open("rb") as file:
+                    file.seek(place)
+                    text = file.read()
+            except OSError:
+                continue
+            whole = text[: text.rfind(b"\n") + 1]
+            self._places[path] = place + len(whole)
+            for line in whole.splitlines():
+                try:
+                    said = json.loads(line)
+                    measured = int(said["step"]), float(said["noise_scale"])
+                except (KeyError, TypeError, ValueError):
+                    continue
+                self._newest[path] = measured
+                self._count += 1
+
+    @property
+    def value(self) -> float | None:
+        """Noise scale in samples; None before it was measured for some steps."""
+        if self._count < _FEWEST_NOISE_LINES:
+            return None
+        last = max(step for step, _ in self._newest.values())
+        recent = [x for step, x in self._newest.values() if step > last - _RECENT_STEPS]
+        return statistics.median(recent)
+
+
 class RunReader:
     """The newest run in the folder of a job.
 
@@ -141,7 +195,9 @@ class RunReader:
         self._not_ready: dict[str, int] = {}
         self._processes: dict[str, _Process] = {}
         self._begun: dict[int, tuple[int, float]] = {}
-        self._paces: dict[int, _Pace] = {}
+        self._paces: dict[tuple[int, int], _Pace] = {}
+        self._launches: list[tuple[float, int]] = []
+        self._noise = NoiseReader(home / METRICS)
         self._asked: list[_RecordedDecision] = []
         self._last: tuple[int, int, float] = (-1, 0, 0.0)
 
@@ -163,6 +219,25 @@ class RunReader:
                 self._committed(said)
         for name in [n for n, p in self._processes.items() if not runs(p.pid, p.began)]:
             del self._processes[name]
+        self._noise.poll()
+
+    @property
+    def noise_scale(self) -> float | None:
+        """Measured noise scale of the gradient in samples, or None."""
+        return self._noise.value
+
+    def record_launch(self, at: float, batch: int) -> None:
+        """The scheduler started the run with a batch; its speeds are told apart.
+
+        Args:
+            at: Unix time of the launch.
+            batch: Samples of the global batch.
+        """
+        self._launches.append((at, batch))
+
+    def _batch_at(self, at: float) -> int:
+        """Returns the batch of the last launch before a time; 0 without one."""
+        return next((b for then, b in reversed(self._launches) if then <= at), 0)
 
     @property
     def held_slots(self) -> set[int]:
@@ -173,12 +248,16 @@ class RunReader:
         """Processes of members by name."""
         return {name: one.pid for name, one in self._processes.items()}
 
-    def steps_per_second(self) -> dict[int, float]:
-        """Returns the measured speed by number of members."""
+    def steps_per_second(self, batch: int = 0) -> dict[int, float]:
+        """Returns the measured speed by number of members.
+
+        Args:
+            batch: Samples of the global batch; 0 is that of launches without one.
+        """
         return {
             count: pace.steps / pace.seconds
-            for count, pace in self._paces.items()
-            if pace.steps >= _FEWEST_STEPS and pace.seconds > 0
+            for (size, count), pace in self._paces.items()
+            if size in (0, batch) and pace.steps >= _FEWEST_STEPS and pace.seconds > 0
         }
 
     def _event(self, said: Mapping[str, Any]) -> None:
@@ -218,7 +297,8 @@ class RunReader:
         if self.first_step_at is None:
             self.first_step_at = at
         if generation == before and step > last_step:
-            pace = self._paces.setdefault(self._begun[generation][0], _Pace())
+            count = self._begun[generation][0]
+            pace = self._paces.setdefault((self._batch_at(at), count), _Pace())
             pace.add(step - last_step, at - last_at)
         elif generation != before and generation in self._begun:
             self._measure(generation, at, last_at)
@@ -234,7 +314,7 @@ class RunReader:
         if asked is None or asked.after != count:
             return
         self._asked.remove(asked)
-        pace = self._paces.get(count)
+        pace = self._paces.get((self._batch_at(at), count))
         step = pace.seconds / pace.steps if pace is not None and pace.steps else 0.0
         if not asked.before:
             self.costs.starts.append(max(0.0, at - asked.at - step))

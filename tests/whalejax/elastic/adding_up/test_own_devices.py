@@ -19,9 +19,9 @@ from whalejax.meshes.errors import WhaleError
 LOOKS = """
 import glob, jax
 from whalejax import _compat_processes
-from whalejax.elastic.gradient_reduction import own_devices
-own_devices._DEVICE_FILES = ("/dev/null",)  # As if there were accelerators.
-found = own_devices.own_devices()
+from whalejax.elastic.gradient_reduction import local_devices
+local_devices._DEVICE_FILES = ("/dev/null",)  # As if there were accelerators.
+found = local_devices.own_devices()
 print(found.platform, found.num_devices, _compat_processes.backends_are_there())
 """
 

@@ -1,0 +1,84 @@
+"""Choice of a job's batch within the range that its user allows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from whalejax.scheduler.job_table import JobOption, Place, batch_efficiency
+
+
+RateRule = Literal["linear", "sqrt"]
+"""Learning rate of a larger batch: in proportion to it, or to its square root."""
+
+RATE_RULES: Final[tuple[RateRule, ...]] = ("linear", "sqrt")
+
+LEAST_GAIN: Final = 1.1
+"""Progress of another batch over the present one's for which it is taken."""
+
+
+def rate_factor(batch: int, own_batch: int, rule: RateRule) -> float:
+    """Returns the learning rate of a larger batch over that of the job's own.
+
+    The linear rule is that of SGD (Goyal et al., "Accurate, Large Minibatch SGD:
+    Training ImageNet in 1 Hour", 2017), the square root that of optimizers which divide
+    by the gradient's size, such as Adam (Malladi et al., "On the SDEs and Scaling Rules
+    for Adaptive Gradient Algorithms", 2022).
+
+    Args:
+        batch: Samples of the larger batch.
+        own_batch: Samples of the job's own batch.
+        rule: Rule that the user gave.
+
+    >>> rate_factor(256, 64, "linear"), rate_factor(256, 64, "sqrt")
+    (4.0, 2.0)
+    """
+    ratio = batch / own_batch
+    return ratio if rule == "linear" else float(ratio**0.5)
+
+
+def options_with_batches(
+    tables: Mapping[int, Mapping[Place, JobOption]],
+    *,
+    own_batch: int,
+    present: int,
+    noise_scale: float,
+    measured: Mapping[Place, float],
+    least_gain: float = LEAST_GAIN,
+) -> dict[Place, JobOption]:
+    """Returns a job's option at each place, with the batch of most progress.
+
+    A batch other than the present one restarts the run, and is taken only where it
+    makes clearly more progress.
+
+    Args:
+        tables: Predicted options of each batch, by place.
+        own_batch: Samples of the job's own batch.
+        present: Samples of the run's present batch.
+        noise_scale: Measured noise scale of the gradient, in samples.
+        measured: Samples a second at the present batch, by place; they replace
+            predictions, and scale those of other places and batches.
+        least_gain: Progress over the present batch's for which another is taken.
+    """
+    ratios = [
+        speed / tables[present][place].samples_per_second
+        for place, speed in measured.items()
+        if place in tables[present]
+    ]
+    ratio = sum(ratios) / len(ratios) if ratios else 1.0
+    best: dict[Place, JobOption] = {}
+    for batch in sorted(tables, key=lambda batch: (batch != present, batch)):
+        efficiency = batch_efficiency(batch, own_batch, noise_scale)
+        for place, option in tables[batch].items():
+            speed = option.samples_per_second * ratio
+            if batch == present:
+                speed = measured.get(place, speed)
+            option = dataclasses.replace(
+                option, samples_per_second=speed, efficiency=efficiency, batch=batch
+            )
+            other = best.get(place)
+            gain = least_gain if other is not None and other.batch == present else 1.0
+            if other is None or option.progress > gain * other.progress:
+                best[place] = option
+    return best
