@@ -31,7 +31,7 @@ class Bottleneck(nnx.Module):
     def __init__(
         self, width: int, factor: int, *, eight_bit: bool = False, rngs: nnx.Rngs
     ) -> None:
-        """Make its parameters.
+        """Makes the parameters.
 
         Args:
             width: Width of the model, in values a token.
@@ -77,7 +77,7 @@ class Maxout(nnx.Module):
     def __init__(
         self, width: int, factor: int, *, eight_bit: bool = False, rngs: nnx.Rngs
     ) -> None:
-        """Make its parameters.
+        """Makes the parameters.
 
         Args:
             width: Width of the model, in values a token.

@@ -13,7 +13,11 @@ same simulator plays every scheduler:
     free         so do batches
     fairness, sia   as free, with the objectives of Pollux and Sia
 
-    python scripts/bench_jobs.py [--seeds 20] [--refresh] [--live TRADES]
+    python scripts/bench_jobs.py [--seeds 20] [--refresh] [--live TRADES] [--kinds N]
+
+On 32 A100-40 and 32 H100 the same is decided by the integer program, which takes
+minutes a seed: ``--kinds N`` plays N seeds that are not kept yet, and all that are kept
+are printed.
 
 ``--live`` also runs real jobs on four processes of this machine, which come at random
 and trade devices while processes are killed, and two traces of ten minutes; what came
@@ -34,6 +38,7 @@ at 0.8 of what static serves,
                      against undisturbed runs
     sim_over_live    mean completion of the second trace by the simulator, with what
                      the first has measured, over that which it had
+    kinds            the same ratios on two kinds of devices at 0.8, and kinds_seeds
     loads            the same ratios by cluster and load
     missed           names of the bars that are missed
 """
@@ -62,6 +67,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: E402
 from scipy.sparse import csr_array  # noqa: E402
 
 from whalejax import models  # noqa: E402
+from whalejax.meshes import Cluster  # noqa: E402
 from whalejax.meshes import cluster as parse_cluster  # noqa: E402
 from whalejax.scheduler.allocation import most_value  # noqa: E402
 from whalejax.scheduler.job_table import (  # noqa: E402
@@ -86,6 +92,7 @@ from whalejax.scheduler.simulation import JobSimulation, simulate  # noqa: E402
 
 KEPT: Final = ROOT / "scripts" / "jobs.json"
 MACHINE: Final = "a100-40:5x8"
+MIXED: Final = "a100-40:4x8+h100:4x8"
 DEVICES: Final = (8, 40)
 LOADS: Final = (0.5, 0.8, 1.1)
 JOBS: Final = 80
@@ -136,11 +143,11 @@ CLASSES: Final = (
 # Tables.
 
 
-def class_tables(one: JobClass) -> dict[str, Any]:
-    """What a class does on each number of devices, planned; plain data."""
-    machine = parse_cluster(MACHINE)
+def class_tables(one: JobClass, machine: Cluster) -> dict[str, Any]:
+    """Options of a class on each number of devices of one kind; plain data."""
     job = models.job(one.model)
-    numbers = tried_numbers(*one.devices)
+    most = min(one.devices[1], machine.num_devices)
+    numbers = tried_numbers(one.devices[0], most)
     free = planned_options(
         job,
         machine,
@@ -163,10 +170,10 @@ def _row(o: JobOption) -> list[Any]:
     return [o.place[1], o.samples_per_second, o.efficiency, o.batch, o.layout]
 
 
-def _option(row: Sequence[Any]) -> JobOption:
+def _option(row: Sequence[Any], kind: str = "") -> JobOption:
     number, speed, efficiency, batch, layout = row
     return JobOption(
-        place=("", number),
+        place=(kind, number),
         samples_per_second=speed,
         efficiency=efficiency,
         batch=batch,
@@ -174,37 +181,61 @@ def _option(row: Sequence[Any]) -> JobOption:
     )
 
 
-def tables(kept: dict[str, Any], refresh: bool) -> dict[str, Any]:
+def tables(
+    kept: dict[str, Any], refresh: bool, machine: str = MACHINE, name: str = "tables"
+) -> dict[str, Any]:
     """Tables of all classes; those that are kept unless they are to be planned anew."""
-    found = {} if refresh else dict(kept.get("tables", {}))
+    found = {} if refresh else dict(kept.get(name, {}))
     for one in CLASSES:
         if one.model not in found:
-            print(f"planning {one.model} …", flush=True)
-            found[one.model] = class_tables(one)
-            kept["tables"] = found
+            print(f"planning {one.model} on {machine} …", flush=True)
+            found[one.model] = class_tables(one, parse_cluster(machine))
+            kept[name] = found
             KEPT.write_text(json.dumps(kept, indent=1))
     return found
+
+
+def kind_tables(kept: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Tables of all classes on the devices of each kind of the mixed cluster."""
+    return {
+        kind: tables(kept, False, part, f"tables {part}")
+        for part in MIXED.split("+")
+        for kind in (part.partition(":")[0],)
+    }
 
 
 # Jobs.
 
 
 def drawn_jobs(
-    seed: int, devices: int, load: float, found: Mapping[str, Any]
+    seed: int,
+    there: Mapping[str, int],
+    load: float,
+    found: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, list[ScheduledJob]]:
-    """The same jobs as each scheduler sees them."""
-    draw = random.Random(seed)
+    """The same jobs as each scheduler sees them.
+
+    Args:
+        seed: Seed of the draw.
+        there: Number of devices by kind.
+        load: Load over what the static scheduler serves.
+        found: Tables of the classes, by kind.
+    """
+    draw, devices = random.Random(seed), sum(there.values())
     jobs: dict[str, list[ScheduledJob]] = {"free": [], "batch": [], "plan": []}
     drawn = []
     for number in range(JOBS):
         one = draw.choice(CLASSES)
-        table = found[one.model]
         own = best_options(
-            _option(row) for row in table["free"] if row[3] == one.batch[0]
+            _option(row, kind)
+            for kind, of_kind in found.items()
+            for row in of_kind[one.model]["free"]
+            if row[3] == one.batch[0]
         )
-        least, most = one.devices[0], min(one.devices[1], devices)
+        kind = draw.choice(list(there)) if len(there) > 1 else ""
+        least, most = one.devices[0], min(one.devices[1], there[kind])
         wanted = math.exp(draw.uniform(math.log(least), math.log(most)))
-        places = [p for p in own if p[1] <= devices]
+        places = [p for p in own if p[0] == kind and p[1] <= there[kind]]
         asked = min(places, key=lambda p: abs(math.log(p[1] / wanted)))
         seconds = math.exp(draw.uniform(math.log(300), math.log(7200)))
         drawn.append((f"{number} {one.model}", one, own, asked, seconds))
@@ -212,7 +243,6 @@ def drawn_jobs(
     now = 0.0
     for name, one, own, asked, seconds in drawn:
         now += draw.expovariate(load * devices / work)
-        table = found[one.model]
         common: dict[str, Any] = {
             "name": name,
             "samples": seconds * own[asked].progress,
@@ -220,11 +250,17 @@ def drawn_jobs(
             "resize_seconds": RESIZE,
             "asked": asked,
         }
-        within = [_option(row) for row in table["free"] if row[0] <= devices]
-        spread = [_option(row) for row in table["fixed"][str(asked[1])]]
-        fixed = {o.place: o for o in spread if o.place[1] <= devices}
+        within = [
+            _option(row, kind)
+            for kind, of_kind in found.items()
+            for row in of_kind[one.model]["free"]
+            if row[0] <= there[kind]
+        ]
+        spread = found[asked[0]][one.model]["fixed"][str(asked[1])]
+        options = [_option(row, asked[0]) for row in spread]
+        fixed = {o.place: o for o in options if o.place[1] <= there[asked[0]]}
         jobs["free"].append(ScheduledJob(options=best_options(within), **common))
-        only = {p: o for p, o in own.items() if p[1] <= devices}
+        only = {p: o for p, o in own.items() if p[1] <= there[p[0]]}
         jobs["batch"].append(ScheduledJob(options=only, **common))
         jobs["plan"].append(
             ScheduledJob(options=fixed or {asked: own[asked]}, **common)
@@ -233,11 +269,14 @@ def drawn_jobs(
 
 
 def played(
-    seed: int, devices: int, load: float, found: Mapping[str, Any]
+    seed: int,
+    there: Mapping[str, int],
+    load: float,
+    found: Mapping[str, Mapping[str, Any]],
+    names: Sequence[str] = (),
 ) -> dict[str, dict[str, float]]:
-    """What every scheduler makes of the jobs of one seed."""
-    jobs = drawn_jobs(seed, devices, load, found)
-    there = {"": devices}
+    """Results of every scheduler, or of those named, on the jobs of one seed."""
+    jobs = drawn_jobs(seed, there, load, found)
 
     def follow(objective: Any) -> Decide:
         return elastic(there, objective, HORIZON)
@@ -254,6 +293,26 @@ def played(
     return {
         name: _summary(simulate(jobs[which], there, decide, every=EVERY))
         for name, (which, decide) in ways.items()
+        if not names or name in names
+    }
+
+
+def played_on_kinds(kept: dict[str, Any], more: int) -> dict[str, Any]:
+    """Ratios of the kept seeds on two kinds, after playing some more."""
+    runs: dict[str, Any] = kept.setdefault("kinds", {})
+    if more:
+        found = kind_tables(kept)
+        there = {node.kind.name: 0 for node in parse_cluster(MIXED).nodes}
+        for node in parse_cluster(MIXED).nodes:
+            there[node.kind.name] += node.count
+        names = ("static", "fixed_plan", "fixed_batch", "free")
+        for seed in [s for s in range(len(runs) + more) if str(s) not in runs][:more]:
+            runs[str(seed)] = played(seed, there, 0.8, found, names)
+            KEPT.write_text(json.dumps(kept, indent=1))
+            print("kinds", seed, runs[str(seed)], flush=True)
+    return {
+        "kinds": ratios(list(runs.values())) if runs else {},
+        "kinds_seeds": len(runs),
     }
 
 
@@ -276,15 +335,14 @@ def ratios(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float
         each = [run[name][what] / run[other][what] for run in runs]
         return round(statistics.median(each), 4)
 
+    others = [n for n in ("throughput", "fairness", "sia") if n in runs[0]]
     return {
         "jct_over_static": over("free", "static"),
         "jct_over_fixed_plan": over("fixed_batch", "fixed_plan"),
         "jct_over_fixed_batch": over("free", "fixed_batch"),
         "makespan_over_static": over("free", "static", "makespan"),
         "fixed_batch_over_static": over("fixed_batch", "static"),
-        "throughput_over_static": over("throughput", "static"),
-        "fairness_over_static": over("fairness", "static"),
-        "sia_over_static": over("sia", "static"),
+        **{f"{name}_over_static": over(name, "static") for name in others},
         "starved": max(int(run[name]["starved"]) for run in runs for name in run),
     }
 
@@ -327,6 +385,9 @@ def main() -> None:
         "--live", type=int, metavar="TRADES", help="run live jobs first, and keep that"
     )
     parser.add_argument("--trace-seconds", type=float, default=600.0)
+    parser.add_argument(
+        "--kinds", type=int, default=0, metavar="N", help="play N more seeds on two"
+    )
     arguments = parser.parse_args()
     if arguments.live:
         live_trades.refreshed(arguments.live, arguments.trace_seconds)
@@ -335,7 +396,10 @@ def main() -> None:
     loads: dict[str, dict[str, float]] = {}
     for devices in DEVICES:
         for load in LOADS:
-            runs = [played(s, devices, load, found) for s in range(arguments.seeds)]
+            runs = [
+                played(s, {"": devices}, load, {"": found})
+                for s in range(arguments.seeds)
+            ]
             loads[f"{devices} devices, {load}"] = ratios(runs)
             print(devices, load, loads[f"{devices} devices, {load}"], flush=True)
     main_load = [loads[f"{devices} devices, 0.8"] for devices in DEVICES]
@@ -347,6 +411,7 @@ def main() -> None:
     result["starved"] = max(int(one["starved"]) for one in loads.values())
     result.update(decision())
     result.update(live_trades.results())
+    result.update(played_on_kinds(kept, arguments.kinds))
     missed = {n: result[n] for n, most in BARS.items() if result.get(n, 0) > most}
     if not 0.9 <= result.get("sim_over_live", 1.0) <= 1.1:
         missed["sim_over_live"] = result["sim_over_live"]

@@ -50,7 +50,7 @@ class Rebalance:
     """
 
     def __init__(self, given: Sequence[int], most: Sequence[int] | None = None) -> None:
-        """Begin with shares that are given.
+        """Starts with the given shares.
 
         Args:
             given: micro-batches of each replica.

@@ -92,7 +92,7 @@ class ProgramCache(
     """
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Starts without programs."""
         super().__init__()
         self.grids: deque[KnownLayouts] = deque(maxlen=MOST_GRIDS)
 

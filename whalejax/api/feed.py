@@ -88,7 +88,7 @@ class Feed:
         first_sample: int | None | Unset = Unset.NOT_GIVEN,
         epochs: int | None = None,
     ) -> None:
-        """Read nothing yet.
+        """Prepares the feed; nothing is read yet.
 
         Args:
             source: the samples, pytrees of arrays without a batch dimension: by number,

@@ -54,7 +54,7 @@ class Volumes:
     def __init__(
         self, leaves: Mapping[str, Any], step: TrainStep | None = None
     ) -> None:
-        """Read nothing yet.
+        """Prepares the volumes; nothing is read yet.
 
         Args:
             leaves: Files, one for each sample, by the name of a batch leaf; or an array

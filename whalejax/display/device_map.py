@@ -56,7 +56,7 @@ class DeviceMap(Picture):
         firsts: Sequence[int],
         devices: int,
     ) -> None:
-        """Work it out.
+        """Computes the map.
 
         Args:
             leaf: the parameter.

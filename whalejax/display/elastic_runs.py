@@ -94,7 +94,7 @@ class RunTimeline(Picture):
     """
 
     def __init__(self, journal: RunJournal) -> None:
-        """Read and draw it.
+        """Reads the journal and draws the timeline.
 
         Args:
             journal: Journal of the run.

@@ -19,7 +19,7 @@ class GoodputChart(Picture):
     """
 
     def __init__(self, text: str, bars: dict[str, float]) -> None:
-        """Draw it.
+        """Draws the chart.
 
         Args:
             text: Text of the estimate; its first line is the title.

@@ -40,7 +40,7 @@ class SquareCubeChart(Picture):
     """
 
     def __init__(self, text: str, stages: Sequence[StageOverLink]) -> None:
-        """Draw it.
+        """Draws the chart.
 
         Args:
             text: Text of the table.
@@ -97,7 +97,7 @@ class SimulatedChart(Picture):
         points: Sequence[tuple[float, int]],
         empty_seconds: float,
     ) -> None:
-        """Draw it.
+        """Draws the chart.
 
         Args:
             text: Text of the run; its first line is the title.

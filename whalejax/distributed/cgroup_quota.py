@@ -29,7 +29,7 @@ class Quota:
     """
 
     def __init__(self, percent: float, *, root: Path = ROOT) -> None:
-        """Make the group.
+        """Makes the control group.
 
         Args:
             percent: Percentage of one core; above 100 for more than one.

@@ -170,7 +170,7 @@ class RendezvousServer:
     """Process 0: the others come to it, and are heard in the loop of connections."""
 
     def __init__(self, place: ProcessPlace, end: Callable[[str], None]) -> None:
-        """Listen at the port that JAX's service will have.
+        """Listens at the port that JAX's service will have.
 
         Raises:
             WhaleError: it cannot be.
@@ -357,7 +357,7 @@ class RendezvousClient:
     """Another process: it comes to process 0."""
 
     def __init__(self, place: ProcessPlace, end: Callable[[str], None]) -> None:
-        """Know where to come to."""
+        """Names the address of process 0."""
         self._place = place
         self._end = end
         self._channel: Channel | None = None

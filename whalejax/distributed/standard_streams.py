@@ -31,7 +31,7 @@ class OutputWriteError(WhaleError, OSError):
     """Raised where a command cannot write its result to standard output."""
 
     def __init__(self, error: OSError) -> None:
-        """Say why."""
+        """Describes the reason."""
         WhaleError.__init__(
             self,
             f"standard output cannot be written ({error.strerror or error}), and what "
@@ -123,7 +123,7 @@ class BackgroundLines:
     """
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
-        """Write nothing yet.
+        """Starts the writer without lines.
 
         Args:
             write: a line, however long that takes; raises OSError where nobody reads.

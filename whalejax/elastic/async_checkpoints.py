@@ -53,7 +53,7 @@ class Saver:
         *,
         may_keep: Callable[[int], bool] | None = None,
     ) -> None:
-        """Write nothing yet.
+        """Starts without a checkpoint under way.
 
         Args:
             programs: Programs whose states are saved.

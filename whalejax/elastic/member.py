@@ -105,7 +105,7 @@ class ElasticMember:
     def __init__(
         self, programs: ReplicaPrograms, training: Training, address: str, key_file: str
     ) -> None:
-        """Connect to nothing yet.
+        """Prepares the member; connects to nothing yet.
 
         Args:
             programs: Programs of the replica.

@@ -49,7 +49,7 @@ class Peers:
     """
 
     def __init__(self, key: Key, host: str = "127.0.0.1") -> None:
-        """Listen, and connect to nobody yet."""
+        """Listens for members; connects to none yet."""
         self._key, self.host = key, host
         listening = listen(host)
         self.port: int = listening.getsockname()[1]

@@ -156,7 +156,7 @@ class ReplicaPrograms:
         planned: PlannedReplica | None = None,
         noise_scale: bool = False,
     ) -> None:
-        """Plan and trace; compile nothing yet.
+        """Plans and traces the replica; compiles nothing yet.
 
         Args:
             job: Job to train.

@@ -78,7 +78,7 @@ class SpreadMember:
         *,
         supervised: bool,
     ) -> None:
-        """Join nothing yet.
+        """Prepares the member; joins nothing yet.
 
         Args:
             programs: plans and traces, once the devices of all are known.

@@ -52,7 +52,7 @@ class SpreadPrograms:
         precision: Any,
         seed: int,
     ) -> None:
-        """Plan and trace; compile nothing yet.
+        """Plans and traces the model; compiles nothing yet.
 
         Args:
             job: Job to train.

@@ -142,7 +142,7 @@ class Control:
         *,
         supervisor_seconds: float = SUPERVISOR_SECONDS,
     ) -> None:
-        """Connect to nothing yet.
+        """Names the supervisor; connects to nothing yet.
 
         Args:
             address: Address of the supervisor.

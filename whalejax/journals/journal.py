@@ -77,7 +77,7 @@ class JournalLines:
     """
 
     def __init__(self, path: Path, *, durable: bool) -> None:
-        """Open it; a line that was cut short is ended.
+        """Opens the file and ends a line that was cut short.
 
         Args:
             path: Path of the file.

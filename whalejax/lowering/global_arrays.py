@@ -93,7 +93,7 @@ class StageBroadcast:
     def __init__(
         self, wholes: Sequence[NamedSharding], stages: Sequence[int], avals: Any
     ) -> None:
-        """Know what is told.
+        """Prepares the broadcast of arrays from their stages.
 
         Args:
             wholes: for each stage, the layout of what all its devices hold.
@@ -182,7 +182,7 @@ class StageMetrics:
     def __init__(
         self, avals: Any, whole: Sequence[NamedSharding], stage: int = -1
     ) -> None:
-        """Know what is told.
+        """Prepares the broadcast of a stage's metrics.
 
         Args:
             avals: its shapes and dtypes.

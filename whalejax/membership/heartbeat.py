@@ -110,7 +110,7 @@ class PeerLiveness:
         processes: int | None = None,
         watched: Collection[int] | None = None,
     ) -> None:
-        """Nothing is known yet.
+        """Starts without heartbeats.
 
         Args:
             mine: the number of this process.
@@ -246,7 +246,7 @@ class Beats:
     def __init__(
         self, silent_seconds: float = SILENT_SECONDS, processes: int | None = None
     ) -> None:
-        """Begin to beat; all processes were joined before.
+        """Starts the heartbeats; all processes have joined before.
 
         Args:
             silent_seconds: see the attribute.

@@ -28,7 +28,7 @@ class Lease(Generic[K]):
     """
 
     def __init__(self, seconds: float, longest_turn: float = math.inf) -> None:
-        """Nobody was heard of yet.
+        """Starts without holders.
 
         Args:
             seconds: Silence after which somebody is overdue.

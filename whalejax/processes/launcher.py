@@ -110,7 +110,7 @@ class _Launched:
     """The processes of one launch."""
 
     def __init__(self, launch: Launch, stack: contextlib.ExitStack) -> None:
-        """Make the logs; start nothing yet.
+        """Makes the logs; starts no process yet.
 
         Raises:
             WhaleError: a log cannot be made.

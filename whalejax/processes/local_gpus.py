@@ -163,7 +163,7 @@ class SlotGpus:
     """GPUs of this machine, shared out among the slots of a run."""
 
     def __init__(self, environment: Mapping[str, str], places: int) -> None:
-        """Look which there are.
+        """Finds the GPUs of the machine.
 
         Args:
             environment: Environment of the processes.

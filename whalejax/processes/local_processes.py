@@ -59,7 +59,7 @@ class Processes:
         *,
         end_with_this: bool = False,
     ) -> None:
-        """Start nothing yet.
+        """Prepares the start; no process runs yet.
 
         Args:
             command: words of the program.

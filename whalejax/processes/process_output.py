@@ -52,7 +52,7 @@ class Log:
     """A file of what a process wrote; what it cannot take is lost, and said once."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        """Make the file.
+        """Makes the file.
 
         Args:
             path: Path of the file.
@@ -118,7 +118,7 @@ class TerminalOutput:
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """Write to ``sys.stdout``.
+        """Writes to ``sys.stdout``.
 
         Args:
             say: Function that receives a line when nothing can be written any more.
@@ -189,7 +189,7 @@ class Pump:
         outputs: tuple[Log | TerminalOutput, ...],
         told: Callable[[DeviceReport | BlameReport | Joining], bool],
     ) -> None:
-        """Know where from and where to.
+        """Connects a source to its outputs.
 
         Args:
             source: descriptor of the pipe.

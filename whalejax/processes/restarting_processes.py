@@ -56,7 +56,7 @@ class Keeper:
     def __init__(
         self, programs: Sequence[KeptCommand], logs: Path, say: Callable[[str], None]
     ) -> None:
-        """Start nothing yet.
+        """Prepares the commands; starts none yet.
 
         Args:
             programs: first the leader, which writes where this process does.

@@ -42,7 +42,7 @@ class OwnStates:
     """
 
     def __init__(self, origin: Origin) -> None:
-        """Know of no state yet.
+        """Starts without a known state.
 
         Args:
             origin: Identity of the step.

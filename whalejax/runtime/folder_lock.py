@@ -48,7 +48,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Take nothing yet.
+        """Names the folder; the lock is not acquired yet.
 
         Args:
             folder: Folder of checkpoints.

@@ -41,7 +41,7 @@ class PipelineMetrics(Mapping[str, Any]):
     """Metrics of a step; the first that is read waits until the step is done."""
 
     def __init__(self, pipeline: Pipeline, work: Work) -> None:
-        """Wait for nothing yet.
+        """Remembers the step; waits for nothing.
 
         Args:
             pipeline: Pipeline that the step is passing through.
@@ -73,7 +73,7 @@ class PipelineState:
     """
 
     def __init__(self, owner: SectionsStep, step: int) -> None:
-        """Wait for nothing yet.
+        """Remembers the step; waits for nothing.
 
         Args:
             owner: The step that it is of.
@@ -163,7 +163,7 @@ class SectionsStep(TableStep):
         job: tuple[str, Mapping[str, Any]] | None = None,
         **settings: Any,
     ) -> None:
-        """Start the processes of the sparse section.
+        """Starts the processes of the sparse section.
 
         Args:
             given: Arguments of ``TableStep``, unchanged.

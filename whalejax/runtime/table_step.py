@@ -114,7 +114,7 @@ class TableStep:
         devices: Any,
         replace_every: int | None = None,
     ) -> None:
-        """Trace what is needed to know shapes; compile nothing.
+        """Traces the step for its shapes; compiles nothing.
 
         Args:
             plan, adapter, optimizer, out_of_range, devices, replace_every: Arguments of

@@ -96,7 +96,7 @@ class TrainStep:
         batch_axes: tuple[int | None, ...],
         traced: Callable[[Adapter], Captured],
     ) -> None:
-        """Trace what is needed to know shapes; compile nothing.
+        """Traces the step for its shapes; compiles nothing.
 
         Args:
             plan, adapter, captured, optimizer, devices, batch_axes: Plan, model, loss,

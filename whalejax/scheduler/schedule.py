@@ -41,7 +41,7 @@ class JobSchedule:
     def __init__(
         self, devices: Mapping[str, int], decide: Decide, *, every: float
     ) -> None:
-        """Begin without a job.
+        """Starts without a job.
 
         Args:
             devices: Number of devices by kind.

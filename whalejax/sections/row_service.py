@@ -92,7 +92,7 @@ class RowService:
     """One process's rows, as others ask for them."""
 
     def __init__(self, folder: Path, find_maker: MakerFinder) -> None:
-        """Hold nothing yet.
+        """Starts without rows.
 
         Args:
             folder: Folder of this process's snapshots.

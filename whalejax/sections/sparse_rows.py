@@ -65,7 +65,7 @@ class SparseRows:
         dtype: Any,
         staleness: int,
     ) -> None:
-        """Rows of zeros, with the initial state.
+        """Makes rows of zeros with the initial state.
 
         Args:
             widths, staleness: See the attributes.

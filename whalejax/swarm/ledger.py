@@ -105,7 +105,7 @@ class Ledger:
     def __init__(
         self, *, step: int, stages: int, micro_batches: int, write: Write | None = None
     ) -> None:
-        """Open it.
+        """Opens the ledger of a step.
 
         Args:
             step: Number of the step.

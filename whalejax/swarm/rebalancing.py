@@ -306,7 +306,7 @@ class Rebalancer:
         threshold: float = 0.02,
         horizon: float = HORIZON_SECONDS,
     ) -> None:
-        """Nobody has moved yet.
+        """Starts without moves.
 
         Args:
             stages: Number of stages of the model.

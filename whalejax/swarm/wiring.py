@@ -71,7 +71,7 @@ class StageWiring:
     def __init__(
         self, *, seed: int, alpha: float = 0.1, initial_seconds: float = 1.0
     ) -> None:
-        """No peer yet.
+        """Starts without peers.
 
         Args:
             seed: Seed of the random order of peers with equal virtual time.

@@ -30,7 +30,7 @@ class Checkpoints:
     """
 
     def __init__(self, cut: StagedJob) -> None:
-        """Know the layout."""
+        """Remembers the job whose states are written."""
         self._cut = cut
 
     def state_of(self, snapshot: Snapshot) -> TrainState:

@@ -42,7 +42,7 @@ class SwarmStepCommit:
         passages: Sequence[MicroBatchRoute],
         pool: ThreadPoolExecutor,
     ) -> None:
-        """Ask nobody yet."""
+        """Prepares the commit; no peer is asked yet."""
         self._context, self._passages, self._pool = context, passages, pool
         self._holders: dict[int, Holders] = {}
         self._rounds: dict[int, int] = {}

@@ -297,7 +297,7 @@ class MicroBatchRoute:
     """
 
     def __init__(self, context: StepContext, number: int) -> None:
-        """Nothing is made yet."""
+        """Starts without results."""
         self._context, self._number = context, number
         self._forward: dict[int, StageResult] = {}
         self.backward: dict[int, StageResult] = {}

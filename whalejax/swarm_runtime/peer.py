@@ -81,7 +81,7 @@ class Peer:
         patience_seconds: float = PATIENCE_SECONDS,
         hook: Hook = lambda point, step: None,
     ) -> None:
-        """Listen, and connect to nobody yet.
+        """Listens for calls; connects to no peer yet.
 
         Args:
             cut: Staged job.

@@ -38,7 +38,7 @@ class Fleet:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nobody may be asked yet.
+        """Starts without peers that may be asked.
 
         Args:
             registry: Registry of the peers.

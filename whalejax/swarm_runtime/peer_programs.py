@@ -66,7 +66,7 @@ class StagePrograms:
     """
 
     def __init__(self, cut: StagedJob, number: int) -> None:
-        """Trace; compile nothing yet."""
+        """Traces the stage; compiles nothing yet."""
         self.cut, self.number = cut, number
         self.last = number == cut.stages - 1
         self.place = cut.place(number)
@@ -310,7 +310,7 @@ class StageUpdate:
         sums: Sequence[np.ndarray],
         gradients: Sequence[np.ndarray],
     ) -> None:
-        """Run nothing yet; see ``StagePrograms.update``."""
+        """Prepares the update of ``StagePrograms.update``; runs nothing yet."""
         self._stage, self._state = stage, state
         inputs = stage.cut.update.steps.inputs
         owned = dict(zip(stage.params, gradients, strict=True))

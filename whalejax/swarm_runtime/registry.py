@@ -89,7 +89,7 @@ class Registry:
         longest_turn: float = math.inf,
         reach: Reach = lambda address: "",
     ) -> None:
-        """Nobody is there yet.
+        """Starts without peers.
 
         Args:
             facts: Facts that a peer must share with this process.

@@ -92,7 +92,7 @@ class RegistryServer:
         generation: int = 0,
         **more: Any,
     ) -> None:
-        """Listen; no step is done before ``run``.
+        """Listens for calls; no step is done before ``run``.
 
         Args:
             cut: Staged job.

@@ -35,7 +35,7 @@ class StageMover:
         rule: Rule = Rule.OPTIMUM,
         threshold: float = 0.02,
     ) -> None:
-        """Nobody has moved yet.
+        """Starts without moves.
 
         Args:
             stages: Number of stages of the model.

@@ -117,7 +117,7 @@ class StagedJob:
         seed: int = 0,
         delayed_updates: bool = False,
     ) -> None:
-        """Plan and trace.
+        """Plans and traces the job.
 
         Args:
             job: Job to train.

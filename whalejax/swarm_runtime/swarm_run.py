@@ -82,7 +82,7 @@ class SwarmRun:
         peers: int = 0,
         listening: socket.socket | None = None,
     ) -> None:
-        """Read the newest checkpoint, and listen.
+        """Reads the newest checkpoint, and listens.
 
         Args:
             cut: Staged job.

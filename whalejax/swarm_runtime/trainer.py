@@ -90,7 +90,7 @@ class Trainer(TrainerState):
         rebalance: Callable[[Trainer], None] = lambda trainer: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Ask nobody yet; ``address`` must be set before ``run``.
+        """Prepares the steps; ``address`` must be set before ``run``.
 
         Args:
             cut: Staged job.

@@ -19,7 +19,7 @@ class LookupCounts:
     """
 
     def __init__(self) -> None:
-        """Nothing was counted."""
+        """Starts without counts."""
         self.batches = 0
         self.by_table: dict[str, np.ndarray] = {}
 

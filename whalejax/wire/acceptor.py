@@ -153,7 +153,7 @@ class Acceptor:
         most_channels: int = MOST_CHANNELS,
         idle_seconds: float = IDLE_SECONDS,
     ) -> None:
-        """Begin to accept.
+        """Starts to accept connections.
 
         Args:
             listening: closed by ``close``.

@@ -117,7 +117,7 @@ class Channel:
         most_bytes: int = CONTROL_BYTES,
         notify: Callable[[Channel], None] | None = None,
     ) -> None:
-        """Use ``dial`` or an ``Acceptor``.
+        """Wraps a socket; use ``dial`` or an ``Acceptor`` instead.
 
         Args:
             link: the socket, whose handshake is through; closed by ``close``.

@@ -41,7 +41,7 @@ class Waker:
     """
 
     def __init__(self) -> None:
-        """Nobody has woken it."""
+        """Starts without a wake-up."""
         self._reads, self._writes = socket.socketpair()
         for end in (self._reads, self._writes):
             end.setblocking(False)
@@ -72,7 +72,7 @@ class Loop:
     """Watches sockets in a thread of its own, as long as the process lives."""
 
     def __init__(self) -> None:
-        """Begin, and watch nothing yet."""
+        """Starts the thread without sockets."""
         self._selector = selectors.DefaultSelector()
         self._watched: dict[Watched, int] = {}
         self._work: collections.deque[Callable[[], None]] = collections.deque()

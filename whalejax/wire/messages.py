@@ -130,7 +130,7 @@ class Messages(Generic[M]):
     """
 
     def __init__(self, *types: type[M]) -> None:
-        """These, and no other."""
+        """Accepts messages of these types and no other."""
         self.kinds: Mapping[str, type[M]] = {
             str(one.__struct_config__.tag): one for one in types
         }

@@ -95,7 +95,7 @@ class Service:
         key: Key,
         handlers: Handlers,
     ) -> None:
-        """Begin to answer.
+        """Starts to answer questions.
 
         Args:
             listening: closed by ``close``.
@@ -196,7 +196,7 @@ class Caller:
     """Asks other processes."""
 
     def __init__(self, key: Key) -> None:
-        """Connect to nobody yet."""
+        """Starts without connections."""
         self._key = key
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Channel]] = {}

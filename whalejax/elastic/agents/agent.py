@@ -138,7 +138,7 @@ class Agent:
     """Holds processes until the run is over, or it is told to end."""
 
     def __init__(self, options: AgentOptions) -> None:
-        """Connect to nothing yet.
+        """Prepares the agent; connects to nothing yet.
 
         Raises:
             WhaleError: the address is none, or the folder of logs cannot be made.

@@ -89,7 +89,7 @@ class AgentFleet(Generic[Link]):
         close: Callable[[Link], None],
         program: Mapping[str, Any] | None = None,
     ) -> None:
-        """No agent is there yet.
+        """Starts without agents.
 
         Args:
             run: Run that the agents serve.

@@ -45,7 +45,7 @@ class HostAgents:
         processes: int,
         remote_shell: Sequence[str],
     ) -> None:
-        """Start nothing yet.
+        """Names the hosts; starts no agent yet.
 
         Args:
             hosts: their names, which are the agents' too.

@@ -74,7 +74,7 @@ class RayAgents:
     def __init__(
         self, address: str, supervisor: str, logs: Path, *, processes: int
     ) -> None:
-        """Connect to the cluster; start nothing yet.
+        """Connects to the cluster; starts no agent yet.
 
         Args:
             address: Address of the cluster, or ``"auto"``.

@@ -65,7 +65,7 @@ class Arbiter:
     """The supervisor, of which a process asks how gradients are added up."""
 
     def __init__(self, address: str, key_file: str) -> None:
-        """Connect to nothing yet.
+        """Names the supervisor; connects to nothing yet.
 
         Args:
             address: Address of the supervisor.

@@ -106,7 +106,7 @@ class Copies:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Make the folder, which only its owner may read.
+        """Makes the folder, which only its owner may read.
 
         Raises:
             BadCopies: it cannot be made, or is somebody else's.

@@ -63,7 +63,7 @@ class ShardCopyManager:
         mtbf: float,
         tell: Callable[[int, str], None],
     ) -> None:
-        """Copy nothing yet; all processes call this.
+        """Prepares the copies; all processes call this.
 
         Args:
             step: Step whose states are copied.

@@ -109,7 +109,7 @@ class CopyExchange:
     """
 
     def __init__(self, folder: Path, key: Key, host: str) -> None:
-        """Listen.
+        """Listens for other machines.
 
         Args:
             folder: Folder of this machine's copies.
@@ -209,7 +209,7 @@ class RemoteCopy:
     """
 
     def __init__(self, caller: Caller, address: Address, name: str) -> None:
-        """Ask how large it is.
+        """Asks for the size of the file.
 
         Raises:
             OSError: it is not there, or its machine does not answer.

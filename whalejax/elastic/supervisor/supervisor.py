@@ -110,7 +110,7 @@ class Supervisor:
     """Runs until all members have done their steps, or the run cannot go on."""
 
     def __init__(self, run: Supervised) -> None:
-        """Nothing is started yet."""
+        """Prepares the run; starts no process yet."""
         self._run = run
         self._folder = run.folder / FOLDER
         self._state = ElasticRun(settings=run.settings)

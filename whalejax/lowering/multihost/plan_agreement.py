@@ -49,7 +49,7 @@ class Agreement:
     """
 
     def __init__(self, mesh: Mesh, *, one_kind: bool = False) -> None:
-        """Know who takes part.
+        """Finds the processes that take part.
 
         Args:
             mesh: Mesh of all processes; where one process has it alone, nothing is

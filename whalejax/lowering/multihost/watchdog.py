@@ -61,7 +61,7 @@ class Watch:
     """
 
     def __init__(self, *, alone: bool) -> None:
-        """Know whether there is something to watch.
+        """Starts the watch unless one process runs alone.
 
         Args:
             alone: no other process takes part, so that nothing is watched.

@@ -19,7 +19,7 @@ class StageProgramsEvaluator(StageProgramsExecutor):
     """
 
     def __init__(self, home: StageProgramsExecutor, *args: Any) -> None:
-        """Trace what is needed to know shapes; compile nothing.
+        """Traces the loss in evaluation mode for its shapes; compiles nothing.
 
         Args:
             home: Training executor, which owns the states.

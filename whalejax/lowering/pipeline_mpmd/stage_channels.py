@@ -82,7 +82,7 @@ class StageChannel:
         *,
         alone: bool = False,
     ) -> None:
-        """Know what is sent.
+        """Prepares the transfer of arrays between two stages.
 
         Args:
             avals: shapes and dtypes.

@@ -49,7 +49,7 @@ class SchedulePass:
         keeps: bool = True,
         first_micro_batch: int = 0,
     ) -> None:
-        """Bring to every stage what it reads; run nothing yet.
+        """Brings the inputs to every stage; runs nothing yet.
 
         Args:
             apart: Executor of the stages.

@@ -127,7 +127,7 @@ class MultiStageProgram:
         whole: Sequence[NamedSharding],
         options: Any = None,
     ) -> None:
-        """Cut a program.
+        """Divides the program among the stages.
 
         Args:
             steps: the program.

@@ -56,7 +56,7 @@ class UpdatePartition:
         meshes: Sequence[Any] = (),
         few_rounds: bool = False,
     ) -> None:
-        """Cut a program.
+        """Divides the program among the stages.
 
         Args:
             steps: the program.

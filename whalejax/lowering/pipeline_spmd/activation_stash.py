@@ -34,7 +34,7 @@ class Derivative:
     """
 
     def __init__(self, function: Function, params: Sequence[Any], given: Carry) -> None:
-        """Look at what the derivative reads.
+        """Finds the residuals that the derivative reads.
 
         Args:
             function: the stage's layers.
@@ -116,7 +116,7 @@ class Inputs:
     """
 
     def __init__(self, local: OneStage) -> None:
-        """For one stage."""
+        """Prepares the stash of one stage."""
         self._local = local
         self.empty = local.nothing()
 
@@ -208,7 +208,7 @@ class Residuals:
     """
 
     def __init__(self, local: OneStage) -> None:
-        """For one stage."""
+        """Prepares the stash of one stage."""
         self._local = local
         self._derivative = Derivative(local.forward, local.params, local.nothing())
         self.empty = [jnp.zeros(x.shape, x.dtype) for x in self._derivative.kept]

@@ -48,7 +48,7 @@ class AdaptiveSharesRunner(StepRunner):
     batch_shardings: tuple[NamedSharding, ...]
 
     def __init__(self, plan: Plan, mine: Sequence[int]) -> None:
-        """Begin with the shares of a plan.
+        """Starts with the shares of a plan.
 
         Args:
             plan: Plan whose replicas take unequal shares.

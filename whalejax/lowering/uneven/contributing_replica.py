@@ -38,7 +38,7 @@ class ContributingReplica:
     def __init__(
         self, runner: UnevenReplicasExecutor, *, measures_squares: bool = False
     ) -> None:
-        """Compile nothing yet.
+        """Prepares the programs; compiles nothing yet.
 
         Args:
             runner: Runner of a plan with one replica.

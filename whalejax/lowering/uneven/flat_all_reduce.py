@@ -61,7 +61,7 @@ class Buffers:
     def __init__(
         self, mesh: Mesh, avals: Sequence[Any], places: Sequence[NamedSharding]
     ) -> None:
-        """Know what is packed.
+        """Lays out the arrays in one buffer for each dtype.
 
         Args:
             mesh: Mesh of the replica.
@@ -131,7 +131,7 @@ class Exchange:
         *,
         gathers: bool = False,
     ) -> None:
-        """Compile nothing yet.
+        """Prepares the exchange; compiles nothing yet.
 
         Args:
             mesh: all devices, replicas along its first axis, ``data``.

@@ -81,7 +81,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         *,
         home: UnevenPipelinesExecutor | None = None,
     ) -> None:
-        """Trace what is needed to know shapes; compile nothing.
+        """Traces the pipelines for their shapes; compiles nothing.
 
         Args:
             plan, captured, optimizer, devices, batch_axes, origin: Arguments of every

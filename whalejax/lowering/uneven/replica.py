@@ -61,7 +61,7 @@ class Replica:
         slopes: Mapping[int, np.ndarray],
         options: Any,
     ) -> None:
-        """Trace what is needed to know shapes; compile nothing.
+        """Traces the replica for its shapes; compiles nothing.
 
         Args:
             program: Loss, optimizer and plan on the replica's mesh.

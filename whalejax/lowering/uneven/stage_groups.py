@@ -48,7 +48,7 @@ class StageGroup:
     """
 
     def __init__(self, stages: Sequence[int], meshes: Sequence[Mesh]) -> None:
-        """Know where it is; compile nothing.
+        """Prepares the group; compiles nothing.
 
         Args:
             stages: Number of the stage in each pipeline.

@@ -84,7 +84,7 @@ class ReplicaSlices:
     def __init__(
         self, program: Program, state: TrainState, replica: int, replicas: int
     ) -> None:
-        """Compile nothing.
+        """Prepares the update of the slices; compiles nothing.
 
         Args:
             program: Loss, optimizer and plan on the replica's mesh.
@@ -269,7 +269,7 @@ class GatherBuffers:
         replica: int,
         replicas: int,
     ) -> None:
-        """Know what is gathered.
+        """Lays out the gathered slices in one buffer for each dtype.
 
         Args:
             mesh: Mesh of the replica.
@@ -352,7 +352,7 @@ class OwningReplica(Replica):
         slopes: Mapping[int, Any],
         options: Any,
     ) -> None:
-        """Trace what is needed to know shapes; compile nothing; see ``Replica``."""
+        """Traces the replica for its shapes; compiles nothing; see ``Replica``."""
         super().__init__(
             program, state, batch, replicas=replicas, slopes=slopes, options=options
         )

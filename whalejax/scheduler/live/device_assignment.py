@@ -60,7 +60,7 @@ class Placing:
         *,
         masks: bool,
     ) -> None:
-        """Change nothing yet.
+        """Starts without a change of devices.
 
         Args:
             book: The jobs, with the numbers of devices that they are to have.

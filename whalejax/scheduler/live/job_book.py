@@ -122,7 +122,7 @@ class JobBook:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Go on from the journal of a folder.
+        """Restores the jobs from the journal of a folder.
 
         Raises:
             WhaleError: It cannot be read or written.

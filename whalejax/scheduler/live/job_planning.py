@@ -42,7 +42,7 @@ class Planning:
     """Jobs that wait to be planned, and the one that is."""
 
     def __init__(self, cluster: Cluster) -> None:
-        """Plan nothing yet.
+        """Prepares the queue; plans nothing yet.
 
         Args:
             cluster: Devices that the jobs share.

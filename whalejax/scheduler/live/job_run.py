@@ -67,7 +67,7 @@ class JobRun:
     """
 
     def __init__(self, home: Path, request: Add, pool: ThreadPoolExecutor) -> None:
-        """Start nothing.
+        """Names the folder; starts no process.
 
         Args:
             home: Folder of the job.

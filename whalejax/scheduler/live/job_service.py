@@ -83,7 +83,7 @@ class JobService:
     """Runs until it is told to end; the jobs go on without it."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        """Look at the devices; nothing is started yet.
+        """Finds the devices; starts nothing yet.
 
         Raises:
             JobError: The cluster is none that this host can share out.

@@ -71,7 +71,7 @@ class LocalSocket:
     """Takes requests in threads of its own; the scheduler's loop answers them."""
 
     def __init__(self, folder: Path) -> None:
-        """Listen.
+        """Listens at the socket.
 
         Args:
             folder: Folder of the scheduler, which holds its lock: an existing socket is

@@ -119,7 +119,7 @@ class NoiseReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Reads nothing yet.
+        """Names the folder; reads nothing yet.
 
         Args:
             folder: Folder of one file of JSON lines for each process.
@@ -178,7 +178,7 @@ class RunReader:
     """
 
     def __init__(self, home: Path) -> None:
-        """Read nothing yet.
+        """Names the folder; reads nothing yet.
 
         Args:
             home: Folder of the run.

@@ -192,7 +192,7 @@ class GradientSum:
     """
 
     def __init__(self) -> None:
-        """Nothing has been added."""
+        """Starts with an empty sum."""
         self.arrays: Part = []
         self.numbers: list[int] = []
         self.attempts: list[int] = []

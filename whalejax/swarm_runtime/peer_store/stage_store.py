@@ -60,7 +60,7 @@ class StageHolder:
         pull_seconds: float,
         hook: Hook = lambda point, step: None,
     ) -> None:
-        """Hold nothing yet.
+        """Starts without a stage.
 
         Args:
             cut: Staged job.

@@ -47,7 +47,7 @@ class MicroBatchQueue:
     """Gives out the micro-batches of a step; safe to use from threads."""
 
     def __init__(self, count: int, stop: threading.Event) -> None:
-        """Nothing is given out yet.
+        """Starts with all micro-batches waiting.
 
         Args:
             count: micro-batches of the step.

@@ -115,7 +115,7 @@ class SecondaryTrainer:
         patience_seconds: float = PATIENCE_SECONDS,
         tell: Callable[..., None] = lambda kind, **more: None,
     ) -> None:
-        """Listen, and connect to nobody yet.
+        """Listens for calls; connects to no peer yet.
 
         Args:
             cut: Staged job.

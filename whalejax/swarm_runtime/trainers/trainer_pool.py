@@ -83,7 +83,7 @@ class TrainerPool:
     def __init__(
         self, fleet: Fleet, caller: Caller, tell: Callable[..., None], lease: float
     ) -> None:
-        """Nobody is there yet.
+        """Starts without trainers.
 
         Args:
             fleet: Peers that may be asked.

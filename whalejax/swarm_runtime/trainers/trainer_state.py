@@ -158,7 +158,7 @@ class TrainerState:
         on_snapshot: Callable[[Snapshot], None],
         clock: Callable[[], float],
     ) -> None:
-        """Ask nobody yet; ``address`` must be set before a peer takes the state."""
+        """Prepares the state; ``address`` must be set before a peer downloads it."""
         self.cut, self.registry, self.caller = cut, registry, caller
         self.settings, self.tell = settings, tell
         self.fleet = Fleet(registry, cut.stages, seed=cut.seed, clock=clock)
