@@ -125,6 +125,7 @@ def sections_step(
         staleness=staleness,
         times=ALIKE,
         pins=pins,
+        in_processes=list(pins),
     )
     adapter = adapt(net, loss).without_values()
     return kind(plan, adapter, OPTIMIZER, "error", jax.devices()[:1])
@@ -337,6 +338,7 @@ def counted_step(staleness: int, **settings: Any) -> SectionsStep:
         staleness=staleness,
         times=BUSY,
         pins={"a": "rows", "b": 1},
+        in_processes=list(COUNTED),
     )
     adapter = adapt(net, counted_loss).without_values()
     given = plan, adapter, OPTIMIZER, "error", jax.devices()[:1]
@@ -468,6 +470,7 @@ def late_flights(staleness: int) -> float:
         tables=wh.sparse_optimizer("adagrad", 0.1),
         cluster="cpu:1+cpu:1",
         staleness=staleness,
+        in_processes=[f"tables.c{n}.embedding" for n in range(count)],
         **options,
     )
     step: Any = wh.compile(

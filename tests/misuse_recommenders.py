@@ -41,6 +41,7 @@ def _plan_arguments(world: World) -> dict[str, Any]:
         "trainable": None,
         "staleness": 0,
         "times": None,
+        "in_processes": None,
     }
 
 
@@ -52,6 +53,7 @@ TABLE_ARGUMENTS: Final[dict[str, Any]] = {
     "counts": None,
     "staleness": 0,
     "times": None,
+    "in_processes": None,
 }
 """Of ``wh.plan`` without tables."""
 
@@ -102,6 +104,7 @@ RECOMMENDERS: Final[Mapping[str, Entry]] = {
             "trainable": NONE,
             "staleness": ("zero", "no lookup lacks an update"),
             "times": NONE,
+            "in_processes": NONE,
         },
         stops=PLANNING,
     ),

@@ -242,6 +242,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "counts": NONE,
             "staleness": ("zero", "no lookup lacks an update"),
             "times": NONE,
+            "in_processes": NONE,
         },
         stops=PLANNING,
     ),

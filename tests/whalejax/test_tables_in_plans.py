@@ -57,12 +57,17 @@ def test_a_plan_with_tables_is_planned_and_compiled_like_any_other(
 
 
 def test_its_file_is_the_same_plan(tmp_path: Path) -> None:
-    plan = make_plan("cpu:2+cpu:1", staleness=3)
+    inside = {"in_processes": ["user", "tag", "word"]}
+    plan = make_plan("cpu:2+cpu:1", staleness=3, **inside)
     plan.save(tmp_path / "plan.json")
     found = wh.Plan.load(tmp_path / "plan.json")
     assert found == plan and found.hash == plan.hash
     assert str(found) == str(plan) and "the newest 3 updates" in str(plan)
-    assert found.hash != make_plan("cpu:2+cpu:1", staleness=2).hash
+    assert found.hash != make_plan("cpu:2+cpu:1", staleness=2, **inside).hash
+    other = inside | {"in_processes": ["user", "tag", "item"]}
+    assert found.hash != make_plan("cpu:2+cpu:1", staleness=3, **other).hash
+    assert "in processes of CPUs, as you fixed it" in found.why("user")
+    assert "beside the dense part, as you fixed it" in found.why("item")
     net = make_net(np.float32)
     step: Any = wh.compile(
         found, loss, net, optimizer=OPTIMIZER, devices=jax.devices()[:1]
@@ -218,6 +223,7 @@ def ids_of(kind: Any, *shape: int) -> jax.ShapeDtypeStruct:
         (ids_of(np.int32, 64), {"tables": optax.adam(0.1)}, "sgd, adagrad, row_adagra"),
         (ids_of(np.int32, 64), {"staleness": -1}, "staleness is -1; expected a whole"),
         (ids_of(np.int32, 64), {"staleness": 1}, "no CPUs beside the devices"),
+        (ids_of(np.int32, 64), {"in_processes": ["user"]}, "no CPUs beside the devi"),
     ],
 )
 def test_bad_input_is_refused_in_words(batch: Any, change: Any, words: str) -> None:
@@ -240,7 +246,7 @@ def test_ragged_bags_are_refused_with_what_to_give() -> None:
     ("rows", "cluster", "words"),
     [
         (2_000_000_000, "h100:4", "'user' takes 8.19 TB .* 749 GB short"),
-        (2_000_000_000, "cpu:2+h100:4", "'user' takes 8.19 TB .* 2.04 TB short"),
+        (2_000_000_000, "cpu:2+h100:4", "1 table of 8.19 TB .* 7.84 TB short"),
         (3_000_000_000, "h100:4", "852,516,353 too many. Hash ids"),
     ],
 )

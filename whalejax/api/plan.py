@@ -69,6 +69,7 @@ def plan(
     counts: Mapping[str, Any] | None = None,
     staleness: int = 0,
     times: SectionTimes | None = None,
+    in_processes: Collection[str] | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
 
@@ -192,11 +193,13 @@ def plan(
         pins: what you fix, by the path of a table: its device, or one of ``splits``.
         counts: how often each row is looked up, by the path of a table:
             ``wh.count_lookups`` counts it.
-        staleness: on a cluster such as ``"cpu:2+h100:1"``, whose first part holds the
+        staleness: on a cluster such as ``"cpu:2+h100:1"``, whose first part may hold
             tables in processes of its own: number of newest updates that a lookup does
             without, so that both parts work at once; with 0 every row has all of them.
         times: measured times of these two sections, ``step.report().times``; None
             predicts them.
+        in_processes: paths of the tables in these processes, where you fix them; the
+            others are then on the devices. None lets the planner choose.
 
     Returns:
         The plan; ``print`` shows it.

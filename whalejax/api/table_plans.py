@@ -38,6 +38,7 @@ def plan_tables(
     trainable: Any = None,
     staleness: int = 0,
     times: SectionTimes | None = None,
+    in_processes: Collection[str] | None = None,
 ) -> TablesPlan:
     """Finds the embedding tables of a model and decides where they are stored.
 
@@ -54,8 +55,8 @@ def plan_tables(
         rows: How rows of tables change: ``wh.sparse_optimizer(...)``.
         optimizer: Optimizer of all other parameters, from optax.
         cluster: A cluster, its text such as ``"h100:8"``, or None for the devices of
-            this process. ``"cpu:2+h100:1"`` has two sections: tables in at most 2
-            processes that compute on CPUs, everything else on the devices behind.
+            this process. ``"cpu:2+h100:1"`` has two sections: some tables in at most
+            2 processes that compute on CPUs, everything else on the devices behind.
         splits: Ways of storing a table that may be used: some of ``"whole"``,
             ``"rows"``, ``"columns"`` and ``"replicate"``.
         together: Groups of tables that must be on one device, by their paths.
@@ -68,6 +69,8 @@ def plan_tables(
             so that both work at once; with 0 every row has all of them.
         times: Measured times of the sections, ``SectionsStep.report().times``; None
             predicts them.
+        in_processes: Paths of the tables in processes, where you fix them; the others
+            are then on the devices. None lets the planner choose.
 
     Returns:
         The plan; ``print`` shows it, ``why(path)`` explains it.
@@ -98,6 +101,7 @@ def plan_tables(
         trainable=trainable,
         staleness=staleness,
         times=times,
+        in_processes=in_processes,
     )
     return request.plan(loss_fn, model, batch)
 

@@ -125,7 +125,7 @@ def compile_plan(
 
 def _check_program(plan: TablesPlan, step: TableStep) -> None:
     """Refuses to train a loss that looks the same tables up in another program."""
-    if plan.program_hash not in ("", program_hash(step.programs.program)):
+    if plan.program_hash not in ("", program_hash(step.program)):
         raise PlanError(
             "this plan is for another loss: the tables are the same, and the program "
             "around their lookups is not, or another version of JAX traced it. Plan "
@@ -139,7 +139,7 @@ def _check_shapes(plan: TablesPlan, adapter: Adapter) -> None:
         zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
     )
     planned: dict[str, tuple[int, ...]] = {
-        table.name: (table.rows, table.width) for table in plan.placement.tables
+        table.name: (table.rows, table.width) for table in plan.all_tables
     }
     planned |= {
         leaf.path.removeprefix("dense."): tuple(leaf.shape)

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
+from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.sections import Sections, SectionTimes
 from whalejax.runtime.table_step import TablesState, TableStep
 from whalejax.sections.pipeline import Pipeline, Work
@@ -32,8 +33,7 @@ from whalejax.sections.remote_store import (
 )
 from whalejax.tables.exchange import assemble, pack_gradients
 from whalejax.tables.layout import TableLayout, make_layout
-from whalejax.tables.plan import TablesPlan
-from whalejax.tables.recognize import TableProgram
+from whalejax.tables.recognize import Lookup
 from whalejax.user_code.ambient_mesh import without_mesh
 
 
@@ -155,6 +155,7 @@ class SectionsStep(TableStep):
 
     Attributes:
         pipeline: Both sections.
+        beside: Lookups and updates of the tables beside the dense part, or None.
     """
 
     def __init__(
@@ -192,11 +193,20 @@ class SectionsStep(TableStep):
         return self.sections.queue_depth
 
     def _make_layout(
-        self, plan: TablesPlan, program: TableProgram, names: tuple[str, ...]
+        self,
+        placement: TablePlacement,
+        lookups: tuple[Lookup, ...],
+        names: tuple[str, ...],
     ) -> TableLayout:
-        return make_layout(plan.placement, program.lookups, names)
+        if placement is self.plan.beside:
+            return super()._make_layout(placement, lookups, names)
+        return make_layout(placement, lookups, names)
 
     def _make_store(self) -> RemoteStore:
+        self.beside, store, placed = None, None, self.plan.beside
+        if placed is not None:
+            self.beside = self._programs_of(placed, clips=self.programs.clips)
+            store = self._store_of(self.beside, placed)
         layout, rows, sections = self.programs.layout, self.plan.rows, self.sections
         size = self.plan.placement.batch_size
         job = None if self._job is None else (*self._job, size)
@@ -216,17 +226,12 @@ class SectionsStep(TableStep):
             dtype=self.dtype,
             pipeline=self.pipeline,
             begun=[0],
+            beside=store,
         )
 
     def close(self) -> None:
         """Ends the processes; a state that was not saved is lost."""
         self.pipeline.close()
-
-    def __enter__(self) -> SectionsStep:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # States.
 
@@ -357,10 +362,11 @@ class SectionsStep(TableStep):
             return np.asarray(ids), np.asarray(bounds)
 
     def _ids_and_bounds(self, leaves: list[Any]) -> tuple[Any, Any]:
-        return self._clipped_ids(self.programs.program.ids(leaves))
+        return self._clipped_ids(self.program.ids(leaves))
 
     def _clipped_ids(self, by_lookup: list[Any]) -> tuple[Any, Any]:
-        return self.programs.join_ids(by_lookup), self.programs.bounds_of(by_lookup)
+        own = [by_lookup[n] for n in self._numbers(self.plan.placement)]
+        return self.programs.join_ids(own), self.programs.bounds_of(by_lookup)
 
     @without_mesh
     def eval(self, state: Any, batch: Any) -> dict[str, Any]:
@@ -406,26 +412,45 @@ class SectionsStep(TableStep):
         sharding = NamedSharding(self.mesh, PartitionSpec(None, self.programs.axes))
         return jax.device_put(np.stack(vectors), sharding)
 
-    def _vectors(self, received: Any) -> list[Any]:
-        programs = self.programs
-        return [
-            assemble(programs.layout, number, lookup, received)
-            for number, lookup in enumerate(programs.program.lookups)
-        ]
+    def _vectors(
+        self, state: TablesState, batch: list[Any], received: Any
+    ) -> tuple[list[Any], tuple[Any, Any]]:
+        """The vectors of all lookups; ids and taken ids of those beside."""
+        programs, given = self.programs, (None, None)
+        vectors: dict[int, Any] = {}
+        lookups = enumerate(programs.program.lookups)
+        numbers = self._numbers(self.plan.placement)
+        for place, (number, lookup) in zip(numbers, lookups, strict=True):
+            vectors[place] = assemble(programs.layout, number, lookup, received)
+        if self.beside is not None and self.plan.beside is not None:
+            ids = self.beside.shared_out(self.beside.all_ids(batch))
+            found, taken = self.beside.look_up(state.tables.beside, ids)
+            vectors |= zip(self._numbers(self.plan.beside), found, strict=True)
+            given = ids, taken
+        return [vectors[number] for number in sorted(vectors)], given
 
     def _advance_dense(
         self, state: TablesState, batch: list[Any], received: Any
     ) -> tuple[TablesState, dict[str, Any], Any]:
-        vectors = self._vectors(received)
+        vectors, (ids, taken) = self._vectors(state, batch, received)
         loss, dense, by_vector = self._gradients(state, batch, vectors)
-        packed = pack_gradients(self.programs.layout, by_vector, received.dtype)
+        own = [by_vector[n] for n in self._numbers(self.plan.placement)]
+        packed = pack_gradients(self.programs.layout, own, received.dtype)
+        if self.beside is not None and self.plan.beside is not None:
+            numbers = self._numbers(self.plan.beside)
+            own = [self.beside.shared_out(by_vector[n]) for n in numbers]
+            given = state.tables.beside, ids, taken, own, state.step
+            tables = dataclasses.replace(
+                state.tables, beside=self.beside.update(*given)
+            )
+            state = dataclasses.replace(state, tables=tables)
         new, metrics = self._updated(state, loss, dense)
         return new, metrics, packed
 
     def _evaluate_dense(
         self, state: TablesState, batch: list[Any], received: Any
     ) -> dict[str, Any]:
-        vectors = self._vectors(received)
+        vectors, _ = self._vectors(state, batch, received)
         value, (metrics, _) = self._loss(state, batch)(state.params, vectors)
         return {"loss": value, **metrics}
 
@@ -469,6 +494,7 @@ class SectionsStep(TableStep):
             wire_seconds=max(wire, default=0.0),
             dense_seconds=dense,
             batch_seconds=float(np.mean(batch or [0.0])),
+            tables=tuple(table.name for table in self.plan.placement.tables),
         )
         measured = dataclasses.replace(self.sections, times=times, is_measured=True)
         return SectionReport(

@@ -15,7 +15,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ from whalejax.tables.layout import TableLayout, make_layout
 from whalejax.tables.lookup_counts import LookupCounts
 from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.programs import TablePrograms
-from whalejax.tables.recognize import TableProgram, check_divisible
+from whalejax.tables.recognize import Lookup, TableProgram, check_divisible
 from whalejax.tables.store import TableStore
 from whalejax.tables.wide_ids import check_32_bits
 from whalejax.user_code.ambient_mesh import without_mesh
@@ -98,6 +98,7 @@ class TableStep:
 
     Attributes:
         plan: What it runs.
+        program: The loss, cut at its lookups.
         mesh: Devices, with the axes ``data`` and ``fsdp``.
         programs: The sections of the step, and the layout of the tables.
         dtype: Element type of all tables.
@@ -144,18 +145,10 @@ class TableStep:
         clips: bool,
     ) -> None:
         """Lays tables out as a plan says, for all further steps."""
-        self.plan = plan
-        rows = {table.name: table.rows for table in plan.placement.tables}
-        self.programs = TablePrograms(
-            program=program,
-            layout=self._make_layout(plan, program, names),
-            names=names,
-            rows=tuple(rows[name] for name in names),
-            optimizer=plan.rows,
-            mesh=self.mesh,
-            axes=tuple(plan.axes),
-            clips=clips,
-        )
+        self.plan, self.program = plan, program
+        rows = {table.name: table.rows for table in plan.all_tables}
+        self._names, self._rows = names, tuple(rows[name] for name in names)
+        self.programs = self._programs_of(plan.placement, clips=clips)
         adapter = self.adapter
         leaves = dict(
             zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
@@ -169,24 +162,63 @@ class TableStep:
             out_shardings=NamedSharding(self.mesh, PartitionSpec()),
         )
 
-    def _make_layout(
-        self, plan: TablesPlan, program: TableProgram, names: tuple[str, ...]
-    ) -> TableLayout:
-        """Where rows are, and how they reach the samples."""
-        samples = program.lookups[0].shape[0] // self.mesh.size
-        return make_layout(plan.placement, program.lookups, names, samples)
+    def _numbers(self, placement: TablePlacement) -> list[int]:
+        """Numbers of the lookups of a placement's tables."""
+        held = {table.name for table in placement.tables}
+        return [n for n, name in enumerate(self._names) if name in held]
 
-    def _make_store(self) -> Any:
-        """What brings tables to where they are; its methods are ``TableStore``'s."""
-        tables = self.plan.placement.tables
-        return TableStore(
-            layout=self.programs.layout,
+    def _programs_of(self, placement: TablePlacement, *, clips: bool) -> TablePrograms:
+        """Lookups and updates of the tables of a placement on the mesh."""
+        numbers = self._numbers(placement)
+        lookups = tuple(self.program.lookups[n] for n in numbers)
+        names = tuple(self._names[n] for n in numbers)
+        return TablePrograms(
+            program=dataclasses.replace(self.program, lookups=lookups),
+            layout=self._make_layout(placement, lookups, names),
+            names=names,
+            rows=tuple(self._rows[n] for n in numbers),
             optimizer=self.plan.rows,
             mesh=self.mesh,
-            axes=self.programs.axes,
+            axes=tuple(self.plan.axes),
+            clips=clips,
+        )
+
+    def _make_layout(
+        self,
+        placement: TablePlacement,
+        lookups: tuple[Lookup, ...],
+        names: tuple[str, ...],
+    ) -> TableLayout:
+        """Where rows are, and how they reach the samples."""
+        samples = lookups[0].shape[0] // self.mesh.size
+        return make_layout(placement, lookups, names, samples)
+
+    def _store_of(
+        self, programs: TablePrograms, placement: TablePlacement
+    ) -> TableStore:
+        """What brings the tables of a placement to the mesh."""
+        tables = placement.tables
+        return TableStore(
+            layout=programs.layout,
+            optimizer=self.plan.rows,
+            mesh=self.mesh,
+            axes=programs.axes,
             shapes={table.name: (table.rows, table.width) for table in tables},
             dtype=self.dtype,
         )
+
+    def _make_store(self) -> Any:
+        """What brings tables to where they are; its methods are ``TableStore``'s."""
+        return self._store_of(self.programs, self.plan.placement)
+
+    def close(self) -> None:
+        """Ends the processes of the step, of which one without sections has none."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def parts_matter(self) -> bool:
@@ -300,7 +332,7 @@ class TableStep:
 
     def _shared_like_params(self, opt_state: Any) -> Any:
         """State of the dense optimizer, each array shared out as its parameter is."""
-        names = dense_params(self.adapter, self.programs.program, self.adapter.params)
+        names = dense_params(self.adapter, self.program, self.adapter.params)
         whole = NamedSharding(self.mesh, PartitionSpec())
         constrain: Any = jax.lax.with_sharding_constraint
         return _map_params(
@@ -511,11 +543,11 @@ class TableStep:
         """
         problems = Arguments("batch")
         for number, (least, most) in enumerate(bounds):
-            rows, name = self.programs.rows[number], self.programs.names[number]
+            rows, name = self._rows[number], self._names[number]
             if least < 0 or most >= rows:
                 value = most if most >= rows else least
                 problems.add(
-                    f"{self.programs.program.lookups[number].feature} has the id "
+                    f"{self.program.lookups[number].feature} has the id "
                     f"{value}, and {name} has {rows:,} rows, from 0; correct the data, "
                     'or compile with out_of_range="clip" to take the nearest row'
                 )
@@ -524,7 +556,7 @@ class TableStep:
     def _loss(
         self, state: TablesState, batch: list[Any]
     ) -> Callable[[Any, Any], tuple[Any, Any]]:
-        program, adapter = self.programs.program, self.adapter
+        program, adapter = self.program, self.adapter
         tree: Any = jax.tree.structure(adapter.rest)
         rest = adapter.fold_rest(tree.unflatten(state.rest), state.step)
         rest = adapter.fold_rest(rest, 0)  # as micro-batch 0 of any plan
@@ -661,7 +693,7 @@ class TableStep:
         return jax.eval_shape(self._optimizer.init, self._abstract_params())
 
     def _abstract_params(self) -> dict[str, Any]:
-        own = dense_params(self.adapter, self.programs.program, self.adapter.params)
+        own = dense_params(self.adapter, self.program, self.adapter.params)
         return {path: aval_of(leaf) for path, leaf in own.items()}
 
     def _abstract_sections(self) -> Sections:
