@@ -12,7 +12,7 @@ import numpy as np
 import whalejax as wh
 from tests.misuse import Entry
 from tests.misuse_world import NONE, OPTIMIZER, PLANNING, World, given
-from whalejax.api.tables_request import RUNNABLE_SPLITS
+from whalejax.api.tables_request import USUAL_SPLITS
 
 
 def lookup_loss(model: Any, batch: Any) -> jax.Array:
@@ -47,7 +47,7 @@ def _plan_arguments(world: World) -> dict[str, Any]:
 
 TABLE_ARGUMENTS: Final[dict[str, Any]] = {
     "tables": None,
-    "splits": RUNNABLE_SPLITS,
+    "splits": USUAL_SPLITS,
     "together": (),
     "pins": None,
     "counts": None,

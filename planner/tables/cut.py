@@ -21,6 +21,7 @@ import numpy as np
 
 from whalejax.meshes.units import count_text, gigabytes, milliseconds
 from whalejax.planner.errors import NothingFits
+from whalejax.planner.tables.place import HOST_SPLITS
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.sections import (
     ENOUGH,
@@ -32,6 +33,7 @@ from whalejax.planner.tables.table import Table
 from whalejax.planner.tables.ways import SPLITS, list_ways
 
 
+_ON_DEVICES: Final = tuple(split for split in SPLITS if split not in HOST_SPLITS)
 _NODES: Final = 200
 _GAP: Final = 1e-4
 _TOTAL_WEIGHT: Final = 1e-3
@@ -110,7 +112,7 @@ def _device_seconds(table: Table, devices: Ranks | None, batch_size: int) -> flo
     if devices is None:
         return 0.0
     ways = list_ways(
-        table, devices, batch_size=batch_size, objective="time", splits=SPLITS[:-1]
+        table, devices, batch_size=batch_size, objective="time", splits=_ON_DEVICES
     )
     held = (
         way.loads[0] * (devices.count if way.split == "replicate" else way.shards)

@@ -14,7 +14,7 @@ from whalejax.meshes.units import count_text, gigabytes, milliseconds
 from whalejax.planner.errors import PlanError
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.table import Table, range_edges
-from whalejax.planner.tables.ways import Item, Objective, Split
+from whalejax.planner.tables.ways import Item, Objective, Split, Way
 
 
 _BAR: Final = 24
@@ -156,6 +156,7 @@ class TablePlacement:
         lines.append(f"an even share of all tables is {mean} a rank; of one shard:")
         for n, way in enumerate(item.ways):
             name = f"{way.split} × {way.shards}" if way.shards > 1 else way.split
+            name += f" {way.cached_rows:,} rows" if way.cached_rows else ""
             cost = ", ".join(self._amount(k, x) for k, x in enumerate(way.loads))
             mark = "  ← chosen" if n == chosen else ""
             if way.memory_bytes > self.ranks.memory_bytes:
@@ -216,20 +217,35 @@ def _where(shards: Sequence[TableShard]) -> str:
         "replicate": "on every rank: it is small enough that its gradient is reduced "
         "for less than its lookups are exchanged",
         "host": f"in the host memory of {ranks}",
+        "cached": f"in the host memory of {ranks}, with the first "
+        f"{first.rows[1] - first.rows[0]:,} rows on the device",
     }[first.split]
 
 
-def table_shards(
-    table: Table, split: Split, shards: int, ranks: Sequence[int]
-) -> Iterator[TableShard]:
+def table_shards(table: Table, way: Way, ranks: Sequence[int]) -> Iterator[TableShard]:
     """The shards of a table that is divided in one way.
 
     Args:
         table: The table.
-        split: How it is divided.
-        shards: Number of shards.
+        way: How it is divided.
         ranks: Rank of each shard; all ranks if replicated.
     """
+    split, shards = way.split, way.shards
+    if split == "cached":
+        for index, rows in enumerate(
+            ((0, way.cached_rows), (way.cached_rows, table.rows))
+        ):
+            yield TableShard(
+                table=table.name,
+                rank=ranks[0],
+                split=split,
+                index=index,
+                shards=2,
+                hashed=False,
+                rows=rows,
+                columns=(0, table.width),
+            )
+        return
     by_rows = split in ("rows", "node_rows")
     hashed = by_rows and not table.range_imbalance(shards) <= 1.05
     edges = range_edges(table.rows, shards) if by_rows and not hashed else ()

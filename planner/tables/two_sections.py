@@ -218,6 +218,14 @@ def _fixed(
                 f"{shown(name)} is no table; the tables are "
                 f"{', '.join(table.name for table in tables[:8])}"
             )
+    for name in given or ():
+        pin = wanted.pins.get(name, 0)
+        if isinstance(pin, str) and pin not in _OF_PROCESSES:
+            problems.add(
+                f"pins stores {shown(name)} as {pin}, and in_processes has it in "
+                f"processes, where a table is one of {', '.join(_OF_PROCESSES)}; leave "
+                "one of these out"
+            )
     if given is not None:
         for group in wanted.together:
             inside = [name for name in group if name in given]

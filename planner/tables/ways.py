@@ -6,26 +6,57 @@ and backward, N·E·q bytes (times L where lookups are not pooled), and reads an
 the rows that occur, with their optimizer state (Naumov et al., arXiv:1906.00091, for
 the exchange). Of c column shards each has E/c columns and all ids. Of c row shards each
 has 1/c of the lookups and gives a partial sum of full size. A replicated table
-exchanges nothing and all-reduces a gradient of its own size.
+exchanges nothing and all-reduces a gradient of its own size. Of rows within a node the
+sums are made there, and 1/ranks of a node crosses to other nodes. Of a table in host
+memory rows move over the host's link; of a cached one some rows are on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.table import ID_BYTES, LEAST_COLUMNS, Table
 
 
-Split = Literal["whole", "rows", "columns", "node_rows", "replicate", "host"]
+Split = Literal["whole", "rows", "columns", "node_rows", "replicate", "host", "cached"]
 SPLITS: Final[tuple[Split, ...]] = get_args(Split)
 
 Objective = Literal["time", "rows", "lookups", "both"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 
+_CACHED_PARTS: Final = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 _ROW_SHARDS: Final = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+
+
+PIN_WORDS: Final = (
+    f"one of {', '.join(SPLITS)}, or cached:0.25 for the part of its rows that is on "
+    "the device"
+)
+"""What is expected of a pin that names a way."""
+
+
+def read_pin(pin: Any) -> tuple[Split, float | None] | None:
+    """The split that a pin names and the part of its rows that is cached, if stated.
+
+    Args:
+        pin: Such as ``"rows"`` or ``"cached:0.25"``; None is given for anything else.
+
+    >>> read_pin("cached:0.25"), read_pin("rows"), read_pin("cached:2")
+    (('cached', 0.25), ('rows', None), None)
+    """
+    name, colon, text = pin.partition(":") if isinstance(pin, str) else ("", "", "")
+    if name not in SPLITS:
+        return None
+    if not colon:
+        return name, None
+    try:
+        part = float(text)
+    except ValueError:
+        return None
+    return ("cached", part) if name == "cached" and 0 < part < 1 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +70,7 @@ class Way:
         loads: Load of one shard in each measure of the objective.
         exchange_bytes: Bytes that a rank gives to all-to-alls for one shard.
         memory_bytes, host_bytes: Bytes that one shard stores on a rank and on its host.
+        cached_rows: Number of rows on the device, where the others are in host memory.
     """
 
     split: Split
@@ -48,6 +80,7 @@ class Way:
     exchange_bytes: float
     memory_bytes: float
     host_bytes: float = 0.0
+    cached_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +126,7 @@ def list_ways(
     batch_size: int,
     objective: Objective,
     splits: Collection[str],
+    cached_part: float | None = None,
 ) -> Iterator[Way]:
     """The ways of storing one table, cheapest shards last.
 
@@ -102,9 +136,14 @@ def list_ways(
         batch_size: Samples of a global batch.
         objective: What is balanced; see ``place_tables``.
         splits: Splits that are allowed.
+        cached_part: Part of a cached table's rows that is on the device; None for any.
     """
+    parts = _CACHED_PARTS if cached_part is None else (cached_part,)
     for split in SPLITS:
         if split not in splits:
+            continue
+        if split == "cached":
+            yield from _cached_ways(table, ranks, batch_size, objective, parts)
             continue
         for shards in _shard_numbers(split, table, ranks, batch_size):
             yield _way(split, shards, table, ranks, batch_size, objective)
@@ -128,6 +167,43 @@ def _shard_numbers(
         cheap = table.rows * ranks.count < batch_size
         return [ranks.count] if ranks.count > 1 and cheap else []
     return [1] if split == "whole" or ranks.host_bytes > 0 else []
+
+
+def _cached_ways(
+    table: Table,
+    ranks: Ranks,
+    batch_size: int,
+    objective: Objective,
+    parts: Sequence[float],
+) -> Iterator[Way]:
+    """Tables in host memory of which the first rows are on the device."""
+    if not ranks.host_bytes:
+        return
+    for part in parts:
+        rows = max(1, round(table.rows * part))
+        if rows >= table.rows:
+            continue
+        hosted = table.rows - rows
+        share = table.share_of_first(rows)
+        ways = {
+            split: _way(split, 1, table, ranks, batch_size, objective)
+            for split in ("whole", "host")
+        }
+        loads = zip(ways["whole"].loads, ways["host"].loads, strict=True)
+        extra = ways["whole"].exchange_bytes * ranks.exchange_seconds
+        exact = extra if objective == "time" else 0.0
+        yield Way(
+            split="cached",
+            shards=1,
+            slots=1,
+            loads=tuple(
+                share * here + (1 - share) * far + exact for here, far in loads
+            ),
+            exchange_bytes=2 * ways["whole"].exchange_bytes,
+            memory_bytes=table.nbytes * rows / table.rows,
+            host_bytes=table.nbytes * hosted / table.rows,
+            cached_rows=rows,
+        )
 
 
 def _way(

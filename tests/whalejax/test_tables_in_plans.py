@@ -245,7 +245,7 @@ def test_ragged_bags_are_refused_with_what_to_give() -> None:
 @pytest.mark.parametrize(
     ("rows", "cluster", "words"),
     [
-        (2_000_000_000, "h100:4", "'user' takes 8.19 TB .* 749 GB short"),
+        (2_000_000_000, "h100:4", "'user' takes 8.19 TB .* 938 GB short"),
         (2_000_000_000, "cpu:2+h100:4", "1 table of 8.19 TB .* 7.84 TB short"),
         (3_000_000_000, "h100:4", "852,516,353 too many. Hash ids"),
     ],

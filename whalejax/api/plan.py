@@ -19,7 +19,7 @@ from whalejax.api.tables_in_plans import (
     table_notes,
     table_request,
 )
-from whalejax.api.tables_request import RUNNABLE_SPLITS
+from whalejax.api.tables_request import USUAL_SPLITS
 from whalejax.meshes import Cluster
 from whalejax.planner.near_names import names_arguments
 from whalejax.planner.plan.plan import Plan
@@ -63,7 +63,7 @@ def plan(
     wire: str | None = None,
     sum_wire: str | None = None,
     tables: SparseOptimizer | None = None,
-    splits: Collection[str] = RUNNABLE_SPLITS,
+    splits: Collection[str] = USUAL_SPLITS,
     together: Sequence[Sequence[str]] = (),
     pins: Mapping[str, int | str] | None = None,
     counts: Mapping[str, Any] | None = None,
@@ -188,9 +188,13 @@ def plan(
             ``cluster``, ``mesh`` (``data`` and ``fsdp``), ``trainable`` and the
             following can be given; without it none of these.
         splits: ways of storing a table that may be used: some of ``"whole"``,
-            ``"rows"``, ``"columns"`` and ``"replicate"``.
+            ``"rows"``, ``"columns"``, ``"node_rows"`` (by rows over the devices of a
+            node) and ``"replicate"``; and, where the devices' memory is short,
+            ``"host"`` (in host memory) and ``"cached"`` (with its first rows on the
+            device), which run on the backend ``cpu`` so far.
         together: groups of tables that must be on one device, by their paths.
-        pins: what you fix, by the path of a table: its device, or one of ``splits``.
+        pins: what you fix, by the path of a table: its device, or one of these ways;
+            ``"cached:0.25"`` states the part of its rows that is on the device.
         counts: how often each row is looked up, by the path of a table:
             ``wh.count_lookups`` counts it.
         staleness: on a cluster such as ``"cpu:2+h100:1"``, whose first part may hold

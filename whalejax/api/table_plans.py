@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from whalejax.adapters.base import adapt
-from whalejax.api.tables_request import RUNNABLE_SPLITS, TablesRequest, check_tables
+from whalejax.api.tables_request import USUAL_SPLITS, TablesRequest, check_tables
 from whalejax.capture.batch import check_batch
 from whalejax.meshes.checks import is_array, shown
 from whalejax.meshes.cluster import Cluster
@@ -30,7 +30,7 @@ def plan_tables(
     rows: SparseOptimizer,
     optimizer: optax.GradientTransformation | None = None,
     cluster: Cluster | str | None = None,
-    splits: Collection[str] = RUNNABLE_SPLITS,
+    splits: Collection[str] = USUAL_SPLITS,
     together: Sequence[Sequence[str]] = (),
     pins: Mapping[str, int | str] | None = None,
     counts: Mapping[str, Any] | None = None,
@@ -58,9 +58,13 @@ def plan_tables(
             this process. ``"cpu:2+h100:1"`` has two sections: some tables in at most
             2 processes that compute on CPUs, everything else on the devices behind.
         splits: Ways of storing a table that may be used: some of ``"whole"``,
-            ``"rows"``, ``"columns"`` and ``"replicate"``.
+            ``"rows"``, ``"columns"``, ``"node_rows"`` (by rows over the devices of a
+            node) and ``"replicate"``; and, where the devices' memory is short,
+            ``"host"`` (in host memory) and ``"cached"`` (with its first rows on the
+            device), which run on the backend ``cpu`` so far.
         together: Groups of tables that must be on one device, by their paths.
-        pins: What you fix, by the path of a table: its device, or one of ``splits``.
+        pins: What you fix, by the path of a table: its device, or one of these ways;
+            ``"cached:0.25"`` states the part of its rows that is on the device.
         counts: How often each row is looked up, by the path of a table:
             ``wh.count_lookups`` counts it.
         mesh: Sizes of ``data`` and ``fsdp`` that you fix.

@@ -34,6 +34,7 @@ from whalejax.planner.tables.two_sections import (
     TwoSections,
     place_in_sections,
 )
+from whalejax.planner.tables.ways import PIN_WORDS, SPLITS, read_pin
 from whalejax.tables.dense import dense_loss, dense_model
 from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.recognize import TableProgram
@@ -47,8 +48,8 @@ _CPU_KINDS: Final = ("cpu",)
 
 _MOST_ROWS: Final = 2**31 - 1
 
-RUNNABLE_SPLITS: Final = ("whole", "rows", "columns", "replicate")
-"""Ways of storing a table that a step runs."""
+USUAL_SPLITS: Final = ("whole", "rows", "columns", "node_rows", "replicate")
+"""Ways of storing a table that every backend runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class TablesRequest:
     rows: SparseOptimizer
     optimizer: optax.GradientTransformation | None = None
     cluster: Cluster | str | None = None
-    splits: Collection[str] = RUNNABLE_SPLITS
+    splits: Collection[str] = USUAL_SPLITS
     together: Sequence[Sequence[str]] = ()
     pins: Mapping[str, int | str] | None = None
     counts: Mapping[str, Any] | None = None
@@ -276,24 +277,21 @@ def _check(request: TablesRequest) -> None:
     is_empty = isinstance(given, list | tuple) and not given
     if given is not None and not (is_empty or _are_names(given)):
         problems.refuse("in_processes", given, "paths of tables, in a list, or None")
-    if not _are_names(splits) or not set(splits) <= set(RUNNABLE_SPLITS):
+    if not _are_names(splits) or not set(splits) <= set(SPLITS):
         problems.refuse(
             "splits",
             splits,
-            f"some of {', '.join(RUNNABLE_SPLITS)}; others can be placed and not run",
+            f"some of {', '.join(SPLITS)}",
         )
     groups = list(together) if isinstance(together, list | tuple) else [None]
     if not all(_are_names(group) for group in groups):
         problems.refuse("together", together, "groups of paths of tables, in a list")
     fixed = {None: 0} if not isinstance(pins, Mapping) else pins
     for name, pin in () if pins is None else fixed.items():
-        known = is_whole(pin, 0) or (isinstance(pin, str) and pin in RUNNABLE_SPLITS)
+        known = is_whole(pin, 0) or read_pin(pin) is not None
         if not isinstance(name, str) or not known:
-            problems.refuse(
-                "pins",
-                pins,
-                "a device or one of splits by the path of a table, or None",
-            )
+            expected = f"by the path of a table a device, or {PIN_WORDS}; or None"
+            problems.refuse("pins", pins, expected)
     if mesh is not None and (
         not isinstance(mesh, Mapping) or not set(mesh) <= {"data", "fsdp"}
     ):

@@ -12,8 +12,10 @@ from whalejax.adapters.base import Adapter, adapt
 from whalejax.meshes.checks import Arguments, shown
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.tables.place import HOST_SPLITS
 from whalejax.runtime.sections_step import SectionsStep, check_job
 from whalejax.runtime.table_step import TableStep
+from whalejax.tables.host_rows import HOST_BACKENDS
 from whalejax.tables.plan import TablesPlan
 from whalejax.tables.record import program_hash, tables_plan
 from whalejax.user_code.ambient_mesh import without_mesh
@@ -93,6 +95,7 @@ def compile_tables(
             f"{'is' if len(other) == 1 else 'are'} in one of them only. Plan again"
         )
     _check_shapes(plan, adapter)
+    _check_backend(plan)
     given = plan, adapter, optimizer, out_of_range, devices
     if plan.sections is None:
         step = TableStep(*given, replace_every)
@@ -121,6 +124,24 @@ def compile_plan(
     """
     own = tables_plan(plan, batch)
     return compile_tables(own, loss_fn, model, optimizer=optimizer, **options)
+
+
+def _check_backend(plan: TablesPlan) -> None:
+    """Refuses tables in host memory where that was never tested."""
+    placed = [plan.placement, *([] if plan.beside is None else [plan.beside])]
+    hosted = {
+        shard.table: shard.split
+        for placement in placed
+        for shard in placement.shards
+        if shard.split in HOST_SPLITS
+    }
+    if hosted and (backend := jax.default_backend()) not in HOST_BACKENDS:
+        named = ", ".join(f"{name} ({split})" for name, split in hosted.items())
+        raise PlanError(
+            f"{named}: tables in host memory run on {', '.join(HOST_BACKENDS)} so far, "
+            f"and this is {backend}. Plan without host and cached in splits and pins; "
+            "on such as cpu:2+h100:8 processes of CPUs hold what devices cannot"
+        )
 
 
 def _check_program(plan: TablesPlan, step: TableStep) -> None:

@@ -409,7 +409,7 @@ class SectionsStep(TableStep):
         return np.asarray(packed), metrics
 
     def _received(self, vectors: list[np.ndarray]) -> Any:
-        sharding = NamedSharding(self.mesh, PartitionSpec(None, self.programs.axes))
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, tuple(self.plan.axes)))
         return jax.device_put(np.stack(vectors), sharding)
 
     def _vectors(

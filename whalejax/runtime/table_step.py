@@ -169,7 +169,11 @@ class TableStep:
 
     def _programs_of(self, placement: TablePlacement, *, clips: bool) -> TablePrograms:
         """Lookups and updates of the tables of a placement on the mesh."""
-        numbers = self._numbers(placement)
+        numbers, mesh, axes = self._numbers(placement), self.mesh, tuple(self.plan.axes)
+        if any(shard.split == "node_rows" for shard in placement.shards):
+            per_node = placement.ranks.per_node
+            axes = ("node", "in_node")
+            mesh = Mesh(self.mesh.devices.reshape(-1, per_node), axes)
         lookups = tuple(self.program.lookups[n] for n in numbers)
         names = tuple(self._names[n] for n in numbers)
         return TablePrograms(
@@ -178,8 +182,8 @@ class TableStep:
             names=names,
             rows=tuple(self._rows[n] for n in numbers),
             optimizer=self.plan.rows,
-            mesh=self.mesh,
-            axes=tuple(self.plan.axes),
+            mesh=mesh,
+            axes=axes,
             clips=clips,
         )
 
@@ -201,7 +205,7 @@ class TableStep:
         return TableStore(
             layout=programs.layout,
             optimizer=self.plan.rows,
-            mesh=self.mesh,
+            mesh=programs.mesh,
             axes=programs.axes,
             shapes={table.name: (table.rows, table.width) for table in tables},
             dtype=self.dtype,
@@ -521,7 +525,7 @@ class TableStep:
 
     def _on_devices(self, leaves: list[Any]) -> list[Any]:
         """The leaves of a batch, shared out over the devices."""
-        shared = NamedSharding(self.mesh, PartitionSpec(self.programs.axes))
+        shared = NamedSharding(self.mesh, PartitionSpec(tuple(self.plan.axes)))
         whole = NamedSharding(self.mesh, PartitionSpec())
         return [
             jax.device_put(leaf, shared if _divides(leaf, self.mesh.size) else whole)

@@ -13,7 +13,7 @@ import numpy as np
 
 from whalejax.sections.pipeline import Pipeline
 from whalejax.sections.row_service import width_arrays
-from whalejax.tables.layout import TableLayout, collect_tables
+from whalejax.tables.layout import BufferKey, TableLayout, collect_tables
 from whalejax.tables.programs import TableArrays
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 from whalejax.tables.store import TableStore
@@ -102,9 +102,10 @@ class RemoteStore:
             tables: All tables, after ``Pipeline.flush``.
             kind: Name of the state array, or None for the tables.
         """
-        buffers: dict[int, np.ndarray] = {}
+        buffers: dict[BufferKey, np.ndarray] = {}
         itemsize = np.dtype(self.dtype).itemsize
-        for width, each in self.layout.widths.items():
+        for key, each in self.layout.widths.items():
+            width = key.width
             columns = self.optimizer.state_width(kind, width) if kind else width
             parts = [
                 self.pipeline.get_rows(
@@ -112,7 +113,7 @@ class RemoteStore:
                 )
                 for rank in range(self.layout.ranks)
             ]
-            buffers[width] = np.concatenate(parts)
+            buffers[key] = np.concatenate(parts)
         by_row = kind is not None and self.by_row(kind)
         found = collect_tables(self.layout, buffers, by_row)
         if self.beside is not None and tables.beside is not None:

@@ -20,15 +20,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax.tables.exchange import (
     assemble,
     exchange_ids,
+    give_node_vectors,
     give_vectors,
     look_up_replicated,
     replicated_gradient,
     return_gradients,
+    return_node_gradients,
     update_buffers,
     update_replicated,
 )
 from whalejax.tables.gathered import block_gradients, whole_table
-from whalejax.tables.layout import TableLayout
+from whalejax.tables.layout import BufferKey, TableLayout
 from whalejax.tables.recognize import NO_ID, TableProgram
 from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
 
@@ -43,14 +45,14 @@ class TableArrays:
     """All tables and their optimizer state.
 
     Attributes:
-        buffers: By width, ``[ranks · rows, width]``, rows shared out over the ranks.
+        buffers: Each ``[ranks · rows, width]``, rows shared out over the ranks.
         states: State arrays of each buffer, by name.
         replicated: Tables that every rank holds, by name.
         replicated_states: Their state arrays, by name.
     """
 
-    buffers: dict[int, Any]
-    states: dict[int, RowState]
+    buffers: dict[BufferKey, Any]
+    states: dict[BufferKey, RowState]
     replicated: dict[str, Any]
     replicated_states: dict[str, RowState]
 
@@ -66,7 +68,8 @@ class TablePrograms:
         rows: Rows of that table.
         optimizer: How rows change.
         mesh: Devices.
-        axes: Mesh axes that share out the batch, which the ranks are numbered along.
+        axes: Mesh axes that share out the batch, which the ranks are numbered along:
+            nodes and the ranks of a node, where a node has rows together.
         clips: Ids out of range are taken as the nearest id.
     """
 
@@ -130,12 +133,13 @@ class TablePrograms:
 
         def run(tables: TableArrays, ids: Any) -> tuple[list[Any], Any]:
             taken = received = jnp.zeros((ids.shape[0], 0), ids.dtype)
-            whole = dict(tables.replicated)
+            whole, by_node = dict(tables.replicated), None
             if self.layout.widths:
                 taken = exchange_ids(self.layout, ids, self.axes)
-                received, blocks = give_vectors(
-                    self.layout, tables.buffers, taken, self.axes
-                )
+                given = self.layout, tables.buffers, taken, self.axes
+                received, blocks = give_vectors(*given)
+                if self.layout.node_elements:
+                    by_node = give_node_vectors(*given)
                 for name in self.layout.gathered:
                     whole[name] = whole_table(self.layout, name, blocks)
             vectors = []
@@ -145,7 +149,8 @@ class TablePrograms:
                     table = whole[name]
                     vectors.append(look_up_replicated(table, lookup, own))
                 else:
-                    vectors.append(assemble(self.layout, number, lookup, received))
+                    parts = self.layout, number, lookup, received, by_node
+                    vectors.append(assemble(*parts))
             return vectors, taken
 
         shared = PartitionSpec(self.axes)
@@ -170,18 +175,8 @@ class TablePrograms:
         ) -> TableArrays:
             buffers, states = dict(tables.buffers), dict(tables.states)
             if self.layout.widths:
-                dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
-                sums = self._sums(self._gathered_shapes(dtype), ids, gradients)
-                returned, packed = return_gradients(
-                    self.layout, gradients, sums, self.axes, dtype
-                )
-                rank = jax.lax.axis_index(self.axes)
-                buffers, states = update_buffers(
-                    self.layout.widths,
-                    self.optimizer,
-                    *(buffers, states, taken, returned, step, rank),
-                    block_gradients(self.layout, packed, buffers, rank),
-                )
+                given = tables, ids, taken, gradients, step
+                buffers, states = self._update_buffers(*given)
             replicated, replicated_states = self._update_replicated(
                 tables, ids, gradients, step
             )
@@ -198,6 +193,36 @@ class TablePrograms:
         mapped = self._mapped(run, given, specs)
         found: TableArrays = mapped(tables, ids, taken, gradients, step)
         return found
+
+    def _update_buffers(
+        self, tables: TableArrays, ids: Any, taken: Any, gradients: Any, step: Any
+    ) -> tuple[dict[BufferKey, Any], dict[BufferKey, RowState]]:
+        """This rank's buffers after the rows that it gave vectors of changed."""
+        layout, buffers = self.layout, tables.buffers
+        dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
+        rank = jax.lax.axis_index(self.axes)
+        new_buffers: dict[BufferKey, Any] = {}
+        new_states: dict[BufferKey, RowState] = {}
+        if own := layout.widths_in(nodes=False):
+            sums = self._sums(self._gathered_shapes(dtype), ids, gradients)
+            returned, packed = return_gradients(
+                layout, gradients, sums, self.axes, dtype
+            )
+            new_buffers, new_states = update_buffers(
+                *(own, self.optimizer, buffers, tables.states, taken, returned),
+                *(step, rank, block_gradients(layout, packed, buffers, rank)),
+            )
+        if layout.node_elements:
+            returned = return_node_gradients(layout, gradients, self.axes, dtype)
+            of_nodes = update_buffers(
+                *(layout.widths_in(nodes=True), self.optimizer, buffers),
+                *(tables.states, taken, returned, step, rank),
+            )
+            new_buffers, new_states = (
+                new_buffers | of_nodes[0],
+                new_states | of_nodes[1],
+            )
+        return new_buffers, new_states
 
     def _update_replicated(
         self, tables: TableArrays, ids: Any, gradients: Sequence[Any], step: Any
