@@ -224,7 +224,7 @@ class Runs:
         def run(_: int) -> None:
             nonlocal state
             placed = step._on_devices(leaves), step._received(vectors)
-            state, _, packed = step._train_dense(state, *placed)
+            state, _, packed = step._train_dense(state, *placed, False)
             np.asarray(packed)
 
         return seconds_of(run, lambda: None, least)

@@ -291,6 +291,7 @@ def _items(
                     objective=objective,
                     splits=allowed,
                     cached_part=part,
+                    asks=len(group) == 1,
                 )
             )
             for i in group

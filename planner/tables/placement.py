@@ -127,6 +127,16 @@ class TablePlacement:
             raise PlanError(f"no table is named {shown(table)}; there are {names}")
         return found
 
+    def way_of(self, table: str) -> Way:
+        """How a table is stored and exchanged.
+
+        Args:
+            table: Name of one of the tables.
+        """
+        number = next(i for i, t in enumerate(self.tables) if t.name == table)
+        place = next(i for i, item in enumerate(self.items) if number in item.tables)
+        return self.items[place].ways[self.chosen[place]]
+
     def why(self, table: str) -> str:
         """Says where a table is stored, and what the other ways would cost.
 
@@ -153,6 +163,9 @@ class TablePlacement:
         if item.rank is not None:
             lines.append(f"on rank {item.rank}, as you fixed it")
         mean = ", ".join(self._amount(k, x) for k, x in enumerate(self.mean))
+        way = self.way_of(table)
+        if way.distinct_rows:
+            lines.append(_asked(way))
         lines.append(f"an even share of all tables is {mean} a rank; of one shard:")
         for n, way in enumerate(item.ways):
             name = f"{way.split} × {way.shards}" if way.shards > 1 else way.split
@@ -194,12 +207,29 @@ class TablePlacement:
             )
         if ranks.count > _MOST_LINES:
             yield f"  … and {ranks.count - _MOST_LINES} more ranks"
+        if ranks.count > 1:
+            most = gigabytes(float(self.exchange_bytes.max()))
+            yield f"  a rank exchanges at most {most} of ids, vectors and gradients"
+        for item, number in zip(self.items, self.chosen, strict=True):
+            way = item.ways[number]
+            if way.distinct_rows:
+                name = self.tables[item.tables[0]].name
+                yield f"  {name}: {_asked(way)}"
 
     def _quality(self) -> str:
         text = f"the most loaded rank has {self.imbalance:.3f} of the mean"
         if self.is_optimal:
             return f"{text}, and no placement is better"
         return f"{text}; a better placement gains at most {self.gap:.1%}"
+
+
+def _asked(way: Way) -> str:
+    """What is exchanged of rows that ranks ask for, and what would be otherwise."""
+    return (
+        "a rank asks a shard for each distinct row once, at most "
+        f"{way.distinct_rows:,}; a shard exchanges {gigabytes(way.exchange_bytes)}, "
+        f"and {gigabytes(way.sample_bytes)} by sample"
+    )
 
 
 def _where(shards: Sequence[TableShard]) -> str:

@@ -33,6 +33,7 @@ from whalejax.sections.remote_store import (
 )
 from whalejax.tables.exchange import assemble, pack_gradients
 from whalejax.tables.layout import TableLayout, make_layout
+from whalejax.tables.programs import TablePrograms
 from whalejax.tables.recognize import Lookup
 from whalejax.user_code.ambient_mesh import without_mesh
 
@@ -177,7 +178,8 @@ class SectionsStep(TableStep):
         self._started = 0
         super().__init__(*given)
         self._ids = jax.jit(self._ids_and_bounds)
-        self._train_dense = jax.jit(self._advance_dense, donate_argnums=0)
+        given_once: Any = {"donate_argnums": 0, "static_argnums": 3}
+        self._train_dense = jax.jit(self._advance_dense, **given_once)
         self._eval_dense = jax.jit(self._evaluate_dense)
 
     @property
@@ -228,6 +230,15 @@ class SectionsStep(TableStep):
             begun=[0],
             beside=store,
         )
+
+    @property
+    def _asking(self) -> TablePrograms:
+        return self.programs if self.beside is None else self.beside
+
+    @property
+    def _plain_beside(self) -> TablePrograms | None:
+        """Lookups and updates beside, with vectors exchanged by sample."""
+        return None if self.beside is None else self.beside.plain
 
     def close(self) -> None:
         """Ends the processes; a state that was not saved is lost."""
@@ -397,14 +408,15 @@ class SectionsStep(TableStep):
         size = self.plan.placement.batch_size
         shape = layout.ranks, size, layout.vector_elements
         received = jax.ShapeDtypeStruct(shape, self.dtype)
-        return self._train_dense.lower(self.settled(state), leaves, received)
+        return self._train_dense.lower(self.settled(state), leaves, received, False)
 
     def _run_dense(
         self, work: Work, vectors: list[np.ndarray]
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
         """The dense section, in its thread."""
         placed = self._on_devices(work.leaves), self._received(vectors)
-        new, metrics, packed = self._train_dense(self._held, *placed)
+        crowded = self._is_crowded(placed[0])
+        new, metrics, packed = self._train_dense(self._held, *placed, crowded)
         self._held, work.leaves = new, None
         return np.asarray(packed), metrics
 
@@ -413,36 +425,40 @@ class SectionsStep(TableStep):
         return jax.device_put(np.stack(vectors), sharding)
 
     def _vectors(
-        self, state: TablesState, batch: list[Any], received: Any
+        self,
+        beside: TablePrograms | None,
+        state: TablesState,
+        batch: list[Any],
+        received: Any,
     ) -> tuple[list[Any], tuple[Any, Any]]:
         """The vectors of all lookups; ids and taken ids of those beside."""
-        programs, given = self.programs, (None, None)
+        programs = self.programs
+        given: tuple[Any, Any] = None, None
         vectors: dict[int, Any] = {}
         lookups = enumerate(programs.program.lookups)
         numbers = self._numbers(self.plan.placement)
         for place, (number, lookup) in zip(numbers, lookups, strict=True):
             vectors[place] = assemble(programs.layout, number, lookup, received)
-        if self.beside is not None and self.plan.beside is not None:
-            ids = self.beside.shared_out(self.beside.all_ids(batch))
-            found, taken = self.beside.look_up(state.tables.beside, ids)
+        if beside is not None and self.plan.beside is not None:
+            ids = beside.shared_out(beside.all_ids(batch))
+            found, taken = beside.look_up(state.tables.beside, ids)
             vectors |= zip(self._numbers(self.plan.beside), found, strict=True)
             given = ids, taken
         return [vectors[number] for number in sorted(vectors)], given
 
     def _advance_dense(
-        self, state: TablesState, batch: list[Any], received: Any
+        self, state: TablesState, batch: list[Any], received: Any, is_crowded: bool
     ) -> tuple[TablesState, dict[str, Any], Any]:
-        vectors, (ids, taken) = self._vectors(state, batch, received)
+        beside = self._plain_beside if is_crowded else self.beside
+        vectors, (ids, taken) = self._vectors(beside, state, batch, received)
         loss, dense, by_vector = self._gradients(state, batch, vectors)
         own = [by_vector[n] for n in self._numbers(self.plan.placement)]
         packed = pack_gradients(self.programs.layout, own, received.dtype)
-        if self.beside is not None and self.plan.beside is not None:
+        if beside is not None and self.plan.beside is not None:
             numbers = self._numbers(self.plan.beside)
-            own = [self.beside.shared_out(by_vector[n]) for n in numbers]
+            own = [beside.shared_out(by_vector[n]) for n in numbers]
             given = state.tables.beside, ids, taken, own, state.step
-            tables = dataclasses.replace(
-                state.tables, beside=self.beside.update(*given)
-            )
+            tables = dataclasses.replace(state.tables, beside=beside.update(*given))
             state = dataclasses.replace(state, tables=tables)
         new, metrics = self._updated(state, loss, dense)
         return new, metrics, packed
@@ -450,7 +466,7 @@ class SectionsStep(TableStep):
     def _evaluate_dense(
         self, state: TablesState, batch: list[Any], received: Any
     ) -> dict[str, Any]:
-        vectors, _ = self._vectors(state, batch, received)
+        vectors, _ = self._vectors(self._plain_beside, state, batch, received)
         value, (metrics, _) = self._loss(state, batch)(state.params, vectors)
         return {"loss": value, **metrics}
 

@@ -40,7 +40,7 @@ from whalejax.runtime.table_checkpoint import (
 )
 from whalejax.runtime.validate import devices_of
 from whalejax.tables.dense import UNUSED, dense_outputs, dense_params
-from whalejax.tables.layout import TableLayout, make_layout
+from whalejax.tables.layout import TableLayout, make_layout, without_requests
 from whalejax.tables.lookup_counts import LookupCounts
 from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.programs import TablePrograms
@@ -104,6 +104,8 @@ class TableStep:
         dtype: Element type of all tables.
         store: What brings tables to the devices and back.
         adapter: How the model divides into parameters and the rest.
+        crowded_steps: Number of steps whose batch needed more distinct rows of another
+            device than were planned, so that vectors were exchanged by sample.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class TableStep:
                 ``compile_tables``.
         """
         self.plan, self.adapter, self._replace_every = plan, adapter, replace_every
-        self._counts = LookupCounts()
+        self._counts, self.crowded_steps = LookupCounts(), 0
         self._trains = optimizer is not None
         self._optimizer = optax.identity() if optimizer is None else optimizer
         self.mesh = _mesh(plan, devices)
@@ -155,12 +157,12 @@ class TableStep:
         )
         self.dtype = leaves[plan.tables[0]].dtype
         self.store = self._make_store()
-        self._train = jax.jit(self._advance, donate_argnums=0)
+        self._train = jax.jit(self._advance, donate_argnums=0, static_argnums=2)
         self._eval = jax.jit(self._evaluate)
-        self._bounds = jax.jit(
-            self.programs.id_bounds,
-            out_shardings=NamedSharding(self.mesh, PartitionSpec()),
-        )
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        self._bounds = jax.jit(self.programs.id_bounds, out_shardings=whole)
+        asking = self._asking
+        self._room_taken = jax.jit(asking.room_taken, out_shardings=whole)
 
     def _numbers(self, placement: TablePlacement) -> list[int]:
         """Numbers of the lookups of a placement's tables."""
@@ -176,9 +178,12 @@ class TableStep:
             mesh = Mesh(self.mesh.devices.reshape(-1, per_node), axes)
         lookups = tuple(self.program.lookups[n] for n in numbers)
         names = tuple(self._names[n] for n in numbers)
+        layout = self._make_layout(placement, lookups, names)
+        samples = lookups[0].shape[0] // self.mesh.size
         return TablePrograms(
             program=dataclasses.replace(self.program, lookups=lookups),
-            layout=self._make_layout(placement, lookups, names),
+            layout=layout,
+            by_sample=without_requests(layout, placement, lookups, names, samples),
             names=names,
             rows=tuple(self._rows[n] for n in numbers),
             optimizer=self.plan.rows,
@@ -378,8 +383,21 @@ class TableStep:
         held, leaves = self._checked(state), self._placed(batch)
         if self._replace_every is not None:
             held = self._replaced(held, leaves)
-        new, metrics = self._train(held, leaves)
+        new, metrics = self._train(held, leaves, self._is_crowded(leaves))
         return new, metrics
+
+    @property
+    def _asking(self) -> TablePrograms:
+        """Programs on the mesh, whose devices may ask each other for rows."""
+        return self.programs
+
+    def _is_crowded(self, leaves: list[Any]) -> bool:
+        """Whether a batch needs more distinct rows than there is room for."""
+        if not self._asking.layout.requests:
+            return False
+        crowded = float(self._room_taken(leaves)) > 1
+        self.crowded_steps += crowded
+        return crowded
 
     # Placing anew.
 
@@ -488,7 +506,7 @@ class TableStep:
         Args:
             state, batch: As for a step.
         """
-        return self._train.lower(self._checked(state), self._placed(batch))
+        return self._train.lower(self._checked(state), self._placed(batch), False)
 
     def _checked(self, state: Any) -> TablesState:
         if not isinstance(state, TablesState):
@@ -579,9 +597,9 @@ class TableStep:
         return loss
 
     def _advance(
-        self, state: TablesState, batch: list[Any]
+        self, state: TablesState, batch: list[Any], is_crowded: bool
     ) -> tuple[TablesState, dict[str, Any]]:
-        programs = self.programs
+        programs = self.programs.plain if is_crowded else self.programs
         ids = programs.shared_out(programs.all_ids(batch))
         vectors, taken = programs.look_up(state.tables, ids)
         loss, dense, by_vector = self._gradients(state, batch, vectors)
@@ -621,8 +639,9 @@ class TableStep:
         return new, {"loss": value, **metrics}
 
     def _evaluate(self, state: TablesState, batch: list[Any]) -> dict[str, Any]:
-        ids = self.programs.shared_out(self.programs.all_ids(batch))
-        vectors, _ = self.programs.look_up(state.tables, ids)
+        programs = self.programs.plain
+        ids = programs.shared_out(programs.all_ids(batch))
+        vectors, _ = programs.look_up(state.tables, ids)
         value, (metrics, _) = self._loss(state, batch)(state.params, vectors)
         return {"loss": value, **metrics}
 

@@ -22,54 +22,70 @@ from whalejax.tables.recognize import NO_ID, Lookup
 from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
 
 
-def exchange_ids(layout: TableLayout, ids: Any, axes: tuple[str, ...]) -> Any:
+def exchange_ids(
+    layout: TableLayout, ids: Any, asked: Any, axes: tuple[str, ...]
+) -> tuple[Any, Any]:
     """Sends the ids of this rank's samples to where their rows are.
 
     Args:
         layout: Buffers and columns.
         ids: ``int32[samples / ranks, ids]``, those of all lookups side by side.
+        asked: Rows that are asked of each rank, ``int32[ranks, rows]``.
         axes: Mesh axes that the ranks are numbered along.
 
     Returns:
-        ``int32[samples, columns]``: the ids that this rank looks up for all samples.
+        ``int32[samples, columns]``: the ids that this rank looks up for all samples;
+        and ``int32[ranks, rows]``: the rows that each rank asks of it.
     """
-    if not layout.id_columns:
-        return jnp.zeros((ids.shape[0] * layout.ranks, 0), ids.dtype)
+    if not layout.id_columns and not asked.shape[1]:
+        return jnp.zeros((ids.shape[0] * layout.ranks, 0), ids.dtype), asked
     none = jnp.full((ids.shape[0], 1), NO_ID, ids.dtype)
     padded = jnp.concatenate([ids, none], axis=1)
     parts = [each.source for each in layout.widths.values()]
     source = jnp.concatenate([jnp.asarray(part) for part in parts], axis=1)
     sent = jnp.moveaxis(padded[:, source], 1, 0)  # [ranks, samples / ranks, columns]
-    return _all_to_all(sent, layout.ranks, axes)
+    flat = jnp.concatenate([sent.reshape(layout.ranks, -1), asked], axis=1)
+    received = _all_to_all(flat[:, None], layout.ranks, axes)
+    count = len(ids) * layout.id_columns
+    taken = received[:, :count].reshape(layout.ranks * len(ids), layout.id_columns)
+    return taken, received[:, count:]
 
 
 def give_vectors(
-    layout: TableLayout, buffers: Mapping[Any, Any], ids: Any, axes: tuple[str, ...]
-) -> tuple[Any, Any]:
+    layout: TableLayout,
+    buffers: Mapping[Any, Any],
+    ids: Any,
+    asked: Any,
+    axes: tuple[str, ...],
+) -> tuple[Any, Any, Any]:
     """Looks rows up and sends the vectors to the samples that they are for.
 
     Args:
         layout: Buffers and columns.
         buffers: This rank's buffers.
         ids: From ``exchange_ids``.
+        asked: The rows that each rank asked for, ``[ranks, elements]``.
         axes: Mesh axes that the ranks are numbered along.
 
     Returns:
         ``[ranks, samples / ranks, elements]``: what each rank gave for these samples;
-        and ``[ranks, elements]``: the rows that each sent whole.
+        ``[ranks, elements]``: the rows that each sent whole; and the same of the rows
+        that each was asked for.
     """
     rank, ranks = jax.lax.axis_index(axes), layout.ranks
     own = layout.widths_in(nodes=False)
     if not own:
         none = jnp.zeros((ranks, len(ids) // ranks, 0), _dtype(buffers))
-        return none, none[:, 0]
+        return none, none[:, 0], asked
     vectors = look_up_rows(own, buffers, ids, rank)
     whole = block_rows(layout, buffers, rank)
-    sent = vectors.reshape(ranks, -1), jnp.tile(whole, (ranks, 1))
+    sent = vectors.reshape(ranks, -1), asked, jnp.tile(whole, (ranks, 1))
     received = _all_to_all(jnp.concatenate(sent, axis=1)[:, None], ranks, axes)
     count = len(ids) // ranks * layout.vector_elements
+    stop = count + asked.shape[1]
     shape = ranks, len(ids) // ranks, layout.vector_elements
-    return received[:, :count].reshape(shape), received[:, count:]
+    parts = received[:, :count], received[:, stop:], received[:, count:stop]
+    return parts[0].reshape(shape), *parts[1:]
 
 
 def give_node_vectors(
@@ -169,29 +185,34 @@ def return_gradients(
     layout: TableLayout,
     gradients: Sequence[Any],
     sums: Mapping[str, Any],
+    asked: Any,
     axes: tuple[str, ...],
     dtype: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Any]:
     """Sends gradients of vectors to where their rows are.
 
     Args:
         layout: Buffers and columns.
         gradients: Gradient of each lookup's vectors, for this rank's samples.
         sums: Of each table that was sent whole, as ``pack_sums`` takes them.
+        asked: Gradients of the rows that this rank asked for, ``[ranks, elements]``.
         axes: Mesh axes that the ranks are numbered along.
         dtype: Element type of the exchange.
 
     Returns:
-        ``[samples, elements]`` for the vectors that this rank gave; and ``[ranks,
-        elements]`` for the rows that it sent whole.
+        ``[samples, elements]`` for the vectors that this rank gave; ``[ranks,
+        elements]`` for the rows that it sent whole; and the same for those that it was
+        asked for.
     """
     packed, ranks = pack_gradients(layout, gradients, dtype), layout.ranks
     samples = packed.shape[1]
-    sent = packed.reshape(ranks, -1), pack_sums(layout, sums, dtype)
+    sent = packed.reshape(ranks, -1), asked, pack_sums(layout, sums, dtype)
     received = _all_to_all(jnp.concatenate(sent, axis=1)[:, None], ranks, axes)
     count = samples * layout.vector_elements
+    stop = count + asked.shape[1]
     shape = ranks * samples, layout.vector_elements
-    return received[:, :count].reshape(shape), received[:, count:]
+    parts = received[:, :count], received[:, stop:], received[:, count:stop]
+    return parts[0].reshape(shape), *parts[1:]
 
 
 def pack_gradients(

@@ -140,6 +140,24 @@ class GatheredShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DistinctTable:
+    """A table of which each distinct row that a rank needs is sent to it once.
+
+    Attributes:
+        key: Its buffer.
+        ranks, bases: Rank of each shard, and its first row in the buffer there.
+        firsts: First row of each shard, where shards are ranges.
+        hashed: Whether shards have every n-th row.
+    """
+
+    key: BufferKey
+    ranks: np.ndarray
+    bases: np.ndarray
+    firsts: np.ndarray
+    hashed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TableLayout:
     """Buffers of a placement, and where each lookup finds its rows.
 
@@ -157,6 +175,8 @@ class TableLayout:
             those with fewer rows than a rank's samples need vectors of it.
         blocks: By buffer, ``[ranks, rows]``: rows of it that each rank sends so; the
             number of rows for none.
+        distinct: Tables of which each distinct row is sent once, by name.
+        requests: By their buffers, most rows that a rank may ask of another.
     """
 
     ranks: int
@@ -170,6 +190,8 @@ class TableLayout:
     id_columns: int
     gathered: Mapping[str, tuple[GatheredShard, ...]]
     blocks: Mapping[BufferKey, np.ndarray]
+    distinct: Mapping[str, DistinctTable]
+    requests: Mapping[BufferKey, int]
 
     def widths_in(self, *, nodes: bool) -> dict[BufferKey, WidthLayout]:
         """Buffers that ranks give vectors of alone, or nodes together.
@@ -202,22 +224,37 @@ class TableLayout:
         sizes = ((key.width, x.shape[1]) for key, x in self.blocks.items())
         return sum(rows * (width + beside) for width, rows in sizes)
 
+    @property
+    def request_elements(self) -> int:
+        """Elements of the rows that a rank may ask of another."""
+        return sum(key.width * room for key, room in self.requests.items())
+
+    def id_bytes(self, samples: int) -> int:
+        """Bytes of ids that all ranks send to others.
+
+        Args:
+            samples: Samples of a global batch.
+        """
+        asked = self.ranks * sum(self.requests.values())
+        return (samples * self.id_columns + asked) * ID_BYTES * (self.ranks - 1)
+
     def exchanged_bytes(
         self, samples: int, element_bytes: int, *, backward: bool = False
     ) -> int:
         """Bytes that all ranks send to others in one exchange of vectors.
 
-        With N samples, R ranks, at most V elements a sample from one rank and F of rows
-        that are sent whole: (N · V + R · F) · q · (R - 1). Backward each of these rows
-        has the number of its lookups beside it.
+        With N samples, R ranks, at most V elements a sample from one rank, F of rows
+        that are sent whole and D of rows that are asked for: (N · V + R · (F + D)) · q
+        · (R - 1). Backward each row that is sent whole has the number of its lookups
+        beside it.
 
         Args:
             samples: Samples of a global batch.
             element_bytes: Bytes of an element.
             backward: Gradients are exchanged.
         """
-        whole = self.ranks * self.block_elements(1 if backward else 0)
-        elements = samples * self.vector_elements + whole
+        rows = self.block_elements(1 if backward else 0) + self.request_elements
+        elements = samples * self.vector_elements + self.ranks * rows
         return elements * element_bytes * (self.ranks - 1)
 
 
@@ -233,24 +270,44 @@ def make_layout(
         placement: Where tables are stored.
         lookups: All lookups of the loss.
         names: Name of the table of each lookup.
-        samples_per_rank: Samples of each rank, where shards may be sent whole if that
-            moves less; else 0.
+        samples_per_rank: Samples of each rank, where shards may be sent whole, or each
+            of their distinct rows once, if that moves less; else 0.
     """
-    plain = _layout(placement, lookups, names, 0)
     ranks = placement.ranks.count
+    given = placement, lookups, names
     if not samples_per_rank or ranks == 1:
-        return plain
-    whole = _layout(placement, lookups, names, samples_per_rank)
+        return _layout(*given, 0, asks=False)
     samples = ranks * samples_per_rank
 
     def moved(layout: TableLayout) -> int:
-        ids = samples * layout.id_columns * ID_BYTES * (ranks - 1)
         vectors = (
             layout.exchanged_bytes(samples, 4, backward=b) for b in (False, True)
         )
-        return ids + sum(vectors)
+        return layout.id_bytes(samples) + sum(vectors)
 
-    return whole if moved(whole) < moved(plain) else plain
+    found = [
+        _layout(*given, whole, asks=asks)
+        for whole in (0, samples_per_rank)
+        for asks in (False, True)
+    ]
+    return min(found, key=moved)
+
+
+def without_requests(
+    layout: TableLayout,
+    placement: TablePlacement,
+    lookups: Sequence[Lookup],
+    names: Sequence[str],
+    samples_per_rank: int,
+) -> TableLayout:
+    """The same buffers, with vectors exchanged by sample where rows were asked for.
+
+    Args:
+        layout: What ``make_layout`` gave.
+        placement, lookups, names, samples_per_rank: As it was given.
+    """
+    whole = samples_per_rank if layout.gathered else 0
+    return _layout(placement, lookups, names, whole, asks=False)
 
 
 def _layout(
@@ -258,17 +315,20 @@ def _layout(
     lookups: Sequence[Lookup],
     names: Sequence[str],
     samples: int,
+    *,
+    asks: bool,
 ) -> TableLayout:
     ranks = placement.ranks.count
     replicated = frozenset(s.table for s in placement.shards if s.split == "replicate")
     shards = [s for s in placement.shards if s.table not in replicated]
     stored, rows = _stored(shards, ranks)
     gathered, blocks = _gathered(stored, rows, ranks, lookups, names, samples)
+    distinct, requests = _distinct(placement, stored, gathered) if asks else ({}, {})
     tasks = _Tasks(ranks)
     firsts = np.cumsum([0, *(one.num_ids for one in lookups)])
     per_node = placement.ranks.per_node
     for number, (lookup, name) in enumerate(zip(lookups, names, strict=True)):
-        apart = name in replicated or name in gathered
+        apart = name in replicated or name in gathered or name in distinct
         for each in () if apart else stored[name]:
             tasks.add(number, lookup, each, int(firsts[number]))
     widths: dict[BufferKey, WidthLayout] = {}
@@ -295,7 +355,35 @@ def _layout(
         id_columns=first_id,
         gathered=gathered,
         blocks=blocks,
+        distinct=distinct,
+        requests=requests,
     )
+
+
+def _distinct(
+    placement: TablePlacement,
+    stored: Mapping[str, Sequence[StoredShard]],
+    gathered: Mapping[str, object],
+) -> tuple[dict[str, DistinctTable], dict[BufferKey, int]]:
+    """Tables whose rows are asked for, as was planned, and room for that."""
+    found: dict[str, DistinctTable] = {}
+    rooms: dict[BufferKey, np.ndarray] = {}
+    for name, shards in stored.items():
+        room = placement.way_of(name).distinct_rows
+        if not room or name in gathered or shards[0].key.memory != "device":
+            continue
+        ordered = sorted(shards, key=lambda each: each.shard.index)
+        key, owners = ordered[0].key, [each.shard.rank for each in ordered]
+        found[name] = DistinctTable(
+            key=key,
+            ranks=np.array(owners, np.int32),
+            bases=np.array([each.base for each in ordered], np.int32),
+            firsts=np.array([each.shard.rows[0] for each in ordered], np.int32),
+            hashed=ordered[0].shard.hashed,
+        )
+        own = rooms.setdefault(key, np.zeros(placement.ranks.count, int))
+        np.add.at(own, owners, room)
+    return found, {key: int(own.max()) for key, own in rooms.items()}
 
 
 def _gathered(
