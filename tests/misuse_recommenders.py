@@ -70,6 +70,7 @@ def _compile_arguments(world: World) -> dict[str, Any]:
         "job": None,
         "job_settings": None,
         "replace_every": None,
+        "section_run": None,
     }
 
 
@@ -121,6 +122,22 @@ RECOMMENDERS: Final[Mapping[str, Entry]] = {
             "job": NONE,
             "replace_every": ("none numpy?", "nothing is counted; or steps"),
             "job_settings": ("none dict", "the job as it is"),
+            "section_run": NONE,
+        },
+    ),
+    "SectionRun": Entry(
+        given=given(
+            folder="run",
+            keep_every=10,
+            hosts=("localhost",),
+            host="127.0.0.1",
+            remote_shell=("ssh",),
+        ),
+        legal={
+            "folder": ("text", "a folder"),
+            "keep_every": ("none numpy?", "nothing is kept; or steps"),
+            "host": ("text", "an address"),
+            "remote_shell": ("texts", "any words"),
         },
     ),
 }

@@ -445,9 +445,11 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "job": None,
             "job_settings": None,
             "replace_every": None,
+            "section_run": None,
         },
         legal={
             "replace_every": NONE,
+            "section_run": NONE,
             "job": NONE,
             "job_settings": NONE,
             "optimizer": ("none", "evaluation needs none"),

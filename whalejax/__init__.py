@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from whalejax.runtime.compile_tables import compile_tables as compile_tables
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
+    from whalejax.sections.section_run import SectionRun as SectionRun
     from whalejax.tables.sparse_optimizers import (
         sparse_optimizer as sparse_optimizer,
     )
@@ -63,6 +64,7 @@ _MODULE_OF_NAME = {
     "Plan": "whalejax.planner",
     "PlanError": "whalejax.planner",
     "PlanRequest": "whalejax.api.plan_request",
+    "SectionRun": "whalejax.sections.section_run",
     "TrainState": "whalejax.lowering.state",
     "TrainStep": "whalejax.runtime.train_step",
     "Volumes": "whalejax.api.volumes",
@@ -99,6 +101,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanRequest",
+    "SectionRun",
     "TrainState",
     "TrainStep",
     "Volumes",

@@ -15,6 +15,7 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.planner.tables.place import HOST_SPLITS
 from whalejax.runtime.sections_step import SectionsStep, check_job
 from whalejax.runtime.table_step import TableStep
+from whalejax.sections.section_run import SectionRun
 from whalejax.tables.host_rows import HOST_BACKENDS
 from whalejax.tables.plan import TablesPlan
 from whalejax.tables.record import program_hash, tables_plan
@@ -38,6 +39,7 @@ def compile_tables(
     job: str | None = None,
     job_settings: Mapping[str, Any] | None = None,
     replace_every: int | None = None,
+    section_run: SectionRun | None = None,
 ) -> TableStep:
     """Turns a plan with tables into a step that runs.
 
@@ -57,6 +59,8 @@ def compile_tables(
         replace_every: Number of steps after which tables are placed anew where the
             lookups of these steps show that it wins 5 % of the most loaded device's
             time; what it would win is printed. None counts nothing.
+        section_run: Of a plan with two sections, where its processes run and what is
+            kept for a process in this one's place; None for this machine and nothing.
 
     Returns:
         The step. Nothing is compiled before it is called. That of two sections has
@@ -70,16 +74,10 @@ def compile_tables(
     problems.choice("out_of_range", out_of_range, _OUT_OF_RANGE)
     check_job(problems, job, job_settings)
     problems.whole("replace_every", replace_every, least=1, none=True)
-    if replace_every is not None and isinstance(plan, TablesPlan) and plan.sections:
-        problems.add(
-            "replace_every was given, and tables in processes of their own stay where "
-            "they are. Leave it out"
-        )
-    if isinstance(job, str) and isinstance(plan, TablesPlan) and not plan.sections:
-        problems.add(
-            f"job is {shown(job)}, and this plan has no sparse section that could make "
-            "its batches. Plan with staleness= on such as cpu:2+h100:1"
-        )
+    expected = "wh.SectionRun(...)"
+    problems.of("section_run", section_run, SectionRun, expected, none=True)
+    if isinstance(plan, TablesPlan):
+        _check_sections(problems, plan, replace_every, job, section_run)
     problems.raise_if_any()
     refuse_bad_optimizer(optimizer)
     if jax.process_count() > 1:
@@ -101,10 +99,33 @@ def compile_tables(
         step = TableStep(*given, replace_every)
     else:
         named = None if job is None else (job, dict(job_settings or {}))
-        step = SectionsStep(*given, job=named)
+        step = SectionsStep(*given, job=named, run=section_run)
     if optimizer is not None:
         _check_program(plan, step)
     return step
+
+
+def _check_sections(
+    problems: Arguments, plan: TablesPlan, replace_every: Any, job: Any, run: Any
+) -> None:
+    """Notes what is of two sections and was given for one, or the other way."""
+    if plan.sections is not None:
+        if replace_every is not None:
+            problems.add(
+                "replace_every was given, and tables in processes of their own stay "
+                "where they are. Leave it out"
+            )
+        return
+    if isinstance(job, str):
+        problems.add(
+            f"job is {shown(job)}, and this plan has no sparse section that could make "
+            "its batches. Plan with staleness= on such as cpu:2+h100:1"
+        )
+    if run is not None:
+        problems.add(
+            "section_run was given, and this plan has no sparse section, whose "
+            "processes it is about. Leave it out"
+        )
 
 
 def compile_plan(

@@ -23,6 +23,7 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.planner.errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.sections import Sections, SectionTimes
+from whalejax.runtime.table_checkpoint import restore_sections, save_sections
 from whalejax.runtime.table_step import TablesState, TableStep
 from whalejax.sections.pipeline import Pipeline, Work
 from whalejax.sections.remote_store import (
@@ -31,6 +32,7 @@ from whalejax.sections.remote_store import (
     begin_message,
     rank_ids,
 )
+from whalejax.sections.section_run import KeptState, SectionRun
 from whalejax.tables.exchange import assemble, pack_gradients
 from whalejax.tables.layout import TableLayout, make_layout
 from whalejax.tables.programs import TablePrograms
@@ -155,7 +157,8 @@ class SectionsStep(TableStep):
     It has processes until ``close``, which ``with`` calls at its end.
 
     Attributes:
-        pipeline: Both sections.
+        pipeline: Both sections. Where a state is kept, its folder may be that of a
+            process that was killed: ``resume`` gives what it kept.
         beside: Lookups and updates of the tables beside the dense part, or None.
     """
 
@@ -163,6 +166,7 @@ class SectionsStep(TableStep):
         self,
         *given: Any,
         job: tuple[str, Mapping[str, Any]] | None = None,
+        run: SectionRun | None = None,
         **settings: Any,
     ) -> None:
         """Start the processes of the sparse section.
@@ -170,9 +174,12 @@ class SectionsStep(TableStep):
         Args:
             given: As for ``TableStep``.
             job: Name and settings of the job whose batches the processes make.
+            run: Where the processes run, and what is kept of them.
             settings: Other arguments of ``Pipeline``.
         """
-        self._job, self._settings = job, settings
+        self._job, self._settings, self._run = job, settings, run
+        keeps = run is not None and run.keep_every is not None
+        self._kept = KeptState(run.folder or "") if run and keeps else None
         self._held: TablesState | None = None
         self._newest: PipelineState | TablesState | None = None
         self._started = 0
@@ -220,6 +227,8 @@ class SectionsStep(TableStep):
                 layout, rows, self.dtype, rank, sections.staleness, job
             ),
             dense=self._run_dense,
+            kept=-1 if self._kept is None else self._kept.step,
+            run=self._run,
             **self._settings,
         )
         return RemoteStore(
@@ -229,6 +238,7 @@ class SectionsStep(TableStep):
             pipeline=self.pipeline,
             begun=[0],
             beside=store,
+            forget=self._forget,
         )
 
     @property
@@ -243,6 +253,61 @@ class SectionsStep(TableStep):
     def close(self) -> None:
         """Ends the processes; a state that was not saved is lost."""
         self.pipeline.close()
+
+    # What outlives this process.
+
+    @without_mesh
+    def resume(self) -> TablesState | None:
+        """The state that was kept for a process in this one's place; None for none.
+
+        Its steps that were done since are done again. Call it before ``init``, which
+        begins anew.
+
+        Raises:
+            WhaleError: what was kept is of another model or optimizer.
+        """
+        if self._kept is None or self._kept.step < 0:
+            return None
+        path = self._kept.dense_path(self._kept.step)
+        whole = self._abstract_sections()
+        found = restore_sections(path, self._without_remote(whole))
+        self.store.begun[0] += 1
+        beside = self.store.beside
+        arrays = None if beside is None else beside.empty()
+        return self._restored(found, RemoteTables(self.store.begun[0], arrays))
+
+    def _forget(self) -> None:
+        if self._kept is not None:
+            self._kept.forget()
+
+    def _without_remote(self, sections: Any) -> Any:
+        """Sections of a checkpoint without the tables in processes."""
+        beside = self.plan.beside
+        names = set() if beside is None else {table.name for table in beside.tables}
+        return {
+            section: {name: x for name, x in arrays.items() if name in names}
+            if section.startswith("tables")
+            else arrays
+            for section, arrays in sections.items()
+        }
+
+    def _keep(self, state: PipelineState) -> None:
+        """Keeps the state after all steps so far, rows at the processes."""
+        if self._kept is None or self._run is None or self._run.keep_every is None:
+            return
+        if state.step % self._run.keep_every:
+            return
+        held, step = self.settled(state), state.step
+        sections = self._dense_sections(held)
+        store, tables = self.store.beside, held.tables.beside
+        if store is not None:
+            sections["tables"] = store.collect(tables, None)
+            for kind in self.plan.rows.state_names:
+                sections[f"tables.{kind}"] = store.collect(tables, kind)
+        size = self.plan.placement.batch_size
+        save_sections(self._kept.begin(step), sections, self.plan.dense, size)
+        self._kept.commit(step)
+        self.pipeline.kept = step
 
     # States.
 
@@ -314,8 +379,9 @@ class SectionsStep(TableStep):
             self._check_bounds(bounds)
         work = Work(leaves=leaves, ids=rank_ids(self.programs.layout, ids))
         self.pipeline.submit(work)
-        self._newest = PipelineState(self, step + 1)
-        return self._newest, PipelineMetrics(self.pipeline, work)
+        new = self._newest = PipelineState(self, step + 1)
+        self._keep(new)
+        return new, PipelineMetrics(self.pipeline, work)
 
     def run(self, state: Any, steps: int) -> Iterator[tuple[Any, Any]]:
         """Steps whose batches the processes of the sparse section make.

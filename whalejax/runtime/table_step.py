@@ -673,8 +673,16 @@ class TableStep:
             WhaleError: no checkpoint is there, it is damaged, or it is another model's
                 or optimizer's.
         """
-        wanted = self._abstract_sections()
-        found = restore_sections(path, wanted)
+        found = restore_sections(path, self._abstract_sections())
+        return self._restored(found, self.store.empty())
+
+    def _restored(self, found: Sections, arrays: Any) -> TablesState:
+        """The state of a checkpoint.
+
+        Args:
+            found: Its arrays by section and path.
+            arrays: All tables, of which those of the checkpoint are written.
+        """
         names = {
             "opt_state": leaf_names(self._abstract_optimizer()),
             "rest": list(self.adapter.rest_paths),
@@ -685,9 +693,8 @@ class TableStep:
         }
         structure: Any = jax.tree.structure(self._abstract_optimizer())
         opt_state = structure.unflatten(flat["opt_state"])
-        arrays = self.store.empty()
         for kind in (None, *self.plan.rows.state_names):
-            section = found["tables" if kind is None else f"tables.{kind}"]
+            section = found.get("tables" if kind is None else f"tables.{kind}", {})
             for name, values in section.items():
                 arrays = self.store.write(arrays, name, np.asarray(values), kind)
         done = jax.jit(self._shared_like_params)(opt_state), int(found["step"]["step"])
@@ -697,20 +704,24 @@ class TableStep:
     def _sections(self, state: TablesState) -> Sections:
         """Every array of a state in host memory, by section and path."""
         rows = self.row_states(state)
-        opt_names = leaf_names(state.opt_state)
-        opt_leaves = map(np.asarray, jax.tree.leaves(state.opt_state))
-        rest = zip(self.adapter.rest_paths, state.rest, strict=True)
-        sections: Sections = {
-            "params": {path: np.asarray(x) for path, x in state.params.items()},
-            "rest": dict(rest),
-            "opt_state": dict(zip(opt_names, opt_leaves, strict=True)),
-            "tables": self.table_values(state),
-            "step": {"step": np.asarray(state.step)},
-            "rng": {"rng": state.rng},
-        }
+        sections = self._dense_sections(state)
+        sections["tables"] = self.table_values(state)
         for kind in self.plan.rows.state_names:
             sections[f"tables.{kind}"] = {name: rows[name][kind] for name in rows}
         return sections
+
+    def _dense_sections(self, state: TablesState) -> Sections:
+        """Every array of a state that is of no table."""
+        opt_names = leaf_names(state.opt_state)
+        opt_leaves = map(np.asarray, jax.tree.leaves(state.opt_state))
+        rest = zip(self.adapter.rest_paths, state.rest, strict=True)
+        return {
+            "params": {path: np.asarray(x) for path, x in state.params.items()},
+            "rest": dict(rest),
+            "opt_state": dict(zip(opt_names, opt_leaves, strict=True)),
+            "step": {"step": np.asarray(state.step)},
+            "rng": {"rng": state.rng},
+        }
 
     def _abstract_optimizer(self) -> Any:
         return jax.eval_shape(self._optimizer.init, self._abstract_params())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class RemoteStore:
         pipeline: The processes.
         begun: Number of states that were begun there, one element.
         beside: What does the same for the tables beside the dense part, or None.
+        forget: Is called where rows begin anew, so that what was kept counts no more.
     """
 
     layout: TableLayout
@@ -55,6 +56,7 @@ class RemoteStore:
     pipeline: Pipeline
     begun: list[int]
     beside: TableStore | None = None
+    forget: Callable[[], None] = lambda: None
 
     def by_row(self, kind: str) -> bool:
         """Whether a state array has one number a row.
@@ -66,6 +68,7 @@ class RemoteStore:
 
     def empty(self) -> RemoteTables:
         """Rows of zeros with their initial state, in place of those before."""
+        self.forget()
         self.pipeline.clear()
         self.begun[0] += 1
         beside = None if self.beside is None else self.beside.empty()
