@@ -21,6 +21,7 @@ from whalejax.runtime.table_step import TableStep
 
 
 OPTIMIZER: Final = optax.sgd(0.01, momentum=0.9)
+PINS: Final = {"user": "rows", "item": "columns", "tag": 0, "word": 1}
 ROWS: Final = wh.sparse_optimizer("adagrad", 0.1)
 
 
@@ -33,7 +34,7 @@ def make_plan(cluster: str = "cpu:4", **options: Any) -> wh.Plan:
 def test_a_plan_with_tables_is_planned_and_compiled_like_any_other(
     tmp_path: Path,
 ) -> None:
-    plan = make_plan(pins={"user": "rows"})
+    plan = make_plan(pins=PINS)
     net = make_net(np.float32)
     step: Any = wh.compile(
         plan, loss, net, optimizer=OPTIMIZER, devices=jax.devices()[:4]
@@ -48,7 +49,7 @@ def test_a_plan_with_tables_is_planned_and_compiled_like_any_other(
         rows=ROWS,
         optimizer=OPTIMIZER,
         cluster="cpu:4",
-        pins={"user": "rows"},
+        pins=PINS,
     )
     assert own.placement.shards == step.plan.placement.shards
     assert "row ranges" in plan.why("user") or "hashed rows" in plan.why("user")
@@ -274,3 +275,27 @@ def test_a_feature_that_no_table_takes_is_named() -> None:
 def test_optimizers_without_a_sparse_form_are_refused() -> None:
     with pytest.raises(wh.WhaleError, match="'adam'; expected one of sgd, adagrad"):
         wh.sparse_optimizer("adam", 0.1)  # type: ignore[arg-type]
+
+
+def test_what_is_predicted_is_of_the_whole_step() -> None:
+    plan, own = make_plan("h100:4"), make_plan("h100:4", pins={"user": "rows"})
+    sizes = sum(int(np.prod(leaf.shape)) for leaf in make_net(np.float32).values())
+    assert plan.work is not None and plan.work.parameters == sizes
+    seconds = plan.throughput().step_seconds
+    assert seconds > plan.time.step_seconds and own.throughput().step_seconds > 0
+    assert "a step takes " in str(plan) and "of the dense part, " in str(plan)
+    assert "whole: a step takes " in plan.explain()
+    late = make_plan("cpu:2+cpu:1", staleness=2, in_processes=["user", "word"])
+    assert "sparse " in late.explain() and "takes longest" in late.explain()
+    found = TablesData.from_json(late.tables.to_json()).document  # type: ignore[union-attr]
+    assert found["sections"]["staleness"] == 2
+    assert "SparseCore is not used" in str(make_plan("v5p:2x2x1"))
+    assert "SparseCore" not in str(plan)
+
+
+def test_a_profile_of_tables_is_refused_in_words() -> None:
+    plan, net = make_plan("cpu:1"), make_net(np.float32)
+    given: Any = {"optimizer": OPTIMIZER, "devices": jax.devices()[:1]}
+    step: Any = wh.compile(plan, loss, net, **given)
+    with pytest.raises(wh.WhaleError, match=r"Trace steps with jax.profiler.trace"):
+        step.profile(step.init_from(net), make_batch(0, np.float32))

@@ -508,6 +508,22 @@ class TableStep:
         """
         return self._train.lower(self._checked(state), self._placed(batch), False)
 
+    def profile(self, state: Any, batch: Any, *, steps: int = 5) -> Any:
+        """Refuses to set a trace beside the terms of a plan, which has none of tables.
+
+        Args:
+            state, batch, steps: As for ``TrainStep.profile``.
+
+        Raises:
+            PlanError: always.
+        """
+        del state, batch, steps
+        raise PlanError(
+            "step.profile sets a trace beside the terms of a plan's step, and those of "
+            "lookups, exchanges and updates of tables are one number. Trace steps with "
+            "jax.profiler.trace; of two sections step.report() says what each took"
+        )
+
     def _checked(self, state: Any) -> TablesState:
         if not isinstance(state, TablesState):
             raise WhaleError(

@@ -15,7 +15,7 @@ import numpy as np
 from whalejax import _compat
 from whalejax.capture.batch import aval_of
 from whalejax.lowering.batch_record import batch_leaves, batch_of, batch_tree
-from whalejax.planner.entries import BatchLeaf
+from whalejax.planner.entries import BatchLeaf, ModelWork
 from whalejax.planner.errors import PlanError
 from whalejax.planner.json_codec import DataError, decode, encode
 from whalejax.planner.plan.plan import Plan
@@ -70,7 +70,19 @@ def whole_plan(plan: TablesPlan) -> Plan:
         document["beside"] = placement_data(plan.beside)
     # As a file holds it, so that a plan equals the one that was read back.
     data = TablesData(json.loads(json.dumps(document)))
-    return dataclasses.replace(plan.dense, tables=data)
+    return dataclasses.replace(plan.dense, tables=data, work=_whole_work(plan))
+
+
+def _whole_work(plan: TablesPlan) -> ModelWork | None:
+    """Size of the model with its tables, and the work of the dense part."""
+    work = plan.dense.work
+    if work is None:
+        return None
+    size = sum(table.rows * table.width for table in plan.all_tables)
+    sizes = ("parameters", "trained", "active")
+    return dataclasses.replace(
+        work, **{name: getattr(work, name) + size for name in sizes}
+    )
 
 
 def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+from whalejax.meshes.units import milliseconds
 from whalejax.planner.json_codec import DataError, decode
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.tables.cut import TableCost
@@ -11,6 +12,59 @@ from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.record import placement_of
 from whalejax.planner.tables.section_text import placed_text, placed_why
 from whalejax.planner.tables.sections import Sections
+
+
+_SPARSE_CORES: Final = frozenset(("v4", "v5p", "v6e", "v7x"))
+"""TPUs that have SparseCores."""
+
+
+def whole_seconds(plan: PlanData) -> float:
+    """Predicted seconds of a step, with those of the tables where a plan has some.
+
+    Sections work at once; where there is one, tables on the most loaded device and the
+    dense part follow each other.
+
+    Args:
+        plan: The plan.
+    """
+    dense = plan.time.step_seconds
+    if plan.tables is None:
+        return dense
+    document = plan.tables.document
+    sections = _sections(document)
+    if sections is not None:
+        return sections.step_seconds
+    return dense + _table_seconds(document)
+
+
+def _table_seconds(document: dict[str, Any]) -> float:
+    """Seconds of a step of the tables on the most loaded device."""
+    placement = _placed(document)[0]
+    return float(placement.loads.max()) if placement.objective == "time" else 0.0
+
+
+def whole_text(plan: PlanData) -> str:
+    """What a step takes in all, and of what; empty for plans without tables.
+
+    Args:
+        plan: The plan.
+    """
+    if plan.tables is None:
+        return ""
+    document, dense = plan.tables.document, milliseconds(plan.time.step_seconds)
+    text = f"a step takes {milliseconds(whole_seconds(plan))} as "
+    sections = _sections(document)
+    if sections is not None:
+        how = "measured" if sections.is_measured else "predicted"
+        loads = sections.times.loads(sections.processes)
+        slowest = max(loads, key=lambda name: loads[name])
+        busy = ", ".join(f"{name} {milliseconds(x)}" for name, x in loads.items())
+        return f"{text}{how}, of {busy}; {slowest} takes longest"
+    tables = milliseconds(_table_seconds(document))
+    return (
+        f"{text}predicted: {dense} of the dense part, {tables} of lookups, exchange "
+        "and updates on the most loaded device"
+    )
 
 
 def tables_text(plan: PlanData) -> str:
@@ -22,9 +76,21 @@ def tables_text(plan: PlanData) -> str:
     if plan.tables is None:
         return ""
     document = plan.tables.document
-    lines = [placed_text(_sections(document), *_placed(document))]
+    lines = [whole_text(plan), *_not_used(plan)]
+    lines += [placed_text(_sections(document), *_placed(document))]
     lines += [f"no table: {text}" for _, text in document.get("refused", ())]
     return "\n".join(lines)
+
+
+def _not_used(plan: PlanData) -> list[str]:
+    """What of the devices a plan with tables leaves unused, in words."""
+    kinds = {kind.name for kind in plan.cluster.kinds}
+    if not kinds & _SPARSE_CORES:
+        return []
+    return [
+        "SparseCore is not used: no rates of its lookups are known here, so that it is "
+        "not priced, and steps run on TensorCores alone"
+    ]
 
 
 def _sections(document: dict[str, Any]) -> Sections | None:

@@ -15,6 +15,7 @@ from whalejax.planner.entries import Candidate, LeafPlan, starred
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Tensor
 from whalejax.planner.plan.report.parameter_table import homes
+from whalejax.planner.plan.report.table_text import tables_text, whole_text
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import STAGE, Spec, shards
 from whalejax.planner.step_options import option_words
@@ -301,9 +302,11 @@ def _whole_reason(
 def explain(plan: PlanData) -> str:
     """What decided for a plan, what would change the choice, and what stays whole."""
     spare = plan.room_bytes - plan.memory.total_bytes
+    whole = whole_text(plan)
     lines = [
+        *([f"whole: {whole}", *tables_text(plan).splitlines()[1:]] if whole else []),
         f"chosen: {layout_text(plan)}: {milliseconds(plan.time.step_seconds)} a step, "
-        f"{gigabytes(plan.memory.total_bytes)} per device, {gigabytes(spare)} to spare"
+        f"{gigabytes(plan.memory.total_bytes)} per device, {gigabytes(spare)} to spare",
     ]
     other = plan.runner_up
     if other is None:
