@@ -64,6 +64,7 @@ from whalejax.planner.tables.sections import SectionTimes  # noqa: E402
 from whalejax.runtime.sections_step import SectionsStep  # noqa: E402
 
 
+CURVE: Final = Path(__file__).with_name("recommender_auc.json")
 FILE: Final = Path(__file__).with_name("recommender_kills.json")
 PERCENT: Final = 35.0
 """Quota of each process of the sparse section, of a core; the dense one's is twice."""
@@ -602,7 +603,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.auc:
         os.sched_setaffinity(0, CORES)
-        print(json.dumps({s: round(late_flights(s), 4) for s in (0, 1, 4, 16)}))
+        curve = {s: round(late_flights(s), 4) for s in (0, 1, 4, 16)}
+        CURVE.write_text(json.dumps(curve, indent=1) + "\n")
+        print(json.dumps(curve))
         return
     if options.dense_process is not None:
         os.sched_setaffinity(0, CORES)

@@ -64,7 +64,11 @@ class TableCost:
     nbytes: int
 
     def __str__(self) -> str:
-        chosen = "as you fixed it" if self.is_fixed else "which makes the shorter step"
+        chosen = (
+            "as you fixed it"
+            if self.is_fixed
+            else "which fits and makes the shorter step"
+        )
         here = "in processes of CPUs" if self.in_processes else "beside the dense part"
         return (
             f"{here}, {chosen}: in one process a step takes "
@@ -215,14 +219,15 @@ def choose_cut(
             found[count] = seconds, chosen
     if not found:
         room = most_processes * process_bytes + device_bytes
+        short = size - room
+        lack = f"{gigabytes(short)} short" if short > 0 else "no division of them fits"
         raise NothingFits(
             f"{count_text(len(costs), 'table')} of {gigabytes(size)} with their "
             f"optimizer state fit into neither section: processes of CPUs "
             f"({most_processes}) and the devices of the dense part have "
-            f"{gigabytes(room)} for them: "
-            f"{gigabytes(max(0.0, size - room))} short. Use more of either, or fix "
-            "fewer tables by in_processes",
-            lacks_bytes=int(max(0, size - room)),
+            f"{gigabytes(room)} for them: {lack}. Use more of either, or fix fewer "
+            "tables by in_processes",
+            lacks_bytes=int(max(0, short)),
             of_bytes=int(room),
             nearest="tables in two sections",
         )
