@@ -241,7 +241,7 @@ class Runs:
         """Messages of a step's size to both processes, which compute nothing."""
         step = self.alone
         layout, pipeline = step.programs.layout, step.pipeline
-        width = next(iter(layout.widths))
+        width = next(iter(layout.widths)).width
         rows = SAMPLES * layout.vector_elements // width
 
         def ask(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Which tables are in processes of CPUs, and which beside the dense part.
+"""The choice of tables in processes of CPUs and tables beside the dense part.
 
 A table in a process takes seconds there and on the wire; beside the dense part it takes
 seconds of the devices, and its updates are never late. With S tables in n processes and
@@ -36,6 +36,7 @@ from whalejax.planner.tables.ways import SPLITS, list_ways
 _ON_DEVICES: Final = tuple(split for split in SPLITS if split not in HOST_SPLITS)
 _NODES: Final = 200
 _GAP: Final = 1e-4
+_CHOSEN: Final = "which fits and makes the shorter step"
 _TOTAL_WEIGHT: Final = 1e-3
 """Weight of all work beside a step's seconds: among equals the least is taken."""
 
@@ -64,11 +65,7 @@ class TableCost:
     nbytes: int
 
     def __str__(self) -> str:
-        chosen = (
-            "as you fixed it"
-            if self.is_fixed
-            else "which fits and makes the shorter step"
-        )
+        chosen = "as you fixed it" if self.is_fixed else _CHOSEN
         here = "in processes of CPUs" if self.in_processes else "beside the dense part"
         return (
             f"{here}, {chosen}: in one process a step takes "
@@ -85,7 +82,7 @@ def table_costs(
     batch_size: int,
     fixed: Collection[str] | None,
 ) -> tuple[TableCost, ...]:
-    """What each table takes in either section, as predicted.
+    """Predicted seconds of each table in either section.
 
     Args:
         tables: All tables.
@@ -128,12 +125,12 @@ def _device_seconds(table: Table, devices: Ranks | None, batch_size: int) -> flo
 def times_of(
     costs: Sequence[TableCost], dense_seconds: float, batch_seconds: float = 0.0
 ) -> SectionTimes:
-    """What the sections take with the tables where they are.
+    """Seconds of the sections with the tables in their places.
 
     Args:
         costs: All tables.
         dense_seconds: The dense part without tables.
-        batch_seconds: What makes a batch, in a process.
+        batch_seconds: Seconds to make a batch, in a process.
     """
     inside = [cost for cost in costs if cost.in_processes]
     beside = [cost for cost in costs if not cost.in_processes]
@@ -153,7 +150,7 @@ def with_measured(
     seconds of the dense part without tables).
 
     Args:
-        costs: As predicted.
+        costs: Predicted costs of all tables.
         times: Measured with the tables that it names in processes.
     """
     names = {c.name for c in costs} if times.tables is None else set(times.tables)
@@ -183,7 +180,7 @@ def choose_cut(
     process_bytes: float,
     device_bytes: float,
 ) -> tuple[TableCost, ...]:
-    """Where each table is, so that a step is shortest.
+    """Chooses the section of each table, so that a step is shortest.
 
     Args:
         costs: All tables; those that are fixed stay where they are.

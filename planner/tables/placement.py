@@ -128,7 +128,7 @@ class TablePlacement:
         return found
 
     def way_of(self, table: str) -> Way:
-        """How a table is stored and exchanged.
+        """The way in which a table is stored and exchanged.
 
         Args:
             table: Name of one of the tables.
@@ -165,7 +165,7 @@ class TablePlacement:
         mean = ", ".join(self._amount(k, x) for k, x in enumerate(self.mean))
         way = self.way_of(table)
         if way.distinct_rows:
-            lines.append(_asked(way))
+            lines.append(_request_text(way))
         lines.append(f"an even share of all tables is {mean} a rank; of one shard:")
         for n, way in enumerate(item.ways):
             name = f"{way.split} × {way.shards}" if way.shards > 1 else way.split
@@ -214,7 +214,7 @@ class TablePlacement:
             way = item.ways[number]
             if way.distinct_rows:
                 name = self.tables[item.tables[0]].name
-                yield f"  {name}: {_asked(way)}"
+                yield f"  {name}: {_request_text(way)}"
 
     def _quality(self) -> str:
         text = f"the most loaded rank has {self.imbalance:.3f} of the mean"
@@ -223,8 +223,8 @@ class TablePlacement:
         return f"{text}; a better placement gains at most {self.gap:.1%}"
 
 
-def _asked(way: Way) -> str:
-    """What is exchanged of rows that ranks ask for, and what would be otherwise."""
+def _request_text(way: Way) -> str:
+    """Text of the bytes of rows that ranks ask for, and of vectors by sample."""
     return (
         "a rank asks a shard for each distinct row once, at most "
         f"{way.distinct_rows:,}; a shard exchanges {gigabytes(way.exchange_bytes)}, "
@@ -257,7 +257,7 @@ def table_shards(table: Table, way: Way, ranks: Sequence[int]) -> Iterator[Table
 
     Args:
         table: The table.
-        way: How it is divided.
+        way: Way of dividing it.
         ranks: Rank of each shard; all ranks if replicated.
     """
     split, shards = way.split, way.shards

@@ -21,7 +21,7 @@ def placed_text(
     """The sections, and the load of each of their ranks, in lines.
 
     Args:
-        sections, placement, beside, cut: As ``TablesPlan`` has them.
+        sections, placement, beside, cut: Attributes of a ``TablesPlan``.
     """
     lines = []
     if cut:
@@ -49,7 +49,7 @@ def placed_why(
 
     Args:
         name: Name of the table.
-        placement, beside, cut: As ``TablesPlan`` has them.
+        placement, beside, cut: Attributes of a ``TablesPlan``.
     """
     own = placement
     if beside is not None and any(table.name == name for table in beside.tables):

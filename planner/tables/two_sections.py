@@ -29,7 +29,7 @@ _ROOM: Final = (1.0, 0.9, 0.75, 0.5, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionsWanted:
-    """What is asked for of two sections.
+    """Settings of two sections that the user gives.
 
     Attributes:
         staleness: Number of updates that a lookup may lack.
@@ -37,7 +37,7 @@ class SectionsWanted:
         in_processes: Names of the tables in processes, where they are fixed.
         splits: Ways of dividing tables that may be used.
         together: Groups of tables that must be on one rank.
-        pins: What is fixed, by table: its rank, or the way in which it is divided.
+        pins: Rank or way of dividing that you fix, by table.
     """
 
     staleness: int
@@ -77,13 +77,13 @@ _OF_PROCESSES: Final = ("whole", "rows", "columns")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TwoSections:
-    """Where every table is.
+    """Places of all tables in two sections.
 
     Attributes:
-        placement: Of the tables in processes; of all where none is.
-        beside: Of those on the devices, where others are in processes.
-        sections: What both sections take; None where no table is in a process.
-        cut: What each table takes in either section.
+        placement: Placement of the tables in processes, or of all where none is.
+        beside: Placement of tables on the devices, where others are in processes.
+        sections: Loads of both sections; None where no table is in a process.
+        cut: Costs of each table in either section.
     """
 
     placement: TablePlacement
@@ -105,12 +105,12 @@ def place_in_sections(
 
     Args:
         tables: All tables.
-        processes: As many processes as there may be.
+        processes: Processes of CPUs, of which some may stay unused.
         devices: Devices of the dense part with the memory that it leaves; None where
             they can hold no table.
         batch_size: Samples of a global batch.
         dense_seconds: Predicted seconds of the dense part without tables.
-        wanted: What is asked for.
+        wanted: Settings of the two sections.
 
     Raises:
         PlanError: nothing fits, or what is asked for contradicts itself.

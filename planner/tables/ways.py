@@ -45,7 +45,7 @@ def read_pin(pin: Any) -> tuple[Split, float | None] | None:
     """The split that a pin names and the part of its rows that is cached, if stated.
 
     Args:
-        pin: Such as ``"rows"`` or ``"cached:0.25"``; None is given for anything else.
+        pin: A value of ``pins``; anything else than a way gives None.
 
     >>> read_pin("cached:0.25"), read_pin("rows"), read_pin("cached:2")
     (('cached', 0.25), ('rows', None), None)

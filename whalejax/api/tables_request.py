@@ -128,7 +128,7 @@ class TablesRequest:
         cluster: Cluster,
         size: int,
     ) -> TwoSections:
-        """Where tables are: on the devices of the dense part, or on processes beside.
+        """Places tables on the devices of the dense part, or in processes beside.
 
         Args:
             tables: All tables.

@@ -59,8 +59,8 @@ def compile_tables(
         replace_every: Number of steps after which tables are placed anew where the
             lookups of these steps show that it wins 5 % of the most loaded device's
             time; what it would win is printed. None counts nothing.
-        section_run: Of a plan with two sections, where its processes run and what is
-            kept for a process in this one's place; None for this machine and nothing.
+        section_run: Hosts of the processes of two sections, and the state that is kept
+            for a process in this one's place; None for this machine and nothing.
 
     Returns:
         The step. Nothing is compiled before it is called. That of two sections has

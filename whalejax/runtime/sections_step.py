@@ -174,7 +174,7 @@ class SectionsStep(TableStep):
         Args:
             given: As for ``TableStep``.
             job: Name and settings of the job whose batches the processes make.
-            run: Where the processes run, and what is kept of them.
+            run: Hosts of the processes, and the state that is kept.
             settings: Other arguments of ``Pipeline``.
         """
         self._job, self._settings, self._run = job, settings, run

@@ -205,7 +205,7 @@ class TableStep:
     def _store_of(
         self, programs: TablePrograms, placement: TablePlacement
     ) -> TableStore:
-        """What brings the tables of a placement to the mesh."""
+        """The store that brings the tables of a placement to the mesh."""
         tables = placement.tables
         return TableStore(
             layout=programs.layout,
@@ -508,11 +508,23 @@ class TableStep:
         """
         return self._train.lower(self._checked(state), self._placed(batch), False)
 
+    def report(self) -> Any:
+        """Refuses to report on sections, of which this step has one.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            "this step has no processes beside its devices, whose times report() would "
+            "give: all tables are on the devices, where that was planned to be faster. "
+            "in_processes= of wh.plan puts tables into processes"
+        )
+
     def profile(self, state: Any, batch: Any, *, steps: int = 5) -> Any:
         """Refuses to set a trace beside the terms of a plan, which has none of tables.
 
         Args:
-            state, batch, steps: As for ``TrainStep.profile``.
+            state, batch, steps: Arguments of ``TrainStep.profile``, which are unused.
 
         Raises:
             PlanError: always.

@@ -46,8 +46,8 @@ class RemoteStore:
         dtype: Element type of all tables.
         pipeline: The processes.
         begun: Number of states that were begun there, one element.
-        beside: What does the same for the tables beside the dense part, or None.
-        forget: Is called where rows begin anew, so that what was kept counts no more.
+        beside: Store of the tables beside the dense part, or None.
+        forget: Function without arguments, called where rows begin anew.
     """
 
     layout: TableLayout

@@ -1,4 +1,4 @@
-"""Where the processes of tables run, and what outlives the process with the dense part.
+"""Hosts of processes with tables, and the state that outlives the dense part's process.
 
 The process with the dense part may be killed: what is kept in a folder every so many
 steps (its own state, and the rows of every process as they are after the same steps) is
@@ -28,7 +28,7 @@ _DENSE: Final = "dense-{:012d}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionRun:
-    """Where the processes of a plan with two sections run, and what is kept of them.
+    """Hosts of the processes of two sections, and the state that is kept of them.
 
     Attributes:
         folder: Folder of keys, logs and snapshots, at the same path on all hosts; None
@@ -73,12 +73,12 @@ class SectionRun:
         problems.raise_if_any()
 
 
-class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
 
 
 class KeptState:
-    """What is kept in a folder of the state after some steps.
+    """A folder that keeps the state after some steps.
 
     Attributes:
         folder: The folder, which is made where there is none.
@@ -106,14 +106,14 @@ class KeptState:
         if not path.exists():
             return
         try:
-            self.step = msgspec.json.decode(path.read_bytes(), type=_Kept).step
+            self.step = msgspec.json.decode(path.read_bytes(), type=_Record).step
         except msgspec.DecodeError as error:
             raise WhaleError(
                 f"{path} is damaged ({error}). Remove it to begin anew"
             ) from None
 
     def dense_path(self, step: int) -> Path:
-        """Where the dense part's state after some steps is.
+        """Path of the dense part's state after some steps.
 
         Args:
             step: Number of steps.
@@ -121,7 +121,7 @@ class KeptState:
         return self.folder / _DENSE.format(step)
 
     def begin(self, step: int) -> Path:
-        """Where to write the dense part's state; what a killed process left is removed.
+        """Path to write the dense part's state to; leftovers of a kill are removed.
 
         Args:
             step: Number of steps.
@@ -138,7 +138,7 @@ class KeptState:
             step: Number of steps.
         """
         draft = self.folder / f".{_RECORD}.{os.getpid()}"
-        draft.write_bytes(msgspec.json.encode(_Kept(step=step)))
+        draft.write_bytes(msgspec.json.encode(_Record(step=step)))
         draft.replace(self.folder / _RECORD)
         self.step = step
         for other in self.folder.glob("dense-*"):

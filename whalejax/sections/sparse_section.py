@@ -85,7 +85,7 @@ class SparseSection:
             count: Number of processes.
             notify: Called where a process has come.
             fail: Called where the run is given up.
-            run: Where they run, or None for processes of this machine alone.
+            run: Hosts and folder of the run; None for processes of this machine alone.
             answer_seconds: A process that answers nothing for so long is replaced.
         """
         self.count, self.replaced = count, 0

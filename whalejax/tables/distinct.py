@@ -26,7 +26,7 @@ from whalejax.tables.layout import BufferKey, DistinctTable, TableLayout
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequests:
-    """Where each looked-up row of one buffer is in what a rank asks for.
+    """Places of the looked-up rows of one buffer among those that a rank asks for.
 
     Attributes:
         owner: Rank that has the row, ``int32[ids]``; the number of ranks for none.
@@ -44,7 +44,7 @@ class RowRequests:
 def request_rows(
     layout: TableLayout, names: Sequence[str], ids: Sequence[Any]
 ) -> tuple[Any, dict[BufferKey, RowRequests]]:
-    """What a rank asks of every rank, ``int32[ranks, rows]``, and where ids are in it.
+    """Rows that a rank asks of every rank, ``int32[ranks, rows]``, and places of ids.
 
     Args:
         layout: Buffers and what may be asked for.
@@ -91,7 +91,7 @@ def asked_of(layout: TableLayout, received: Any) -> dict[BufferKey, Any]:
 
     Args:
         layout: Buffers and what may be asked for.
-        received: What ``request_rows`` of each rank sent here.
+        received: Requests that ``request_rows`` of each rank sent here.
     """
     found, start = {}, 0
     for key, room in layout.requests.items():
@@ -128,7 +128,7 @@ def rows_of_ids(
     Args:
         layout: Buffers and what may be asked for.
         requests: From ``request_rows``.
-        received: What ``asked_rows`` of each rank sent here.
+        received: Rows that ``asked_rows`` of each rank sent here.
     """
     found, start = {}, 0
     for key, room in layout.requests.items():
@@ -171,12 +171,12 @@ def sums_of_rows(
 def asked_gradients(
     layout: TableLayout, asked: Mapping[BufferKey, Any], received: Any
 ) -> dict[BufferKey, tuple[Any, Any]]:
-    """By buffer: rows, the number of rows for none, and their gradients.
+    """Rows of each buffer, the number of rows for none, and their gradients.
 
     Args:
         layout: Buffers and what may be asked for.
         asked: From ``asked_of``.
-        received: What ``sums_of_rows`` of each rank sent here.
+        received: Sums that ``sums_of_rows`` of each rank sent here.
     """
     found, start = {}, 0
     for key, room in layout.requests.items():

@@ -118,7 +118,7 @@ def return_node_gradients(
     Args:
         layout: Buffers and columns.
         gradients: Gradient of each lookup's vectors, for this rank's samples.
-        axes: As for ``give_node_vectors``.
+        axes: Two mesh axes: nodes, and the ranks of a node.
         dtype: Element type of the exchange.
     """
     sent = pack_gradients(layout, gradients, dtype, by_node=True)

@@ -81,7 +81,7 @@ def pack_sums(layout: TableLayout, sums: Mapping[str, Any], dtype: Any) -> Any:
 def block_gradients(
     layout: TableLayout, packed: Any, buffers: Mapping[Any, Any], rank: Any
 ) -> dict[Any, tuple[Any, Any]]:
-    """By buffer: rows of the rank's buffer, the number of rows for none; gradients.
+    """Rows of each of the rank's buffers, the number of rows for none; gradients.
 
     Args:
         layout: Buffers and columns.

@@ -26,14 +26,14 @@ which have parts of the same rows."""
 
 
 class BufferKey(NamedTuple):
-    """Which buffer: its columns, and where it is."""
+    """A buffer, by its columns and its memory."""
 
     width: int
     memory: Memory
 
 
 def memory_of(shard: TableShard) -> Memory:
-    """Where a shard is."""
+    """The memory that has a shard."""
     if shard.split == "node_rows":
         return "node"
     is_hosted = shard.split == "host" or (shard.split == "cached" and shard.index)
@@ -56,7 +56,7 @@ class WidthLayout:
         slot: Slot that the column's row is added to.
         offset: Where the width's vectors begin in what a rank gives for a sample.
         first_id: Where its columns begin among those that are sent.
-        memory: Where the buffer is.
+        memory: Memory that has the buffer.
     """
 
     width: int
@@ -197,7 +197,7 @@ class TableLayout:
         """Buffers that ranks give vectors of alone, or nodes together.
 
         Args:
-            nodes: Those of nodes.
+            nodes: Take buffers of nodes, and not those of ranks alone.
         """
         return {
             key: each
@@ -303,8 +303,8 @@ def without_requests(
     """The same buffers, with vectors exchanged by sample where rows were asked for.
 
     Args:
-        layout: What ``make_layout`` gave.
-        placement, lookups, names, samples_per_rank: As it was given.
+        layout: Result of ``make_layout``.
+        placement, lookups, names, samples_per_rank: Arguments of ``make_layout``.
     """
     whole = samples_per_rank if layout.gathered else 0
     return _layout(placement, lookups, names, whole, asks=False)
@@ -501,7 +501,7 @@ class _Tasks:
     def received(
         self, number: int, widths: Mapping[BufferKey, WidthLayout], per_node: int
     ) -> Iterator[ReceivedVectors]:
-        """Where the vectors of a lookup are in what ranks and nodes give."""
+        """Places of a lookup's vectors among those that ranks and nodes give."""
         for each, slot, count in self.given.get(number, []):
             by_node, rank = each.key.memory == "node", each.shard.rank
             if by_node and rank % per_node:

@@ -28,8 +28,8 @@ class TablesPlan:
     ``wh.compile_tables`` makes a step of it.
 
     Attributes:
-        placement: Where tables are stored: those in processes where there are some,
-            else all.
+        placement: Placement of the tables in processes where there are some, else of
+            all.
         dense: Plan of everything else, which shares out the batch.
         rows: How rows of tables change.
         refused: By path of a parameter that is looked up, why it is no table.
@@ -38,9 +38,9 @@ class TablesPlan:
         sections: How tables in processes of their own work beside the dense part; None
             where the devices of the dense part hold them.
         program_hash: Hash of the loss as it was traced.
-        beside: Where the tables beside the dense part are stored, where others are in
+        beside: Placement of the tables beside the dense part, where others are in
             processes.
-        cut: What each table takes in either section, where there may be two.
+        cut: Costs of each table in either section, where there may be two.
     """
 
     placement: TablePlacement

@@ -76,12 +76,12 @@ class TableArrays:
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenIds:
-    """What ranks look up in a step.
+    """Ids and rows that ranks look up in a step.
 
     Attributes:
         taken: Ids that each rank looks up for all samples.
         asked: Rows of its buffers that others ask for.
-        requests: Where its samples' rows are in what it asks for.
+        requests: Places of its samples' rows among those that it asks for.
     """
 
     taken: Any
@@ -89,7 +89,7 @@ class TakenIds:
     requests: dict[BufferKey, RowRequests]
 
 
-def _joined(
+def _join_updates(
     first: Mapping[BufferKey, tuple[Any, Any]],
     second: Mapping[BufferKey, tuple[Any, Any]],
 ) -> dict[BufferKey, tuple[Any, Any]]:
@@ -334,7 +334,7 @@ class TablePrograms:
             returned, packed, asked = return_gradients(
                 layout, gradients, sums, asked, self.axes, dtype
             )
-            more = _joined(
+            more = _join_updates(
                 block_gradients(layout, packed, buffers, rank),
                 asked_gradients(layout, taken.asked, asked),
             )

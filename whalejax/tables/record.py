@@ -33,7 +33,7 @@ class TablesRecord:
     """What a plan keeps of its tables, beside the placement; see ``TablesPlan``.
 
     Attributes:
-        rows, model_paths, sections, cut: As there.
+        rows, model_paths, sections, cut: Attributes of the same names.
         refused: (Path, why it is no table).
         batch, batch_tree: Leaves of the global batch, and the containers around them.
         program_hash: As there.

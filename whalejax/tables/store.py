@@ -97,7 +97,7 @@ class TableStore:
         return arrays
 
     def sharding(self, key: BufferKey) -> NamedSharding:
-        """How a buffer is shared out by rows, and in which memory.
+        """The sharding of a buffer by rows, and its memory.
 
         Args:
             key: The buffer.

@@ -39,12 +39,12 @@ def whole_seconds(plan: PlanData) -> float:
 
 def _table_seconds(document: dict[str, Any]) -> float:
     """Seconds of a step of the tables on the most loaded device."""
-    placement = _placed(document)[0]
+    placement = _placement_and_cut(document)[0]
     return float(placement.loads.max()) if placement.objective == "time" else 0.0
 
 
 def whole_text(plan: PlanData) -> str:
-    """What a step takes in all, and of what; empty for plans without tables.
+    """Text of a step's seconds and their parts; empty for plans without tables.
 
     Args:
         plan: The plan.
@@ -77,13 +77,13 @@ def tables_text(plan: PlanData) -> str:
         return ""
     document = plan.tables.document
     lines = [whole_text(plan), *_not_used(plan)]
-    lines += [placed_text(_sections(document), *_placed(document))]
+    lines += [placed_text(_sections(document), *_placement_and_cut(document))]
     lines += [f"no table: {text}" for _, text in document.get("refused", ())]
     return "\n".join(lines)
 
 
 def _not_used(plan: PlanData) -> list[str]:
-    """What of the devices a plan with tables leaves unused, in words."""
+    """Texts about parts of the devices that a plan with tables leaves unused."""
     kinds = {kind.name for kind in plan.cluster.kinds}
     if not kinds & _SPARSE_CORES:
         return []
@@ -101,7 +101,7 @@ def _sections(document: dict[str, Any]) -> Sections | None:
         return None  # Whoever compiles it is told.
 
 
-def _placed(
+def _placement_and_cut(
     document: dict[str, Any],
 ) -> tuple[TablePlacement, TablePlacement | None, tuple[TableCost, ...]]:
     """The placement, that beside the dense part, and what tables take."""
@@ -125,7 +125,7 @@ def table_why(plan: PlanData, path: str) -> str | None:
         path: Dotted path of a parameter, or its beginning.
     """
     assert plan.tables is not None
-    placement, beside, cut = _placed(plan.tables.document)
+    placement, beside, cut = _placement_and_cut(plan.tables.document)
     more = () if beside is None else beside.tables
     for table in (*placement.tables, *more):
         if table.name == path or table.name.startswith(f"{path}."):

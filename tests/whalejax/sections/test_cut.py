@@ -121,6 +121,8 @@ def test_the_planner_leaves_tables_on_devices_where_that_is_faster() -> None:
         plan, loss, make_net(np.float32), optimizer=OPTIMIZER, devices=jax.devices()[:1]
     ) as step:
         assert np.isfinite(trained(step, 1)[0][0])
+        with pytest.raises(wh.WhaleError, match="no processes beside its devices"):
+            step.report()
     # Whatever is pinned to a process is in one.
     fixed = make_plan(0, pins={"user": 1}, inside=None)
     assert [t.name for t in fixed.placement.tables] == ["user"]
