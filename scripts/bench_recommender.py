@@ -7,7 +7,9 @@ computes under a quota as large as both on the last core. What each section take
 what messages take, the pipeline of both, and the whole step in one process under either
 quota are measured by turns. Kills of drawn processes at drawn moments are kept in
 ``recommender_kills.json`` beside this script, a case of ten each, so that a run goes on
-where the last one stopped; ``--anew`` forgets them. The last line is one JSON object:
+where the last one stopped; ``--anew`` forgets them. Three cases kill the process with
+the dense part, which is started again and goes on from what is kept every ten steps.
+The last line is one JSON object:
 
     of_sections          steps a second over 1 / max(t_sparse / n, t_wire, t_dense)
     over_single          steps a second over those of the better process alone
@@ -16,6 +18,7 @@ where the last one stopped; ``--anew`` forgets them. The last line is one JSON o
     kills                kills of a process; hangs, lost and doubled are the cases that
                          did not end, and updates of rows that were lost and applied
                          twice in them; wrong the cases whose losses were other ones
+    dense_kills          those of them that were of the process with the dense part
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,6 +64,7 @@ from whalejax.planner.tables.sections import SectionTimes  # noqa: E402
 from whalejax.runtime.sections_step import SectionsStep  # noqa: E402
 
 
+CURVE: Final = Path(__file__).with_name("recommender_auc.json")
 FILE: Final = Path(__file__).with_name("recommender_kills.json")
 PERCENT: Final = 35.0
 """Quota of each process of the sparse section, of a core; the dense one's is twice."""
@@ -69,6 +74,9 @@ LATE_STEPS: Final = 10_000
 CASE_KILLS: Final = 10
 KEPT_CASES: Final = 10
 CASE_SECONDS: Final = 180.0
+DENSE_CASES: Final = 3
+DENSE_STEPS: Final = 300
+KEEP_EVERY: Final = 10
 ALIKE: Final = SectionTimes(sparse_seconds=2.0, wire_seconds=0.1, dense_seconds=1.0)
 BUSY: Final = SectionTimes(sparse_seconds=1.0, wire_seconds=0.01, dense_seconds=0.01)
 
@@ -125,6 +133,7 @@ def sections_step(
         staleness=staleness,
         times=ALIKE,
         pins=pins,
+        in_processes=list(pins),
     )
     adapter = adapt(net, loss).without_values()
     return kind(plan, adapter, OPTIMIZER, "error", jax.devices()[:1])
@@ -223,7 +232,7 @@ class Runs:
         def run(_: int) -> None:
             nonlocal state
             placed = step._on_devices(leaves), step._received(vectors)
-            state, _, packed = step._train_dense(state, *placed)
+            state, _, packed = step._train_dense(state, *placed, False)
             np.asarray(packed)
 
         return seconds_of(run, lambda: None, least)
@@ -232,7 +241,7 @@ class Runs:
         """Messages of a step's size to both processes, which compute nothing."""
         step = self.alone
         layout, pipeline = step.programs.layout, step.pipeline
-        width = next(iter(layout.widths))
+        width = next(iter(layout.widths)).width
         rows = SAMPLES * layout.vector_elements // width
 
         def ask(rank: int) -> None:
@@ -337,6 +346,7 @@ def counted_step(staleness: int, **settings: Any) -> SectionsStep:
         staleness=staleness,
         times=BUSY,
         pins={"a": "rows", "b": 1},
+        in_processes=list(COUNTED),
     )
     adapter = adapt(net, counted_loss).without_values()
     given = plan, adapter, OPTIMIZER, "error", jax.devices()[:1]
@@ -369,12 +379,7 @@ def case(number: int) -> dict[str, int]:
                 pause = drawn.random() * 0.05
         rows, report = step.table_values(state), step.report()
         found = [float(metrics["loss"]) for metrics in losses]
-    lost = doubled = 0
-    for name, size in COUNTED.items():
-        ids = np.concatenate([counted_batch(n)[name].ravel() for n in range(steps)])
-        missing = np.bincount(ids, minlength=size)[:, None] + rows[name]
-        lost += int(np.maximum(missing, 0).max(1).sum())
-        doubled += int(np.maximum(-missing, 0).max(1).sum())
+    lost, doubled = lost_and_doubled(rows, steps)
     with counted_step(staleness) as step:
         state, expected = step.init_from(counted_net()), []
         for n in range(steps):
@@ -391,12 +396,105 @@ def case(number: int) -> dict[str, int]:
     }
 
 
-def case_apart(number: int) -> dict[str, int]:
+def dense_process(folder: Path, staleness: int) -> None:
+    """The process with the dense part, which goes on where the last one was killed."""
+    run = wh.SectionRun(folder=folder / "kept", keep_every=KEEP_EVERY)
+    with (
+        counted_step(staleness, run=run, log_bytes=100_000) as step,
+        (folder / "losses").open("a") as file,
+    ):
+        state = step.resume() or step.init_from(counted_net())
+        waiting: list[tuple[int, Any]] = []
+        for number in range(int(state.step), DENSE_STEPS):
+            state, metrics = step(state, counted_batch(number))
+            waiting.append((number, metrics))
+            if len(waiting) > staleness or number + 1 == DENSE_STEPS:
+                for done, found in waiting:
+                    file.write(f"{done} {float(found['loss'])!r}\n")
+                file.flush()
+                waiting = []
+        over = step.report().over_bound
+        np.savez(folder / "rows.npz", over=over, **step.table_values(state))
+
+
+def dense_case(number: int) -> dict[str, int]:
+    """Ten kills of the process with the dense part, at drawn moments."""
+    drawn, staleness = random.Random(number), (0, 1, STALENESS)[number % 3]
+    with tempfile.TemporaryDirectory() as made:
+        killed, alone = Path(made) / "killed", Path(made) / "alone"
+        kills_done = 0
+        while not (killed / "rows.npz").exists():
+            process = start_dense(killed, staleness)
+            if kills_done < CASE_KILLS:
+                begun = done_of(killed)
+                wanted = begun + drawn.randrange(1, DENSE_STEPS // CASE_KILLS)
+                while process.poll() is None and done_of(killed) < wanted:
+                    time.sleep(0.01)
+                time.sleep(drawn.random() * 0.05)
+                if process.poll() is None:
+                    process.kill()
+                    kills_done += 1
+            process.wait()
+        start_dense(alone, staleness).wait()
+        with np.load(killed / "rows.npz") as rows, np.load(alone / "rows.npz") as one:
+            same = all(np.array_equal(rows[name], one[name]) for name in COUNTED)
+            missing, over = {name: rows[name] for name in COUNTED}, int(rows["over"])
+        lost, doubled = lost_and_doubled(missing, DENSE_STEPS)
+        # The last loss before a kill may not be written, and its step not done again.
+        found, expected = losses_of(killed), losses_of(alone)
+        wrong = not same or any(
+            set(each) != set(expected[n]) for n, each in found.items()
+        )
+    return {
+        "kills": kills_done,
+        "lost": lost,
+        "doubled": doubled,
+        "over_bound": over,
+        "wrong": int(wrong),
+        "steps": DENSE_STEPS,
+    }
+
+
+def start_dense(folder: Path, staleness: int) -> subprocess.Popen[bytes]:
+    folder.mkdir(exist_ok=True)
+    words = ["--dense-process", str(folder), "--staleness", str(staleness)]
+    return subprocess.Popen([sys.executable, __file__, *words])
+
+
+def losses_of(folder: Path) -> dict[int, list[str]]:
+    """Losses of each step, as often as it was done; a half line counts for none."""
+    found: dict[int, list[str]] = {}
+    path = folder / "losses"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    for line in lines:
+        words = line.split()
+        if line.endswith("\n") and len(words) == 2:
+            found.setdefault(int(words[0]), []).append(words[1])
+    return found
+
+
+def done_of(folder: Path) -> int:
+    return max(losses_of(folder), default=-1)
+
+
+def lost_and_doubled(rows: Any, steps: int) -> tuple[int, int]:
+    """Updates of rows that are missing, and that were applied twice."""
+    lost = doubled = 0
+    for name, size in COUNTED.items():
+        ids = np.concatenate([counted_batch(n)[name].ravel() for n in range(steps)])
+        missing = np.bincount(ids, minlength=size)[:, None] + rows[name]
+        lost += int(np.maximum(missing, 0).max(1).sum())
+        doubled += int(np.maximum(-missing, 0).max(1).sum())
+    return lost, doubled
+
+
+def case_apart(number: int, name: str = "--case") -> dict[str, int]:
     """A case in a process of its own, which may hang."""
-    command = [sys.executable, __file__, "--case", str(number)]
+    command = [sys.executable, __file__, name, str(number)]
+    limit = CASE_SECONDS * (1 if name == "--case" else 4)
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=CASE_SECONDS, check=False
+            command, capture_output=True, text=True, timeout=limit, check=False
         )
     except subprocess.TimeoutExpired:
         return {"hangs": 1}
@@ -414,11 +512,18 @@ def kills(wanted: int, *, anew: bool) -> dict[str, int]:
             known[str(number)] = case_apart(number)
             print(f"case {number}: {known[str(number)]}")
             FILE.write_text(json.dumps(known, indent=1) + "\n")
+    for number in range(DENSE_CASES):
+        if (key := f"dense-{number}") not in known:
+            known[key] = case_apart(number, "--dense-case")
+            print(f"case {key}: {known[key]}")
+            FILE.write_text(json.dumps(known, indent=1) + "\n")
     fresh = case_apart(1000 + int(time.time()) % 1000)
     print(f"one more: {fresh}")
     cases = [*known.values(), fresh]
     keys = "kills", "hangs", "failed", "lost", "doubled", "wrong", "over_bound"
-    return {key: sum(each.get(key, 0) for each in cases) for key in keys}
+    dense = [each for key, each in known.items() if key.startswith("dense-")]
+    total = {key: sum(each.get(key, 0) for each in cases) for key in keys}
+    return total | {"dense_kills": sum(each.get("kills", 0) for each in dense)}
 
 
 def late_steps() -> int:
@@ -468,6 +573,7 @@ def late_flights(staleness: int) -> float:
         tables=wh.sparse_optimizer("adagrad", 0.1),
         cluster="cpu:1+cpu:1",
         staleness=staleness,
+        in_processes=[f"tables.c{n}.embedding" for n in range(count)],
         **options,
     )
     step: Any = wh.compile(
@@ -490,11 +596,24 @@ def main() -> None:
     parser.add_argument("--anew", action="store_true", help="forget the kept cases")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--case", type=int, help="one case of kills, and nothing else")
+    parser.add_argument("--dense-case", type=int, help="the same of the dense part's")
+    parser.add_argument("--dense-process", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--staleness", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--auc", action="store_true", help="of s = 0, 1, 4, 16 alone")
     options = parser.parse_args()
     if options.auc:
         os.sched_setaffinity(0, CORES)
-        print(json.dumps({s: round(late_flights(s), 4) for s in (0, 1, 4, 16)}))
+        curve = {s: round(late_flights(s), 4) for s in (0, 1, 4, 16)}
+        CURVE.write_text(json.dumps(curve, indent=1) + "\n")
+        print(json.dumps(curve))
+        return
+    if options.dense_process is not None:
+        os.sched_setaffinity(0, CORES)
+        dense_process(options.dense_process, options.staleness)
+        return
+    if options.dense_case is not None:
+        os.sched_setaffinity(0, CORES)
+        print(json.dumps(dense_case(options.dense_case)))
         return
     if options.case is not None:
         os.sched_setaffinity(0, CORES)

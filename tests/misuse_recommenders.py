@@ -12,7 +12,7 @@ import numpy as np
 import whalejax as wh
 from tests.misuse import Entry
 from tests.misuse_world import NONE, OPTIMIZER, PLANNING, World, given
-from whalejax.api.tables_request import RUNNABLE_SPLITS
+from whalejax.api.tables_request import USUAL_SPLITS
 
 
 def lookup_loss(model: Any, batch: Any) -> jax.Array:
@@ -41,17 +41,19 @@ def _plan_arguments(world: World) -> dict[str, Any]:
         "trainable": None,
         "staleness": 0,
         "times": None,
+        "in_processes": None,
     }
 
 
 TABLE_ARGUMENTS: Final[dict[str, Any]] = {
     "tables": None,
-    "splits": RUNNABLE_SPLITS,
+    "splits": USUAL_SPLITS,
     "together": (),
     "pins": None,
     "counts": None,
     "staleness": 0,
     "times": None,
+    "in_processes": None,
 }
 """Of ``wh.plan`` without tables."""
 
@@ -68,6 +70,7 @@ def _compile_arguments(world: World) -> dict[str, Any]:
         "job": None,
         "job_settings": None,
         "replace_every": None,
+        "section_run": None,
     }
 
 
@@ -102,6 +105,7 @@ RECOMMENDERS: Final[Mapping[str, Entry]] = {
             "trainable": NONE,
             "staleness": ("zero", "no lookup lacks an update"),
             "times": NONE,
+            "in_processes": NONE,
         },
         stops=PLANNING,
     ),
@@ -118,6 +122,22 @@ RECOMMENDERS: Final[Mapping[str, Entry]] = {
             "job": NONE,
             "replace_every": ("none numpy?", "nothing is counted; or steps"),
             "job_settings": ("none dict", "the job as it is"),
+            "section_run": NONE,
+        },
+    ),
+    "SectionRun": Entry(
+        given=given(
+            folder="run",
+            keep_every=10,
+            hosts=("localhost",),
+            host="127.0.0.1",
+            remote_shell=("ssh",),
+        ),
+        legal={
+            "folder": ("text", "a folder"),
+            "keep_every": ("none numpy?", "nothing is kept; or steps"),
+            "host": ("text", "an address"),
+            "remote_shell": ("texts", "any words"),
         },
     ),
 }

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
     from whalejax.scheduler.job_timeline import jobs_timeline as jobs_timeline
+    from whalejax.sections.section_run import SectionRun as SectionRun
     from whalejax.tables.sparse_optimizers import (
         sparse_optimizer as sparse_optimizer,
     )
@@ -64,6 +65,7 @@ _MODULE_OF_NAME = {
     "Plan": "whalejax.planner",
     "PlanError": "whalejax.planner",
     "PlanRequest": "whalejax.api.plan_request",
+    "SectionRun": "whalejax.sections.section_run",
     "TrainState": "whalejax.lowering.train_state",
     "TrainStep": "whalejax.runtime.train_step",
     "Volumes": "whalejax.api.volumes",
@@ -101,6 +103,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanRequest",
+    "SectionRun",
     "TrainState",
     "TrainStep",
     "Volumes",

@@ -124,7 +124,7 @@ class Plan(PlanDisplay):
     def __repr__(self) -> str:
         return (
             f"<Plan {layout_text(self)}, on {self.cluster.describe()}: "
-            f"{milliseconds(self.time.step_seconds)} a step, "
+            f"{milliseconds(table_text.whole_seconds(self))} a step, "
             f"{gigabytes(self.memory.total_bytes)} per device>"
         )
 

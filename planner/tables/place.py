@@ -28,11 +28,13 @@ from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.table import Table
 from whalejax.planner.tables.ways import (
     OBJECTIVES,
+    PIN_WORDS,
     SPLITS,
     Item,
     Objective,
     Way,
     list_ways,
+    read_pin,
 )
 
 
@@ -45,6 +47,10 @@ _NODES: Final = 400
 _LONGEST_SECONDS: Final = 0.4
 _REACHED: Final = 1e-4
 _POOR: Final = 0.2
+_ROOMY: Final = 0.5
+"""Part of the memory in which tables fit well enough to leave host memory alone."""
+
+HOST_SPLITS: Final = ("host", "cached")
 
 
 def place_tables(
@@ -71,10 +77,13 @@ def place_tables(
             each over its mean).
         splits: Ways of dividing a table that may be used: ``"whole"``, ``"rows"``,
             ``"columns"``, ``"node_rows"`` (by rows over the ranks of one node),
-            ``"replicate"`` and ``"host"`` (whole, in host memory).
+            ``"replicate"``, ``"host"`` (whole, in host memory) and ``"cached"`` (the
+            same with the first rows on the device). The last two are weighed only where
+            the memory of the ranks is short.
         together: Groups of tables that must be on one rank, by their names.
         pins: Placements that you fix, by table: its rank, or the way in which it is
-            divided.
+            divided, such as ``"rows"`` or, with the part of its rows that is on the
+            device, ``"cached:0.25"``.
         most_shards: Largest number of shards in all; None takes 2.5 a table or four a
             rank, whichever is more, and twice that where it gains much.
         seconds: Time after which the integer program gives the best placement so far.
@@ -94,6 +103,11 @@ def place_tables(
     if isinstance(ranks, Cluster):
         ranks = Ranks.of(ranks)
     pins = dict(pins or {})
+    if (
+        sum(table.nbytes for table in tables)
+        <= _ROOMY * ranks.count * ranks.memory_bytes
+    ):
+        splits = [split for split in splits if split not in HOST_SPLITS] or splits
     groups = _groups(tables, together, pins, ranks)
     items = _items(tables, groups, pins, ranks, batch_size, objective, splits)
     _check_room(tables, items, ranks)
@@ -205,10 +219,8 @@ def _check(
     for name, pin in (pins or {}).items():
         if name not in names:
             problems.add(f"pins names {short_repr(name)}, which is no table")
-        if not is_whole(pin, 0) and pin not in SPLITS:
-            problems.refuse(
-                f"pins[{name!r}]", pin, f"a rank or one of {', '.join(SPLITS)}"
-            )
+        if not is_whole(pin, 0) and read_pin(pin) is None:
+            problems.refuse(f"pins[{name!r}]", pin, f"a rank, or {PIN_WORDS}")
     problems.raise_if_any()
 
 
@@ -266,8 +278,8 @@ def _items(
     for group in groups:
         fixed = [pins[tables[i].name] for i in group if tables[i].name in pins]
         rank = next((int(pin) for pin in fixed if not isinstance(pin, str)), None)
-        way = next((pin for pin in fixed if isinstance(pin, str)), None)
-        allowed = [way] if way is not None else splits
+        way = next((read_pin(pin) for pin in fixed if isinstance(pin, str)), None)
+        allowed, part = ([way[0]], way[1]) if way is not None else (splits, None)
         if len(group) > 1 or rank is not None:
             allowed = ["whole"]
         listed = [
@@ -278,6 +290,8 @@ def _items(
                     batch_size=batch_size,
                     objective=objective,
                     splits=allowed,
+                    cached_part=part,
+                    asks=len(group) == 1,
                 )
             )
             for i in group
@@ -309,6 +323,13 @@ def _check_room(tables: Sequence[Table], items: Sequence[Item], ranks: Ranks) ->
     """Refuses what is larger than any device and any host."""
     for item in items:
         least = min(way.memory_bytes + way.host_bytes for way in item.ways)
+        short = min(
+            max(
+                way.memory_bytes - ranks.memory_bytes,
+                way.host_bytes - ranks.host_bytes,
+            )
+            for way in item.ways
+        )
         fits = any(
             way.memory_bytes <= ranks.memory_bytes
             and way.host_bytes <= ranks.host_bytes
@@ -323,9 +344,9 @@ def _check_room(tables: Sequence[Table], items: Sequence[Item], ranks: Ranks) ->
             f"table {names} takes {gigabytes(size)} with its optimizer state; its "
             f"smallest shard takes {gigabytes(least)}, a device has "
             f"{gigabytes(ranks.memory_bytes)} for tables and a host "
-            f"{gigabytes(ranks.host_bytes)} for each: {gigabytes(least - room)} short. "
+            f"{gigabytes(ranks.host_bytes)} for each: {gigabytes(short)} short. "
             "Use more devices, allow splits by rows, or store fewer bytes a row",
-            lacks_bytes=int(least - room),
+            lacks_bytes=int(short),
             of_bytes=int(room),
             nearest="tables over ranks",
         )
@@ -335,7 +356,9 @@ def _full(
     tables: Sequence[Table], items: Sequence[Item], ranks: Ranks, limit: int
 ) -> PlanError:
     size = sum(table.nbytes for table in tables)
-    room = ranks.count * (ranks.memory_bytes + ranks.host_bytes)
+    is_hosted = any(way.host_bytes for item in items for way in item.ways)
+    room = ranks.memory_bytes + (ranks.host_bytes if is_hosted else 0.0)
+    room *= ranks.count
     short = size - room
     reason = f"{gigabytes(short)} short" if short > 0 else "no division of them fits"
     text = (
@@ -359,7 +382,7 @@ def _shards(
     for item, way, held in zip(items, assignment.ways, assignment.ranks, strict=True):
         chosen = item.ways[way]
         for i in item.tables:
-            shards = table_shards(tables[i], chosen.split, chosen.shards, held)
+            shards = table_shards(tables[i], chosen, held)
             found[i] = list(shards)
     return tuple(shard for i in sorted(found) for shard in found[i])
 

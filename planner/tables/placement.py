@@ -14,7 +14,7 @@ from whalejax.meshes.units import count_text, gigabytes, milliseconds
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.table import Table, range_edges
-from whalejax.planner.tables.ways import Item, Objective, Split
+from whalejax.planner.tables.ways import Item, Objective, Split, Way
 
 
 _BAR: Final = 24
@@ -127,6 +127,16 @@ class TablePlacement:
             raise PlanError(f"no table is named {short_repr(table)}; there are {names}")
         return found
 
+    def way_of(self, table: str) -> Way:
+        """The way in which a table is stored and exchanged.
+
+        Args:
+            table: Name of one of the tables.
+        """
+        number = next(i for i, t in enumerate(self.tables) if t.name == table)
+        place = next(i for i, item in enumerate(self.items) if number in item.tables)
+        return self.items[place].ways[self.chosen[place]]
+
     def why(self, table: str) -> str:
         """Says where a table is stored, and what the other ways would cost.
 
@@ -153,9 +163,13 @@ class TablePlacement:
         if item.rank is not None:
             lines.append(f"on rank {item.rank}, as you fixed it")
         mean = ", ".join(self._amount(k, x) for k, x in enumerate(self.mean))
+        way = self.way_of(table)
+        if way.distinct_rows:
+            lines.append(_request_text(way))
         lines.append(f"an even share of all tables is {mean} a rank; of one shard:")
         for n, way in enumerate(item.ways):
             name = f"{way.split} × {way.shards}" if way.shards > 1 else way.split
+            name += f" {way.cached_rows:,} rows" if way.cached_rows else ""
             cost = ", ".join(self._amount(k, x) for k, x in enumerate(way.loads))
             mark = "  ← chosen" if n == chosen else ""
             if way.memory_bytes > self.ranks.memory_bytes:
@@ -193,12 +207,29 @@ class TablePlacement:
             )
         if ranks.count > _MOST_LINES:
             yield f"  … and {ranks.count - _MOST_LINES} more ranks"
+        if ranks.count > 1:
+            most = gigabytes(float(self.exchange_bytes.max()))
+            yield f"  a rank exchanges at most {most} of ids, vectors and gradients"
+        for item, number in zip(self.items, self.chosen, strict=True):
+            way = item.ways[number]
+            if way.distinct_rows:
+                name = self.tables[item.tables[0]].name
+                yield f"  {name}: {_request_text(way)}"
 
     def _quality(self) -> str:
         text = f"the most loaded rank has {self.imbalance:.3f} of the mean"
         if self.is_optimal:
             return f"{text}, and no placement is better"
         return f"{text}; a better placement gains at most {self.gap:.1%}"
+
+
+def _request_text(way: Way) -> str:
+    """Text of the bytes of rows that ranks ask for, and of vectors by sample."""
+    return (
+        "a rank asks a shard for each distinct row once, at most "
+        f"{way.distinct_rows:,}; a shard exchanges {gigabytes(way.exchange_bytes)}, "
+        f"and {gigabytes(way.sample_bytes)} by sample"
+    )
 
 
 def _where(shards: Sequence[TableShard]) -> str:
@@ -216,20 +247,35 @@ def _where(shards: Sequence[TableShard]) -> str:
         "replicate": "on every rank: it is small enough that its gradient is reduced "
         "for less than its lookups are exchanged",
         "host": f"in the host memory of {ranks}",
+        "cached": f"in the host memory of {ranks}, with the first "
+        f"{first.rows[1] - first.rows[0]:,} rows on the device",
     }[first.split]
 
 
-def table_shards(
-    table: Table, split: Split, shards: int, ranks: Sequence[int]
-) -> Iterator[TableShard]:
+def table_shards(table: Table, way: Way, ranks: Sequence[int]) -> Iterator[TableShard]:
     """The shards of a table that is divided in one way.
 
     Args:
         table: The table.
-        split: Split of the table.
-        shards: Number of shards.
+        way: Way of dividing the table.
         ranks: Rank of each shard; all ranks if replicated.
     """
+    split, shards = way.split, way.shards
+    if split == "cached":
+        for index, rows in enumerate(
+            ((0, way.cached_rows), (way.cached_rows, table.rows))
+        ):
+            yield TableShard(
+                table=table.name,
+                rank=ranks[0],
+                split=split,
+                index=index,
+                shards=2,
+                hashed=False,
+                rows=rows,
+                columns=(0, table.width),
+            )
+        return
     by_rows = split in ("rows", "node_rows")
     hashed = by_rows and not table.range_imbalance(shards) <= 1.05
     edges = range_edges(table.rows, shards) if by_rows and not hashed else ()

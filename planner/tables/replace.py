@@ -8,7 +8,7 @@ priced by the counts, so that what is won is known before anything moves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from whalejax.meshes.units import milliseconds
 from whalejax.planner.tables.place import place_tables
 from whalejax.planner.tables.placement import TablePlacement, TableShard
 from whalejax.planner.tables.table import Table
-from whalejax.planner.tables.ways import Split, list_ways
+from whalejax.planner.tables.ways import Split, Way, list_ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,7 +79,7 @@ def place_again(
         if item.rank is not None:
             pins[names[item.tables[0]]] = item.rank
         elif len(kinds) == 1 and len(item.tables) == 1:
-            pins[names[item.tables[0]]] = kinds.pop()
+            pins[names[item.tables[0]]] = _pin(item.ways, tables[item.tables[0]])
     found = place_tables(
         tables,
         placement.ranks,
@@ -100,6 +100,13 @@ def place_again(
     )
 
 
+def _pin(ways: Sequence[Way], table: Table) -> str:
+    """The pin that gave these ways of one table."""
+    if ways[0].cached_rows and len(ways) == 1:
+        return f"cached:{ways[0].cached_rows / table.rows!r}"
+    return ways[0].split
+
+
 def counted_loads(placement: TablePlacement, tables: tuple[Table, ...]) -> np.ndarray:
     """Seconds of a step on each rank, by how often its rows were read.
 
@@ -110,15 +117,21 @@ def counted_loads(placement: TablePlacement, tables: tuple[Table, ...]) -> np.nd
     loads = np.zeros(placement.ranks.count)
     for table in tables:
         shards = placement.shards_of(table.name)
+        cached = shards[0].rows[1] if shards[0].split == "cached" else 0
         ways = list_ways(
             table,
             placement.ranks,
             batch_size=placement.batch_size,
             objective="time",
             splits=(shards[0].split,),
+            cached_part=cached / table.rows if cached else None,
         )
-        even = next(w.loads[0] for w in ways if w.shards == shards[0].shards)
-        for shard in shards:
+        even = next(
+            w.loads[0]
+            for w in ways
+            if w.cached_rows == cached and (cached or w.shards == shards[0].shards)
+        )
+        for shard in shards[:1] if cached else shards:
             loads[shard.rank] += even * _busyness(shard, table)
     return loads
 

@@ -10,12 +10,12 @@ are on their way at once, and a step takes
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Final
 
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.units import count_text, milliseconds
-from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.table import ID_BYTES, Table
 
 
@@ -25,7 +25,8 @@ at once. It decides nothing once a run has measured its own times (``times=``)."
 
 _WIRE_LATENCY: Final = 1e-3
 """Seconds of a message, assumed like the rate above."""
-_ENOUGH: Final = 1.01
+ENOUGH: Final = 1.01
+"""Fewer processes are taken where a step is longer by no more than that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +39,19 @@ class SectionTimes:
         dense_seconds: The dense part of a batch.
         batch_seconds: Duration of making a batch, in one process of the sparse section;
             0 where batches are given.
+        tables: Names of the tables in processes; None for all. The others are a part
+            of the dense section.
     """
 
     sparse_seconds: float
     wire_seconds: float
     dense_seconds: float
     batch_seconds: float = 0.0
+    tables: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         problems = Arguments("SectionTimes")
-        for name in self.__slots__:
+        for name in self.__slots__[:-1]:
             problems.number(name, getattr(self, name), least=0)
         problems.raise_if_any()
 
@@ -160,7 +164,7 @@ def choose_sections(
     processes = next(
         n
         for n in range(least_processes, most_processes + 1)
-        if times.step_seconds(n, staleness) <= best * _ENOUGH
+        if times.step_seconds(n, staleness) <= best * ENOUGH
     )
     loads = times.loads(processes).values()
     # As many as hide what a batch takes behind the slowest section, and one that waits.
@@ -175,29 +179,28 @@ def choose_sections(
     )
 
 
-def predicted_times(
-    tables: tuple[Table, ...], placement: TablePlacement, dense_seconds: float
-) -> SectionTimes:
-    """Predicts the times of each section by the rates of its devices.
+def process_seconds(
+    table: Table, batch_size: int, read_seconds: float
+) -> tuple[float, float]:
+    """Seconds of a step that a table takes in one process, and its messages.
 
     Args:
-        tables: The tables.
-        placement: Placement on any number of processes.
-        dense_seconds: Predicted time of the dense part.
+        table: The table.
+        batch_size: Samples of a global batch.
+        read_seconds: Seconds to read or write a byte of memory.
     """
-    samples = placement.batch_size
-    ids = sum(t.lookups_per_sample for t in tables) * samples * ID_BYTES
-    element = [t.vectors_per_sample * t.width * t.element_bytes for t in tables]
-    vectors = sum(element) * samples
-    moved = 0.0
-    for table in tables:
-        lookups = samples * table.lookups_per_sample
-        row = table.width * table.element_bytes
-        state = row + table.optimizer_bytes_per_row
-        moved += lookups * row + 2 * table.distinct_rows(lookups) * state
-    wire = (ids + 2 * vectors) / WIRE_BYTES_PER_SECOND + 2 * _WIRE_LATENCY
-    return SectionTimes(
-        sparse_seconds=moved * placement.ranks.read_seconds,
-        wire_seconds=wire,
-        dense_seconds=dense_seconds,
-    )
+    lookups = batch_size * table.lookups_per_sample
+    row = table.width * table.element_bytes
+    state = row + table.optimizer_bytes_per_row
+    moved = lookups * row + 2 * table.distinct_rows(lookups) * state
+    sent = lookups * ID_BYTES + 2 * batch_size * table.vectors_per_sample * row
+    return moved * read_seconds, sent / WIRE_BYTES_PER_SECOND
+
+
+def wire_latency(tables: Sized) -> float:
+    """Seconds that the messages of a step take beside their bytes.
+
+    Args:
+        tables: The tables in processes; without one there are no messages.
+    """
+    return 2 * _WIRE_LATENCY if len(tables) else 0.0

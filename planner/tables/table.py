@@ -108,6 +108,17 @@ class Table:
         share = np.asarray(self.counts, float) / float(np.sum(self.counts))
         return float(np.sum(-np.expm1(-lookups * share)))
 
+    def share_of_first(self, rows: int) -> float:
+        """Part of the lookups that the first rows have; an even one if unknown.
+
+        Args:
+            rows: Number of rows.
+        """
+        if self.counts is None or not np.sum(self.counts):
+            return rows / self.rows
+        counts = np.asarray(self.counts, float)
+        return float(counts[:rows].sum() / counts.sum())
+
     def range_imbalance(self, parts: int) -> float:
         """Lookups of the busiest of equal row ranges over the mean; inf if unknown."""
         if self.counts is None or not np.sum(self.counts):

@@ -6,26 +6,60 @@ and backward, N·E·q bytes (times L where lookups are not pooled), and reads an
 the rows that occur, with their optimizer state (Naumov et al., arXiv:1906.00091, for
 the exchange). Of c column shards each has E/c columns and all ids. Of c row shards each
 has 1/c of the lookups and gives a partial sum of full size. A replicated table
-exchanges nothing and all-reduces a gradient of its own size.
+exchanges nothing and all-reduces a gradient of its own size. Of rows within a node the
+sums are made there, and 1/ranks of a node crosses to other nodes. Of a table in host
+memory rows move over the host's link; of a cached one some rows are on the device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.table import ID_BYTES, LEAST_COLUMNS, Table
 
 
-Split = Literal["whole", "rows", "columns", "node_rows", "replicate", "host"]
+Split = Literal["whole", "rows", "columns", "node_rows", "replicate", "host", "cached"]
 SPLITS: Final[tuple[Split, ...]] = get_args(Split)
 
 Objective = Literal["time", "rows", "lookups", "both"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 
+_CACHED_PARTS: Final = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
+_SPARE: Final = 0.1
+_WORTH: Final = 0.8
 _ROW_SHARDS: Final = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+
+
+PIN_WORDS: Final = (
+    f"one of {', '.join(SPLITS)}, or cached:0.25 for the part of its rows that is on "
+    "the device"
+)
+"""What is expected of a pin that names a way."""
+
+
+def read_pin(pin: Any) -> tuple[Split, float | None] | None:
+    """The split that a pin names and the part of its rows that is cached, if stated.
+
+    Args:
+        pin: A value of ``pins``; anything else than a way gives None.
+
+    >>> read_pin("cached:0.25"), read_pin("rows"), read_pin("cached:2")
+    (('cached', 0.25), ('rows', None), None)
+    """
+    name, colon, text = pin.partition(":") if isinstance(pin, str) else ("", "", "")
+    if name not in SPLITS:
+        return None
+    if not colon:
+        return name, None
+    try:
+        part = float(text)
+    except ValueError:
+        return None
+    return ("cached", part) if name == "cached" and 0 < part < 1 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +73,10 @@ class Way:
         loads: Load of one shard in each measure of the objective.
         exchange_bytes: Bytes that a rank gives to all-to-alls for one shard.
         memory_bytes, host_bytes: Bytes that one shard stores on a rank and on its host.
+        cached_rows: Number of rows on the device, where the others are in host memory.
+        distinct_rows: Most rows of one shard that a rank asks for, each once, where
+            that moves less than vectors by sample; 0 where those are exchanged.
+        sample_bytes: Bytes that a rank would give to all-to-alls by sample.
     """
 
     split: Split
@@ -48,6 +86,9 @@ class Way:
     exchange_bytes: float
     memory_bytes: float
     host_bytes: float = 0.0
+    cached_rows: int = 0
+    distinct_rows: int = 0
+    sample_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +134,8 @@ def list_ways(
     batch_size: int,
     objective: Objective,
     splits: Collection[str],
+    cached_part: float | None = None,
+    asks: bool = True,
 ) -> Iterator[Way]:
     """The ways of storing one table, cheapest shards last.
 
@@ -102,12 +145,26 @@ def list_ways(
         batch_size: Samples of a global batch.
         objective: Objective to balance; see ``place_tables``.
         splits: Splits that are allowed.
+        cached_part: Part of a cached table's rows that is on the device; None for any.
+        asks: Rows may be asked for once, where that moves less.
     """
+    parts = _CACHED_PARTS if cached_part is None else (cached_part,)
     for split in SPLITS:
         if split not in splits:
             continue
+        if split == "cached":
+            yield from _cached_ways(table, ranks, batch_size, objective, parts)
+            continue
         for shards in _shard_numbers(split, table, ranks, batch_size):
-            yield _way(split, shards, table, ranks, batch_size, objective)
+            way = _way(split, shards, table, ranks, batch_size, objective, asks)
+            if way.distinct_rows and "columns" in splits and table.splits_columns:
+                # Columns move as much as the whole table would by sample.
+                apart = _way("whole", 1, table, ranks, batch_size, objective, False)
+                if way.shards * way.exchange_bytes > _WORTH * apart.exchange_bytes:
+                    way = _way(
+                        split, shards, table, ranks, batch_size, objective, False
+                    )
+            yield way
 
 
 def _shard_numbers(
@@ -130,6 +187,43 @@ def _shard_numbers(
     return [1] if split == "whole" or ranks.host_bytes > 0 else []
 
 
+def _cached_ways(
+    table: Table,
+    ranks: Ranks,
+    batch_size: int,
+    objective: Objective,
+    parts: Sequence[float],
+) -> Iterator[Way]:
+    """Tables in host memory of which the first rows are on the device."""
+    if not ranks.host_bytes:
+        return
+    for part in parts:
+        rows = max(1, round(table.rows * part))
+        if rows >= table.rows:
+            continue
+        hosted = table.rows - rows
+        share = table.share_of_first(rows)
+        ways = {
+            split: _way(split, 1, table, ranks, batch_size, objective, False)
+            for split in ("whole", "host")
+        }
+        loads = zip(ways["whole"].loads, ways["host"].loads, strict=True)
+        extra = ways["whole"].exchange_bytes * ranks.exchange_seconds
+        exact = extra if objective == "time" else 0.0
+        yield Way(
+            split="cached",
+            shards=1,
+            slots=1,
+            loads=tuple(
+                share * here + (1 - share) * far + exact for here, far in loads
+            ),
+            exchange_bytes=2 * ways["whole"].exchange_bytes,
+            memory_bytes=table.nbytes * rows / table.rows,
+            host_bytes=table.nbytes * hosted / table.rows,
+            cached_rows=rows,
+        )
+
+
 def _way(
     split: Split,
     shards: int,
@@ -137,12 +231,18 @@ def _way(
     ranks: Ranks,
     batch_size: int,
     objective: Objective,
+    asks: bool,
 ) -> Way:
     parts = 1 if split == "replicate" else shards
     row_parts = parts if split in ("rows", "node_rows") else 1
     memory = table.nbytes / parts
     lookups = table.lookups_per_sample * table.width / parts
-    seconds, exchanged = _seconds(split, parts, row_parts, table, ranks, batch_size)
+    exchange = _exchange(
+        *(split, parts, row_parts, table, ranks, batch_size),
+        asks=asks and objective == "time",
+    )
+    exchanged = exchange.nbytes
+    seconds = _seconds(split, parts, table, ranks, batch_size, exchange)
     measures: dict[str, tuple[float, ...]] = {
         "time": (seconds,),
         "rows": (table.rows * table.width / parts,),
@@ -158,18 +258,75 @@ def _way(
         exchange_bytes=exchanged,
         memory_bytes=0.0 if hosted else memory,
         host_bytes=memory if hosted else 0.0,
+        distinct_rows=exchange.distinct_rows,
+        sample_bytes=exchange.sample_bytes,
     )
 
 
-def _seconds(
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Bytes that a rank gives to all-to-alls for one shard, and how rows are sent."""
+
+    nbytes: float
+    sample_bytes: float
+    distinct_rows: int = 0
+
+
+def _exchange(
     split: Split,
     parts: int,
     row_parts: int,
     table: Table,
     ranks: Ranks,
     batch_size: int,
-) -> tuple[float, float]:
-    """Seconds of one shard in a step, and bytes that it gives to all-to-alls."""
+    *,
+    asks: bool,
+) -> _Exchange:
+    """Vectors by sample, or, where that moves less, every row once.
+
+    Rows that a rank asks for have room for a tenth more than are expected, or for four
+    standard deviations. Where a shard has fewer rows than that, it is sent
+    whole, without ids, as soon as that moves less.
+    """
+    if split == "replicate" or ranks.count == 1:
+        return _Exchange(0.0, 0.0)
+    element = table.width * table.element_bytes
+    lookups = batch_size * table.lookups_per_sample
+    vectors = batch_size * table.vectors_per_sample * element * row_parts / parts
+    ids = lookups * ID_BYTES
+    if split == "node_rows":
+        crossing = ids + 2 * vectors / ranks.per_node
+        return _Exchange(crossing, crossing)
+    by_sample = ids + 2 * vectors
+    if split == "host":
+        return _Exchange(by_sample, by_sample)
+    own = lookups / ranks.count
+    rows = math.ceil(table.rows / row_parts)
+    wide = element * row_parts / parts
+    whole = ranks.count * rows * (2 * wide + table.element_bytes)
+    if not asks:
+        return _Exchange(by_sample, by_sample)
+    best = min(by_sample, whole)
+    if split == "columns":
+        return _Exchange(best, by_sample)
+    expected = table.distinct_rows(own) / row_parts
+    room = math.ceil(expected + max(_SPARE * expected, 4 * math.sqrt(expected)))
+    room = min(room, rows, math.ceil(own))
+    asked = ranks.count * room * (ID_BYTES + 2 * wide)
+    if asked < _WORTH * best:
+        return _Exchange(asked, by_sample, room)
+    return _Exchange(best, by_sample)
+
+
+def _seconds(
+    split: Split,
+    parts: int,
+    table: Table,
+    ranks: Ranks,
+    batch_size: int,
+    exchange: _Exchange,
+) -> float:
+    """Seconds of one shard in a step."""
     element = table.width * table.element_bytes
     lookups = batch_size * table.lookups_per_sample
     distinct = table.distinct_rows(lookups)
@@ -178,16 +335,12 @@ def _seconds(
     if split == "replicate":
         local = lookups * element / ranks.count + 2 * distinct * state
         gradient = table.rows * element
-        return local * ranks.read_seconds + gradient * ranks.reduce_seconds, 0.0
-    vectors = batch_size * table.vectors_per_sample * element * row_parts / parts
-    ids = lookups * ID_BYTES
+        return local * ranks.read_seconds + gradient * ranks.reduce_seconds
     if split == "node_rows":
-        crossing = ids + 2 * vectors / ranks.per_node
+        vectors = batch_size * table.vectors_per_sample * element
         seconds = 2 * vectors * ranks.node_reduce_seconds
-        seconds += crossing * ranks.cross_seconds + moved * ranks.read_seconds
-        return seconds, crossing
+        return (
+            seconds + exchange.nbytes * ranks.cross_seconds + moved * ranks.read_seconds
+        )
     speed = ranks.host_seconds if split == "host" else ranks.read_seconds
-    exchanged = ids + 2 * vectors
-    if ranks.count == 1:
-        return moved * speed, 0.0
-    return moved * speed + exchanged * ranks.exchange_seconds, exchanged
+    return moved * speed + exchange.nbytes * ranks.exchange_seconds

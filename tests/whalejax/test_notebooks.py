@@ -22,6 +22,7 @@ DRAWN: Final = {
     "explore_plans": {"drawings": 1, "tables": 20, "charts": 1},
     "mixed_gpus": {"drawings": 1, "tables": 20, "charts": 1},
     "pipeline_schedules": {"drawings": 6, "tables": 2, "charts": 0},
+    "recommenders": {"drawings": 0, "tables": 1, "charts": 0},
     "swarms": {"drawings": 2, "tables": 0, "charts": 0},
 }
 """What the page of each notebook has at least."""

@@ -236,7 +236,7 @@ def check_exchanges(step: TableStep, state: Any, batch: Any, samples: int) -> No
         layout.exchanged_bytes(samples, 4, backward=b) for b in (False, True)
     )
     assert sorted(sent["f32"]) == sorted([there, back])
-    ids = samples * layout.id_columns * 4 * (layout.ranks - 1)
+    ids = layout.id_bytes(samples)
     assert sent["s32"] == ([ids] if ids else [])
 
 

@@ -21,6 +21,7 @@ from whalejax.runtime.table_step import TableStep
 
 
 OPTIMIZER: Final = optax.sgd(0.01, momentum=0.9)
+PINS: Final = {"user": "rows", "item": "columns", "tag": 0, "word": 1}
 ROWS: Final = wh.sparse_optimizer("adagrad", 0.1)
 
 
@@ -33,7 +34,7 @@ def make_plan(cluster: str = "cpu:4", **options: Any) -> wh.Plan:
 def test_a_plan_with_tables_is_planned_and_compiled_like_any_other(
     tmp_path: Path,
 ) -> None:
-    plan = make_plan(pins={"user": "rows"})
+    plan = make_plan(pins=PINS)
     net = make_net(np.float32)
     step: Any = wh.compile(
         plan, loss, net, optimizer=OPTIMIZER, devices=jax.devices()[:4]
@@ -48,7 +49,7 @@ def test_a_plan_with_tables_is_planned_and_compiled_like_any_other(
         rows=ROWS,
         optimizer=OPTIMIZER,
         cluster="cpu:4",
-        pins={"user": "rows"},
+        pins=PINS,
     )
     assert own.placement.shards == step.plan.placement.shards
     assert "row ranges" in plan.why("user") or "hashed rows" in plan.why("user")
@@ -57,12 +58,17 @@ def test_a_plan_with_tables_is_planned_and_compiled_like_any_other(
 
 
 def test_its_file_is_the_same_plan(tmp_path: Path) -> None:
-    plan = make_plan("cpu:2+cpu:1", staleness=3)
+    inside = {"in_processes": ["user", "tag", "word"]}
+    plan = make_plan("cpu:2+cpu:1", staleness=3, **inside)
     plan.save(tmp_path / "plan.json")
     found = wh.Plan.load(tmp_path / "plan.json")
     assert found == plan and found.hash == plan.hash
     assert str(found) == str(plan) and "the newest 3 updates" in str(plan)
-    assert found.hash != make_plan("cpu:2+cpu:1", staleness=2).hash
+    assert found.hash != make_plan("cpu:2+cpu:1", staleness=2, **inside).hash
+    other = inside | {"in_processes": ["user", "tag", "item"]}
+    assert found.hash != make_plan("cpu:2+cpu:1", staleness=3, **other).hash
+    assert "in processes of CPUs, as you fixed it" in found.why("user")
+    assert "beside the dense part, as you fixed it" in found.why("item")
     net = make_net(np.float32)
     step: Any = wh.compile(
         found, loss, net, optimizer=OPTIMIZER, devices=jax.devices()[:1]
@@ -218,6 +224,7 @@ def ids_of(kind: Any, *shape: int) -> jax.ShapeDtypeStruct:
         (ids_of(np.int32, 64), {"tables": optax.adam(0.1)}, "sgd, adagrad, row_adagra"),
         (ids_of(np.int32, 64), {"staleness": -1}, "staleness is -1; expected a whole"),
         (ids_of(np.int32, 64), {"staleness": 1}, "no CPUs beside the devices"),
+        (ids_of(np.int32, 64), {"in_processes": ["user"]}, "no CPUs beside the devi"),
     ],
 )
 def test_bad_input_is_refused_in_words(batch: Any, change: Any, words: str) -> None:
@@ -239,8 +246,8 @@ def test_ragged_bags_are_refused_with_what_to_give() -> None:
 @pytest.mark.parametrize(
     ("rows", "cluster", "words"),
     [
-        (2_000_000_000, "h100:4", "'user' takes 8.19 TB .* 749 GB short"),
-        (2_000_000_000, "cpu:2+h100:4", "'user' takes 8.19 TB .* 2.04 TB short"),
+        (2_000_000_000, "h100:4", "'user' takes 8.19 TB .* 938 GB short"),
+        (2_000_000_000, "cpu:2+h100:4", "1 table of 8.19 TB .* 7.84 TB short"),
         (3_000_000_000, "h100:4", "852,516,353 too many. Hash ids"),
     ],
 )
@@ -268,3 +275,27 @@ def test_a_feature_that_no_table_takes_is_named() -> None:
 def test_optimizers_without_a_sparse_form_are_refused() -> None:
     with pytest.raises(wh.WhaleError, match="'adam'; expected one of sgd, adagrad"):
         wh.sparse_optimizer("adam", 0.1)  # type: ignore[arg-type]
+
+
+def test_what_is_predicted_is_of_the_whole_step() -> None:
+    plan, own = make_plan("h100:4"), make_plan("h100:4", pins={"user": "rows"})
+    sizes = sum(int(np.prod(leaf.shape)) for leaf in make_net(np.float32).values())
+    assert plan.work is not None and plan.work.parameters == sizes
+    seconds = plan.throughput().step_seconds
+    assert seconds > plan.time.step_seconds and own.throughput().step_seconds > 0
+    assert "a step takes " in str(plan) and "of the dense part, " in str(plan)
+    assert "whole: a step takes " in plan.explain()
+    late = make_plan("cpu:2+cpu:1", staleness=2, in_processes=["user", "word"])
+    assert "sparse " in late.explain() and "takes longest" in late.explain()
+    found = TablesData.from_json(late.tables.to_json()).document  # type: ignore[union-attr]
+    assert found["sections"]["staleness"] == 2
+    assert "SparseCore is not used" in str(make_plan("v5p:2x2x1"))
+    assert "SparseCore" not in str(plan)
+
+
+def test_a_profile_of_tables_is_refused_in_words() -> None:
+    plan, net = make_plan("cpu:1"), make_net(np.float32)
+    given: Any = {"optimizer": OPTIMIZER, "devices": jax.devices()[:1]}
+    step: Any = wh.compile(plan, loss, net, **given)
+    with pytest.raises(wh.WhaleError, match=r"Trace steps with jax.profiler.trace"):
+        step.profile(step.init_from(net), make_batch(0, np.float32))

@@ -19,7 +19,7 @@ from whalejax.api.tables_in_plans import (
     table_notes,
     table_request,
 )
-from whalejax.api.tables_request import RUNNABLE_SPLITS
+from whalejax.api.tables_request import USUAL_SPLITS
 from whalejax.meshes import Cluster
 from whalejax.planner.near_names import names_arguments
 from whalejax.planner.plan.plan import Plan
@@ -63,12 +63,13 @@ def plan(
     wire: str | None = None,
     sum_wire: str | None = None,
     tables: SparseOptimizer | None = None,
-    splits: Collection[str] = RUNNABLE_SPLITS,
+    splits: Collection[str] = USUAL_SPLITS,
     together: Sequence[Sequence[str]] = (),
     pins: Mapping[str, int | str] | None = None,
     counts: Mapping[str, Any] | None = None,
     staleness: int = 0,
     times: SectionTimes | None = None,
+    in_processes: Collection[str] | None = None,
 ) -> Plan:
     """Chooses how to run a training step on a cluster.
 
@@ -187,18 +188,23 @@ def plan(
             (``data`` and ``fsdp``), ``trainable`` and the arguments below can be given;
             without it none of these.
         splits: Ways in which a table may be stored: some of ``"whole"``, ``"rows"``,
-            ``"columns"`` and ``"replicate"``.
+            ``"columns"``, ``"node_rows"`` (by rows over the devices of a node) and
+            ``"replicate"``; and, where the devices' memory is short, ``"host"`` (in
+            host memory) and ``"cached"`` (with its first rows on the device), which
+            run on the backend ``cpu`` so far.
         together: Groups of tables that must be on one device, by their paths.
         pins: Placements that you fix, by the path of a table: its device, or one of
-            ``splits``.
+            these ways. ``"cached:0.25"`` states the part of its rows on the device.
         counts: Number of lookups of each row, by the path of a table:
             ``wh.count_lookups`` counts them.
         staleness: Number of newest updates that a lookup does without, so that both
             sections work at once; with 0 every row has all of them. Only on a cluster
-            such as ``"cpu:2+h100:1"``, whose first part holds the tables in processes
-            of its own.
+            such as ``"cpu:2+h100:1"``, whose first part may hold tables in
+            processes of its own.
         times: Measured times of these two sections, ``step.report().times``. None
             predicts them.
+        in_processes: paths of the tables in these processes, where you fix them; the
+            others are then on the devices. None lets the planner choose.
 
     Returns:
         The plan; ``print`` shows it.

@@ -1,7 +1,7 @@
 """A process of the sparse section: it holds rows, looks them up and updates them.
 
 ``whalejax.sections.sparse_section`` starts it, as ``python -m``, and replaces it where
-it dies; it ends with the process that started it.
+it dies; it ends with the process that started it, or with the connection of ssh.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def main(words: Sequence[str]) -> None:
     """
     settings = json.loads(words[0])
     die_with_parent()
-    if os.getppid() != settings["parent"]:
+    if settings["parent"] and os.getppid() != settings["parent"]:
         return
     key = load_key(Path(settings["key"]))
     rows = RowService(Path(settings["folder"]), find_maker)
-    service = Service(listen(), key, rows.handlers)
+    service = Service(listen(settings["host"]), key, rows.handlers)
     caller = Caller(key)
     host, port = settings["address"]
     hello = Hello(

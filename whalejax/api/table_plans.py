@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from whalejax.adapters.base import adapt
-from whalejax.api.tables_request import RUNNABLE_SPLITS, TablesRequest, check_tables
+from whalejax.api.tables_request import USUAL_SPLITS, TablesRequest, check_tables
 from whalejax.capture.batch import check_batch
 from whalejax.meshes.checks import is_array, short_repr
 from whalejax.meshes.cluster import Cluster
@@ -30,7 +30,7 @@ def plan_tables(
     rows: SparseOptimizer,
     optimizer: optax.GradientTransformation | None = None,
     cluster: Cluster | str | None = None,
-    splits: Collection[str] = RUNNABLE_SPLITS,
+    splits: Collection[str] = USUAL_SPLITS,
     together: Sequence[Sequence[str]] = (),
     pins: Mapping[str, int | str] | None = None,
     counts: Mapping[str, Any] | None = None,
@@ -38,6 +38,7 @@ def plan_tables(
     trainable: Any = None,
     staleness: int = 0,
     times: SectionTimes | None = None,
+    in_processes: Collection[str] | None = None,
 ) -> TablesPlan:
     """Finds the embedding tables of a model and decides where they are stored.
 
@@ -54,13 +55,16 @@ def plan_tables(
         rows: Update rule of rows: ``wh.sparse_optimizer(...)``.
         optimizer: Optimizer of all other parameters, from optax.
         cluster: A cluster, its text such as ``"h100:8"``, or None for the devices of
-            this process. ``"cpu:2+h100:1"`` has two sections: tables in at most 2
-            processes that compute on CPUs, everything else on the devices behind.
+            this process. ``"cpu:2+h100:1"`` has two sections: some tables in at most
+            2 processes that compute on CPUs, everything else on the devices behind.
         splits: Ways of storing a table that may be used: some of ``"whole"``,
-            ``"rows"``, ``"columns"`` and ``"replicate"``.
+            ``"rows"``, ``"columns"``, ``"node_rows"`` (by rows over the devices of a
+            node) and ``"replicate"``; and, where the devices' memory is short,
+            ``"host"`` (in host memory) and ``"cached"`` (with its first rows on the
+            device), which run on the backend ``cpu`` so far.
         together: Groups of tables that must be on one device, by their paths.
         pins: Placements that you fix, by the path of a table: its device, or one of
-            ``splits``.
+            these ways. ``"cached:0.25"`` states the part of its rows on the device.
         counts: Number of lookups of each row, by the path of a table:
             ``wh.count_lookups`` counts them.
         mesh: Sizes of ``data`` and ``fsdp`` that you fix.
@@ -69,6 +73,8 @@ def plan_tables(
             so that both work at once; with 0 every row has all of them.
         times: Measured times of the sections, ``SectionsStep.report().times``; None
             predicts them.
+        in_processes: Paths of the tables in processes, where you fix them; the others
+            are then on the devices. None lets the planner choose.
 
     Returns:
         The plan; ``print`` shows it, ``why(path)`` explains it.
@@ -99,6 +105,7 @@ def plan_tables(
         trainable=trainable,
         staleness=staleness,
         times=times,
+        in_processes=in_processes,
     )
     return request.plan(loss_fn, model, batch)
 

@@ -29,6 +29,7 @@ from whalejax.user_code.ambient_mesh import without_mesh
 
 TABLE_SETTINGS: Final = (
     *("tables", "splits", "together", "pins", "counts", "staleness", "times"),
+    "in_processes",
 )
 """Arguments of ``wh.plan`` that are of tables alone."""
 

@@ -7,7 +7,6 @@ the vectors that are looked up as a part of its batch.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,15 +26,15 @@ from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.place import place_tables
-from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.ranks import Ranks
-from whalejax.planner.tables.sections import (
-    Sections,
-    SectionTimes,
-    choose_sections,
-    predicted_times,
-)
+from whalejax.planner.tables.sections import SectionTimes
 from whalejax.planner.tables.table import Table
+from whalejax.planner.tables.two_sections import (
+    SectionsWanted,
+    TwoSections,
+    place_in_sections,
+)
+from whalejax.planner.tables.ways import PIN_WORDS, SPLITS, read_pin
 from whalejax.tables.dense import dense_loss, dense_model
 from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.recognize import TableProgram
@@ -49,8 +48,8 @@ _CPU_KINDS: Final = ("cpu",)
 
 _MOST_ROWS: Final = 2**31 - 1
 
-RUNNABLE_SPLITS: Final = ("whole", "rows", "columns", "replicate")
-"""Ways of storing a table that a step runs."""
+USUAL_SPLITS: Final = ("whole", "rows", "columns", "node_rows", "replicate")
+"""Ways of storing a table that every backend runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +59,13 @@ class TablesRequest:
 
     Attributes:
         rows, optimizer, cluster, splits, together, pins, counts, mesh, trainable,
-            staleness, times: As for ``wh.plan_tables``.
+            staleness, times, in_processes: As for ``wh.plan_tables``.
     """
 
     rows: SparseOptimizer
     optimizer: optax.GradientTransformation | None = None
     cluster: Cluster | str | None = None
-    splits: Collection[str] = RUNNABLE_SPLITS
+    splits: Collection[str] = USUAL_SPLITS
     together: Sequence[Sequence[str]] = ()
     pins: Mapping[str, int | str] | None = None
     counts: Mapping[str, Any] | None = None
@@ -74,6 +73,7 @@ class TablesRequest:
     trainable: Any = None
     staleness: int = 0
     times: SectionTimes | None = None
+    in_processes: Collection[str] | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -89,7 +89,7 @@ class TablesRequest:
             WhaleError: no table was found, nothing fits, or an argument is wrong.
         """
         sparse, dense_cluster = split_sections(self.cluster)
-        _check_sections(sparse, self.staleness)
+        _check_sections(sparse, self.staleness, self.in_processes)
         _check_bags(batch)
         adapter = adapt(model, loss_fn, trainable=self.trainable).without_values()
         _check_rows(adapter)
@@ -101,19 +101,7 @@ class TablesRequest:
         dense = self._dense_plan(adapter, program, batch, known)
         tables = self._tables(adapter, program)
         size = max(one.shape[0] for one in program.lookups)
-        sections = None
-        if sparse is None:
-            if dense.num_devices != known.num_devices:
-                raise PlanError(
-                    f"the dense part uses {dense.num_devices} of {known.num_devices} "
-                    "devices; tables need all of them. Use a batch size that the "
-                    "devices divide"
-                )
-            ranks = Ranks.of(known, used_bytes=dense.memory.total_bytes)
-            placement = self._placed(tables, ranks, size, self.splits)
-        else:
-            seconds = dense.time.step_seconds
-            placement, sections = self._in_processes(tables, sparse, size, seconds)
+        found = self._placed(tables, sparse, dense, known, size)
         refused = {adapter.param_paths[n]: text for n, text in program.refused.items()}
         refused |= {
             f"batch {path}": f"{path} of the batch is read by no table, and by nothing "
@@ -122,47 +110,68 @@ class TablesRequest:
         }
         return TablesPlan(
             program_hash=program_hash(program),
-            placement=placement,
+            placement=found.placement,
             dense=dense,
             rows=self.rows,
             refused=refused,
             model_paths=adapter.param_paths,
             batch=batch,
-            sections=sections,
+            sections=found.sections,
+            beside=found.beside,
+            cut=found.cut,
         )
 
     def _placed(
-        self, tables: list[Table], ranks: Ranks, size: int, splits: Collection[str]
-    ) -> TablePlacement:
-        return place_tables(
+        self,
+        tables: list[Table],
+        sparse: Cluster | None,
+        dense: Plan,
+        cluster: Cluster,
+        size: int,
+    ) -> TwoSections:
+        """Places tables on the devices of the dense part, or in processes beside.
+
+        Args:
+            tables: All tables.
+            sparse: CPUs of the processes, or None.
+            dense: Plan of the dense part.
+            cluster: Its devices.
+            size: Samples of a global batch.
+        """
+        devices = Ranks.of(cluster, used_bytes=dense.memory.total_bytes)
+        uses_all = dense.num_devices == cluster.num_devices
+        wanted = SectionsWanted(
+            staleness=self.staleness,
+            times=self.times,
+            in_processes=self.in_processes,
+            splits=self.splits,
+            together=self.together,
+            pins=self.pins or {},
+        )
+        if sparse is not None:
+            return place_in_sections(
+                tables,
+                Ranks.of(sparse),
+                devices if uses_all else None,
+                batch_size=size,
+                dense_seconds=dense.time.step_seconds,
+                wanted=wanted,
+            )
+        if not uses_all:
+            raise PlanError(
+                f"the dense part uses {dense.num_devices} of {cluster.num_devices} "
+                "devices; tables need all of them. Use a batch size that the "
+                "devices divide"
+            )
+        placement = place_tables(
             tables,
-            ranks,
+            devices,
             batch_size=size,
-            splits=splits,
+            splits=self.splits,
             together=self.together,
             pins=self.pins,
         )
-
-    def _in_processes(
-        self, tables: list[Table], sparse: Cluster, size: int, dense_seconds: float
-    ) -> tuple[TablePlacement, Sections]:
-        """Tables on as few processes as keep up with the dense part."""
-        splits = [split for split in self.splits if split != "replicate"]
-        placement = self._placed(tables, Ranks.of(sparse), size, splits)
-        fixed = [pin for pin in (self.pins or {}).values() if not isinstance(pin, str)]
-        sections = choose_sections(
-            self.times or predicted_times(tuple(tables), placement, dense_seconds),
-            sparse.num_devices,
-            self.staleness,
-            is_measured=self.times is not None,
-            least_processes=1 + max([0, *fixed]),
-        )
-        count = sections.processes
-        if count < sparse.num_devices:
-            whole = placement.ranks
-            ranks = dataclasses.replace(whole, count=count, per_node=count)
-            placement = self._placed(tables, ranks, size, splits)
-        return placement, sections
+        return TwoSections(placement=placement, beside=None, sections=None, cut=())
 
     def _dense_plan(
         self, adapter: Adapter, program: TableProgram, batch: Any, cluster: Cluster
@@ -236,8 +245,15 @@ def split_sections(
     return parsed_cluster(first), rest.strip()
 
 
-def _check_sections(sparse: Cluster | None, staleness: int) -> None:
+def _check_sections(
+    sparse: Cluster | None, staleness: int, in_processes: Collection[str] | None
+) -> None:
     problems = Arguments("wh.plan_tables")
+    if in_processes is not None and sparse is None:
+        problems.add(
+            "in_processes was given, and the cluster has no CPUs beside the devices of "
+            "the dense part. Name them first, as in cpu:2+h100:8, or leave it out"
+        )
     if staleness > 0 and sparse is None:
         problems.add(
             f"staleness is {staleness}, and the cluster has no CPUs beside the devices "
@@ -258,24 +274,25 @@ def _check(request: TablesRequest) -> None:
         expected = f'wh.sparse_optimizer("adagrad", 0.01) or {SPARSE_FORMS}'
         problems.refuse("the optimizer of rows", rows, expected)
     check_optimizer(problems, request.optimizer)
-    if not _are_names(splits) or not set(splits) <= set(RUNNABLE_SPLITS):
+    given = request.in_processes
+    is_empty = isinstance(given, list | tuple) and not given
+    if given is not None and not (is_empty or _are_names(given)):
+        problems.refuse("in_processes", given, "paths of tables, in a list, or None")
+    if not _are_names(splits) or not set(splits) <= set(SPLITS):
         problems.refuse(
             "splits",
             splits,
-            f"some of {', '.join(RUNNABLE_SPLITS)}; others can be placed and not run",
+            f"some of {', '.join(SPLITS)}",
         )
     groups = list(together) if isinstance(together, list | tuple) else [None]
     if not all(_are_names(group) for group in groups):
         problems.refuse("together", together, "groups of paths of tables, in a list")
     fixed = {None: 0} if not isinstance(pins, Mapping) else pins
     for name, pin in () if pins is None else fixed.items():
-        known = is_whole(pin, 0) or (isinstance(pin, str) and pin in RUNNABLE_SPLITS)
+        known = is_whole(pin, 0) or read_pin(pin) is not None
         if not isinstance(name, str) or not known:
-            problems.refuse(
-                "pins",
-                pins,
-                "a device or one of splits by the path of a table, or None",
-            )
+            expected = f"by the path of a table a device, or {PIN_WORDS}; or None"
+            problems.refuse("pins", pins, expected)
     if mesh is not None and (
         not isinstance(mesh, Mapping) or not set(mesh) <= {"data", "fsdp"}
     ):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 
 from whalejax.cli.options import LaunchCommand
+from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import WhaleError
 from whalejax.processes import launcher, script_process
 from whalejax.processes.launch_spec import shell_words
+from whalejax.processes.restarting_processes import Keeper, KeptCommand
 
 
 def launch(command: LaunchCommand) -> int:
@@ -37,6 +39,23 @@ def launch(command: LaunchCommand) -> int:
                 f"the processes of elastic runs. Give MIN:MAX, as {least}:{least}, "
                 f"or leave {name} out"
             )
+    words = (
+        sys.executable,
+        script_process.__file__,
+        str(command.script),
+        *command.arguments,
+    )
+    if command.keep:
+        if command.processes != "1" or command.hosts != "localhost":
+            raise WhaleError(
+                f"--keep was given with --processes {command.processes} --hosts "
+                f"{command.hosts}; it keeps one process of this machine. Give "
+                "--processes 1, or MIN:MAX without --keep"
+            )
+        program = KeptCommand(name="script", command=words)
+        return Keeper(
+            [program], command.logs, lambda text: say(f"whalejax: {text}")
+        ).run()
     if ":" in command.processes or command.spares:
         from whalejax.cli.elastic_launch import launch_elastic
 
@@ -48,12 +67,7 @@ def launch(command: LaunchCommand) -> int:
         )
     return launcher.run(
         launcher.Launch(
-            command=(
-                sys.executable,
-                script_process.__file__,
-                str(command.script),
-                *command.arguments,
-            ),
+            command=words,
             processes=least,
             hosts=tuple(command.hosts.split(",")),
             quotas=_percents(command.cpu_quota),

@@ -80,6 +80,9 @@ class LaunchCommand:
     lost ones again: see docs/elastic.md"""
     spares: Annotated[int, option(metavar="N")] = 0
     """of MIN:MAX: further processes that stand by and step in at once"""
+    keep: Switch = False
+    """of --processes 1: start the process again when it is killed, as one with the
+    dense part of a recommender, which goes on from what it keeps"""
     hosts: Hosts = "localhost"
     host: AgentsAddress = None
     ray: RayAddress = None

@@ -41,6 +41,7 @@ from whalejax.distributed.standard_streams import say
 from whalejax.lowering.train_state import TrainState
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.table_text import whole_seconds
 from whalejax.runtime import loop
 from whalejax.runtime.plan_compatibility import devices_of
 from whalejax.runtime.resume import (
@@ -389,7 +390,7 @@ class _Session:
             progress.loss,
             unit=unit,
             units_per_step=units_per_step,
-            predicted_seconds=self.plan.time.step_seconds,
+            predicted_seconds=whole_seconds(self.plan),
             measured_seconds=progress.step_seconds,
         )
         meter.show(progress.step, words)
@@ -423,7 +424,7 @@ class _Session:
             loss_last=losses[-1] if losses else None,
             max_rel_diff_vs_one_device=difference,
             mesh=self.plan.axis_sizes or {"data": 1},
-            predicted_step_s=self.plan.time.step_seconds,
+            predicted_step_s=whole_seconds(self.plan),
             measured_step_s=step_seconds,
             tokens_per_s=measured.tokens_per_second if measured else None,
             samples_per_s=speed * self.batch_size if speed else None,

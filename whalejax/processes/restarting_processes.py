@@ -31,7 +31,7 @@ FRUITFUL_SECONDS: Final = 60.0
 
 _TICK_SECONDS: Final = 0.2
 _FAILED: Final = 1
-_SHELL_FAILED: Final = 255
+SHELL_FAILED: Final = 255
 """Status of ssh itself, of a host that is away."""
 
 
@@ -157,7 +157,7 @@ class Keeper:
             return  # It was asked to leave, or has heard that the run is over.
         now, since = time.monotonic(), self._started_at[name]
         log = "" if name == self._leader else self._processes.log_tail(name)
-        is_own = 0 < status != _SHELL_FAILED
+        is_own = 0 < status != SHELL_FAILED
         error = self._failures.error_of(name, log) if is_own else ""
         why = f"ended {exit_text(status)}"
         if now - since > FRUITFUL_SECONDS:

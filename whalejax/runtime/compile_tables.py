@@ -12,8 +12,11 @@ from whalejax.adapters.base import Adapter, adapt
 from whalejax.meshes.checks import Arguments, short_repr
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.tables.place import HOST_SPLITS
 from whalejax.runtime.sections_step import SectionsStep, check_job
 from whalejax.runtime.table_step import TableStep
+from whalejax.sections.section_run import SectionRun
+from whalejax.tables.host_rows import HOST_BACKENDS
 from whalejax.tables.plan import TablesPlan
 from whalejax.tables.record import program_hash, tables_plan
 from whalejax.user_code.ambient_mesh import without_mesh
@@ -36,6 +39,7 @@ def compile_tables(
     job: str | None = None,
     job_settings: Mapping[str, Any] | None = None,
     replace_every: int | None = None,
+    section_run: SectionRun | None = None,
 ) -> TableStep:
     """Turns a plan with tables into a step that runs.
 
@@ -55,6 +59,8 @@ def compile_tables(
         replace_every: Number of steps after which tables are placed anew where the
             lookups of these steps show that it wins 5 % of the most loaded device's
             time; what it would win is printed. None counts nothing.
+        section_run: Hosts of the processes of two sections, and the state that is kept
+            for a process in this one's place; None for this machine and nothing.
 
     Returns:
         The step. Nothing is compiled before it is called. That of two sections has
@@ -68,17 +74,10 @@ def compile_tables(
     problems.choice("out_of_range", out_of_range, _OUT_OF_RANGE)
     check_job(problems, job, job_settings)
     problems.whole("replace_every", replace_every, least=1, none=True)
-    if replace_every is not None and isinstance(plan, TablesPlan) and plan.sections:
-        problems.add(
-            "replace_every was given, and tables in processes of their own stay where "
-            "they are. Leave it out"
-        )
-    if isinstance(job, str) and isinstance(plan, TablesPlan) and not plan.sections:
-        problems.add(
-            f"job is {short_repr(job)}, and this plan has no sparse section that "
-            "could make "
-            "its batches. Plan with staleness= on such as cpu:2+h100:1"
-        )
+    expected = "wh.SectionRun(...)"
+    problems.of("section_run", section_run, SectionRun, expected, none=True)
+    if isinstance(plan, TablesPlan):
+        _check_sections(problems, plan, replace_every, job, section_run)
     problems.raise_if_any()
     refuse_bad_optimizer(optimizer)
     if jax.process_count() > 1:
@@ -94,15 +93,39 @@ def compile_tables(
             f"{'is' if len(other) == 1 else 'are'} in one of them only. Plan again"
         )
     _check_shapes(plan, adapter)
+    _check_backend(plan)
     given = plan, adapter, optimizer, out_of_range, devices
     if plan.sections is None:
         step = TableStep(*given, replace_every)
     else:
         named = None if job is None else (job, dict(job_settings or {}))
-        step = SectionsStep(*given, job=named)
+        step = SectionsStep(*given, job=named, run=section_run)
     if optimizer is not None:
         _check_program(plan, step)
     return step
+
+
+def _check_sections(
+    problems: Arguments, plan: TablesPlan, replace_every: Any, job: Any, run: Any
+) -> None:
+    """Notes what is of two sections and was given for one, or the other way."""
+    if plan.sections is not None:
+        if replace_every is not None:
+            problems.add(
+                "replace_every was given, and tables in processes of their own stay "
+                "where they are. Leave it out"
+            )
+        return
+    if isinstance(job, str):
+        problems.add(
+            f"job is {short_repr(job)}, and this plan has no sparse section that "
+            "could make its batches. Plan with staleness= on such as cpu:2+h100:1"
+        )
+    if run is not None:
+        problems.add(
+            "section_run was given, and this plan has no sparse section, whose "
+            "processes it is about. Leave it out"
+        )
 
 
 def compile_plan(
@@ -124,9 +147,27 @@ def compile_plan(
     return compile_tables(own, loss_fn, model, optimizer=optimizer, **options)
 
 
+def _check_backend(plan: TablesPlan) -> None:
+    """Refuses tables in host memory where that was never tested."""
+    placed = [plan.placement, *([] if plan.beside is None else [plan.beside])]
+    hosted = {
+        shard.table: shard.split
+        for placement in placed
+        for shard in placement.shards
+        if shard.split in HOST_SPLITS
+    }
+    if hosted and (backend := jax.default_backend()) not in HOST_BACKENDS:
+        named = ", ".join(f"{name} ({split})" for name, split in hosted.items())
+        raise PlanError(
+            f"{named}: tables in host memory run on {', '.join(HOST_BACKENDS)} so far, "
+            f"and this is {backend}. Plan without host and cached in splits and pins; "
+            "on such as cpu:2+h100:8 processes of CPUs hold what devices cannot"
+        )
+
+
 def _check_program(plan: TablesPlan, step: TableStep) -> None:
     """Refuses to train a loss that looks the same tables up in another program."""
-    if plan.program_hash not in ("", program_hash(step.programs.program)):
+    if plan.program_hash not in ("", program_hash(step.program)):
         raise PlanError(
             "this plan is for another loss: the tables are the same, and the program "
             "around their lookups is not, or another version of JAX traced it. Plan "
@@ -140,7 +181,7 @@ def _check_shapes(plan: TablesPlan, adapter: Adapter) -> None:
         zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
     )
     planned: dict[str, tuple[int, ...]] = {
-        table.name: (table.rows, table.width) for table in plan.placement.tables
+        table.name: (table.rows, table.width) for table in plan.all_tables
     }
     planned |= {
         leaf.path.removeprefix("dense."): tuple(leaf.shape)

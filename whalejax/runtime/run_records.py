@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.report.table_text import whole_seconds
 from whalejax.runtime.progress_meter import Meter, make_console, progress_words
 
 
@@ -210,7 +211,7 @@ class Records:
             progress.loss,
             unit=plan.work.unit if plan.work else "steps",
             units_per_step=plan.work.units if plan.work else 1,
-            predicted_seconds=plan.time.step_seconds,
+            predicted_seconds=whole_seconds(plan),
             measured_seconds=progress.step_seconds,
         )
 

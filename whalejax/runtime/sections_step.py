@@ -21,7 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from whalejax.meshes.checks import Arguments
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.sections import Sections, SectionTimes
+from whalejax.runtime.table_checkpoint import restore_sections, save_sections
 from whalejax.runtime.table_step import TablesState, TableStep
 from whalejax.sections.pipeline import Pipeline, Work
 from whalejax.sections.remote_store import (
@@ -30,10 +32,11 @@ from whalejax.sections.remote_store import (
     begin_message,
     rank_ids,
 )
+from whalejax.sections.section_run import KeptState, SectionRun
 from whalejax.tables.exchange import assemble, pack_gradients
 from whalejax.tables.layout import TableLayout, make_layout
-from whalejax.tables.plan import TablesPlan
-from whalejax.tables.recognize import TableProgram
+from whalejax.tables.programs import TablePrograms
+from whalejax.tables.recognize import Lookup
 from whalejax.user_code.ambient_mesh import without_mesh
 
 
@@ -154,13 +157,16 @@ class SectionsStep(TableStep):
     It has processes until ``close``, which ``with`` calls at its end.
 
     Attributes:
-        pipeline: Both sections.
+        pipeline: Both sections. Where a state is kept, its folder may be that of a
+            process that was killed: ``resume`` gives what it kept.
+        beside: Lookups and updates of the tables beside the dense part, or None.
     """
 
     def __init__(
         self,
         *given: Any,
         job: tuple[str, Mapping[str, Any]] | None = None,
+        run: SectionRun | None = None,
         **settings: Any,
     ) -> None:
         """Starts the processes of the sparse section.
@@ -168,15 +174,19 @@ class SectionsStep(TableStep):
         Args:
             given: Arguments of ``TableStep``, unchanged.
             job: Name and settings of the job whose batches the processes make.
+            run: Hosts of the processes, and the state that is kept.
             settings: Other arguments of ``Pipeline``.
         """
-        self._job, self._settings = job, settings
+        self._job, self._settings, self._run = job, settings, run
+        keeps = run is not None and run.keep_every is not None
+        self._kept = KeptState(run.folder or "") if run and keeps else None
         self._held: TablesState | None = None
         self._newest: PipelineState | TablesState | None = None
         self._started = 0
         super().__init__(*given)
         self._ids = jax.jit(self._ids_and_bounds)
-        self._train_dense = jax.jit(self._advance_dense, donate_argnums=0)
+        given_once: Any = {"donate_argnums": 0, "static_argnums": 3}
+        self._train_dense = jax.jit(self._advance_dense, **given_once)
         self._eval_dense = jax.jit(self._evaluate_dense)
 
     @property
@@ -192,11 +202,20 @@ class SectionsStep(TableStep):
         return self.sections.queue_depth
 
     def _make_layout(
-        self, plan: TablesPlan, program: TableProgram, names: tuple[str, ...]
+        self,
+        placement: TablePlacement,
+        lookups: tuple[Lookup, ...],
+        names: tuple[str, ...],
     ) -> TableLayout:
-        return make_layout(plan.placement, program.lookups, names)
+        if placement is self.plan.beside:
+            return super()._make_layout(placement, lookups, names)
+        return make_layout(placement, lookups, names)
 
     def _make_store(self) -> RemoteStore:
+        self.beside, store, placed = None, None, self.plan.beside
+        if placed is not None:
+            self.beside = self._programs_of(placed, clips=self.programs.clips)
+            store = self._store_of(self.beside, placed)
         layout, rows, sections = self.programs.layout, self.plan.rows, self.sections
         size = self.plan.placement.batch_size
         job = None if self._job is None else (*self._job, size)
@@ -208,6 +227,8 @@ class SectionsStep(TableStep):
                 layout, rows, self.dtype, rank, sections.staleness, job
             ),
             dense=self._run_dense,
+            kept=-1 if self._kept is None else self._kept.step,
+            run=self._run,
             **self._settings,
         )
         return RemoteStore(
@@ -216,17 +237,77 @@ class SectionsStep(TableStep):
             dtype=self.dtype,
             pipeline=self.pipeline,
             begun=[0],
+            beside=store,
+            forget=self._forget,
         )
+
+    @property
+    def _asking(self) -> TablePrograms:
+        return self.programs if self.beside is None else self.beside
+
+    @property
+    def _plain_beside(self) -> TablePrograms | None:
+        """Lookups and updates beside, with vectors exchanged by sample."""
+        return None if self.beside is None else self.beside.plain
 
     def close(self) -> None:
         """Ends the processes; a state that was not saved is lost."""
         self.pipeline.close()
 
-    def __enter__(self) -> SectionsStep:
-        return self
+    # What outlives this process.
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    @without_mesh
+    def resume(self) -> TablesState | None:
+        """The state that was kept for a process in this one's place; None for none.
+
+        Its steps that were done since are done again. Call it before ``init``, which
+        begins anew.
+
+        Raises:
+            WhaleError: what was kept is of another model or optimizer.
+        """
+        if self._kept is None or self._kept.step < 0:
+            return None
+        path = self._kept.dense_path(self._kept.step)
+        whole = self._abstract_sections()
+        found = restore_sections(path, self._without_remote(whole))
+        self.store.begun[0] += 1
+        beside = self.store.beside
+        arrays = None if beside is None else beside.empty()
+        return self._restored(found, RemoteTables(self.store.begun[0], arrays))
+
+    def _forget(self) -> None:
+        if self._kept is not None:
+            self._kept.forget()
+
+    def _without_remote(self, sections: Any) -> Any:
+        """Sections of a checkpoint without the tables in processes."""
+        beside = self.plan.beside
+        names = set() if beside is None else {table.name for table in beside.tables}
+        return {
+            section: {name: x for name, x in arrays.items() if name in names}
+            if section.startswith("tables")
+            else arrays
+            for section, arrays in sections.items()
+        }
+
+    def _keep(self, state: PipelineState) -> None:
+        """Keeps the state after all steps so far, rows at the processes."""
+        if self._kept is None or self._run is None or self._run.keep_every is None:
+            return
+        if state.step % self._run.keep_every:
+            return
+        held, step = self.settled(state), state.step
+        sections = self._dense_sections(held)
+        store, tables = self.store.beside, held.tables.beside
+        if store is not None:
+            sections["tables"] = store.collect(tables, None)
+            for kind in self.plan.rows.state_names:
+                sections[f"tables.{kind}"] = store.collect(tables, kind)
+        size = self.plan.placement.batch_size
+        save_sections(self._kept.begin(step), sections, self.plan.dense, size)
+        self._kept.commit(step)
+        self.pipeline.kept = step
 
     # States.
 
@@ -298,8 +379,9 @@ class SectionsStep(TableStep):
             self._check_bounds(bounds)
         work = Work(leaves=leaves, ids=rank_ids(self.programs.layout, ids))
         self.pipeline.submit(work)
-        self._newest = PipelineState(self, step + 1)
-        return self._newest, PipelineMetrics(self.pipeline, work)
+        new = self._newest = PipelineState(self, step + 1)
+        self._keep(new)
+        return new, PipelineMetrics(self.pipeline, work)
 
     def run(self, state: Any, steps: int) -> Iterator[tuple[Any, Any]]:
         """Steps whose batches the processes of the sparse section make.
@@ -357,10 +439,11 @@ class SectionsStep(TableStep):
             return np.asarray(ids), np.asarray(bounds)
 
     def _ids_and_bounds(self, leaves: list[Any]) -> tuple[Any, Any]:
-        return self._clipped_ids(self.programs.program.ids(leaves))
+        return self._clipped_ids(self.program.ids(leaves))
 
     def _clipped_ids(self, by_lookup: list[Any]) -> tuple[Any, Any]:
-        return self.programs.join_ids(by_lookup), self.programs.bounds_of(by_lookup)
+        own = [by_lookup[n] for n in self._numbers(self.plan.placement)]
+        return self.programs.join_ids(own), self.programs.bounds_of(by_lookup)
 
     @without_mesh
     def eval(self, state: Any, batch: Any) -> dict[str, Any]:
@@ -392,41 +475,65 @@ class SectionsStep(TableStep):
         size = self.plan.placement.batch_size
         shape = layout.ranks, size, layout.vector_elements
         received = jax.ShapeDtypeStruct(shape, self.dtype)
-        return self._train_dense.lower(self.settled(state), leaves, received)
+        return self._train_dense.lower(self.settled(state), leaves, received, False)
 
     def _run_dense(
         self, work: Work, vectors: list[np.ndarray]
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
         """The dense section, in its thread."""
         placed = self._on_devices(work.leaves), self._received(vectors)
-        new, metrics, packed = self._train_dense(self._held, *placed)
+        crowded = self._is_crowded(placed[0])
+        new, metrics, packed = self._train_dense(self._held, *placed, crowded)
         self._held, work.leaves = new, None
         return np.asarray(packed), metrics
 
     def _received(self, vectors: list[np.ndarray]) -> Any:
-        sharding = NamedSharding(self.mesh, PartitionSpec(None, self.programs.axes))
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, tuple(self.plan.axes)))
         return jax.device_put(np.stack(vectors), sharding)
 
-    def _vectors(self, received: Any) -> list[Any]:
+    def _vectors(
+        self,
+        beside: TablePrograms | None,
+        state: TablesState,
+        batch: list[Any],
+        received: Any,
+    ) -> tuple[list[Any], tuple[Any, Any]]:
+        """The vectors of all lookups; ids and taken ids of those beside."""
         programs = self.programs
-        return [
-            assemble(programs.layout, number, lookup, received)
-            for number, lookup in enumerate(programs.program.lookups)
-        ]
+        given: tuple[Any, Any] = None, None
+        vectors: dict[int, Any] = {}
+        lookups = enumerate(programs.program.lookups)
+        numbers = self._numbers(self.plan.placement)
+        for place, (number, lookup) in zip(numbers, lookups, strict=True):
+            vectors[place] = assemble(programs.layout, number, lookup, received)
+        if beside is not None and self.plan.beside is not None:
+            ids = beside.shared_out(beside.all_ids(batch))
+            found, taken = beside.look_up(state.tables.beside, ids)
+            vectors |= zip(self._numbers(self.plan.beside), found, strict=True)
+            given = ids, taken
+        return [vectors[number] for number in sorted(vectors)], given
 
     def _advance_dense(
-        self, state: TablesState, batch: list[Any], received: Any
+        self, state: TablesState, batch: list[Any], received: Any, is_crowded: bool
     ) -> tuple[TablesState, dict[str, Any], Any]:
-        vectors = self._vectors(received)
+        beside = self._plain_beside if is_crowded else self.beside
+        vectors, (ids, taken) = self._vectors(beside, state, batch, received)
         loss, dense, by_vector = self._gradients(state, batch, vectors)
-        packed = pack_gradients(self.programs.layout, by_vector, received.dtype)
+        own = [by_vector[n] for n in self._numbers(self.plan.placement)]
+        packed = pack_gradients(self.programs.layout, own, received.dtype)
+        if beside is not None and self.plan.beside is not None:
+            numbers = self._numbers(self.plan.beside)
+            own = [beside.shared_out(by_vector[n]) for n in numbers]
+            given = state.tables.beside, ids, taken, own, state.step
+            tables = dataclasses.replace(state.tables, beside=beside.update(*given))
+            state = dataclasses.replace(state, tables=tables)
         new, metrics = self._updated(state, loss, dense)
         return new, metrics, packed
 
     def _evaluate_dense(
         self, state: TablesState, batch: list[Any], received: Any
     ) -> dict[str, Any]:
-        vectors = self._vectors(received)
+        vectors, _ = self._vectors(self._plain_beside, state, batch, received)
         value, (metrics, _) = self._loss(state, batch)(state.params, vectors)
         return {"loss": value, **metrics}
 
@@ -471,6 +578,7 @@ class SectionsStep(TableStep):
             wire_seconds=max(wire, default=0.0),
             dense_seconds=dense,
             batch_seconds=float(np.mean(batch or [0.0])),
+            tables=tuple(table.name for table in self.plan.placement.tables),
         )
         measured = dataclasses.replace(self.sections, times=times, is_measured=True)
         return SectionReport(

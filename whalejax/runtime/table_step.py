@@ -15,7 +15,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,11 @@ from whalejax.runtime.table_checkpoint import (
     save_sections,
 )
 from whalejax.tables.dense import UNUSED, dense_outputs, dense_params
-from whalejax.tables.layout import TableLayout, make_layout
+from whalejax.tables.layout import TableLayout, make_layout, without_requests
 from whalejax.tables.lookup_counts import LookupCounts
 from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.programs import TablePrograms
-from whalejax.tables.recognize import TableProgram, check_divisible
+from whalejax.tables.recognize import Lookup, TableProgram, check_divisible
 from whalejax.tables.store import TableStore
 from whalejax.tables.wide_ids import check_32_bits
 from whalejax.user_code.ambient_mesh import without_mesh
@@ -98,11 +98,14 @@ class TableStep:
 
     Attributes:
         plan: Plan that it runs.
+        program: The loss, cut at its lookups.
         mesh: Devices, with the axes ``data`` and ``fsdp``.
         programs: The sections of the step, and the layout of the tables.
         dtype: Element type of all tables.
         store: Store that moves tables to the devices and back.
         adapter: Adapter that divides the model into parameters and other state.
+        crowded_steps: Number of steps whose batch needed more distinct rows of another
+            device than were planned, so that vectors were exchanged by sample.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class TableStep:
                 ``compile_tables``, unchanged.
         """
         self.plan, self.adapter, self._replace_every = plan, adapter, replace_every
-        self._counts = LookupCounts()
+        self._counts, self.crowded_steps = LookupCounts(), 0
         self._trains = optimizer is not None
         self._optimizer = optax.identity() if optimizer is None else optimizer
         self.mesh = _mesh(plan, devices)
@@ -144,49 +147,87 @@ class TableStep:
         clips: bool,
     ) -> None:
         """Lays tables out as a plan says, for all further steps."""
-        self.plan = plan
-        rows = {table.name: table.rows for table in plan.placement.tables}
-        self.programs = TablePrograms(
-            program=program,
-            layout=self._make_layout(plan, program, names),
-            names=names,
-            rows=tuple(rows[name] for name in names),
-            optimizer=plan.rows,
-            mesh=self.mesh,
-            axes=tuple(plan.axes),
-            clips=clips,
-        )
+        self.plan, self.program = plan, program
+        rows = {table.name: table.rows for table in plan.all_tables}
+        self._names, self._rows = names, tuple(rows[name] for name in names)
+        self.programs = self._programs_of(plan.placement, clips=clips)
         adapter = self.adapter
         leaves = dict(
             zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
         )
         self.dtype = leaves[plan.tables[0]].dtype
         self.store = self._make_store()
-        self._train = jax.jit(self._advance, donate_argnums=0)
+        self._train = jax.jit(self._advance, donate_argnums=0, static_argnums=2)
         self._eval = jax.jit(self._evaluate)
-        self._bounds = jax.jit(
-            self.programs.id_bounds,
-            out_shardings=NamedSharding(self.mesh, PartitionSpec()),
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        self._bounds = jax.jit(self.programs.id_bounds, out_shardings=whole)
+        asking = self._asking
+        self._room_taken = jax.jit(asking.room_taken, out_shardings=whole)
+
+    def _numbers(self, placement: TablePlacement) -> list[int]:
+        """Numbers of the lookups of a placement's tables."""
+        held = {table.name for table in placement.tables}
+        return [n for n, name in enumerate(self._names) if name in held]
+
+    def _programs_of(self, placement: TablePlacement, *, clips: bool) -> TablePrograms:
+        """Lookups and updates of the tables of a placement on the mesh."""
+        numbers, mesh, axes = self._numbers(placement), self.mesh, tuple(self.plan.axes)
+        if any(shard.split == "node_rows" for shard in placement.shards):
+            per_node = placement.ranks.per_node
+            axes = ("node", "in_node")
+            mesh = Mesh(self.mesh.devices.reshape(-1, per_node), axes)
+        lookups = tuple(self.program.lookups[n] for n in numbers)
+        names = tuple(self._names[n] for n in numbers)
+        layout = self._make_layout(placement, lookups, names)
+        samples = lookups[0].shape[0] // self.mesh.size
+        return TablePrograms(
+            program=dataclasses.replace(self.program, lookups=lookups),
+            layout=layout,
+            by_sample=without_requests(layout, placement, lookups, names, samples),
+            names=names,
+            rows=tuple(self._rows[n] for n in numbers),
+            optimizer=self.plan.rows,
+            mesh=mesh,
+            axes=axes,
+            clips=clips,
         )
 
     def _make_layout(
-        self, plan: TablesPlan, program: TableProgram, names: tuple[str, ...]
+        self,
+        placement: TablePlacement,
+        lookups: tuple[Lookup, ...],
+        names: tuple[str, ...],
     ) -> TableLayout:
         """Returns the positions of rows and their ways to the samples."""
-        samples = program.lookups[0].shape[0] // self.mesh.size
-        return make_layout(plan.placement, program.lookups, names, samples)
+        samples = lookups[0].shape[0] // self.mesh.size
+        return make_layout(placement, lookups, names, samples)
 
-    def _make_store(self) -> Any:
-        """Returns the store of the tables, with the methods of ``TableStore``."""
-        tables = self.plan.placement.tables
+    def _store_of(
+        self, programs: TablePrograms, placement: TablePlacement
+    ) -> TableStore:
+        """Returns the store that moves the tables of a placement to the mesh."""
+        tables = placement.tables
         return TableStore(
-            layout=self.programs.layout,
+            layout=programs.layout,
             optimizer=self.plan.rows,
-            mesh=self.mesh,
-            axes=self.programs.axes,
+            mesh=programs.mesh,
+            axes=programs.axes,
             shapes={table.name: (table.rows, table.width) for table in tables},
             dtype=self.dtype,
         )
+
+    def _make_store(self) -> Any:
+        """What brings tables to where they are; its methods are ``TableStore``'s."""
+        return self._store_of(self.programs, self.plan.placement)
+
+    def close(self) -> None:
+        """Ends the processes of the step, of which one without sections has none."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def parts_matter(self) -> bool:
@@ -301,7 +342,7 @@ class TableStep:
 
     def _shared_like_params(self, opt_state: Any) -> Any:
         """State of the dense optimizer, each array shared out as its parameter is."""
-        names = dense_params(self.adapter, self.programs.program, self.adapter.params)
+        names = dense_params(self.adapter, self.program, self.adapter.params)
         whole = NamedSharding(self.mesh, PartitionSpec())
         constrain: Any = jax.lax.with_sharding_constraint
         return _map_params(
@@ -343,8 +384,21 @@ class TableStep:
         held, leaves = self._checked(state), self._placed(batch)
         if self._replace_every is not None:
             held = self._replaced(held, leaves)
-        new, metrics = self._train(held, leaves)
+        new, metrics = self._train(held, leaves, self._is_crowded(leaves))
         return new, metrics
+
+    @property
+    def _asking(self) -> TablePrograms:
+        """Programs on the mesh, whose devices may ask each other for rows."""
+        return self.programs
+
+    def _is_crowded(self, leaves: list[Any]) -> bool:
+        """Whether a batch needs more distinct rows than there is room for."""
+        if not self._asking.layout.requests:
+            return False
+        crowded = float(self._room_taken(leaves)) > 1
+        self.crowded_steps += crowded
+        return crowded
 
     # Placing anew.
 
@@ -455,7 +509,35 @@ class TableStep:
         Args:
             state, batch: Arguments of a step, unchanged.
         """
-        return self._train.lower(self._checked(state), self._placed(batch))
+        return self._train.lower(self._checked(state), self._placed(batch), False)
+
+    def report(self) -> Any:
+        """Refuses to report on sections, of which this step has one.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            "this step has no processes beside its devices, whose times report() would "
+            "give: all tables are on the devices, where that was planned to be faster. "
+            "in_processes= of wh.plan puts tables into processes"
+        )
+
+    def profile(self, state: Any, batch: Any, *, steps: int = 5) -> Any:
+        """Refuses to set a trace beside the terms of a plan, which has none of tables.
+
+        Args:
+            state, batch, steps: Arguments of ``TrainStep.profile``, which are unused.
+
+        Raises:
+            PlanError: always.
+        """
+        del state, batch, steps
+        raise PlanError(
+            "step.profile sets a trace beside the terms of a plan's step, and those of "
+            "lookups, exchanges and updates of tables are one number. Trace steps with "
+            "jax.profiler.trace; of two sections step.report() says what each took"
+        )
 
     def _checked(self, state: Any) -> TablesState:
         if not isinstance(state, TablesState):
@@ -493,7 +575,7 @@ class TableStep:
 
     def _on_devices(self, leaves: list[Any]) -> list[Any]:
         """The leaves of a batch, shared out over the devices."""
-        shared = NamedSharding(self.mesh, PartitionSpec(self.programs.axes))
+        shared = NamedSharding(self.mesh, PartitionSpec(tuple(self.plan.axes)))
         whole = NamedSharding(self.mesh, PartitionSpec())
         return [
             jax.device_put(leaf, shared if _divides(leaf, self.mesh.size) else whole)
@@ -515,11 +597,11 @@ class TableStep:
         """
         problems = Arguments("batch")
         for number, (least, most) in enumerate(bounds):
-            rows, name = self.programs.rows[number], self.programs.names[number]
+            rows, name = self._rows[number], self._names[number]
             if least < 0 or most >= rows:
                 value = most if most >= rows else least
                 problems.add(
-                    f"{self.programs.program.lookups[number].feature} has the id "
+                    f"{self.program.lookups[number].feature} has the id "
                     f"{value}, and {name} has {rows:,} rows, from 0; correct the data, "
                     'or compile with out_of_range="clip" to take the nearest row'
                 )
@@ -528,7 +610,7 @@ class TableStep:
     def _loss(
         self, state: TablesState, batch: list[Any]
     ) -> Callable[[Any, Any], tuple[Any, Any]]:
-        program, adapter = self.programs.program, self.adapter
+        program, adapter = self.program, self.adapter
         tree: Any = jax.tree.structure(adapter.rest)
         rest = adapter.fold_rest(tree.unflatten(state.rest), state.step)
         rest = adapter.fold_rest(rest, 0)  # as micro-batch 0 of any plan
@@ -547,9 +629,9 @@ class TableStep:
         return loss
 
     def _advance(
-        self, state: TablesState, batch: list[Any]
+        self, state: TablesState, batch: list[Any], is_crowded: bool
     ) -> tuple[TablesState, dict[str, Any]]:
-        programs = self.programs
+        programs = self.programs.plain if is_crowded else self.programs
         ids = programs.shared_out(programs.all_ids(batch))
         vectors, taken = programs.look_up(state.tables, ids)
         loss, dense, by_vector = self._gradients(state, batch, vectors)
@@ -589,8 +671,9 @@ class TableStep:
         return new, {"loss": value, **metrics}
 
     def _evaluate(self, state: TablesState, batch: list[Any]) -> dict[str, Any]:
-        ids = self.programs.shared_out(self.programs.all_ids(batch))
-        vectors, _ = self.programs.look_up(state.tables, ids)
+        programs = self.programs.plain
+        ids = programs.shared_out(programs.all_ids(batch))
+        vectors, _ = programs.look_up(state.tables, ids)
         value, (metrics, _) = self._loss(state, batch)(state.params, vectors)
         return {"loss": value, **metrics}
 
@@ -622,8 +705,16 @@ class TableStep:
             WhaleError: no checkpoint is there, it is damaged, or it is another model's
                 or optimizer's.
         """
-        wanted = self._abstract_sections()
-        found = restore_sections(path, wanted)
+        found = restore_sections(path, self._abstract_sections())
+        return self._restored(found, self.store.empty())
+
+    def _restored(self, found: Sections, arrays: Any) -> TablesState:
+        """The state of a checkpoint.
+
+        Args:
+            found: Its arrays by section and path.
+            arrays: All tables, of which those of the checkpoint are written.
+        """
         names = {
             "opt_state": leaf_names(self._abstract_optimizer()),
             "rest": list(self.adapter.rest_paths),
@@ -634,9 +725,8 @@ class TableStep:
         }
         structure: Any = jax.tree.structure(self._abstract_optimizer())
         opt_state = structure.unflatten(flat["opt_state"])
-        arrays = self.store.empty()
         for kind in (None, *self.plan.rows.state_names):
-            section = found["tables" if kind is None else f"tables.{kind}"]
+            section = found.get("tables" if kind is None else f"tables.{kind}", {})
             for name, values in section.items():
                 arrays = self.store.write(arrays, name, np.asarray(values), kind)
         done = jax.jit(self._shared_like_params)(opt_state), int(found["step"]["step"])
@@ -646,26 +736,30 @@ class TableStep:
     def _sections(self, state: TablesState) -> Sections:
         """Every array of a state in host memory, by section and path."""
         rows = self.row_states(state)
-        opt_names = leaf_names(state.opt_state)
-        opt_leaves = map(np.asarray, jax.tree.leaves(state.opt_state))
-        rest = zip(self.adapter.rest_paths, state.rest, strict=True)
-        sections: Sections = {
-            "params": {path: np.asarray(x) for path, x in state.params.items()},
-            "rest": dict(rest),
-            "opt_state": dict(zip(opt_names, opt_leaves, strict=True)),
-            "tables": self.table_values(state),
-            "step": {"step": np.asarray(state.step)},
-            "rng": {"rng": state.rng},
-        }
+        sections = self._dense_sections(state)
+        sections["tables"] = self.table_values(state)
         for kind in self.plan.rows.state_names:
             sections[f"tables.{kind}"] = {name: rows[name][kind] for name in rows}
         return sections
+
+    def _dense_sections(self, state: TablesState) -> Sections:
+        """Every array of a state that is of no table."""
+        opt_names = leaf_names(state.opt_state)
+        opt_leaves = map(np.asarray, jax.tree.leaves(state.opt_state))
+        rest = zip(self.adapter.rest_paths, state.rest, strict=True)
+        return {
+            "params": {path: np.asarray(x) for path, x in state.params.items()},
+            "rest": dict(rest),
+            "opt_state": dict(zip(opt_names, opt_leaves, strict=True)),
+            "step": {"step": np.asarray(state.step)},
+            "rng": {"rng": state.rng},
+        }
 
     def _abstract_optimizer(self) -> Any:
         return jax.eval_shape(self._optimizer.init, self._abstract_params())
 
     def _abstract_params(self) -> dict[str, Any]:
-        own = dense_params(self.adapter, self.programs.program, self.adapter.params)
+        own = dense_params(self.adapter, self.program, self.adapter.params)
         return {path: aval_of(leaf) for path, leaf in own.items()}
 
     def _abstract_sections(self) -> Sections:

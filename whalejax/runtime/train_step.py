@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 
     from whalejax.lowering.pipeline_mpmd.compile_only import CompiledStages
     from whalejax.runtime.profiling.step_profile import StepProfile
+    from whalejax.sections.section_run import SectionRun
 
 
 class TrainStep:
@@ -652,6 +653,7 @@ def compile(
     job: str | None = None,
     job_settings: Mapping[str, Any] | None = None,
     replace_every: int | None = None,
+    section_run: SectionRun | None = None,
 ) -> TrainStep:
     """Turn a plan into a step that runs.
 
@@ -671,6 +673,8 @@ def compile(
         job_settings: settings of that job.
         replace_every: with tables, steps after which they are placed anew where their
             lookups show that it wins; see ``wh.compile_tables``.
+        section_run: with tables in processes of their own, where these run, and what is
+            kept for a process that is started in place of this one.
 
     Returns:
         The ``TrainStep``; of a plan with tables the ``TableStep`` or ``SectionsStep``.
@@ -695,10 +699,12 @@ def compile(
             job=job,
             job_settings=job_settings,
             replace_every=replace_every,
+            section_run=section_run,
             **options,
         )
         return step  # type: ignore[no-any-return]
-    _refuse_table_options(out_of_range, job, job_settings, replace_every)
+    given = (job, job_settings, replace_every, section_run)
+    _refuse_table_options(out_of_range, *given)
     refuse_bad_optimizer(optimizer)
     check_order("wh.compile(plan, loss_fn, model)", loss_fn, model, batch)
     if batch is not None:
@@ -748,13 +754,14 @@ def _check_table_arguments(axis_names: Any, batch_axes: Any) -> None:
 
 
 def _refuse_table_options(
-    out_of_range: Any, job: Any, job_settings: Any, replace_every: Any
+    out_of_range: Any, job: Any, job_settings: Any, replace_every: Any, run: Any
 ) -> None:
     problems = Arguments("wh.compile")
     given = {
         "job": job,
         "job_settings": job_settings,
         "replace_every": replace_every,
+        "section_run": run,
     }
     names = [name for name, value in given.items() if value is not None]
     if not (isinstance(out_of_range, str) and out_of_range == "error"):

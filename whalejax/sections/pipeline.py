@@ -105,6 +105,7 @@ class Pipeline:
         depth: Most batches that are on their way at once.
         lags: Number of lookups of processes by the number of missing updates.
         section: The processes.
+        kept: Number of steps of which all processes keep their rows; -1 for none.
     """
 
     def __init__(
@@ -116,9 +117,10 @@ class Pipeline:
         begin: Callable[[int], Begin],
         dense: Dense,
         log_bytes: int = LOG_BYTES,
+        kept: int = -1,
         **settings: Any,
     ) -> None:
-        """Starts the processes; their rows are zeros.
+        """Starts the processes; their rows are zeros, or those that were kept.
 
         Args:
             ranks: Number of processes.
@@ -126,9 +128,10 @@ class Pipeline:
             begin: Function from a rank to the first message to its process.
             dense: The dense section.
             log_bytes: Gradients of a process that are kept before a snapshot is taken.
+            kept: Number of steps of which they have kept their rows; -1 for none.
             settings: Other arguments of ``SparseSection``.
         """
-        self.staleness, self.depth = staleness, depth
+        self.staleness, self.depth, self.kept = staleness, depth, kept
         self.lags: Counter[int] = Counter()
         self._begin, self._dense, self._log_bytes = begin, dense, log_bytes
         self._cond = threading.Condition()
@@ -223,7 +226,8 @@ class Pipeline:
             while version != wanted:
                 with self._cond:
                     self._wait(functools.partial(_has_all, own, wanted))
-                answer = self._ask(rank, Commit(version=wanted, fresh=False))
+                question = Commit(version=wanted, fresh=False, kept=self.kept)
+                answer = self._ask(rank, question)
                 version = -1 if answer is None else answer.version
             with self._cond:
                 own.trim(wanted)
@@ -234,7 +238,7 @@ class Pipeline:
         """Rows of zeros again in all processes; what was on its way is done first."""
         with self._cond:
             self._wait(lambda: self._done == self._submitted)
-            self._runs = False
+            self._runs, self.kept = False, -1
         for rank in range(len(self._ranks)):
             self._asked(rank, self._begin(rank))
 
@@ -245,7 +249,7 @@ class Pipeline:
             step: Number of steps.
         """
         for rank in range(len(self._ranks)):
-            self._asked(rank, Commit(version=step, fresh=True))
+            self._asked(rank, Commit(version=step, fresh=True, kept=self.kept))
         with self._cond:
             self._runs = True
             self._first = self._submitted = self._done = step
@@ -461,14 +465,15 @@ class Pipeline:
             return
         with self._cond:
             own.ready, restores = False, self._runs
-        if own.begun >= 0 and not restores:
+            kept = -1 if restores else self.kept
+        if own.begun >= 0 and not restores and kept < 0:
             raise WhaleError(
                 f"process {rank} of the sparse section ended while rows were written "
                 "to it. Begin again with init, init_from or restore of a new step"
             )
         question = self._begin(rank)
-        if restores:
-            question = _restoring(question)
+        if restores or kept >= 0:
+            question = _restoring(question, kept)
         answer = self.section.ask(rank, found[0], question)
         if answer is None:
             return
@@ -509,7 +514,7 @@ class Pipeline:
             return own.ready and self._has_log(own, self._log_bytes)
 
         for _ in self._turns(is_due):
-            answer = self._ask(rank, Save())
+            answer = self._ask(rank, Save(kept=self.kept))
             if answer is not None:
                 with self._cond:
                     own.trim(answer.version)
@@ -547,6 +552,7 @@ def _has_all(own: _Rank, step: int) -> bool:
     return own.ready and own.acknowledged == step
 
 
-def _restoring(question: Begin) -> Begin:
-    found: Begin = msgspec.structs.replace(question, restores=True)
+def _restoring(question: Begin, version: int) -> Begin:
+    changes: Any = {"restores": True, "version": version}
+    found: Begin = msgspec.structs.replace(question, **changes)
     return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +13,27 @@ import numpy as np
 
 from whalejax.sections.pipeline import Pipeline
 from whalejax.sections.row_service import width_arrays
-from whalejax.tables.layout import TableLayout, collect_tables
+from whalejax.tables.layout import BufferKey, TableLayout, collect_tables
+from whalejax.tables.programs import TableArrays
 from whalejax.tables.sparse_optimizers import SparseOptimizer
+from whalejax.tables.store import TableStore
 from whalejax.wire.section_messages import Begin
 
 
-@jax.tree_util.register_static
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["beside"], meta_fields=["number"]
+)
 @dataclass(frozen=True, slots=True)
 class RemoteTables:
-    """Stands for tables that are in other processes.
+    """Stands for tables that are in other processes, and has those that are not.
 
     Attributes:
         number: Number of the state among those that were begun there.
+        beside: Tables beside the dense part, or None.
     """
 
     number: int
+    beside: TableArrays | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +46,8 @@ class RemoteStore:
         dtype: Element type of all tables.
         pipeline: The processes.
         begun: Number of states that were begun there, one element.
+        beside: Store of the tables beside the dense part, or None.
+        forget: Function without arguments, called where rows begin anew.
     """
 
     layout: TableLayout
@@ -46,6 +55,8 @@ class RemoteStore:
     dtype: Any
     pipeline: Pipeline
     begun: list[int]
+    beside: TableStore | None = None
+    forget: Callable[[], None] = lambda: None
 
     def by_row(self, kind: str) -> bool:
         """Whether a state array has one number a row.
@@ -57,9 +68,11 @@ class RemoteStore:
 
     def empty(self) -> RemoteTables:
         """Rows of zeros with their initial state, in place of those before."""
+        self.forget()
         self.pipeline.clear()
         self.begun[0] += 1
-        return RemoteTables(self.begun[0])
+        beside = None if self.beside is None else self.beside.empty()
+        return RemoteTables(self.begun[0], beside)
 
     def write(
         self, tables: RemoteTables, name: str, values: np.ndarray, kind: str | None
@@ -72,6 +85,10 @@ class RemoteStore:
             values: The whole table, or the state array.
             kind: Name of the state array, or None for the table.
         """
+        if self.beside is not None and name in self.beside.shapes:
+            assert tables.beside is not None
+            arrays = self.beside.write(tables.beside, name, values, kind)
+            return dataclasses.replace(tables, beside=arrays)
         by_row = kind is not None and self.by_row(kind)
         for each in self.layout.stored[name]:
             columns = slice(0, 1) if by_row else slice(*each.shard.columns)
@@ -88,10 +105,10 @@ class RemoteStore:
             tables: All tables, after ``Pipeline.flush``.
             kind: Name of the state array, or None for the tables.
         """
-        del tables
-        buffers: dict[int, np.ndarray] = {}
+        buffers: dict[BufferKey, np.ndarray] = {}
         itemsize = np.dtype(self.dtype).itemsize
-        for width, each in self.layout.widths.items():
+        for key, each in self.layout.widths.items():
+            width = key.width
             columns = self.optimizer.state_width(kind, width) if kind else width
             parts = [
                 self.pipeline.get_rows(
@@ -99,9 +116,12 @@ class RemoteStore:
                 )
                 for rank in range(self.layout.ranks)
             ]
-            buffers[width] = np.concatenate(parts)
+            buffers[key] = np.concatenate(parts)
         by_row = kind is not None and self.by_row(kind)
-        return collect_tables(self.layout, buffers, by_row)
+        found = collect_tables(self.layout, buffers, by_row)
+        if self.beside is not None and tables.beside is not None:
+            found |= self.beside.collect(tables.beside, kind)
+        return found
 
 
 def begin_message(

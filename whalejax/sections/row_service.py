@@ -112,7 +112,7 @@ class RowService:
             PutRows: self._put,
             GetRows: self._get,
             Commit: self._commit,
-            Save: lambda _: self._save(),
+            Save: lambda asked: self._save(asked.kept),
             LookUp: self._look_up,
             Update: self._update,
             MakeBatch: self._make_batch,
@@ -138,7 +138,7 @@ class RowService:
         rows = SparseRows(widths, optimizer, dtype_of(asked.dtype), asked.staleness)
         version = -1
         if asked.restores:
-            found = read_snapshot(self._folder)
+            found = read_snapshot(self._folder, asked.version)
             if found is None:
                 raise RefusedRequestError(
                     "missing", f"{self._folder} holds no whole snapshot"
@@ -164,12 +164,12 @@ class RowService:
             self.rows.commit(asked.version, is_fresh=asked.fresh)
         except WrongVersionError as error:
             raise RefusedRequestError("stale", str(error)) from None
-        return self._save()
+        return self._save(asked.kept)
 
-    def _save(self) -> Message:
+    def _save(self, kept: int) -> Message:
         with self._writing:
             arrays = self.rows.copy()
-            write_snapshot(self._folder, arrays)
+            write_snapshot(self._folder, arrays, kept)
             return Saved(version=int(arrays["version"]))
 
     def _look_up(self, asked: LookUp) -> Message:

@@ -18,12 +18,15 @@ import numpy as np
 _NAME: Final = "rows-{:012d}.npz"
 
 
-def write_snapshot(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def write_snapshot(
+    folder: Path, arrays: Mapping[str, np.ndarray], kept: int = -1
+) -> None:
     """Writes a snapshot, and then removes the older ones.
 
     Args:
         folder: Folder of this process's snapshots alone.
         arrays: Arrays that ``SparseRows.copy`` returned.
+        kept: Version of a snapshot that is not removed; -1 for none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = _NAME.format(int(arrays["version"]))
@@ -32,17 +35,24 @@ def write_snapshot(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         np.savez(file, allow_pickle=False, **arrays)
     draft.replace(folder / name)
     for other in sorted(folder.glob("rows-*.npz")):
-        if other.name < name:
+        if other.name < name and other.name != _NAME.format(kept):
             other.unlink(missing_ok=True)
 
 
-def read_snapshot(folder: Path) -> dict[str, np.ndarray] | None:
+def read_snapshot(folder: Path, version: int = -1) -> dict[str, np.ndarray] | None:
     """The newest snapshot that can be read whole, or None.
 
     Args:
         folder: Folder of the snapshots.
+        version: Version of the snapshot to read. Newer ones, of steps that will be
+            done again, are removed. -1 for the newest.
     """
+    for path in folder.glob("rows-*.npz") if version >= 0 else ():
+        if path.name > _NAME.format(version):
+            path.unlink(missing_ok=True)
     for path in sorted(folder.glob("rows-*.npz"), reverse=True):
+        if version >= 0 and path.name != _NAME.format(version):
+            continue
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
                 return {name: found[name] for name in found.files}

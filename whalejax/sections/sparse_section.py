@@ -1,8 +1,8 @@
 """The processes of the sparse section: started, watched, and replaced where they die.
 
-They are processes of this machine, as ``whalejax.processes`` starts them, and answer
-over the wire of all runs. Who is given up, and when a run is, ``whalejax.membership``
-says.
+They are processes of this machine, as ``whalejax.processes`` starts them, or of other
+hosts by ssh, and answer over the wire of all runs. Who is given up, and when a run is,
+``whalejax.membership`` says.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from whalejax.membership.lease import Lease
 from whalejax.membership.restart_policy import Failure, Failures
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
+from whalejax.processes.launch_spec import is_here, words_there
 from whalejax.processes.local_processes import Processes
+from whalejax.processes.restarting_processes import SHELL_FAILED
+from whalejax.sections.section_run import SectionRun
 from whalejax.wire.connection import listen
 from whalejax.wire.keys import load_key, make_key
 from whalejax.wire.messages import A, Question
@@ -73,7 +76,7 @@ class SparseSection:
         notify: Callable[[], None],
         fail: Callable[[Exception], None],
         *,
-        folder: Path | None = None,
+        run: SectionRun | None = None,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         """Starts the processes, and does not wait for them.
@@ -82,21 +85,25 @@ class SparseSection:
             count: Number of processes.
             notify: Called where a process has come.
             fail: Called where the run is given up.
-            folder: A folder to use, or None for a new one.
+            run: Hosts and folder of the run; None for processes of this machine alone.
             answer_seconds: A process that answers nothing for so long is replaced.
         """
         self.count, self.replaced = count, 0
         self._notify, self._fail, self._seconds = notify, fail, answer_seconds
-        own = folder is None
+        self._run = SectionRun() if run is None else run
+        own = self._run.folder is None
         self.folder = (
             Path(tempfile.mkdtemp(prefix="whalejax-tables-"))
-            if own
-            else (Path(str(folder)))
+            if self._run.folder is None
+            else Path(self._run.folder)
         )
-        self._key_path = self.folder / "key"
+        for left in self.folder.glob("run-*"):  # By a process that was killed.
+            shutil.rmtree(left, ignore_errors=True)
+        self._key_path = self.folder / f"run-{os.getpid()}-{time.time_ns()}" / "key"
+        self._key_path.parent.mkdir(parents=True)
         make_key(self._key_path)
         key = load_key(self._key_path)
-        self._service = Service(listen(), key, {Hello: self._hello})
+        self._service = Service(listen(self._run.host), key, {Hello: self._hello})
         self._caller = Caller(key)
         self._lock = threading.Lock()
         self._slots = [_Slot() for _ in range(count)]
@@ -111,7 +118,11 @@ class SparseSection:
         self._pids: dict[int, int] = {}
         self._thread = threading.Thread(target=self._manage, daemon=True)
         self._thread.start()
-        closes = self._closing, self._thread, self.folder if own else None
+        closes = (
+            self._closing,
+            self._thread,
+            self.folder if own else self._key_path.parent,
+        )
         self.close_processes = weakref.finalize(self, _close, *closes)
 
     @property
@@ -234,9 +245,17 @@ class SparseSection:
             "key": str(self._key_path),
             "folder": str(self.snapshot_folder(rank)),
             "parent": os.getpid(),
+            "host": self._run.host,
         }
-        command = (sys.executable, "-m", PROGRAM, json.dumps(settings))
         name, own = _name(rank), _environment(self.folder)
+        hosts = self._run.hosts
+        if not is_here(host := hosts[rank % len(hosts)]):
+            settings |= {"parent": 0, "host": host}
+        command = [sys.executable, "-m", PROGRAM, json.dumps(settings)]
+        if not settings["parent"]:
+            given = [f"{key}={value}" for key, value in own.items()]
+            words = ["env", *given, *command]
+            command = words_there(self._run.remote_shell, host, words)
         pid, _ = processes.start(name, own, command=command)
         processes.release(name)
         with self._lock:
@@ -250,7 +269,7 @@ class SparseSection:
             self._pids.pop(rank, None)
             self._lease.forget(rank)
             name = _name(rank)
-            is_own = status is not None and status > 0
+            is_own = status is not None and 0 < status != SHELL_FAILED
             failure = Failure(
                 at=now,
                 since=slot.started_at,
@@ -288,12 +307,9 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _close(
-    closing: threading.Event, thread: threading.Thread, folder: Path | None
-) -> None:
-    """Ends the processes, and removes a folder that was made for them."""
+def _close(closing: threading.Event, thread: threading.Thread, made: Path) -> None:
+    """Ends the processes, and removes the folder that was made for them."""
     closing.set()
     if thread is not threading.current_thread():
         thread.join(30.0)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(made, ignore_errors=True)

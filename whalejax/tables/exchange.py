@@ -2,6 +2,8 @@
 
 Each function runs on one rank inside ``shard_map``. A step has one all-to-all of ids,
 one of vectors and, backwards, one of their gradients, whatever the number of tables.
+Rows that a node has together are summed there first, and a second all-to-all, between
+nodes alone, brings the sums to their samples.
 No array has the size of a table but the buffers and their state.
 """
 
@@ -14,79 +16,148 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.tables.gathered import block_rows, pack_sums
+from whalejax.tables.host_rows import read_rows, write_rows
 from whalejax.tables.layout import TableLayout, WidthLayout
 from whalejax.tables.recognize import NO_ID, Lookup
 from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
 
 
-def exchange_ids(layout: TableLayout, ids: Any, axes: tuple[str, ...]) -> Any:
+def exchange_ids(
+    layout: TableLayout, ids: Any, asked: Any, axes: tuple[str, ...]
+) -> tuple[Any, Any]:
     """Sends the ids of this rank's samples to where their rows are.
 
     Args:
         layout: Buffers and columns.
         ids: ``int32[samples / ranks, ids]``, those of all lookups side by side.
+        asked: Rows that are asked of each rank, ``int32[ranks, rows]``.
         axes: Mesh axes that the ranks are numbered along.
 
     Returns:
-        ``int32[samples, columns]``: the ids that this rank looks up for all samples.
+        ``int32[samples, columns]``: the ids that this rank looks up for all samples;
+        and ``int32[ranks, rows]``: the rows that each rank asks of it.
     """
-    if not layout.id_columns:
-        return jnp.zeros((ids.shape[0] * layout.ranks, 0), ids.dtype)
+    if not layout.id_columns and not asked.shape[1]:
+        return jnp.zeros((ids.shape[0] * layout.ranks, 0), ids.dtype), asked
     none = jnp.full((ids.shape[0], 1), NO_ID, ids.dtype)
     padded = jnp.concatenate([ids, none], axis=1)
     parts = [each.source for each in layout.widths.values()]
     source = jnp.concatenate([jnp.asarray(part) for part in parts], axis=1)
     sent = jnp.moveaxis(padded[:, source], 1, 0)  # [ranks, samples / ranks, columns]
-    return _all_to_all(sent, layout.ranks, axes)
+    flat = jnp.concatenate([sent.reshape(layout.ranks, -1), asked], axis=1)
+    received = _all_to_all(flat[:, None], layout.ranks, axes)
+    count = len(ids) * layout.id_columns
+    taken = received[:, :count].reshape(layout.ranks * len(ids), layout.id_columns)
+    return taken, received[:, count:]
 
 
 def give_vectors(
-    layout: TableLayout, buffers: Mapping[int, Any], ids: Any, axes: tuple[str, ...]
-) -> tuple[Any, Any]:
+    layout: TableLayout,
+    buffers: Mapping[Any, Any],
+    ids: Any,
+    asked: Any,
+    axes: tuple[str, ...],
+) -> tuple[Any, Any, Any]:
     """Looks rows up and sends the vectors to the samples that they are for.
 
     Args:
         layout: Buffers and columns.
-        buffers: This rank's buffers by width.
+        buffers: This rank's buffers.
         ids: From ``exchange_ids``.
+        asked: The rows that each rank asked for, ``[ranks, elements]``.
         axes: Mesh axes that the ranks are numbered along.
 
     Returns:
         ``[ranks, samples / ranks, elements]``: what each rank gave for these samples;
-        and ``[ranks, elements]``: the rows that each sent whole.
+        ``[ranks, elements]``: the rows that each sent whole; and the same of the rows
+        that each was asked for.
     """
     rank, ranks = jax.lax.axis_index(axes), layout.ranks
-    vectors = look_up_rows(layout.widths, buffers, ids, rank)
+    own = layout.widths_in(nodes=False)
+    if not own:
+        none = jnp.zeros((ranks, len(ids) // ranks, 0), _dtype(buffers))
+        return none, none[:, 0], asked
+    vectors = look_up_rows(own, buffers, ids, rank)
     whole = block_rows(layout, buffers, rank)
-    sent = vectors.reshape(ranks, -1), jnp.tile(whole, (ranks, 1))
+    sent = vectors.reshape(ranks, -1), asked, jnp.tile(whole, (ranks, 1))
     received = _all_to_all(jnp.concatenate(sent, axis=1)[:, None], ranks, axes)
     count = len(ids) // ranks * layout.vector_elements
+    stop = count + asked.shape[1]
     shape = ranks, len(ids) // ranks, layout.vector_elements
-    return received[:, :count].reshape(shape), received[:, count:]
+    parts = received[:, :count], received[:, stop:], received[:, count:stop]
+    return parts[0].reshape(shape), *parts[1:]
+
+
+def give_node_vectors(
+    layout: TableLayout, buffers: Mapping[Any, Any], ids: Any, axes: tuple[str, ...]
+) -> Any:
+    """Vectors of the rows that nodes have together, for the samples they are for.
+
+    Args:
+        layout: Buffers and columns.
+        buffers: This rank's buffers.
+        ids: From ``exchange_ids``.
+        axes: Two mesh axes: nodes, and the ranks of a node.
+
+    Returns:
+        ``[nodes, samples / ranks, elements]``: what each node gave for these samples.
+    """
+    rank, own = jax.lax.axis_index(axes), layout.widths_in(nodes=True)
+    parts = look_up_rows(own, buffers, ids, rank)
+    nodes = layout.ranks // layout.per_node
+    parts = parts.reshape(nodes, layout.per_node, -1, layout.node_elements)
+    sums = jax.lax.psum_scatter(parts, axes[1], scatter_dimension=1)
+    return jax.lax.all_to_all(sums, axes[0], 0, 0)
+
+
+def return_node_gradients(
+    layout: TableLayout, gradients: Sequence[Any], axes: tuple[str, ...], dtype: Any
+) -> Any:
+    """Gradients of vectors of nodes, at each rank of the node, ``[samples, elements]``.
+
+    Args:
+        layout: Buffers and columns.
+        gradients: Gradient of each lookup's vectors, for this rank's samples.
+        axes: Two mesh axes: nodes, and the ranks of a node.
+        dtype: Element type of the exchange.
+    """
+    sent = pack_gradients(layout, gradients, dtype, by_node=True)
+    received = jax.lax.all_to_all(sent, axes[0], 0, 0)
+    whole = jax.lax.all_gather(received, axes[1], axis=1)
+    return whole.reshape(-1, layout.node_elements)
+
+
+def _dtype(buffers: Mapping[Any, Any]) -> Any:
+    return jnp.result_type(*(buffer.dtype for buffer in buffers.values()))
 
 
 def look_up_rows(
-    widths: Mapping[int, WidthLayout], buffers: Mapping[int, Any], ids: Any, rank: Any
+    widths: Mapping[Any, WidthLayout], buffers: Mapping[Any, Any], ids: Any, rank: Any
 ) -> Any:
     """Returns the vectors of one rank for some samples, ``[samples, elements]``.
 
     Args:
         widths: Layout of each buffer.
-        buffers: The rank's buffers by width.
+        buffers: The rank's buffers.
         ids: Ids that it takes, ``int32[samples, columns]``.
         rank: Its number in the layouts.
     """
-    dtype = jnp.result_type(*(buffer.dtype for buffer in buffers.values()))
-    given = []
-    for width, each in widths.items():
+    dtype, given = _dtype(buffers), []
+    for key, each in widths.items():
         place, slot = _places(each, ids, rank)
-        rows = buffers[width].at[place].get(mode="fill", fill_value=0)
+        rows = read_rows(buffers[key], place, on_host=each.memory == "host")
         sums = _sum_columns(rows, slot, each.slots)
-        given.append(sums.reshape(len(ids), each.slots * width).astype(dtype))
+        given.append(sums.reshape(len(ids), each.slots * each.width).astype(dtype))
     return jnp.concatenate(given, axis=1)
 
 
-def assemble(layout: TableLayout, number: int, lookup: Lookup, received: Any) -> Any:
+def assemble(
+    layout: TableLayout,
+    number: int,
+    lookup: Lookup,
+    received: Any,
+    by_node: Any = None,
+) -> Any:
     """The vectors of one lookup for this rank's samples.
 
     Args:
@@ -94,13 +165,15 @@ def assemble(layout: TableLayout, number: int, lookup: Lookup, received: Any) ->
         number: Number of the lookup.
         lookup: The lookup.
         received: From ``give_vectors``.
+        by_node: From ``give_node_vectors``, or None.
     """
     samples = received.shape[1]
     parts: dict[tuple[int, int], Any] = {}
     for each in layout.received[number]:
         width = each.columns[1] - each.columns[0]
         stop = each.start + each.count * width
-        part = received[each.rank, :, each.start : stop]
+        given = by_node if each.by_node else received
+        part = given[each.rank, :, each.start : stop]
         part = part.reshape(samples, each.count, width)
         held = parts.get(each.columns)
         parts[each.columns] = part if held is None else held + part
@@ -112,54 +185,62 @@ def return_gradients(
     layout: TableLayout,
     gradients: Sequence[Any],
     sums: Mapping[str, Any],
+    asked: Any,
     axes: tuple[str, ...],
     dtype: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Any]:
     """Sends gradients of vectors to where their rows are.
 
     Args:
         layout: Buffers and columns.
         gradients: Gradient of each lookup's vectors, for this rank's samples.
         sums: Sums of each table that was sent whole, as ``pack_sums`` takes them.
+        asked: Gradients of the rows that this rank asked for, ``[ranks, elements]``.
         axes: Mesh axes that the ranks are numbered along.
         dtype: Element type of the exchange.
 
     Returns:
-        ``[samples, elements]`` for the vectors that this rank gave; and ``[ranks,
-        elements]`` for the rows that it sent whole.
+        ``[samples, elements]`` for the vectors that this rank gave; ``[ranks,
+        elements]`` for the rows that it sent whole; and the same for those that it was
+        asked for.
     """
     packed, ranks = pack_gradients(layout, gradients, dtype), layout.ranks
     samples = packed.shape[1]
-    sent = packed.reshape(ranks, -1), pack_sums(layout, sums, dtype)
+    sent = packed.reshape(ranks, -1), asked, pack_sums(layout, sums, dtype)
     received = _all_to_all(jnp.concatenate(sent, axis=1)[:, None], ranks, axes)
     count = samples * layout.vector_elements
+    stop = count + asked.shape[1]
     shape = ranks * samples, layout.vector_elements
-    return received[:, :count].reshape(shape), received[:, count:]
+    parts = received[:, :count], received[:, stop:], received[:, count:stop]
+    return parts[0].reshape(shape), *parts[1:]
 
 
 def pack_gradients(
-    layout: TableLayout, gradients: Sequence[Any], dtype: Any
+    layout: TableLayout, gradients: Sequence[Any], dtype: Any, *, by_node: bool = False
 ) -> jax.Array:
-    """Gradients of vectors by the rank that they are for.
+    """Gradients of vectors by the rank or node that they are for.
 
     Args:
         layout: Buffers and columns.
         gradients: Gradient of each lookup's vectors, for some samples.
         dtype: Element type of the exchange.
+        by_node: Take those of nodes, and not those of ranks.
 
     Returns:
-        ``[ranks, samples, elements]``.
+        ``[ranks or nodes, samples, elements]``.
     """
     samples = gradients[0].shape[0]
-    pieces: list[list[tuple[int, Any]]] = [[] for _ in range(layout.ranks)]
+    count = layout.ranks // layout.per_node if by_node else layout.ranks
+    length = layout.node_elements if by_node else layout.vector_elements
+    pieces: list[list[tuple[int, Any]]] = [[] for _ in range(count)]
     for places, gradient in zip(layout.received, gradients, strict=True):
         for each in places:
+            if each.by_node != by_node:
+                continue
             vectors = gradient.reshape(samples, each.count, -1)
             part = vectors[:, :, slice(*each.columns)].reshape(samples, -1)
             pieces[each.rank].append((each.start, part.astype(dtype)))
-    return jnp.stack(
-        [_joined(each, samples, layout.vector_elements, dtype) for each in pieces]
-    )
+    return jnp.stack([_joined(each, samples, length, dtype) for each in pieces])
 
 
 def _joined(
@@ -175,42 +256,44 @@ def _joined(
 
 
 def update_buffers(
-    widths: Mapping[int, WidthLayout],
+    widths: Mapping[Any, WidthLayout],
     optimizer: SparseOptimizer,
-    buffers: Mapping[int, Any],
-    states: Mapping[int, RowState],
+    buffers: Mapping[Any, Any],
+    states: Mapping[Any, RowState],
     ids: Any,
     gradients: Any,
     step: Any,
     rank: Any,
-    more: Mapping[int, tuple[Any, Any]] = {},
-) -> tuple[dict[int, Any], dict[int, RowState]]:
+    more: Mapping[Any, tuple[Any, Any]] = {},
+) -> tuple[dict[Any, Any], dict[Any, RowState]]:
     """Updates the rows of one rank that were looked up.
 
     Args:
         widths: Layout of each buffer.
         optimizer: Update rule of rows.
-        buffers, states: The rank's buffers and their state, by width.
+        buffers, states: The rank's buffers and their state.
         ids: Ids that it looked up, ``int32[samples, columns]``.
         gradients: Gradients of what it gave, ``[samples, elements]``.
         step: Number of steps before this one.
         rank: Its number in the layouts.
-        more: Further rows of the buffer and their gradients, by width.
+        more: Further rows of each buffer and their gradients.
     """
-    new_buffers: dict[int, Any] = {}
-    new_states: dict[int, RowState] = {}
-    for width, each in widths.items():
+    new_buffers: dict[Any, Any] = {}
+    new_states: dict[Any, RowState] = {}
+    for key, each in widths.items():
+        width = each.width
         place, slot = _places(each, ids, rank)
         stop = each.offset + each.slots * width
         vectors = gradients[:, each.offset : stop]
         vectors = vectors.reshape(len(ids), each.slots, width)
-        by_column = vectors[:, slot].reshape(-1, width).astype(buffers[width].dtype)
+        by_column = vectors[:, slot].reshape(-1, width).astype(buffers[key].dtype)
         places = place.reshape(-1)
-        if width in more:
-            places = jnp.concatenate([places, more[width][0].astype(places.dtype)])
-            by_column = jnp.concatenate([by_column, more[width][1]])
-        new_buffers[width], new_states[width] = update_rows(
-            optimizer, buffers[width], states[width], places, by_column, step
+        if key in more:
+            places = jnp.concatenate([places, more[key][0].astype(places.dtype)])
+            by_column = jnp.concatenate([by_column, more[key][1]])
+        given = buffers[key], states[key], places, by_column, step
+        new_buffers[key], new_states[key] = update_rows(
+            optimizer, *given, on_host=each.memory == "host"
         )
     return new_buffers, new_states
 
@@ -222,6 +305,8 @@ def update_rows(
     places: Any,
     gradients: Any,
     step: Any,
+    *,
+    on_host: bool = False,
 ) -> tuple[Any, RowState]:
     """Updates rows of one array, those that occur several times once.
 
@@ -234,6 +319,7 @@ def update_rows(
         places: Row of each gradient; the number of rows for none.
         gradients: ``[gradients, width]``.
         step: Number of steps before this one.
+        on_host: The table and its state are in host memory.
     """
     rows = table.shape[0]
     order = jnp.argsort(places, stable=True)
@@ -245,15 +331,15 @@ def update_rows(
         gradients[order], segment, num_segments=count, indices_are_sorted=True
     )
     touched = jnp.full((count,), rows, places.dtype).at[segment].set(sorted_places)
-    held = table.at[touched].get(mode="fill", fill_value=0)
+    held = read_rows(table, touched, on_host=on_host)
     held_state = {
-        name: array.at[touched].get(mode="fill", fill_value=0)
+        name: read_rows(array, touched, on_host=on_host)
         for name, array in state.items()
     }
     new, new_state = optimizer.update(held, held_state, sums, step)
-    table = table.at[touched].set(new.astype(table.dtype), mode="drop")
+    table = write_rows(table, touched, new, on_host=on_host)
     written = {
-        name: array.at[touched].set(new_state[name].astype(array.dtype), mode="drop")
+        name: write_rows(array, touched, new_state[name], on_host=on_host)
         for name, array in state.items()
     }
     return table, written

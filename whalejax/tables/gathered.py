@@ -14,21 +14,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from whalejax.tables.layout import TableLayout
+from whalejax.tables.layout import BufferKey, TableLayout
 
 
-def block_rows(layout: TableLayout, buffers: Mapping[int, Any], rank: Any) -> Any:
+def block_rows(layout: TableLayout, buffers: Mapping[Any, Any], rank: Any) -> Any:
     """The rows that a rank sends whole, ``[elements]``.
 
     Args:
         layout: Buffers and columns.
-        buffers: The rank's buffers by width.
+        buffers: The rank's buffers.
         rank: Its number.
     """
     dtype = jnp.result_type(*(buffer.dtype for buffer in buffers.values()))
     parts = [
-        buffers[width].at[_mine(places, rank)].get(mode="fill", fill_value=0)
-        for width, places in layout.blocks.items()
+        buffers[key].at[_mine(places, rank)].get(mode="fill", fill_value=0)
+        for key, places in layout.blocks.items()
     ]
     empty = jnp.zeros((0,), dtype)
     return jnp.concatenate([empty, *(part.reshape(-1).astype(dtype) for part in parts)])
@@ -48,7 +48,7 @@ def whole_table(layout: TableLayout, name: str, blocks: Any) -> Any:
     starts = _starts(layout, 0)
     for each in layout.gathered[name]:
         shard, width = each.stored.shard, each.stored.width
-        start = starts[width] + each.first * width
+        start = starts[each.stored.key] + each.first * width
         part = blocks[shard.rank, start : start + shard.num_rows * width]
         rows, columns = each.stored.row_numbers, slice(*shard.columns)
         table = table.at[rows, columns].set(part.reshape(-1, width))
@@ -71,7 +71,7 @@ def pack_sums(layout: TableLayout, sums: Mapping[str, Any], dtype: Any) -> Any:
             shard, width = each.stored.shard, each.stored.width
             own = total[each.stored.row_numbers]
             part = jnp.concatenate([own[:, slice(*shard.columns)], own[:, -1:]], axis=1)
-            start = starts[width] + each.first * (width + 1)
+            start = starts[each.stored.key] + each.first * (width + 1)
             stop = start + shard.num_rows * (width + 1)
             flat = part.astype(dtype).reshape(-1)
             packed = packed.at[shard.rank, start:stop].set(flat)
@@ -79,34 +79,34 @@ def pack_sums(layout: TableLayout, sums: Mapping[str, Any], dtype: Any) -> Any:
 
 
 def block_gradients(
-    layout: TableLayout, packed: Any, buffers: Mapping[int, Any], rank: Any
-) -> dict[int, tuple[Any, Any]]:
-    """Returns, by width, rows of the rank's buffer, the number of rows for none, and
+    layout: TableLayout, packed: Any, buffers: Mapping[Any, Any], rank: Any
+) -> dict[Any, tuple[Any, Any]]:
+    """Returns, by buffer, rows of the rank's buffer, the number of rows for none, and
     gradients.
 
     Args:
         layout: Buffers and columns.
         packed: ``[ranks, elements]`` that came from all ranks.
-        buffers: The rank's buffers by width.
+        buffers: The rank's buffers.
         rank: Its number.
     """
     total, found = packed.sum(0), {}
     starts = _starts(layout, 1)
-    for width, places in layout.blocks.items():
-        count = places.shape[1]
-        start = starts[width]
+    for key, places in layout.blocks.items():
+        count, width = places.shape[1], key.width
+        start = starts[key]
         own = total[start : start + count * (width + 1)].reshape(count, width + 1)
-        place = jnp.where(own[:, -1] > 0, _mine(places, rank), buffers[width].shape[0])
-        found[width] = place, own[:, :-1].astype(buffers[width].dtype)
+        place = jnp.where(own[:, -1] > 0, _mine(places, rank), buffers[key].shape[0])
+        found[key] = place, own[:, :-1].astype(buffers[key].dtype)
     return found
 
 
-def _starts(layout: TableLayout, beside: int) -> dict[int, int]:
-    """First element of each width."""
+def _starts(layout: TableLayout, beside: int) -> dict[BufferKey, int]:
+    """First element of each buffer's rows."""
     found, start = {}, 0
-    for width, places in layout.blocks.items():
-        found[width] = start
-        start += places.shape[1] * (width + beside)
+    for key, places in layout.blocks.items():
+        found[key] = start
+        start += places.shape[1] * (key.width + beside)
     return found
 
 

@@ -1,14 +1,17 @@
 """A placement as arrays: one buffer a column width, padded to the fullest rank.
 
-All shards of one width lie in one buffer, those of a rank one behind the other, and all
-lookups of a rank are columns of ids, so that every rank runs the same program with
-other numbers in it. Exchanges are padded to the rank that has most.
+All shards of one width in one memory lie in one buffer, those of a rank one behind the
+other, and all lookups of a rank are columns of ids, so that every rank runs the same
+program with other numbers in it. Exchanges are padded to the rank that has most. Rows
+that a node has together are buffers of their own, which the exchange of two levels
+reads: sums within the node, then vectors between nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,9 +20,29 @@ from whalejax.planner.tables.table import ID_BYTES
 from whalejax.tables.recognize import Lookup
 
 
+Memory: TypeAlias = Literal["device", "host", "node"]
+"""Where a buffer is: on each device, in host memory, or on the devices of a node,
+which have parts of the same rows."""
+
+
+class BufferKey(NamedTuple):
+    """A buffer, by its columns and its memory."""
+
+    width: int
+    memory: Memory
+
+
+def memory_of(shard: TableShard) -> Memory:
+    """The memory that has a shard."""
+    if shard.split == "node_rows":
+        return "node"
+    is_hosted = shard.split == "host" or (shard.split == "cached" and shard.index)
+    return "host" if is_hosted else "device"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WidthLayout:
-    """The shards of one width.
+    """The shards of one width in one memory.
 
     Attributes:
         width: Columns.
@@ -33,6 +56,7 @@ class WidthLayout:
         slot: Slot that the column's row is added to.
         offset: Offset of the width's vectors in a rank's result for a sample.
         first_id: Offset of its columns among the ids that are sent.
+        memory: Memory that has the buffer.
     """
 
     width: int
@@ -47,6 +71,7 @@ class WidthLayout:
     slot: np.ndarray
     offset: int
     first_id: int
+    memory: Memory = "device"
 
     @property
     def num_ids(self) -> int:
@@ -60,13 +85,18 @@ class StoredShard:
 
     Attributes:
         shard: The shard.
-        width: Columns, which name the buffer.
+        key: Its buffer.
         base: First row in the rank's part of the buffer.
     """
 
     shard: TableShard
-    width: int
+    key: BufferKey
     base: int
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return self.key.width
 
     @property
     def row_numbers(self) -> slice:
@@ -82,16 +112,18 @@ class ReceivedVectors:
     """Position of a lookup's vectors in one rank's result.
 
     Attributes:
-        rank: The rank.
+        rank: The rank, or its node where vectors of a node are summed there.
         start: First element, for each sample.
         count: Number of vectors.
         columns: Columns of the table that they have.
+        by_node: Whether a node gives them.
     """
 
     rank: int
     start: int
     count: int
     columns: tuple[int, int]
+    by_node: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,32 +140,80 @@ class GatheredShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DistinctTable:
+    """A table of which each distinct row that a rank needs is sent to it once.
+
+    Attributes:
+        key: Its buffer.
+        ranks, bases: Rank of each shard, and its first row in the buffer there.
+        firsts: First row of each shard, where shards are ranges.
+        hashed: Whether shards have every n-th row.
+    """
+
+    key: BufferKey
+    ranks: np.ndarray
+    bases: np.ndarray
+    firsts: np.ndarray
+    hashed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TableLayout:
     """Buffers of a placement, and where each lookup finds its rows.
 
     Attributes:
         ranks: Number of ranks.
-        widths: Layout of each buffer, by its width.
+        per_node: Number of ranks of one node.
+        widths: Layout of each buffer.
         stored: Positions of the shards, by the name of their table.
         replicated: Names of tables that every rank holds.
         received: For each lookup, where its vectors are; empty if replicated.
         vector_elements: Elements that a rank gives for each sample.
+        node_elements: Elements that a node gives for each sample.
         id_columns: Ids that are sent to a rank for each sample.
         gathered: Shards of the tables that are sent whole, by the name of the table:
             those with fewer rows than a rank's samples need vectors of it.
-        blocks: Rows of the buffer that each rank sends whole, ``[ranks, rows]`` by
-            width; the number of rows for none.
+        blocks: Rows of each buffer that each rank sends whole, ``[ranks, rows]``; the
+            number of rows for none.
+        distinct: Names of the tables of which each distinct row is sent once.
+        requests: Most rows that a rank may ask of another, by their buffers.
     """
 
     ranks: int
-    widths: Mapping[int, WidthLayout]
+    per_node: int
+    widths: Mapping[BufferKey, WidthLayout]
     stored: Mapping[str, tuple[StoredShard, ...]]
     replicated: frozenset[str]
     received: tuple[tuple[ReceivedVectors, ...], ...]
     vector_elements: int
+    node_elements: int
     id_columns: int
     gathered: Mapping[str, tuple[GatheredShard, ...]]
-    blocks: Mapping[int, np.ndarray]
+    blocks: Mapping[BufferKey, np.ndarray]
+    distinct: Mapping[str, DistinctTable]
+    requests: Mapping[BufferKey, int]
+
+    def widths_in(self, *, nodes: bool) -> dict[BufferKey, WidthLayout]:
+        """Buffers that ranks give vectors of alone, or nodes together.
+
+        Args:
+            nodes: Take buffers of nodes, and not those of ranks alone.
+        """
+        return {
+            key: each
+            for key, each in self.widths.items()
+            if (each.memory == "node") == nodes
+        }
+
+    def crossing_bytes(self, samples: int, element_bytes: int) -> int:
+        """Bytes that all ranks send to other nodes in one exchange of two levels.
+
+        Args:
+            samples: Samples of a global batch.
+            element_bytes: Bytes of an element.
+        """
+        nodes = self.ranks // self.per_node
+        return samples * self.node_elements * element_bytes * (nodes - 1)
 
     def block_elements(self, beside: int) -> int:
         """Elements of the rows that a rank sends whole.
@@ -141,24 +221,40 @@ class TableLayout:
         Args:
             beside: Elements that are sent beside each row.
         """
-        return sum(x.shape[1] * (width + beside) for width, x in self.blocks.items())
+        sizes = ((key.width, x.shape[1]) for key, x in self.blocks.items())
+        return sum(rows * (width + beside) for width, rows in sizes)
+
+    @property
+    def request_elements(self) -> int:
+        """Elements of the rows that a rank may ask of another."""
+        return sum(key.width * room for key, room in self.requests.items())
+
+    def id_bytes(self, samples: int) -> int:
+        """Bytes of ids that all ranks send to others.
+
+        Args:
+            samples: Samples of a global batch.
+        """
+        asked = self.ranks * sum(self.requests.values())
+        return (samples * self.id_columns + asked) * ID_BYTES * (self.ranks - 1)
 
     def exchanged_bytes(
         self, samples: int, element_bytes: int, *, backward: bool = False
     ) -> int:
         """Bytes that all ranks send to others in one exchange of vectors.
 
-        With N samples, R ranks, at most V elements a sample from one rank and F of rows
-        that are sent whole: (N · V + R · F) · q · (R - 1). Backward each of these rows
-        has the number of its lookups beside it.
+        With N samples, R ranks, at most V elements a sample from one rank, F of rows
+        that are sent whole and D of rows that are asked for: (N · V + R · (F + D)) · q
+        · (R - 1). Backward each row that is sent whole has the number of its lookups
+        beside it.
 
         Args:
             samples: Samples of a global batch.
             element_bytes: Bytes of an element.
             backward: Gradients are exchanged.
         """
-        whole = self.ranks * self.block_elements(1 if backward else 0)
-        elements = samples * self.vector_elements + whole
+        rows = self.block_elements(1 if backward else 0) + self.request_elements
+        elements = samples * self.vector_elements + self.ranks * rows
         return elements * element_bytes * (self.ranks - 1)
 
 
@@ -174,24 +270,44 @@ def make_layout(
         placement: Placement of the tables.
         lookups: All lookups of the loss.
         names: Name of the table of each lookup.
-        samples_per_rank: Samples of each rank, where shards may be sent whole if that
-            moves less; else 0.
+        samples_per_rank: Samples of each rank, where shards may be sent whole, or each
+            of their distinct rows once, if that moves less; else 0.
     """
-    plain = _layout(placement, lookups, names, 0)
     ranks = placement.ranks.count
+    given = placement, lookups, names
     if not samples_per_rank or ranks == 1:
-        return plain
-    whole = _layout(placement, lookups, names, samples_per_rank)
+        return _layout(*given, 0, asks=False)
     samples = ranks * samples_per_rank
 
     def moved(layout: TableLayout) -> int:
-        ids = samples * layout.id_columns * ID_BYTES * (ranks - 1)
         vectors = (
             layout.exchanged_bytes(samples, 4, backward=b) for b in (False, True)
         )
-        return ids + sum(vectors)
+        return layout.id_bytes(samples) + sum(vectors)
 
-    return whole if moved(whole) < moved(plain) else plain
+    found = [
+        _layout(*given, whole, asks=asks)
+        for whole in (0, samples_per_rank)
+        for asks in (False, True)
+    ]
+    return min(found, key=moved)
+
+
+def without_requests(
+    layout: TableLayout,
+    placement: TablePlacement,
+    lookups: Sequence[Lookup],
+    names: Sequence[str],
+    samples_per_rank: int,
+) -> TableLayout:
+    """The same buffers, with vectors exchanged by sample where rows were asked for.
+
+    Args:
+        layout: Result of ``make_layout``.
+        placement, lookups, names, samples_per_rank: Arguments of ``make_layout``.
+    """
+    whole = samples_per_rank if layout.gathered else 0
+    return _layout(placement, lookups, names, whole, asks=False)
 
 
 def _layout(
@@ -199,66 +315,105 @@ def _layout(
     lookups: Sequence[Lookup],
     names: Sequence[str],
     samples: int,
+    *,
+    asks: bool,
 ) -> TableLayout:
     ranks = placement.ranks.count
     replicated = frozenset(s.table for s in placement.shards if s.split == "replicate")
     shards = [s for s in placement.shards if s.table not in replicated]
     stored, rows = _stored(shards, ranks)
     gathered, blocks = _gathered(stored, rows, ranks, lookups, names, samples)
+    distinct, requests = _distinct(placement, stored, gathered) if asks else ({}, {})
     tasks = _Tasks(ranks)
     firsts = np.cumsum([0, *(one.num_ids for one in lookups)])
+    per_node = placement.ranks.per_node
     for number, (lookup, name) in enumerate(zip(lookups, names, strict=True)):
-        apart = name in replicated or name in gathered
+        apart = name in replicated or name in gathered or name in distinct
         for each in () if apart else stored[name]:
             tasks.add(number, lookup, each, int(firsts[number]))
-    widths: dict[int, WidthLayout] = {}
-    offset = first_id = 0
-    for width in sorted(rows):
-        layout = tasks.layout(width, rows[width], int(firsts[-1]), offset, first_id)
-        widths[width] = layout
-        offset += layout.slots * width
+    widths: dict[BufferKey, WidthLayout] = {}
+    offsets, first_id = {False: 0, True: 0}, 0
+    for key in sorted(rows):
+        by_node = key.memory == "node"
+        starts = offsets[by_node], first_id
+        layout = tasks.layout(key, rows[key], int(firsts[-1]), *starts)
+        widths[key] = layout
+        offsets[by_node] += layout.slots * key.width
         first_id += layout.num_ids
     return TableLayout(
         ranks=ranks,
+        per_node=per_node,
         widths=widths,
         stored=stored,
         replicated=replicated,
         received=tuple(
-            tuple(tasks.received(number, widths)) for number in range(len(lookups))
+            tuple(tasks.received(number, widths, per_node))
+            for number in range(len(lookups))
         ),
-        vector_elements=offset,
+        vector_elements=offsets[False],
+        node_elements=offsets[True],
         id_columns=first_id,
         gathered=gathered,
         blocks=blocks,
+        distinct=distinct,
+        requests=requests,
     )
+
+
+def _distinct(
+    placement: TablePlacement,
+    stored: Mapping[str, Sequence[StoredShard]],
+    gathered: Mapping[str, object],
+) -> tuple[dict[str, DistinctTable], dict[BufferKey, int]]:
+    """Tables whose rows are asked for, as was planned, and room for that."""
+    found: dict[str, DistinctTable] = {}
+    rooms: dict[BufferKey, np.ndarray] = {}
+    for name, shards in stored.items():
+        room = placement.way_of(name).distinct_rows
+        if not room or name in gathered or shards[0].key.memory != "device":
+            continue
+        ordered = sorted(shards, key=lambda each: each.shard.index)
+        key, owners = ordered[0].key, [each.shard.rank for each in ordered]
+        found[name] = DistinctTable(
+            key=key,
+            ranks=np.array(owners, np.int32),
+            bases=np.array([each.base for each in ordered], np.int32),
+            firsts=np.array([each.shard.rows[0] for each in ordered], np.int32),
+            hashed=ordered[0].shard.hashed,
+        )
+        own = rooms.setdefault(key, np.zeros(placement.ranks.count, int))
+        np.add.at(own, owners, room)
+    return found, {key: int(own.max()) for key, own in rooms.items()}
 
 
 def _gathered(
     stored: Mapping[str, Sequence[StoredShard]],
-    rows: Mapping[int, int],
+    rows: Mapping[BufferKey, int],
     ranks: int,
     lookups: Sequence[Lookup],
     names: Sequence[str],
     samples: int,
-) -> tuple[dict[str, tuple[GatheredShard, ...]], dict[int, np.ndarray]]:
+) -> tuple[dict[str, tuple[GatheredShard, ...]], dict[BufferKey, np.ndarray]]:
     """Shards that are sent whole since that moves less, and their rows by rank."""
     wanted = dict.fromkeys(stored, 0)
     for lookup, name in zip(lookups, names, strict=True):
         if name in wanted:
             wanted[name] += samples * lookup.num_vectors
-    sent: dict[int, list[list[int]]] = {}
+    sent: dict[BufferKey, list[list[int]]] = {}
     found: dict[str, tuple[GatheredShard, ...]] = {}
     for name, shards in stored.items():
+        if any(each.key.memory != "device" for each in shards):
+            continue
         if max(each.shard.num_rows for each in shards) >= wanted[name]:
             continue
         placed = []
         for each in shards:
-            by_rank = sent.setdefault(each.width, [[] for _ in range(ranks)])
+            by_rank = sent.setdefault(each.key, [[] for _ in range(ranks)])
             own = by_rank[each.shard.rank]
             placed.append(GatheredShard(stored=each, first=len(own)))
             own.extend(range(each.base, each.base + each.shard.num_rows))
         found[name] = tuple(placed)
-    return found, {w: _padded(by_rank, rows[w]) for w, by_rank in sent.items()}
+    return found, {key: _padded(by_rank, rows[key]) for key, by_rank in sent.items()}
 
 
 def _padded(by_rank: Sequence[Sequence[int]], none: int) -> np.ndarray:
@@ -268,19 +423,19 @@ def _padded(by_rank: Sequence[Sequence[int]], none: int) -> np.ndarray:
 
 def _stored(
     shards: Sequence[TableShard], ranks: int
-) -> tuple[dict[str, tuple[StoredShard, ...]], dict[int, int]]:
+) -> tuple[dict[str, tuple[StoredShard, ...]], dict[BufferKey, int]]:
     """Returns the positions of shards, and the number of rows of each buffer
     on a rank.
     """
-    filled: dict[int, list[int]] = {}
+    filled: dict[BufferKey, list[int]] = {}
     stored: dict[str, list[StoredShard]] = {}
     for shard in shards:
-        width = shard.columns[1] - shard.columns[0]
-        rows = filled.setdefault(width, [0] * ranks)
-        place = StoredShard(shard=shard, width=width, base=rows[shard.rank])
+        key = BufferKey(shard.columns[1] - shard.columns[0], memory_of(shard))
+        rows = filled.setdefault(key, [0] * ranks)
+        place = StoredShard(shard=shard, key=key, base=rows[shard.rank])
         rows[shard.rank] += shard.num_rows
         stored.setdefault(shard.table, []).append(place)
-    most = {width: max(rows) for width, rows in filled.items()}
+    most = {key: max(rows) for key, rows in filled.items()}
     return {name: tuple(each) for name, each in stored.items()}, most
 
 
@@ -289,8 +444,8 @@ class _Tasks:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.columns: dict[int, list[list[tuple[int, ...]]]] = {}
-        self.slots: dict[int, list[int]] = {}
+        self.columns: dict[BufferKey, list[list[tuple[int, ...]]]] = {}
+        self.slots: dict[BufferKey, list[int]] = {}
         self.given: dict[int, list[tuple[StoredShard, int, int]]] = {}
 
     def add(self, number: int, lookup: Lookup, each: StoredShard, first: int) -> None:
@@ -303,8 +458,8 @@ class _Tasks:
             first: Its first column among the ids of a sample.
         """
         shard, rank = each.shard, each.shard.rank
-        columns = self.columns.setdefault(each.width, [[] for _ in range(self.ranks)])
-        slots = self.slots.setdefault(each.width, [0] * self.ranks)
+        columns = self.columns.setdefault(each.key, [[] for _ in range(self.ranks)])
+        slots = self.slots.setdefault(each.key, [0] * self.ranks)
         modulus, residue = (shard.shards, shard.index) if shard.hashed else (1, 0)
         # Local row: base + id // modulus - (first row of a range).
         base = each.base - (0 if shard.hashed else shard.rows[0])
@@ -317,11 +472,11 @@ class _Tasks:
         slots[rank] += lookup.num_vectors
 
     def layout(
-        self, width: int, rows: int, none: int, offset: int, first_id: int
+        self, key: BufferKey, rows: int, none: int, offset: int, first_id: int
     ) -> WidthLayout:
-        """The padded columns of one width."""
-        columns = self.columns.get(width, [[] for _ in range(self.ranks)])
-        slots = max(self.slots.get(width, [0]))
+        """The padded columns of one buffer."""
+        columns = self.columns.get(key, [[] for _ in range(self.ranks)])
+        slots = max(self.slots.get(key, [0]))
         most = max(len(each) for each in columns)
         padding = (none, 1, 0, 0, 0, 0, max(slots - 1, 0))
         table = np.full((self.ranks, most, len(padding)), padding, np.int32)
@@ -330,7 +485,8 @@ class _Tasks:
                 table[rank, : len(each)] = each
         source, modulus, residue, low, high, base, slot = np.moveaxis(table, 2, 0)
         return WidthLayout(
-            width=width,
+            width=key.width,
+            memory=key.memory,
             rows=rows,
             slots=slots,
             source=source,
@@ -345,38 +501,43 @@ class _Tasks:
         )
 
     def received(
-        self, number: int, widths: Mapping[int, WidthLayout]
+        self, number: int, widths: Mapping[BufferKey, WidthLayout], per_node: int
     ) -> Iterator[ReceivedVectors]:
-        """Yields the positions of a lookup's vectors in the ranks' results."""
+        """Yields the positions of a lookup's vectors in the results of ranks and
+        nodes.
+        """
         for each, slot, count in self.given.get(number, []):
-            start = widths[each.width].offset + slot * each.width
+            by_node, rank = each.key.memory == "node", each.shard.rank
+            if by_node and rank % per_node:
+                continue  # The node gives one sum.
             yield ReceivedVectors(
-                rank=each.shard.rank,
-                start=start,
+                rank=rank // per_node if by_node else rank,
+                start=widths[each.key].offset + slot * each.width,
                 count=count,
                 columns=each.shard.columns,
+                by_node=by_node,
             )
 
 
 def collect_tables(
-    layout: TableLayout, buffers: Mapping[int, np.ndarray], by_row: bool
+    layout: TableLayout, buffers: Mapping[BufferKey, np.ndarray], by_row: bool
 ) -> dict[str, np.ndarray]:
     """Whole tables, or state arrays of them, from the shards.
 
     Args:
         layout: Layout of the shards.
-        buffers: Buffers by width, ``[ranks · rows, columns]`` in host memory.
+        buffers: Each ``[ranks · rows, columns]`` in host memory.
         by_row: The arrays have one number a row.
     """
     found: dict[str, np.ndarray] = {}
     for name, shards in layout.stored.items():
         rows = max(each.shard.rows[1] for each in shards)
         width = 1 if by_row else max(each.shard.columns[1] for each in shards)
-        whole = np.zeros((rows, width), buffers[shards[0].width].dtype)
+        whole = np.zeros((rows, width), buffers[shards[0].key].dtype)
         for each in shards:
-            start = each.shard.rank * layout.widths[each.width].rows + each.base
+            start = each.shard.rank * layout.widths[each.key].rows + each.base
             columns = slice(0, 1) if by_row else slice(*each.shard.columns)
-            part = buffers[each.width][start : start + each.shard.num_rows]
+            part = buffers[each.key][start : start + each.shard.num_rows]
             whole[each.row_numbers, columns] = part
         found[name] = whole
     return found

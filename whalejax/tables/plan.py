@@ -11,8 +11,11 @@ from whalejax.meshes.checks import short_repr
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_entries import LeafPlan
 from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.tables.cut import TableCost
 from whalejax.planner.tables.placement import TablePlacement
+from whalejax.planner.tables.section_text import placed_text, placed_why
 from whalejax.planner.tables.sections import Sections
+from whalejax.planner.tables.table import Table
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 
@@ -25,7 +28,8 @@ class TablesPlan:
     ``wh.compile_tables`` makes a step of it.
 
     Attributes:
-        placement: Placement of the tables.
+        placement: Placement of the tables in processes where there are some, else of
+            all.
         dense: Plan of everything else, which shares out the batch.
         rows: Update rule of rows.
         refused: Reason why a looked-up parameter is no table, by its path.
@@ -34,6 +38,9 @@ class TablesPlan:
         sections: Division of work with tables in processes of their own; None where the
             devices of the dense part hold them.
         program_hash: Hash of the loss as it was traced.
+        beside: Placement of the tables beside the dense part, where others are in
+            processes.
+        cut: Costs of each table in either section, where there may be two.
     """
 
     placement: TablePlacement
@@ -44,11 +51,20 @@ class TablesPlan:
     batch: Any
     sections: Sections | None = None
     program_hash: str = ""
+    beside: TablePlacement | None = None
+    cut: tuple[TableCost, ...] = ()
+
+    @property
+    def all_tables(self) -> tuple[Table, ...]:
+        """The tables, in the order of the model's leaves."""
+        beside = () if self.beside is None else self.beside.tables
+        found = {table.name: table for table in (*self.placement.tables, *beside)}
+        return tuple(found[path] for path in self.model_paths if path in found)
 
     @property
     def tables(self) -> tuple[str, ...]:
         """Paths of the tables."""
-        return tuple(table.name for table in self.placement.tables)
+        return tuple(table.name for table in self.all_tables)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -81,7 +97,7 @@ class TablesPlan:
             )
         for name in self.tables:
             if name == path or name.startswith(f"{path}."):
-                return self.placement.why(name)
+                return placed_why(name, self.placement, self.beside, self.cut)
         others = [name for name in self.model_paths if name not in self.tables]
         for name in others:
             if name == path or name.startswith(f"{path}."):
@@ -96,8 +112,8 @@ class TablesPlan:
 
     def __str__(self) -> str:
         refused = "".join(f"\nno table: {text}" for text in self.refused.values())
-        sections = "" if self.sections is None else f"{self.sections}\n"
-        return f"{sections}{self.placement}{refused}\n\n{self.dense}"
+        placed = placed_text(self.sections, self.placement, self.beside, self.cut)
+        return f"{placed}{refused}\n\n{self.dense}"
 
 
 def cut_program(adapter: Adapter, batch: Any) -> TableProgram:

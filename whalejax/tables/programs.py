@@ -8,6 +8,7 @@ were looked up beside those of the parameters.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +18,31 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from whalejax.tables.distinct import (
+    RowRequests,
+    asked_gradients,
+    asked_of,
+    asked_rows,
+    lookups_of,
+    most_distinct,
+    request_rows,
+    rows_of_ids,
+    sums_of_rows,
+)
 from whalejax.tables.exchange import (
     assemble,
     exchange_ids,
+    give_node_vectors,
     give_vectors,
     look_up_replicated,
     replicated_gradient,
     return_gradients,
+    return_node_gradients,
     update_buffers,
     update_replicated,
 )
 from whalejax.tables.gathered import block_gradients, whole_table
-from whalejax.tables.layout import TableLayout
+from whalejax.tables.layout import BufferKey, TableLayout
 from whalejax.tables.recognize import NO_ID, TableProgram
 from whalejax.tables.sparse_optimizers import RowState, SparseOptimizer
 
@@ -43,17 +57,51 @@ class TableArrays:
     """All tables and their optimizer state.
 
     Attributes:
-        buffers: Buffers by width, ``[ranks · rows, width]``, with rows divided among
-            the ranks.
+        buffers: Buffers, each ``[ranks · rows, width]``, with rows divided among the
+            ranks.
         states: State arrays of each buffer, by name.
         replicated: Tables that every rank holds, by name.
         replicated_states: Their state arrays, by name.
     """
 
-    buffers: dict[int, Any]
-    states: dict[int, RowState]
+    buffers: dict[BufferKey, Any]
+    states: dict[BufferKey, RowState]
     replicated: dict[str, Any]
     replicated_states: dict[str, RowState]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["taken", "asked", "requests"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenIds:
+    """Ids and rows that ranks look up in a step.
+
+    Attributes:
+        taken: Ids that each rank looks up for all samples.
+        asked: Rows of its buffers that others ask for.
+        requests: Places of its samples' rows among those that it asks for.
+    """
+
+    taken: Any
+    asked: dict[BufferKey, Any]
+    requests: dict[BufferKey, RowRequests]
+
+
+def _join_updates(
+    first: Mapping[BufferKey, tuple[Any, Any]],
+    second: Mapping[BufferKey, tuple[Any, Any]],
+) -> dict[BufferKey, tuple[Any, Any]]:
+    """Rows and gradients of both, by buffer."""
+    joined = dict(first)
+    for key, (rows, gradients) in second.items():
+        if key in joined:
+            rows = jnp.concatenate([joined[key][0], rows])
+            gradients = jnp.concatenate([joined[key][1], gradients])
+        joined[key] = rows, gradients
+    return joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,8 +115,11 @@ class TablePrograms:
         rows: Rows of that table.
         optimizer: Update rule of rows.
         mesh: Devices.
-        axes: Mesh axes that share out the batch, which the ranks are numbered along.
+        axes: Mesh axes that share out the batch, which the ranks are numbered along:
+            nodes and the ranks of a node, where a node has rows together.
         clips: Ids out of range are taken as the nearest id.
+        by_sample: The layout of the same buffers in which no rows are asked for, which
+            batches with more distinct rows need.
     """
 
     program: TableProgram
@@ -79,6 +130,7 @@ class TablePrograms:
     mesh: Mesh
     axes: tuple[str, ...]
     clips: bool
+    by_sample: TableLayout
 
     def all_ids(self, batch: Sequence[Any]) -> Any:
         """The ids of all lookups side by side, ``int32[samples, ids]``.
@@ -121,7 +173,23 @@ class TablePrograms:
             bounds.append(jnp.stack([known.min(), known.max()]))
         return jnp.stack(bounds)
 
-    def look_up(self, tables: TableArrays, ids: Any) -> tuple[list[Any], Any]:
+    @property
+    def plain(self) -> TablePrograms:
+        """The same programs, with vectors exchanged by sample."""
+        return dataclasses.replace(self, layout=self.by_sample)
+
+    def room_taken(self, batch: Sequence[Any]) -> Any:
+        """Most distinct rows that a rank needs of another, over the room for them.
+
+        Args:
+            batch: Leaves of a global batch.
+        """
+        if not self.layout.requests:
+            return jnp.float32(0)
+        ids = self._by_lookup(self.all_ids(batch))
+        return most_distinct(self.layout, self.names, ids)
+
+    def look_up(self, tables: TableArrays, ids: Any) -> tuple[list[Any], TakenIds]:
         """The vectors of every lookup, and the ids as their owners have them.
 
         Args:
@@ -129,33 +197,91 @@ class TablePrograms:
             ids: From ``all_ids``.
         """
 
-        def run(tables: TableArrays, ids: Any) -> tuple[list[Any], Any]:
+        layout, axes = self.layout, self.axes
+
+        def run(tables: TableArrays, ids: Any) -> tuple[list[Any], TakenIds]:
             taken = received = jnp.zeros((ids.shape[0], 0), ids.dtype)
-            whole = dict(tables.replicated)
-            if self.layout.widths:
-                taken = exchange_ids(self.layout, ids, self.axes)
-                received, blocks = give_vectors(
-                    self.layout, tables.buffers, taken, self.axes
+            whole, by_node = dict(tables.replicated), None
+            own_ids, buffers = self._by_lookup(ids), tables.buffers
+            asked: dict[BufferKey, Any] = {}
+            requests: dict[BufferKey, RowRequests] = {}
+            asked_vectors: dict[int, Any] = {}
+            if layout.widths:
+                wanted, requests = request_rows(layout, self.names, own_ids)
+                taken, wanted = exchange_ids(layout, ids, wanted, axes)
+                asked = asked_of(layout, wanted)
+                rows = asked_rows(layout, buffers, asked)
+                received, blocks, rows = give_vectors(
+                    layout, buffers, taken, rows, axes
                 )
+                asked_vectors = self._asked_vectors(requests, own_ids, rows)
+                if layout.node_elements:
+                    by_node = give_node_vectors(layout, buffers, taken, axes)
                 for name in self.layout.gathered:
                     whole[name] = whole_table(self.layout, name, blocks)
             vectors = []
-            for number, own in enumerate(self._by_lookup(ids)):
+            for number, own in enumerate(own_ids):
                 lookup, name = self.program.lookups[number], self.names[number]
                 if name in whole:
                     table = whole[name]
                     vectors.append(look_up_replicated(table, lookup, own))
+                elif number in asked_vectors:
+                    vectors.append(asked_vectors[number])
                 else:
-                    vectors.append(assemble(self.layout, number, lookup, received))
-            return vectors, taken
+                    parts = self.layout, number, lookup, received, by_node
+                    vectors.append(assemble(*parts))
+            return vectors, TakenIds(taken=taken, asked=asked, requests=requests)
 
         shared = PartitionSpec(self.axes)
         mapped = self._mapped(run, (self.specs(tables), shared), shared)
-        found: tuple[list[Any], Any] = mapped(tables, ids)
+        found: tuple[list[Any], TakenIds] = mapped(tables, ids)
         return found
 
+    def _asked_vectors(
+        self, requests: Mapping[BufferKey, RowRequests], ids: list[Any], rows: Any
+    ) -> dict[int, Any]:
+        """Vectors of the lookups whose rows were asked for, by their number."""
+        found: dict[int, Any] = {}
+        for key, by_id in rows_of_ids(self.layout, requests, rows).items():
+            start = 0
+            for number in lookups_of(self.layout, key, self.names):
+                lookup, count = self.program.lookups[number], ids[number].size
+                part = by_id[start : start + count]
+                part = part.reshape(*ids[number].shape, key.width)
+                vectors = part.sum(1) if lookup.pooled else part
+                shape = len(ids[number]), *lookup.vectors_shape[1:]
+                found[number] = vectors.reshape(shape).astype(lookup.dtype)
+                start += count
+        return found
+
+    def _asked_sums(
+        self, taken: TakenIds, ids: Any, gradients: Sequence[Any], dtype: Any
+    ) -> Any:
+        """Gradients of the rows that were asked for, by the rank that has them."""
+        by_buffer: dict[BufferKey, Any] = {}
+        own = self._by_lookup(ids)
+        for key in self.layout.requests:
+            parts = []
+            for number in lookups_of(self.layout, key, self.names):
+                lookup, (samples, count) = (
+                    self.program.lookups[number],
+                    own[number].shape,
+                )
+                vectors = gradients[number].reshape(
+                    samples, lookup.num_vectors, key.width
+                )
+                wide = jnp.broadcast_to(vectors, (samples, count, key.width))
+                parts.append(wide.reshape(-1, key.width))
+            by_buffer[key] = jnp.concatenate(parts)
+        return sums_of_rows(self.layout, taken.requests, by_buffer, dtype)
+
     def update(
-        self, tables: TableArrays, ids: Any, taken: Any, gradients: Any, step: Any
+        self,
+        tables: TableArrays,
+        ids: Any,
+        taken: TakenIds,
+        gradients: Any,
+        step: Any,
     ) -> TableArrays:
         """The tables after the rows that were looked up changed.
 
@@ -167,22 +293,16 @@ class TablePrograms:
         """
 
         def run(
-            tables: TableArrays, ids: Any, taken: Any, gradients: list[Any], step: Any
+            tables: TableArrays,
+            ids: Any,
+            taken: TakenIds,
+            gradients: list[Any],
+            step: Any,
         ) -> TableArrays:
             buffers, states = dict(tables.buffers), dict(tables.states)
             if self.layout.widths:
-                dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
-                sums = self._sums(self._gathered_shapes(dtype), ids, gradients)
-                returned, packed = return_gradients(
-                    self.layout, gradients, sums, self.axes, dtype
-                )
-                rank = jax.lax.axis_index(self.axes)
-                buffers, states = update_buffers(
-                    self.layout.widths,
-                    self.optimizer,
-                    *(buffers, states, taken, returned, step, rank),
-                    block_gradients(self.layout, packed, buffers, rank),
-                )
+                given = tables, ids, taken, gradients, step
+                buffers, states = self._update_buffers(*given)
             replicated, replicated_states = self._update_replicated(
                 tables, ids, gradients, step
             )
@@ -199,6 +319,41 @@ class TablePrograms:
         mapped = self._mapped(run, given, specs)
         found: TableArrays = mapped(tables, ids, taken, gradients, step)
         return found
+
+    def _update_buffers(
+        self, tables: TableArrays, ids: Any, taken: TakenIds, gradients: Any, step: Any
+    ) -> tuple[dict[BufferKey, Any], dict[BufferKey, RowState]]:
+        """This rank's buffers after the rows that it gave vectors of changed."""
+        layout, buffers = self.layout, tables.buffers
+        dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
+        rank = jax.lax.axis_index(self.axes)
+        new_buffers: dict[BufferKey, Any] = {}
+        new_states: dict[BufferKey, RowState] = {}
+        if own := layout.widths_in(nodes=False):
+            sums = self._sums(self._gathered_shapes(dtype), ids, gradients)
+            asked = self._asked_sums(taken, ids, gradients, dtype)
+            returned, packed, asked = return_gradients(
+                layout, gradients, sums, asked, self.axes, dtype
+            )
+            more = _join_updates(
+                block_gradients(layout, packed, buffers, rank),
+                asked_gradients(layout, taken.asked, asked),
+            )
+            new_buffers, new_states = update_buffers(
+                *(own, self.optimizer, buffers, tables.states, taken.taken),
+                *(returned, step, rank, more),
+            )
+        if layout.node_elements:
+            returned = return_node_gradients(layout, gradients, self.axes, dtype)
+            of_nodes = update_buffers(
+                *(layout.widths_in(nodes=True), self.optimizer, buffers),
+                *(tables.states, taken.taken, returned, step, rank),
+            )
+            new_buffers, new_states = (
+                new_buffers | of_nodes[0],
+                new_states | of_nodes[1],
+            )
+        return new_buffers, new_states
 
     def _update_replicated(
         self, tables: TableArrays, ids: Any, gradients: Sequence[Any], step: Any

@@ -17,8 +17,9 @@ from whalejax.capture.batch import aval_of
 from whalejax.lowering.batch_record import batch_leaves, batch_of, batch_tree
 from whalejax.planner.json_codec import DataError, decode, encode
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan_entries import BatchLeaf
+from whalejax.planner.plan_entries import BatchLeaf, ModelWork
 from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.tables.cut import TableCost
 from whalejax.planner.tables.record import placement_data, placement_of
 from whalejax.planner.tables.sections import Sections
 from whalejax.planner.tables_data import TablesData
@@ -32,7 +33,7 @@ class TablesRecord:
     """Record of a plan's tables beside the placement; see ``TablesPlan``.
 
     Attributes:
-        rows, model_paths, sections: Fields of ``TablesPlan``, unchanged.
+        rows, model_paths, sections, cut: Fields of ``TablesPlan``, unchanged.
         refused: (Path, why it is no table).
         batch, batch_tree: Leaves of the global batch, and the containers around them.
         program_hash: Hash of ``TablesPlan``, unchanged.
@@ -45,6 +46,7 @@ class TablesRecord:
     batch_tree: str
     program_hash: str
     sections: Sections | None
+    cut: tuple[TableCost, ...]
 
 
 def whole_plan(plan: TablesPlan) -> Plan:
@@ -61,11 +63,26 @@ def whole_plan(plan: TablesPlan) -> Plan:
         batch_tree=batch_tree(plan.batch),
         program_hash=plan.program_hash,
         sections=plan.sections,
+        cut=plan.cut,
     )
     document = {**encode(record), "placement": placement_data(plan.placement)}
+    if plan.beside is not None:
+        document["beside"] = placement_data(plan.beside)
     # As a file holds it, so that a plan equals the one that was read back.
     data = TablesData(json.loads(json.dumps(document)))
-    return dataclasses.replace(plan.dense, tables=data)
+    return dataclasses.replace(plan.dense, tables=data, work=_whole_work(plan))
+
+
+def _whole_work(plan: TablesPlan) -> ModelWork | None:
+    """Size of the model with its tables, and the work of the dense part."""
+    work = plan.dense.work
+    if work is None:
+        return None
+    size = sum(table.rows * table.width for table in plan.all_tables)
+    sizes = ("parameters", "trained", "active")
+    return dataclasses.replace(
+        work, **{name: getattr(work, name) + size for name in sizes}
+    )
 
 
 def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
@@ -82,6 +99,7 @@ def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
         raise PlanError("this plan has no tables. Plan with tables= to place some")
     document = dict(plan.tables.document)
     placement = placement_of(document.pop("placement"))
+    beside = document.pop("beside", None)
     try:
         record: TablesRecord = decode(TablesRecord, document, "tables")
     except DataError as error:
@@ -96,6 +114,8 @@ def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
         batch=batch_of(known) if batch is None else jax.tree.map(aval_of, batch),
         sections=record.sections,
         program_hash=record.program_hash,
+        beside=None if beside is None else placement_of(beside),
+        cut=record.cut,
     )
 
 

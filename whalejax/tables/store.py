@@ -7,6 +7,7 @@ place in them, so that host memory holds one whole table at a time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from whalejax.tables.layout import StoredShard, TableLayout, collect_tables
+from whalejax.tables.host_rows import HOST_KIND, write_rows
+from whalejax.tables.layout import BufferKey, StoredShard, TableLayout, collect_tables
 from whalejax.tables.programs import TableArrays
 from whalejax.tables.sparse_optimizers import SparseOptimizer
 
@@ -67,23 +69,25 @@ class TableStore:
                 for kind in names
             }
 
-        rows = {w: layout.ranks * each.rows for w, each in layout.widths.items()}
+        rows = {key: layout.ranks * each.rows for key, each in layout.widths.items()}
         whole = {name: self.shapes[name] for name in layout.replicated}
 
         def build() -> TableArrays:
             return TableArrays(
-                buffers={w: full(n, w, 0.0) for w, n in rows.items()},
-                states={w: states(n, w) for w, n in rows.items()},
+                buffers={key: full(n, key.width, 0.0) for key, n in rows.items()},
+                states={key: states(n, key.width) for key, n in rows.items()},
                 replicated={name: full(*s, 0.0) for name, s in whole.items()},
                 replicated_states={name: states(*s) for name, s in whole.items()},
             )
 
-        shared = NamedSharding(self.mesh, PartitionSpec(self.axes, None))
         single = NamedSharding(self.mesh, PartitionSpec())
         abstract = jax.eval_shape(build)
         shardings = TableArrays(
-            buffers=jax.tree.map(lambda _: shared, abstract.buffers),
-            states=jax.tree.map(lambda _: shared, abstract.states),
+            buffers={key: self.sharding(key) for key in abstract.buffers},
+            states={
+                key: dict.fromkeys(each, self.sharding(key))
+                for key, each in abstract.states.items()
+            },
             replicated=jax.tree.map(lambda _: single, abstract.replicated),
             replicated_states=jax.tree.map(
                 lambda _: single, abstract.replicated_states
@@ -91,6 +95,15 @@ class TableStore:
         )
         arrays: TableArrays = jax.jit(build, out_shardings=shardings)()
         return arrays
+
+    def sharding(self, key: BufferKey) -> NamedSharding:
+        """The sharding of a buffer by rows, and its memory.
+
+        Args:
+            key: The buffer.
+        """
+        kind = {"memory_kind": HOST_KIND} if key.memory == "host" else {}
+        return NamedSharding(self.mesh, PartitionSpec(self.axes, None), **kind)
 
     def write(
         self, arrays: TableArrays, name: str, values: np.ndarray, kind: str | None
@@ -106,15 +119,16 @@ class TableStore:
         if name in self.layout.replicated:
             whole = jax.device_put(values, NamedSharding(self.mesh, PartitionSpec()))
             return self._replaced_whole(arrays, name, whole, kind)
-        by_rank: dict[int, list[StoredShard]] = defaultdict(list)
+        by_rank: dict[tuple[BufferKey, int], list[StoredShard]] = defaultdict(list)
         for each in self.layout.stored[name]:
-            by_rank[each.shard.rank].append(each)
-        for number in range(max(map(len, by_rank.values()))):
-            turn = {r: held[number] for r, held in by_rank.items() if held[number:]}
-            width = next(iter(turn.values())).width
-            held = arrays.states[width][kind] if kind else arrays.buffers[width]
-            written = self._write_shards(held, turn, values, kind)
-            arrays = _replaced(arrays, width, written, kind)
+            by_rank[each.key, each.shard.rank].append(each)
+        for key in dict.fromkeys(key for key, _ in by_rank):
+            of_key = {r: held for (k, r), held in by_rank.items() if k == key}
+            for number in range(max(map(len, of_key.values()))):
+                turn = {r: held[number] for r, held in of_key.items() if held[number:]}
+                held = arrays.states[key][kind] if kind else arrays.buffers[key]
+                written = self._write_shards(held, turn, values, kind, key)
+                arrays = _replaced(arrays, key, written, kind)
         return arrays
 
     def _replaced_whole(
@@ -133,6 +147,7 @@ class TableStore:
         turn: Mapping[int, StoredShard],
         values: np.ndarray,
         kind: str | None,
+        key: BufferKey,
     ) -> Any:
         """A buffer with at most one shard of each rank written to it."""
         ranks, axes = self.layout.ranks, PartitionSpec(self.axes)
@@ -157,12 +172,13 @@ class TableStore:
         parts = jax.make_array_from_callback(shape, sharding, part)
         place = jax.device_put(places.reshape(-1), sharding)
         mapped = jax.shard_map(
-            lambda held, place, rows: held.at[place].set(rows, mode="drop"),
+            functools.partial(write_rows, on_host=key.memory == "host"),
             mesh=self.mesh,
             in_specs=(axes, axes, axes),
             out_specs=axes,
         )
-        return jax.jit(mapped, donate_argnums=0)(buffer, place, parts)
+        written = jax.jit(mapped, donate_argnums=0, out_shardings=self.sharding(key))
+        return written(buffer, place, parts)
 
     def collect(self, arrays: TableArrays, kind: str | None) -> dict[str, np.ndarray]:
         """Every table whole, or a state array of each, in host memory, by path.
@@ -174,19 +190,19 @@ class TableStore:
         if kind is None:
             buffers, whole = arrays.buffers, arrays.replicated
         else:
-            buffers = {width: held[kind] for width, held in arrays.states.items()}
+            buffers = {key: held[kind] for key, held in arrays.states.items()}
             whole = {name: x[kind] for name, x in arrays.replicated_states.items()}
-        host = {width: np.asarray(array) for width, array in buffers.items()}
+        host = {key: np.asarray(array) for key, array in buffers.items()}
         by_row = kind is not None and self.by_row(kind)
         found = collect_tables(self.layout, host, by_row)
         return found | {name: np.asarray(x) for name, x in whole.items()}
 
 
 def _replaced(
-    arrays: TableArrays, width: int, written: Any, kind: str | None
+    arrays: TableArrays, key: BufferKey, written: Any, kind: str | None
 ) -> TableArrays:
     """The arrays with another buffer, or another state array of it."""
     if kind is None:
-        return dataclasses.replace(arrays, buffers=arrays.buffers | {width: written})
-    states = arrays.states | {width: arrays.states[width] | {kind: written}}
+        return dataclasses.replace(arrays, buffers=arrays.buffers | {key: written})
+    states = arrays.states | {key: arrays.states[key] | {kind: written}}
     return dataclasses.replace(arrays, states=states)

@@ -86,13 +86,17 @@ class Hello(Question[HelloHeard]):
 
 
 class Begin(Question[Begun]):
-    """Six arrays for each buffer: see ``WidthLayout``."""
+    """Six arrays for each buffer: see ``WidthLayout``.
+
+    Restored are the rows of ``version``, or the newest where it is -1.
+    """
 
     staleness: Whole
     optimizer: dict[Text, Any]
     dtype: Text
     widths: Widths
     restores: bool
+    version: Whole = -1
     model: Text = ""
     settings: dict[Text, Any] = {}
     batch_size: Whole = -1
@@ -114,14 +118,18 @@ class GetRows(Question[RowsChunk]):
 
 
 class Commit(Question[Saved]):
-    """Go on from the rows after so many steps: as they are, or with all updates."""
+    """Go on from the rows after so many steps: as they are, or with all updates.
+
+    The snapshot of version ``kept`` is not removed; -1 for none.
+    """
 
     version: Whole
     fresh: bool
+    kept: Whole = -1
 
 
 class Save(Question[Saved]):
-    pass
+    kept: Whole = -1
 
 
 class LookUp(Question[Vectors]):

@@ -13,6 +13,7 @@ from whalejax.meshes.checks import Arguments
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.units import count_digits, count_text, duration_text
 from whalejax.planner.plan.report.prices import HourlyPrice, hourly_price
+from whalejax.planner.plan.report.table_text import whole_seconds
 from whalejax.planner.plan.report.text_layout import Line, paragraph
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_entries import ModelWork
@@ -121,7 +122,7 @@ def throughput(plan: PlanData, step_seconds: float | None = None) -> Throughput:
     kinds = _devices(plan)
     return Throughput(
         work=plan.work,
-        step_seconds=step_seconds or plan.time.step_seconds,
+        step_seconds=step_seconds or whole_seconds(plan),
         num_devices=plan.num_devices,
         dtype=plan.cluster.kinds[0].multiplies_in(dtype),
         peak_flops_per_second=sum(

@@ -2,12 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+from whalejax.meshes.units import milliseconds
 from whalejax.planner.json_codec import DataError, decode
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.tables.cut import TableCost
+from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.record import placement_of
+from whalejax.planner.tables.section_text import placed_text, placed_why
 from whalejax.planner.tables.sections import Sections
+
+
+_SPARSE_CORES: Final = frozenset(("v4", "v5p", "v6e", "v7x"))
+"""TPUs that have SparseCores."""
+
+
+def whole_seconds(plan: PlanData) -> float:
+    """Predicted seconds of a step, with those of the tables where a plan has some.
+
+    Sections work at once; where there is one, tables on the most loaded device and the
+    dense part follow each other.
+
+    Args:
+        plan: The plan.
+    """
+    dense = plan.time.step_seconds
+    if plan.tables is None:
+        return dense
+    document = plan.tables.document
+    sections = _sections(document)
+    if sections is not None:
+        return sections.step_seconds
+    return dense + _table_seconds(document)
+
+
+def _table_seconds(document: dict[str, Any]) -> float:
+    """Seconds of a step of the tables on the most loaded device."""
+    placement = _placement_and_cut(document)[0]
+    return float(placement.loads.max()) if placement.objective == "time" else 0.0
+
+
+def whole_text(plan: PlanData) -> str:
+    """Text of a step's seconds and their parts; empty for plans without tables.
+
+    Args:
+        plan: The plan.
+    """
+    if plan.tables is None:
+        return ""
+    document, dense = plan.tables.document, milliseconds(plan.time.step_seconds)
+    text = f"a step takes {milliseconds(whole_seconds(plan))} as "
+    sections = _sections(document)
+    if sections is not None:
+        how = "measured" if sections.is_measured else "predicted"
+        loads = sections.times.loads(sections.processes)
+        slowest = max(loads, key=lambda name: loads[name])
+        busy = ", ".join(f"{name} {milliseconds(x)}" for name, x in loads.items())
+        return f"{text}{how}, of {busy}; {slowest} takes longest"
+    tables = milliseconds(_table_seconds(document))
+    return (
+        f"{text}predicted: {dense} of the dense part, {tables} of lookups, exchange "
+        "and updates on the most loaded device"
+    )
 
 
 def tables_text(plan: PlanData) -> str:
@@ -19,15 +76,45 @@ def tables_text(plan: PlanData) -> str:
     if plan.tables is None:
         return ""
     document = plan.tables.document
-    lines = []
-    try:
-        sections: Any = document.get("sections")
-        lines += [str(decode(Sections, sections))] if sections else []
-    except DataError:
-        pass  # Whoever compiles it is told.
-    lines.append(str(placement_of(document["placement"])))
+    lines = [whole_text(plan), *_not_used(plan)]
+    lines += [placed_text(_sections(document), *_placement_and_cut(document))]
     lines += [f"no table: {text}" for _, text in document.get("refused", ())]
     return "\n".join(lines)
+
+
+def _not_used(plan: PlanData) -> list[str]:
+    """Texts about parts of the devices that a plan with tables leaves unused."""
+    kinds = {kind.name for kind in plan.cluster.kinds}
+    if not kinds & _SPARSE_CORES:
+        return []
+    return [
+        "SparseCore is not used: no rates of its lookups are known here, so that it is "
+        "not priced, and steps run on TensorCores alone"
+    ]
+
+
+def _sections(document: dict[str, Any]) -> Sections | None:
+    found: Any = document.get("sections")
+    try:
+        return decode(Sections, found) if found else None
+    except DataError:
+        return None  # Whoever compiles it is told.
+
+
+def _placement_and_cut(
+    document: dict[str, Any],
+) -> tuple[TablePlacement, TablePlacement | None, tuple[TableCost, ...]]:
+    """The placement, that beside the dense part, and what tables take."""
+    beside: Any = document.get("beside")
+    try:
+        cut = decode(tuple[TableCost, ...], document.get("cut", []))
+    except DataError:
+        cut = ()
+    return (
+        placement_of(document["placement"]),
+        None if beside is None else placement_of(beside),
+        cut,
+    )
 
 
 def table_why(plan: PlanData, path: str) -> str | None:
@@ -38,10 +125,11 @@ def table_why(plan: PlanData, path: str) -> str | None:
         path: Dotted path of a parameter, or its beginning.
     """
     assert plan.tables is not None
-    placement = placement_of(plan.tables.document["placement"])
-    for table in placement.tables:
+    placement, beside, cut = _placement_and_cut(plan.tables.document)
+    more = () if beside is None else beside.tables
+    for table in (*placement.tables, *more):
         if table.name == path or table.name.startswith(f"{path}."):
-            return placement.why(table.name)
+            return placed_why(table.name, placement, beside, cut)
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +33,10 @@ BUSY: Final = SectionTimes(sparse_seconds=1.0, wire_seconds=0.1, dense_seconds=0
 
 
 def make_plan(
-    staleness: int, kind: str = "adagrad", pins: Mapping[str, int | str] = PINS
+    staleness: int,
+    kind: str = "adagrad",
+    pins: Mapping[str, int | str] = PINS,
+    inside: Sequence[str] | None = TABLES,
 ) -> TablesPlan:
     return wh.plan_tables(
         loss,
@@ -45,11 +48,18 @@ def make_plan(
         pins=pins,
         staleness=staleness,
         times=BUSY,
+        in_processes=inside,
     )
 
 
-def make_step(staleness: int, kind: str = "adagrad", **settings: Any) -> SectionsStep:
-    net, plan = make_net(np.float32), make_plan(staleness, kind)
+def make_step(
+    staleness: int,
+    kind: str = "adagrad",
+    inside: Sequence[str] = TABLES,
+    pins: Mapping[str, int | str] = PINS,
+    **settings: Any,
+) -> SectionsStep:
+    net, plan = make_net(np.float32), make_plan(staleness, kind, pins, inside)
     given = adapt(net, loss).without_values(), OPTIMIZER, "error", jax.devices()[:1]
     return SectionsStep(plan, *given, **settings)
 
@@ -206,6 +216,7 @@ def test_the_processes_make_the_batches_of_a_job() -> None:
         cluster="cpu:2+cpu:1",
         staleness=1,
         times=BUSY,
+        in_processes=[f"tables.c{n}.embedding" for n in range(5)],
         **options,
     )
     given: Any = plan, job.loss_fn, model

@@ -1,0 +1,295 @@
+"""The choice of tables in processes of CPUs and tables beside the dense part.
+
+A table in a process takes seconds there and on the wire; beside the dense part it takes
+seconds of the devices, and its updates are never late. With S tables in n processes and
+lookups that lack at most s updates a step takes
+
+    max(a(S) / n, w(S), d(S), (a(S) / n + w(S) + d(S)) / (s + 1)),
+
+each a sum over tables, so that for each n the best cut is an integer program. Memory of
+both sections is limited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from whalejax.meshes.units import count_text, gigabytes, milliseconds
+from whalejax.planner.plan_errors import NothingFits
+from whalejax.planner.tables.place import HOST_SPLITS
+from whalejax.planner.tables.ranks import Ranks
+from whalejax.planner.tables.sections import (
+    ENOUGH,
+    SectionTimes,
+    process_seconds,
+    wire_latency,
+)
+from whalejax.planner.tables.table import Table
+from whalejax.planner.tables.ways import SPLITS, list_ways
+
+
+_ON_DEVICES: Final = tuple(split for split in SPLITS if split not in HOST_SPLITS)
+_NODES: Final = 200
+_GAP: Final = 1e-4
+_CHOSEN: Final = "which fits and makes the shorter step"
+_TOTAL_WEIGHT: Final = 1e-3
+"""Weight of all work beside a step's seconds: among equals the least is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableCost:
+    """Seconds of a step that a table takes in either section.
+
+    Attributes:
+        name: Name of the table.
+        in_processes: Whether it is in processes of CPUs.
+        is_fixed: Whether you fixed that.
+        sparse_seconds: Lookups and updates in one process.
+        wire_seconds: Ids, vectors and gradients between both sections.
+        dense_seconds: Lookups, exchange and updates on the devices, of each an even
+            share.
+        nbytes: Bytes of the table and its optimizer state.
+    """
+
+    name: str
+    in_processes: bool
+    is_fixed: bool
+    sparse_seconds: float
+    wire_seconds: float
+    dense_seconds: float
+    nbytes: int
+
+    def __str__(self) -> str:
+        chosen = "as you fixed it" if self.is_fixed else _CHOSEN
+        here = "in processes of CPUs" if self.in_processes else "beside the dense part"
+        return (
+            f"{here}, {chosen}: in one process a step takes "
+            f"{milliseconds(self.sparse_seconds)} of it and its messages "
+            f"{milliseconds(self.wire_seconds)}, on the devices of the dense part "
+            f"{milliseconds(self.dense_seconds)}"
+        )
+
+
+def table_costs(
+    tables: Sequence[Table],
+    processes: Ranks,
+    devices: Ranks | None,
+    batch_size: int,
+    fixed: Collection[str] | None,
+) -> tuple[TableCost, ...]:
+    """Predicted seconds of each table in either section.
+
+    Args:
+        tables: All tables.
+        processes: Processes that compute on CPUs.
+        devices: Devices of the dense part; None where they can hold no table.
+        batch_size: Samples of a global batch.
+        fixed: Names of the tables that are in processes, where you fixed them.
+    """
+    found = []
+    for table in tables:
+        sparse, wire = process_seconds(table, batch_size, processes.read_seconds)
+        found.append(
+            TableCost(
+                name=table.name,
+                in_processes=True if fixed is None else table.name in fixed,
+                is_fixed=fixed is not None or devices is None,
+                sparse_seconds=sparse,
+                wire_seconds=wire,
+                dense_seconds=_device_seconds(table, devices, batch_size),
+                nbytes=table.nbytes,
+            )
+        )
+    return tuple(found)
+
+
+def _device_seconds(table: Table, devices: Ranks | None, batch_size: int) -> float:
+    """Least load of a table on all devices, over their number."""
+    if devices is None:
+        return 0.0
+    ways = list_ways(
+        table, devices, batch_size=batch_size, objective="time", splits=_ON_DEVICES
+    )
+    held = (
+        way.loads[0] * (devices.count if way.split == "replicate" else way.shards)
+        for way in ways
+    )
+    return min(held) / devices.count
+
+
+def times_of(
+    costs: Sequence[TableCost], dense_seconds: float, batch_seconds: float = 0.0
+) -> SectionTimes:
+    """Seconds of the sections with the tables in their places.
+
+    Args:
+        costs: All tables.
+        dense_seconds: The dense part without tables.
+        batch_seconds: Seconds to make a batch, in a process.
+    """
+    inside = [cost for cost in costs if cost.in_processes]
+    beside = [cost for cost in costs if not cost.in_processes]
+    return SectionTimes(
+        sparse_seconds=sum(cost.sparse_seconds for cost in inside),
+        wire_seconds=sum(cost.wire_seconds for cost in inside) + wire_latency(inside),
+        dense_seconds=dense_seconds + sum(cost.dense_seconds for cost in beside),
+        batch_seconds=batch_seconds,
+        tables=tuple(cost.name for cost in inside),
+    )
+
+
+def with_measured(
+    costs: Sequence[TableCost], times: SectionTimes
+) -> tuple[tuple[TableCost, ...], float]:
+    """(Costs in the proportions predicted that add up to what was measured, the
+    seconds of the dense part without tables).
+
+    Args:
+        costs: Predicted costs of all tables.
+        times: Measured with the tables that it names in processes.
+    """
+    names = {c.name for c in costs} if times.tables is None else set(times.tables)
+    then = [dataclasses.replace(c, in_processes=c.name in names) for c in costs]
+    before = times_of(then, 0.0)
+    sparse = times.sparse_seconds / max(before.sparse_seconds, 1e-300)
+    wire = max(0.0, times.wire_seconds - wire_latency(names))
+    wire /= max(before.wire_seconds - wire_latency(names), 1e-300)
+    scaled = [
+        dataclasses.replace(
+            cost,
+            sparse_seconds=cost.sparse_seconds * sparse,
+            wire_seconds=cost.wire_seconds * wire,
+        )
+        for cost in costs
+    ]
+    return tuple(scaled), max(0.0, times.dense_seconds - before.dense_seconds)
+
+
+def choose_cut(
+    costs: Sequence[TableCost],
+    groups: Sequence[Sequence[int]],
+    base: SectionTimes,
+    *,
+    most_processes: int,
+    staleness: int,
+    process_bytes: float,
+    device_bytes: float,
+) -> tuple[TableCost, ...]:
+    """Chooses the section of each table, so that a step is shortest.
+
+    Args:
+        costs: All tables; those that are fixed stay where they are.
+        groups: Numbers of the tables that are in one section, every table once.
+        base: The sections without a table.
+        most_processes: Number of processes that there are.
+        staleness: Number of updates that a lookup may lack.
+        process_bytes: Memory of one process.
+        device_bytes: Memory for tables of all devices of the dense part.
+
+    Raises:
+        NothingFits: both sections together cannot hold the tables.
+    """
+    found: dict[int, tuple[float, tuple[TableCost, ...]]] = {}
+    size = sum(cost.nbytes for cost in costs)
+    for count in range(most_processes + 1):
+        rooms = count * process_bytes, device_bytes
+        inside = _solve(costs, groups, base, count, staleness, rooms)
+        if inside is None:
+            continue
+        chosen = tuple(
+            dataclasses.replace(cost, in_processes=bool(x))
+            for cost, x in zip(costs, inside, strict=True)
+        )
+        times = times_of(chosen, base.dense_seconds, base.batch_seconds)
+        # Without processes one part of a step follows the other.
+        seconds = (
+            times.step_seconds(count, staleness)
+            if count
+            else times.batch_seconds + times.dense_seconds
+        )
+        if not count or any(inside):
+            found[count] = seconds, chosen
+    if not found:
+        room = most_processes * process_bytes + device_bytes
+        short = size - room
+        lack = f"{gigabytes(short)} short" if short > 0 else "no division of them fits"
+        raise NothingFits(
+            f"{count_text(len(costs), 'table')} of {gigabytes(size)} with their "
+            f"optimizer state fit into neither section: processes of CPUs "
+            f"({most_processes}) and the devices of the dense part have "
+            f"{gigabytes(room)} for them: {lack}. Use more of either, or fix fewer "
+            "tables by in_processes",
+            lacks_bytes=int(max(0, short)),
+            of_bytes=int(room),
+            nearest="tables in two sections",
+        )
+    best = min(seconds for seconds, _ in found.values())
+    return next(
+        chosen for seconds, chosen in found.values() if seconds <= best * ENOUGH
+    )
+
+
+def _solve(
+    costs: Sequence[TableCost],
+    groups: Sequence[Sequence[int]],
+    base: SectionTimes,
+    count: int,
+    staleness: int,
+    rooms: tuple[float, float],
+) -> np.ndarray | None:
+    """Whether each table is in one of so many processes; None where nothing fits."""
+    if not count:
+        is_held = not any(cost.in_processes and cost.is_fixed for cost in costs)
+        fits = sum(cost.nbytes for cost in costs) <= rooms[1]
+        return np.zeros(len(costs), bool) if is_held and fits else None
+    from scipy import optimize  # Which takes a third of a second.
+
+    names = ("sparse_seconds", "wire_seconds", "dense_seconds", "nbytes")
+    each = np.array([[getattr(cost, name) for name in names] for cost in costs], float)
+    sums = np.array([each[list(group)].sum(0) for group in groups])
+    sparse, wire, dense, size = sums.T
+    fixed = [[costs[n] for n in group if costs[n].is_fixed] for group in groups]
+    lower = [float(any(c.in_processes for c in held)) for held in fixed]
+    upper = [float(all(c.in_processes for c in held)) for held in fixed]
+    if any(least > most for least, most in zip(lower, upper, strict=True)):
+        return None
+    scale = max(base.dense_seconds + dense.sum(), sparse.sum() / count, wire.sum())
+    scale = max(scale, 1e-300)
+    # The variables: seconds of a step, then whether each group is in processes.
+    constant = np.array(
+        [
+            base.batch_seconds / count,
+            base.wire_seconds,
+            base.dense_seconds + dense.sum(),
+        ]
+    )
+    rows = np.array([sparse / count, wire, -dense])
+    rows = np.vstack([rows, rows.sum(0)]) / scale
+    constant = np.append(constant, constant.sum()) / scale
+    step = np.array([1.0, 1.0, 1.0, staleness + 1.0])
+    limits = optimize.LinearConstraint(
+        np.column_stack([-step, rows]), -np.inf, -constant
+    )
+    memory = optimize.LinearConstraint(
+        np.concatenate([[0.0], size])[None] / max(size.sum(), 1.0),
+        (size.sum() - rooms[1]) / max(size.sum(), 1.0),
+        rooms[0] / max(size.sum(), 1.0),
+    )
+    result = optimize.milp(
+        np.concatenate([[1.0], _TOTAL_WEIGHT * rows[3]]),
+        integrality=np.array([0, *[1] * len(groups)]),
+        bounds=optimize.Bounds([0.0, *lower], [np.inf, *upper]),
+        constraints=[limits, memory],
+        options={"node_limit": _NODES, "mip_rel_gap": _GAP},
+    )
+    if result.x is None:
+        return None
+    inside = np.zeros(len(costs), bool)
+    for group, value in zip(groups, result.x[1:], strict=True):
+        inside[list(group)] = value > 0.5
+    return inside

@@ -1,0 +1,63 @@
+"""Texts of tables in two sections: where each is, and what each section takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whalejax.planner.tables.cut import TableCost
+from whalejax.planner.tables.placement import TablePlacement
+from whalejax.planner.tables.sections import Sections
+
+
+_MOST_NAMES = 6
+
+
+def placed_text(
+    sections: Sections | None,
+    placement: TablePlacement,
+    beside: TablePlacement | None,
+    cut: Sequence[TableCost],
+) -> str:
+    """The sections, and the load of each of their ranks, in lines.
+
+    Args:
+        sections, placement, beside, cut: Attributes of a ``TablesPlan``.
+    """
+    lines = []
+    if cut:
+        inside = [cost.name for cost in cut if cost.in_processes]
+        others = [cost.name for cost in cut if not cost.in_processes]
+        lines.append(
+            f"in processes of CPUs: {_names(inside)}; beside the dense part, whose "
+            f"updates are never late: {_names(others)}"
+        )
+    if sections is not None:
+        lines.append(str(sections))
+    lines.append(str(placement))
+    if beside is not None:
+        lines.append(f"beside the dense part: {beside}")
+    return "\n".join(lines)
+
+
+def placed_why(
+    name: str,
+    placement: TablePlacement,
+    beside: TablePlacement | None,
+    cut: Sequence[TableCost],
+) -> str:
+    """Why a table is where it is.
+
+    Args:
+        name: Name of the table.
+        placement, beside, cut: Attributes of a ``TablesPlan``.
+    """
+    own = placement
+    if beside is not None and any(table.name == name for table in beside.tables):
+        own = beside
+    costs = [str(cost) for cost in cut if cost.name == name]
+    return "\n".join([*costs, own.why(name)])
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" + {len(names) - _MOST_NAMES}" if names[_MOST_NAMES:] else ""
+    return (", ".join(names[:_MOST_NAMES]) or "none") + more

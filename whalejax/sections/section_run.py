@@ -1,0 +1,151 @@
+"""Hosts of processes with tables, and the state that outlives the dense part's process.
+
+The process with the dense part may be killed: what is kept in a folder every so many
+steps (its own state, and the rows of every process as they are after the same steps) is
+what a process goes on from that is started in its place. A record names these steps
+once both are written, and until the next one nothing of them is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from whalejax.distributed.launch_env import is_loopback
+from whalejax.meshes.checks import Arguments
+from whalejax.meshes.errors import WhaleError
+from whalejax.processes.launch_spec import REMOTE_SHELL, check_hosts, is_here
+
+
+_RECORD: Final = "kept.json"
+_DENSE: Final = "dense-{:012d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionRun:
+    """Hosts of the processes of two sections, and the state that is kept of them.
+
+    Attributes:
+        folder: Folder of keys, logs and snapshots, at the same path on all hosts; None
+            takes a new one of this machine, which is removed at the end.
+        keep_every: Steps after which the state is kept in the folder, so that a process
+            that is started in place of this one goes on from there; None keeps nothing.
+        hosts: Hosts of the processes that hold tables, which are dealt out to them.
+        host: Address of this machine by which they reach it.
+        remote_shell: Words before the name of a host and a command for it.
+    """
+
+    folder: str | os.PathLike[str] | None = None
+    keep_every: int | None = None
+    hosts: tuple[str, ...] = ("localhost",)
+    host: str = "127.0.0.1"
+    remote_shell: tuple[str, ...] = REMOTE_SHELL
+
+    def __post_init__(self) -> None:
+        problems = Arguments("wh.SectionRun")
+        problems.whole("keep_every", self.keep_every, least=1, none=True)
+        if self.folder is not None:
+            problems.path("folder", self.folder, "the path of a folder, or None")
+        for name in ("hosts", "remote_shell"):
+            value: Any = getattr(self, name)
+            listed = isinstance(value, list | tuple) and bool(value)
+            if not listed or not all(isinstance(word, str) and word for word in value):
+                problems.refuse(name, value, "some words, in a list")
+        problems.words("host", self.host)
+        problems.raise_if_any()
+        away = [name for name in self.hosts if not is_here(name)]
+        check_hosts(problems, self.hosts, len(self.hosts), self.remote_shell)
+        if self.folder is None and (away or self.keep_every is not None):
+            problems.add(
+                "folder is None; name one that all hosts see under the same path, for "
+                "the key of the run and for what is kept"
+            )
+        if is_loopback(self.host) and not all(map(is_loopback, away)):
+            problems.add(
+                f"host is {self.host}, which {', '.join(away)} of hosts cannot "
+                "reach. Give the name of this machine, or another address of it"
+            )
+        problems.raise_if_any()
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    step: int
+
+
+class KeptState:
+    """A folder that keeps the state after some steps.
+
+    Attributes:
+        folder: The folder, which is made where there is none.
+        step: Number of steps of what is kept; -1 for nothing.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Reads what is kept.
+
+        Args:
+            folder: The folder.
+
+        Raises:
+            WhaleError: the folder cannot be made, or its record is damaged.
+        """
+        self.folder = Path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WhaleError(
+                f"folder {self.folder} cannot be made ({error.strerror}). Name another"
+            ) from error
+        path = self.folder / _RECORD
+        self.step = -1
+        if not path.exists():
+            return
+        try:
+            self.step = msgspec.json.decode(path.read_bytes(), type=_Record).step
+        except msgspec.DecodeError as error:
+            raise WhaleError(
+                f"{path} is damaged ({error}). Remove it to begin anew"
+            ) from None
+
+    def dense_path(self, step: int) -> Path:
+        """Path of the dense part's state after some steps.
+
+        Args:
+            step: Number of steps.
+        """
+        return self.folder / _DENSE.format(step)
+
+    def begin(self, step: int) -> Path:
+        """Path to write the dense part's state to; leftovers of a kill are removed.
+
+        Args:
+            step: Number of steps.
+        """
+        path = self.dense_path(step)
+        if step != self.step:
+            shutil.rmtree(path, ignore_errors=True)
+        return path
+
+    def commit(self, step: int) -> None:
+        """Records that the state after some steps is there, whole.
+
+        Args:
+            step: Number of steps.
+        """
+        draft = self.folder / f".{_RECORD}.{os.getpid()}"
+        draft.write_bytes(msgspec.json.encode(_Record(step=step)))
+        draft.replace(self.folder / _RECORD)
+        self.step = step
+        for other in self.folder.glob("dense-*"):
+            if other != self.dense_path(step):
+                shutil.rmtree(other, ignore_errors=True)
+
+    def forget(self) -> None:
+        """Keeps nothing any more, since a run begins anew."""
+        (self.folder / _RECORD).unlink(missing_ok=True)
+        self.step = -1

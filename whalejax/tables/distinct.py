@@ -1,0 +1,240 @@
+"""Tables of which each distinct row that a rank needs is sent to it once.
+
+A rank sends every owner the rows that its samples read there, each once, and finds its
+vectors in what comes back; backward it sums its gradients by row first. So many rows
+are exchanged as the plan has room for: of a batch that has more distinct ones the step
+exchanges vectors by sample, by another program. Sums are made in one fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax.tables.layout import BufferKey, DistinctTable, TableLayout
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["owner", "place", "order", "segment"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRequests:
+    """Places of the looked-up rows of one buffer among those that a rank asks for.
+
+    Attributes:
+        owner: Rank that has the row, ``int32[ids]``; the number of ranks for none.
+        place: Its place among the rows that are asked of that rank.
+        order: The ids sorted by owner and row.
+        segment: Number of the distinct row of each id in that order.
+    """
+
+    owner: Any
+    place: Any
+    order: Any
+    segment: Any
+
+
+def request_rows(
+    layout: TableLayout, names: Sequence[str], ids: Sequence[Any]
+) -> tuple[Any, dict[BufferKey, RowRequests]]:
+    """Rows that a rank asks of every rank, ``int32[ranks, rows]``, and places of ids.
+
+    Args:
+        layout: Buffers and what may be asked for.
+        names: Name of the table of each lookup.
+        ids: This rank's ids of each lookup, ``int32[samples, ids]``.
+    """
+    sent, found = [], {}
+    for key, room in layout.requests.items():
+        owner, row = _owners(layout, key, names, ids)
+        distinct = _distinct(layout.ranks, owner, row)
+        none = layout.widths[key].rows
+        asked = jnp.full((layout.ranks, room), none, jnp.int32)
+        where = distinct.owner, distinct.place
+        sent.append(asked.at[where].set(row, mode="drop"))
+        found[key] = distinct
+    empty = jnp.zeros((layout.ranks, 0), jnp.int32)
+    return jnp.concatenate([empty, *sent], axis=1), found
+
+
+def most_distinct(layout: TableLayout, names: Sequence[str], ids: Sequence[Any]) -> Any:
+    """Most distinct rows that a rank needs of another, over the room for them.
+
+    Args:
+        layout: Buffers and what may be asked for.
+        names: Name of the table of each lookup.
+        ids: Ids of each lookup of the global batch, ``int32[samples, ids]``.
+    """
+
+    def of_rank(*own: Any) -> Any:
+        found = []
+        for key, room in layout.requests.items():
+            owner, row = _owners(layout, key, names, own)
+            place = _distinct(layout.ranks, owner, row).place
+            known = jnp.where(owner < layout.ranks, place + 1, 0)
+            found.append(known.max() / room)
+        return jnp.stack(found).max()
+
+    parts = [one.reshape(layout.ranks, -1, one.shape[1]) for one in ids]
+    return jax.vmap(of_rank)(*parts).max()
+
+
+def asked_of(layout: TableLayout, received: Any) -> dict[BufferKey, Any]:
+    """Rows of this rank's buffers that each rank asks for, ``int32[ranks, rows]``.
+
+    Args:
+        layout: Buffers and what may be asked for.
+        received: Requests that ``request_rows`` of each rank sent here.
+    """
+    found, start = {}, 0
+    for key, room in layout.requests.items():
+        found[key] = received[:, start : start + room]
+        start += room
+    return found
+
+
+def asked_rows(
+    layout: TableLayout, buffers: Mapping[Any, Any], asked: Mapping[BufferKey, Any]
+) -> Any:
+    """The rows that were asked for, ``[ranks, elements]``.
+
+    Args:
+        layout: Buffers and what may be asked for.
+        buffers: This rank's buffers.
+        asked: From ``asked_of``.
+    """
+    dtype = jnp.result_type(*(buffer.dtype for buffer in buffers.values()))
+    parts = [
+        buffers[key].at[rows].get(mode="fill", fill_value=0).astype(dtype)
+        for key, rows in asked.items()
+    ]
+    empty = jnp.zeros((layout.ranks, 0), dtype)
+    flat = (part.reshape(layout.ranks, -1) for part in parts)
+    return jnp.concatenate([empty, *flat], axis=1)
+
+
+def rows_of_ids(
+    layout: TableLayout, requests: Mapping[BufferKey, RowRequests], received: Any
+) -> dict[BufferKey, Any]:
+    """The row of each id, ``[ids, columns]``, zeros for none; by buffer.
+
+    Args:
+        layout: Buffers and what may be asked for.
+        requests: From ``request_rows``.
+        received: Rows that ``asked_rows`` of each rank sent here.
+    """
+    found, start = {}, 0
+    for key, room in layout.requests.items():
+        stop = start + room * key.width
+        rows = received[:, start:stop].reshape(layout.ranks, room, key.width)
+        where = requests[key].owner, requests[key].place
+        found[key] = rows.at[where].get(mode="fill", fill_value=0)
+        start = stop
+    return found
+
+
+def sums_of_rows(
+    layout: TableLayout,
+    requests: Mapping[BufferKey, RowRequests],
+    gradients: Mapping[BufferKey, Any],
+    dtype: Any,
+) -> Any:
+    """Gradients summed by the row that they are of, ``[ranks, elements]``.
+
+    Args:
+        layout: Buffers and what may be asked for.
+        requests: From ``request_rows``.
+        gradients: Gradient of the row of each id, ``[ids, columns]``.
+        dtype: Element type of the exchange.
+    """
+    sent = [jnp.zeros((layout.ranks, 0), dtype)]
+    for key, room in layout.requests.items():
+        asked, given = requests[key], gradients[key].astype(dtype)
+        count = len(given)
+        sums = jax.ops.segment_sum(
+            given[asked.order], asked.segment, count, indices_are_sorted=True
+        )
+        by_id = jnp.zeros_like(given).at[asked.order].set(sums[asked.segment])
+        packed = jnp.zeros((layout.ranks, room, key.width), dtype)
+        packed = packed.at[asked.owner, asked.place].set(by_id, mode="drop")
+        sent.append(packed.reshape(layout.ranks, -1))
+    return jnp.concatenate(sent, axis=1)
+
+
+def asked_gradients(
+    layout: TableLayout, asked: Mapping[BufferKey, Any], received: Any
+) -> dict[BufferKey, tuple[Any, Any]]:
+    """Rows of each buffer, the number of rows for none, and their gradients.
+
+    Args:
+        layout: Buffers and what may be asked for.
+        asked: From ``asked_of``.
+        received: Sums that ``sums_of_rows`` of each rank sent here.
+    """
+    found, start = {}, 0
+    for key, room in layout.requests.items():
+        stop = start + room * key.width
+        part = received[:, start:stop].reshape(-1, key.width)
+        found[key] = asked[key].reshape(-1), part
+        start = stop
+    return found
+
+
+def lookups_of(layout: TableLayout, key: BufferKey, names: Sequence[str]) -> list[int]:
+    """Numbers of the lookups whose rows are asked for in a buffer."""
+    return [
+        number
+        for number, name in enumerate(names)
+        if name in layout.distinct and layout.distinct[name].key == key
+    ]
+
+
+def _owners(
+    layout: TableLayout, key: BufferKey, names: Sequence[str], ids: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Rank and row of its buffer of each id of the lookups of one buffer."""
+    owners, rows = [], []
+    for number in lookups_of(layout, key, names):
+        table = layout.distinct[names[number]]
+        owner, row = _owner(table, ids[number].reshape(-1), layout.ranks)
+        owners.append(owner)
+        rows.append(row)
+    return jnp.concatenate(owners), jnp.concatenate(rows)
+
+
+def _owner(table: DistinctTable, ids: Any, ranks: int) -> tuple[Any, Any]:
+    known = jnp.where(ids >= 0, ids, 0)
+    if table.hashed:
+        count = jnp.int32(len(table.ranks))
+        part, local = jax.lax.rem(known, count), jax.lax.div(known, count)
+    else:
+        edges = jnp.asarray(table.firsts)
+        part = jnp.searchsorted(edges, known, side="right").astype(jnp.int32) - 1
+        local = known - edges[part]
+    owner = jnp.where(ids >= 0, jnp.asarray(table.ranks)[part], ranks)
+    return owner.astype(jnp.int32), jnp.asarray(table.bases)[part] + local
+
+
+def _distinct(ranks: int, owner: Any, row: Any) -> RowRequests:
+    """Distinct rows of each owner, numbered in their order."""
+    order = jnp.lexsort((row, owner))
+    owners, rows = owner[order], row[order]
+    first = jnp.ones((1,), bool)
+    is_new = (owners[1:] != owners[:-1]) | (rows[1:] != rows[:-1])
+    is_new = jnp.concatenate([first, is_new])
+    segment = jnp.cumsum(is_new) - 1
+    counts = jax.ops.segment_sum(is_new.astype(jnp.int32), owners, ranks + 1)
+    starts = jnp.cumsum(counts) - counts
+    place = (
+        jnp.zeros_like(row).at[order].set((segment - starts[owners]).astype(row.dtype))
+    )
+    return RowRequests(
+        owner=owner, place=place, order=order, segment=segment.astype(jnp.int32)
+    )
