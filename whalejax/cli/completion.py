@@ -17,6 +17,7 @@ from typing import Any, Final
 from whalejax.api.named_jobs import model_names
 from whalejax.meshes.catalogue import entries
 from whalejax.meshes.dtypes import PRECISIONS
+from whalejax.planner.plan.report.export import FORMS
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.step_options import REMAT_POLICIES
 
@@ -91,6 +92,8 @@ def _choices() -> dict[str, list[str]]:
         "--attention": ["ring", "gather"],
         "--mesh": [f"{axis}=" for axis in MESH_AXES],
         "--combine": ["mean", "adasum", "adasum_nodes", "adasum_updates"],
+        "--to": list(FORMS),
+        "--export": list(FORMS),
         "--wire": ["f32", "bf16", "int8"],
         "--sum-wire": ["f32", "f16", "int8"],
         "--price": [f"{kind}=" for kind in entries()],

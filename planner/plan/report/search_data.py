@@ -18,6 +18,7 @@ from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.entries import Candidate
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report import export
 from whalejax.planner.plan.report.headline import speed_words
 from whalejax.planner.plan.report.page import page_width
 from whalejax.planner.plan.report.prices import hourly_price
@@ -159,6 +160,29 @@ class FoundData(Sequence[Plan]):
             )
         plan = self[index]
         return price_of(plan.cluster, plan.time.step_seconds)
+
+    def export(
+        self,
+        form: str,
+        *,
+        name: str = "train",
+        image: str | None = None,
+        command: str | None = None,
+    ) -> str:
+        """The plans as a file of another system.
+
+        ``"axlearn"`` has a mesh rule for each cluster, ``"skypilot"`` tries the
+        clusters in turn; the others are of the best plan.
+
+        Args:
+            form, name, image, command: as for ``Plan.export``.
+
+        Raises:
+            WhaleError: Nothing was found, or the format cannot say a plan.
+        """
+        if not self.plans:
+            raise WhaleError(f"there is no plan to export: {self}")
+        return export.export(self.plans, form, name=name, image=image, command=command)
 
     def rows(self) -> list[tuple[str, ...]]:
         """What the table shows of every plan, under ``head()``."""
