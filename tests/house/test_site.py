@@ -13,12 +13,13 @@ import sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 import whalejax as wh
+from scripts.site_pages import MOVED, PAGES, _shown, as_page
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -89,7 +90,7 @@ def dangling(name: str, pages: dict[str, Page]) -> list[str]:
 def test_links_of_the_site_lead_somewhere(site: dict[str, Page]) -> None:
     lost = {name: dangling(name, site) for name in site if name != "404.html"}
     assert not {name: links for name, links in lost.items() if links}
-    assert {"index.html", "api.html", "changelog.html"} <= set(site)
+    assert {"index.html", "reference/api/planning.html", "changelog.html"} <= set(site)
 
 
 def test_dangling_links_are_seen() -> None:
@@ -106,9 +107,12 @@ def test_pages_fetch_nothing_from_elsewhere(site: dict[str, Page]) -> None:
     assert any(url.endswith(".js") for url in fetched)
 
 
+API_PAGES: Final = sorted((ROOT / "docs/reference/api").glob("*.md"))
+
+
 def listed() -> set[str]:
-    """The names that the source of the API reference lists."""
-    text = (ROOT / "docs/api.md").read_text()
+    """The names that the sources of the API reference list."""
+    text = "\n".join(path.read_text() for path in API_PAGES)
     return set(re.findall(r"^::: \S+\.(\w+)$", text, re.M))
 
 
@@ -119,5 +123,60 @@ def test_api_reference_lists_every_public_name() -> None:
 @pytest.mark.full
 @needs_docs
 def test_api_reference_has_every_public_name(site: dict[str, Page]) -> None:
-    ends = {anchor.rpartition(".")[2] for anchor in site["api.html"].anchors}
+    pages = [site[f"reference/api/{path.stem}.html"] for path in API_PAGES]
+    anchors = {anchor for page in pages for anchor in page.anchors}
+    ends = {anchor.rpartition(".")[2] for anchor in anchors}
     assert listed() <= ends
+
+
+@pytest.mark.full
+@needs_docs
+def test_pages_that_moved_lead_on(site: dict[str, Page]) -> None:
+    assert {"planner-reference.html", "elastic.html", "api.html"} <= {*MOVED} <= {*site}
+    for old, new in MOVED.items():
+        assert site[old].links == {new}
+
+
+def test_what_has_moved_is_gone_from_where_it_was() -> None:
+    for old, new in MOVED.items():
+        assert not (ROOT / "docs" / old).with_suffix(".md").exists()
+        page = ROOT / "docs" / Path(new).with_suffix(".md")
+        assert page.is_file() or f"{Path(new).with_suffix('.md')}" in PAGES.values()
+
+
+PAGE: Final = """
+[page](../plan/time.md#time) [script](../../scripts/run)
+[notebook](../../notebooks/swarms.ipynb)
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="../pictures/plan-dark.png">
+  <img alt="A plan" src="../pictures/plan-light.png">
+</picture>
+"""
+
+
+def test_links_and_pictures_become_those_of_the_site() -> None:
+    assert (
+        as_page(PAGE, "docs/start/x.md", "start/x.md")
+        == """
+[page](../plan/time.md#time) script
+[notebook](swarms.md)
+![A plan](../pictures/plan-light.png#only-light)
+![A plan](../pictures/plan-dark.png#only-dark)
+"""
+    )
+    assert "(../README.md)" not in as_page("[home](../README.md)", "docs/x.md", "x.md")
+
+
+class _Cell:
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+    def get(self, name: str, default: Any) -> Any:
+        return vars(self).get(name, default)
+
+
+def test_cells_show_drawings_without_scripts() -> None:
+    drawn = {"image/svg+xml": "<svg>\n\n</svg>", "text/html": "<script></script>"}
+    shown = _shown(_Cell(output_type="display_data", data=drawn))
+    assert shown == '<div class="shown" markdown="0"><svg>\n</svg></div>'
+    assert _shown(_Cell(output_type="stream", text="a\n")) == "```text\na\n```"

@@ -163,9 +163,9 @@ def plan(
             takes them. Those that are known to change collectives are planned with.
         margin: part of the predicted memory that a plan leaves free on top of it, as
             0.1, below 1; predictions may be too low. None takes what compiled programs
-            of this kind took more than was predicted for them (docs/verify.md): nothing
-            on CPU, and most where the program has parts that few of those had, of which
-            a note says so.
+            of this kind took more than was predicted for them (docs/run/verify.md):
+            nothing on CPU, and most where the program has parts that few of those had,
+            of which a note says so.
         verified: the compiler for the cluster has accepted the plan. Where it refuses
             one for its memory, the next best plan is taken that leaves the room that
             was lacking. Needs the compiler, as ``Plan.verify`` does, and minutes.
