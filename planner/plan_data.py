@@ -116,6 +116,11 @@ class StagesData:
 class Question(Protocol):
     """What was planned, kept beside its plan."""
 
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens of a sample; None where the batch has none of one length."""
+        ...
+
     def again(self, **changes: Any) -> Any:
         """The plan under other circumstances; ``Plan.what_if``."""
         ...

@@ -395,6 +395,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "Plan.times": Entry(
         of=lambda w: w.plan, given=lambda w: {"collective": w.plan.collectives[0]}
     ),
+    "Plan.topology": Entry(of=lambda w: w.plan),
     "Plan.verify": Entry(
         of=lambda w: w.plan,
         given=given(topology="local", timeout_seconds=60.0),

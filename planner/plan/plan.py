@@ -167,12 +167,13 @@ class Plan(Pictured):
         """The plan for the same model under other circumstances.
 
         Args:
-            changes: ``batch`` (samples of the global batch), and settings of
-                ``wh.plan``: ``cluster``, ``mesh``, ``zero``, ``num_micro_batches``,
-                ``precision``, ``shares``, ``compiler_options``, ``allow_idle``,
-                ``runnable`` and how a step is computed (``UserOptions``); what is
-                not given stays as it was asked for. A number of micro-batches that
-                was fixed may mean other sizes on another ``cluster``; a note says so.
+            changes: ``batch`` (samples of the global batch), ``sequence`` (tokens of
+                a sample), and settings of ``wh.plan``: ``cluster``, ``mesh``, ``zero``,
+                ``num_micro_batches``, ``precision``, ``shares``, ``compiler_options``,
+                ``allow_idle``, ``runnable`` and how a step is computed
+                (``UserOptions``); what is not given stays as it was asked for. A number
+                of micro-batches that was fixed may mean other sizes on another
+                ``cluster``; a note says so.
 
         Raises:
             PlanError: the plan was read from a file, which holds no model; or there is

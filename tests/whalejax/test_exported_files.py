@@ -1,8 +1,9 @@
 """Plans as files of other systems, read as those systems read them.
 
-haliax and Levanter read theirs where they are installed (``marin-haliax``; and, since
-Levanter's pins exclude ours, ``pip install --no-deps marin-levanter draccus``). The
-other formats are held against what their sources say, read in November 2026.
+haliax and Levanter read theirs where they are installed: ``marin-haliax``, of the extra
+``foreign``, and ``draccus`` with ``marin-levanter`` (``--no-deps``, since its pins
+exclude ours), in an environment of their own. The other formats are held against what
+their sources say, read in November 2026.
 """
 
 from __future__ import annotations

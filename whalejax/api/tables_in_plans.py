@@ -50,6 +50,11 @@ class TablesQuestion:
     given: tuple[Any, Any, Any]
     dense: Any
 
+    @property
+    def sequence_length(self) -> int | None:
+        """None: ``again`` changes no batch."""
+        return None
+
     def again(self, **changes: Any) -> Plan:
         """The plan under other circumstances.
 

@@ -32,6 +32,7 @@ class Simulated:
         recomputed: gradients that were computed again because their holder was lost.
         late: answers that came after they had been given up.
         timeline: (seconds, micro-batches done by then), one for each commit.
+        serving: Seconds of every change, and peers that serve each stage from then on.
     """
 
     seconds: float
@@ -48,6 +49,7 @@ class Simulated:
     recomputed: int
     late: int
     timeline: tuple[tuple[float, int], ...]
+    serving: tuple[tuple[float, tuple[int, ...]], ...]
 
     @property
     def micro_batches_per_second(self) -> float:
@@ -83,7 +85,7 @@ class Simulated:
         )
 
     def chart(self) -> SimulatedChart:
-        """Micro-batches of committed steps over time.
+        """Peers that serve each stage, and micro-batches a second, over time.
 
         Returns:
             What a notebook draws and ``print`` says; ``save`` writes it to a file.
@@ -91,7 +93,7 @@ class Simulated:
         from whalejax.display.swarms import SimulatedChart
 
         return SimulatedChart(
-            str(self), self.seconds, self.timeline, self.empty_seconds
+            str(self), self.seconds, self.timeline, self.serving, self.empty_seconds
         )
 
     def _repr_mimebundle_(
