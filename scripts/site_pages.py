@@ -183,11 +183,17 @@ def _state(path: Path) -> str:
 def _shown(output: Any) -> str:
     """What a cell shows, as HTML without scripts, or as text."""
     if output.output_type == "stream":
-        return f"```text\n{output.text.rstrip()}\n```"
+        return _words(output.text)
     data = output.get("data", {})
     drawn = data.get("image/svg+xml") or data.get("text/html")
     if drawn is not None:  # Markdown ends a block of HTML at an empty line.
         inner = re.sub(r"\n\s*\n+", "\n", "".join(drawn))
         return f'<div class="shown" markdown="0">{inner}</div>'
-    text = escape("".join(data.get("text/plain", "")), quote=False)
-    return f"<pre>{text}</pre>" if text else ""
+    return _words("".join(data.get("text/plain", "")))
+
+
+def _words(text: str) -> str:
+    """Printed text as a block that keeps its lines and wraps long ones."""
+    lines = [line or " " for line in escape(text.rstrip(), quote=False).split("\n")]
+    joined = "\n".join(lines)
+    return f'<div class="shown" markdown="0"><pre>{joined}</pre></div>' if text else ""

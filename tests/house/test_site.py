@@ -20,6 +20,7 @@ import pytest
 
 import whalejax as wh
 from scripts.site_pages import MOVED, PAGES, _shown, as_page
+from tests import browser
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -52,8 +53,8 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
-    """The pages by their path in the site; a warning is an error of the build."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site; a warning is an error of the build."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
@@ -61,12 +62,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(built: Path) -> dict[str, Page]:
+    """The pages by their path in the site."""
     return {
-        path.relative_to(folder).as_posix(): Page(path.read_text())
-        for path in folder.rglob("*.html")
+        path.relative_to(built).as_posix(): Page(path.read_text())
+        for path in built.rglob("*.html")
     }
 
 
@@ -167,6 +174,42 @@ def test_links_and_pictures_become_those_of_the_site() -> None:
     assert "(../README.md)" not in as_page("[home](../README.md)", "docs/x.md", "x.md")
 
 
+LOOKED_AT: Final = (
+    "index",
+    "start/explore_plans",
+    "start/notebooks",
+    "start/swarms",
+    "plan/kinds",
+    "plan/time",
+    "recipes/nnx",
+    "reference/api/planning",
+)
+"""Pages with wide tables, code, pictures and what notebooks show."""
+
+
+@pytest.mark.full
+@needs_docs
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_pages_fit_their_window_and_theme(
+    name: str, built: Path, tmp_path: Path
+) -> None:
+    program = browser.find()
+    if program is None:
+        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is on the path")
+    page = built / f"{name}.html"
+    for width in (1200, 400):
+        for dark in (False, True):
+            size = width, 1600
+            found = browser.look(program, page, tmp_path, size, dark=dark)
+            case = f"{name} at {width}, {'dark' if dark else 'light'}: {found}"
+            assert found.size == size, case
+            assert found.scroll_width <= width, case
+            assert (found.brightness < 0.35) if dark else (found.brightness > 0.65), (
+                case
+            )
+            assert 0.2 < found.most < 0.99, case  # a ground, and something on it
+
+
 class _Cell:
     def __init__(self, **fields: Any) -> None:
         vars(self).update(fields)
@@ -179,4 +222,7 @@ def test_cells_show_drawings_without_scripts() -> None:
     drawn = {"image/svg+xml": "<svg>\n\n</svg>", "text/html": "<script></script>"}
     shown = _shown(_Cell(output_type="display_data", data=drawn))
     assert shown == '<div class="shown" markdown="0"><svg>\n</svg></div>'
-    assert _shown(_Cell(output_type="stream", text="a\n")) == "```text\na\n```"
+    said = _shown(_Cell(output_type="stream", text="a <b>\n\nc\n"))
+    assert said == (
+        '<div class="shown" markdown="0"><pre>a &lt;b&gt;\n \nc</pre></div>'
+    )
