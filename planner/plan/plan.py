@@ -128,6 +128,16 @@ class Plan(Pictured):
             f"{gigabytes(self.memory.total_bytes)} per device>"
         )
 
+    def __copy__(self) -> Plan:
+        return self  # nothing of it changes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A plan is pickled as its file: without the model that it was asked for."""
+        return Plan.from_document, (self.document(),)
+
     def batch_slices(self, node: int) -> tuple[slice, ...]:
         """The samples that a node takes of every global batch, with shares as planned.
 

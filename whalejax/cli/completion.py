@@ -44,18 +44,24 @@ def completion_script(
     found = _LITERAL.search(text)
     if found is None:
         return text
-    try:
-        spec = ast.literal_eval(found[1])
-    except SyntaxError:  # quoted for a shell in which the literal stands in a string
-        return text
+    spec = _spec(shell, found[1])
     for name, parse_group in groups.items():
         other = _LITERAL.search(_printed(shell, parse_group))
         if other is not None:
-            spec["subcommands"][name] = ast.literal_eval(other[1])
+            spec["subcommands"][name] = _spec(shell, other[1])
     for _, command in _by_name(spec):
         _with_choices(command)
-    code = _MODELS.format(models=model_names(), commands=_TAKING_MODELS)
-    return text[: found.start(1)] + repr(spec) + code + text[found.end(1) :]
+    code = repr(spec) + _MODELS.format(models=model_names(), commands=_TAKING_MODELS)
+    if shell == "fish":
+        code = re.sub(r'(["\\$])', r"\\\1", code)
+    return text[: found.start(1)] + code + text[found.end(1) :]
+
+
+def _spec(shell: str, literal: str) -> Any:
+    """Commands and options; in fish's script the literal is inside double quotes."""
+    if shell == "fish":
+        literal = re.sub(r'\\(["\\$])', r"\1", literal)
+    return ast.literal_eval(literal)
 
 
 _MODELS: Final = """
