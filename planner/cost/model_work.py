@@ -185,7 +185,7 @@ def _expert_shares(
     """Parameters of which a token meets a part: by tensor, the part."""
     weight = graph.weight_tensors()
     origin = _parameter_of(graph, weight)
-    found: dict[int, float] = {}
+    found = _gathered_shares(graph, weight, rows)
     for op in products:
         if op.matmul is None or op.kind == ATTENTION:
             continue
@@ -205,6 +205,25 @@ def _expert_shares(
         if taken and met < rows:  # Else each of them computes for every token.
             share = taken / experts
         found[param] = min(1.0, max(found.get(param, 0.0), share))
+    return found
+
+
+def _gathered_shares(
+    graph: Graph, weight: Sequence[bool], rows: int
+) -> dict[int, float]:
+    """Stacks of matrices from which each token gathers its own: by tensor, the part."""
+    found: dict[int, float] = {}
+    tensors = graph.tensors
+    params = {t.id for t in graph.params}
+    for op in graph.ops:
+        if op.kind != "gather" or op.operands[0] not in params:
+            continue
+        stack, picked = tensors[op.operands[0]], tensors[op.results[0]]
+        if len(stack.shape) < 3 or weight[op.results[0]]:
+            continue  # a table of vectors, or matrices that no token chooses
+        taken = math.prod(picked.shape) * op.trip / max(1, rows)
+        share = min(1.0, taken / math.prod(stack.shape))
+        found[stack.id] = max(found.get(stack.id, 0.0), share)
     return found
 
 

@@ -451,6 +451,22 @@ def test_the_command_line_exports(
     assert json.dumps("python -u mine.py") in out.read_text()
     assert main(["export", str(path), "--to", "yaml"]) == 2
     assert "form is 'yaml'" in capsys.readouterr().err
+    words = [
+        "search",
+        "llama-test",
+        "--on",
+        "h100:4",
+        "--on",
+        "h100:8",
+        "--batch",
+        "64",
+    ]
+    assert main([*words, "--export", "skypilot"]) == 0
+    document = yaml.safe_load(capsys.readouterr().out)
+    assert document["run"].strip() == "whalejax train llama-test --batch 64"
+    assert {"ordered"} == {*document["resources"]}
+    assert main([*words, "--export", "skypilot", "--json"]) == 2
+    assert "two ways to print" in capsys.readouterr().err
 
 
 def test_formats_are_named_once() -> None:

@@ -303,3 +303,23 @@ def test_a_decoder_reads_tokens_too() -> None:
 
     batch = {"inputs": shape(24), "segments": shape(24), "targets": shape(17)}
     assert work_of(wh.plan(loss, net, batch, cluster="h100:8")).tokens == 32 * (24 + 16)
+
+
+def test_a_token_that_gathers_its_expert_meets_that_one() -> None:
+    net = {
+        "router": jnp.zeros((64, 8)),
+        "up": jnp.zeros((8, 64, 256)),
+        "down": jnp.zeros((8, 256, 64)),
+    }
+
+    def loss(net: Any, x: Any) -> Any:
+        chosen = jnp.argmax(x @ net["router"], -1)
+        wide = jnp.einsum("td,tdf->tf", x, net["up"][chosen])
+        return jnp.square(
+            jnp.einsum("tf,tfd->td", jnp.tanh(wide), net["down"][chosen])
+        ).mean()
+
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    work = work_of(wh.plan(loss, net, x, cluster="h100:1"))
+    assert work.parameters == 64 * 8 + 2 * 8 * 64 * 256
+    assert work.active == 64 * 8 + 2 * 64 * 256

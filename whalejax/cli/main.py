@@ -477,7 +477,10 @@ def _search(command: SearchCommand) -> None:
             **settings,
         )
     if command.export is not None:
-        print(found.export(command.export, image=command.image), end="")
+        source = (lasting_name(command.model), *command.set)
+        named = tuple(dataclasses.replace(plan, source=source) for plan in found)
+        exported = dataclasses.replace(found, plans=named)
+        print(exported.export(command.export, image=command.image), end="")
     elif command.json:
         print(json.dumps(found.document()))
     else:

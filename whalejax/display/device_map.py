@@ -73,7 +73,7 @@ class DeviceMap(Picture):
             for part, held in parts_of(self.shape, self.spec, axes, first).items():
                 self.parts.setdefault(part, []).extend(held)
         said = self._words(of, devices)
-        svg = _drawn(self, said[0])
+        svg = _draw(self, said[0])
         super().__init__(
             html="".join(f"<p>{escape(w)}</p>" for w in said) + svg + _grids(self),
             text="\n".join((*said, *_lines(self))),
@@ -187,7 +187,7 @@ def _sides(found: DeviceMap) -> tuple[list[list[tuple[int, int]]], list[int]]:
     return bounds, sorted(sorted(cut, key=lambda dim: -len(bounds[dim]))[:2])
 
 
-def _drawn(found: DeviceMap, title: str) -> str:
+def _draw(found: DeviceMap, title: str) -> str:
     """Shards of the first two sharded dimensions; of others the first part."""
     bounds, sides = _sides(found)
     rank = len(found.shape)

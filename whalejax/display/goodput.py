@@ -25,7 +25,7 @@ class GoodputChart(Picture):
         """
         self.bars = bars
         title, *lines = text.splitlines()
-        svg = svg_of(self._drawn)
+        svg = svg_of(self._draw)
         rows = [cell(line) for line in lines if not line.startswith("goodput")]
         super().__init__(
             html=f"<h3>Goodput: {escape(title)}</h3>{svg or LACKING}{table((), rows)}",
@@ -33,7 +33,7 @@ class GoodputChart(Picture):
             svg=svg,
         )
 
-    def _drawn(self, alt: Any) -> Any:
+    def _draw(self, alt: Any) -> Any:
         values = [
             {"way": name, "goodput": value, "shown": f"{value:.4f}"}
             for name, value in self.bars.items()

@@ -122,7 +122,7 @@ def kept_layout(plan: PlanData, asked: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         plan: Plan whose layout is kept.
-        asked: What else is changed; ``cluster`` may be one of more or fewer devices.
+        asked: Other changes; ``cluster`` may be one of more or fewer devices.
 
     Returns:
         The settings; fewer where the mesh cannot have that many devices.

@@ -51,7 +51,7 @@ class SquareCubeChart(Picture):
         }
         self.apart = [(rate, least(stages, rate, 1, overlap=False)) for rate in rates]
         title = text.partition("\n")[0]
-        svg = svg_of(self._drawn)
+        svg = svg_of(self._draw)
         cells = ("".join(cell(text, number=True) for text in row) for row in rows)
         super().__init__(
             html=f"<h3>Square-cube law: {escape(title)}</h3>{svg or LACKING}"
@@ -60,7 +60,7 @@ class SquareCubeChart(Picture):
             svg=svg,
         )
 
-    def _drawn(self, alt: Any) -> Any:
+    def _draw(self, alt: Any) -> Any:
         named = {f"width × {width}": points for width, points in self.lines.items()}
         named["width × 1, no overlap"] = self.apart
         values = [
@@ -126,7 +126,7 @@ class SimulatedChart(Picture):
         self.points, self.serving = tuple(points), tuple(serving)
         self.empty_seconds, self._seconds = empty_seconds, seconds
         title = text.partition("\n")[0]
-        svg = svg_of(self._drawn)
+        svg = svg_of(self._draw)
         lines = listed(text.splitlines()[1:])
         super().__init__(
             html=f"<h3>{escape(title)}</h3>{svg or LACKING}{lines}", text=text, svg=svg
@@ -142,7 +142,7 @@ class SimulatedChart(Picture):
             before = count
         return [(n * window, done[n] / window) for n in range(_WINDOWS)]
 
-    def _drawn(self, alt: Any) -> Any:
+    def _draw(self, alt: Any) -> Any:
         x = alt.X(
             "minutes:Q",
             title="simulated time (min)",

@@ -1,4 +1,4 @@
-"""Where the devices of a plan are: nodes, the links that join them, axes that cross.
+"""Pictures of a plan's devices: nodes, the links that join them, axes that cross.
 
 Drawn for what a plan is made for, in the order in which its mesh numbers devices. A
 node with many devices, and a cluster with many nodes, show the first of them and say
@@ -48,7 +48,7 @@ class TopologyMap(Picture):
         self.links = crossed_links(plan)
         lines = [_link_text(level, self.links[level.name]) for level in cluster.levels]
         title = f"{cluster.describe()}"
-        svg = _drawn(cluster, self.links, title)
+        svg = _draw(cluster, self.links, title)
         super().__init__(
             html=f"<h3>{escape(title)}</h3>{svg}",
             text="\n".join([title, *lines]),
@@ -83,7 +83,7 @@ def _link_text(level: Level, axes: list[tuple[str, int]]) -> str:
     return f"{level.name}, {level.size:,} joined at {speed} a device: {crossed}"
 
 
-def _drawn(
+def _draw(
     cluster: ClusterData, links: dict[str, list[tuple[str, int]]], title: str
 ) -> str:
     shown = cluster.nodes[:_NODES]

@@ -43,7 +43,7 @@ class AxisMappings:
     exceptions: Mapping[str, int]
 
     def exception_text(self) -> str:
-        """What the mapping of parameters gets wrong, in words; empty where nothing."""
+        """Parameters that the mapping stores otherwise, in words, or nothing."""
         if not self.exceptions:
             return ""
         listed = [*self.exceptions][:3]

@@ -38,7 +38,7 @@ def header(
 
     Args:
         plans: The plans that are exported.
-        unsaid: What they decide and the file does not, in words.
+        unsaid: Decisions of the plans that the file does not hold, in words.
         said: Further sentences.
     """
     lines = []
@@ -52,11 +52,11 @@ def header(
 
 
 def unsaid_options(plan: PlanData, *said: str) -> list[str]:
-    """What a plan decides beside its layout, in words.
+    """Decisions of a plan beside its layout, in words.
 
     Args:
         plan: The plan.
-        said: What the file says itself: ``"precision"``, ``"micro-batches"``,
+        said: Decisions that the file holds: ``"precision"``, ``"micro-batches"``,
             ``"options"``.
     """
     found = []
@@ -396,7 +396,7 @@ def _axlearn_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def _selector(cluster: Cluster) -> str:
-    """What ``--mesh_selector`` is for a cluster."""
+    """Value of ``--mesh_selector`` for a cluster."""
     kind, count = cluster.kinds[0], cluster.num_devices
     if kind.platform == "tpu":
         return tpu_type(cluster) + f"-{len(cluster.nodes)}" * (len(cluster.nodes) > 1)

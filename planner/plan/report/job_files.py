@@ -154,7 +154,7 @@ def _pod(cluster: Cluster, name: str, hosts: int) -> tuple[dict[str, Any], int]:
 
 
 def _process_variables(name: str, hosts: int) -> dict[str, Any]:
-    """What ``wh.init_distributed`` reads; nothing where there is one process."""
+    """Variables that ``wh.init_distributed`` reads; none for one process."""
     if hosts == 1:
         return {}
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -281,7 +281,7 @@ def _hosts(cluster: Cluster) -> int:
 
 
 def _nodes(cluster: Cluster) -> int:
-    """What SkyPilot counts as nodes: a TPU slice is one."""
+    """Number of nodes as SkyPilot counts them: a TPU slice is one."""
     return len(cluster.nodes)
 
 
