@@ -194,7 +194,7 @@ def _sequences(batch: Any, batch_axes: Any) -> list[tuple[Any, int]]:
         for leaf, axis in zip(leaves, axes, strict=True)
         if axis is not None
         and len(leaf.shape) == axis + 2
-        and np.issubdtype(leaf.dtype, np.integer)
+        and jax.dtypes.issubdtype(leaf.dtype, np.integer)
     ]
 
 
