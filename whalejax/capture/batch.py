@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from whalejax import _compat
@@ -194,7 +195,7 @@ def _sequences(batch: Any, batch_axes: Any) -> list[tuple[Any, int]]:
         for leaf, axis in zip(leaves, axes, strict=True)
         if axis is not None
         and len(leaf.shape) == axis + 2
-        and jax.dtypes.issubdtype(leaf.dtype, np.integer)
+        and jnp.issubdtype(leaf.dtype, jnp.integer)
     ]
 
 
