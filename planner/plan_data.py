@@ -118,6 +118,11 @@ class StagesData:
 class PlannedQuestion(Protocol):
     """Question that a plan answers, kept beside it."""
 
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens of a sample; None where the batch has none of one length."""
+        ...
+
     def replan(self, **changes: Any) -> Any:
         """The plan under other circumstances; ``Plan.what_if``."""
         ...

@@ -6,7 +6,7 @@ inside groups of equal model and device count, and the regret of the plan that w
 have been picked.
 
     python scripts/bench_accuracy.py --tables DIR [--fit meshes/fitted.toml]
-                                     [--docs docs/accuracy.md]
+                                     [--docs docs/reference/accuracy.md]
 
 --fit writes the constants fitted to all rows; --docs writes the page. The last line is
 one JSON object.
@@ -113,7 +113,9 @@ def scaled_scores(tables: Path) -> tuple[Score, ...]:
     return tuple(s for s in found if s.source in SCALED)
 
 
-COMMAND = "python scripts/bench_accuracy.py --tables DIR --docs docs/accuracy.md"
+COMMAND = (
+    "python scripts/bench_accuracy.py --tables DIR --docs docs/reference/accuracy.md"
+)
 
 INTRODUCTION = (
     "How far WhaleJAX's predictions are from training steps that others measured and "
@@ -178,7 +180,7 @@ SHORTFALLS = (
     "compiled, where one run took 53 % more.",
     "Step times that plans predict have been held against measured ones on CPUs "
     "alone; `python scripts/bench_device.py` does it on a GPU. Memory on one H100, by "
-    "its compiler, is in [verify.md](verify.md#how-close-the-predictions-are).",
+    "its compiler, is in [compilers.md](compilers.md#how-close-the-predictions-are).",
     "Cards that are joined by PCIe alone (RTX 3090 and the like) slow down several "
     "times beyond two tensor-parallel ranks, which the bandwidth of a slot does not "
     "explain.",

@@ -9,46 +9,43 @@ screen has to be on the path, such as Debian's ``chromium``.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import jax  # noqa: E402
-
 from tests import browser  # noqa: E402
-from whalejax import jobs, models  # noqa: E402
-from whalejax.api.search import search  # noqa: E402
 from whalejax.display.page import page  # noqa: E402
 from whalejax.planner.plan.plan import Plan  # noqa: E402
 
 
-WIDTH: Final = 1120
+WIDTH: Final = 900
 
 
 def pages() -> Iterator[tuple[str, int, str]]:
-    """Name, height in pixels and text of every page."""
-    job = models.job("llama-7b")
-    found = search(
-        job.loss_fn,
-        jobs.abstract_model(job),
-        jax.eval_shape(lambda: job.batch_at(0, 64)),
-        optimizer=job.optimizer,
-        clusters=["h100:8", "a100-80:2x8", "v5p:2x2x4"],
-        precision="bf16",
-    )
-    with tempfile.TemporaryDirectory() as folder:
+    """Name, height in pixels and text of every page, by docs/start/notebooks.md.
+
+    The blocks of that page run as they are typed, so that each picture is of its code.
+    """
+    text = (ROOT / "docs" / "start" / "notebooks.md").read_text()
+    given: dict[str, Any] = {"__name__": "__main__"}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+            exec(block, given)
         target = Path(folder) / "chart.html"
-        found.chart().save(target)
-        yield "chart", 420, target.read_text()
-    yield "plan", 816, shown(found[0])
-    piped = found[0].what_if(mesh={"stage": 4, "fsdp": 4}, num_micro_batches=8)
-    yield "timeline", 260, shown(piped.timeline())
+        given["found"].chart().save(target)
+        yield "chart", 500, target.read_text()
+    yield "plan", 840, shown(given["plan"])
+    yield "topology", 200, shown(given["across"])
+    yield "shards", 400, shown(given["kernel"])
+    yield "timeline", 260, shown(given["line"])
 
 
 def shown(value: object) -> str:

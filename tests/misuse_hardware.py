@@ -268,6 +268,15 @@ HARDWARE: Final[Mapping[str, Entry]] = {
     "StepTimeline.trace": Entry(of=lambda w: w.plan.timeline()),
     "SearchResult.chart": Entry(of=lambda w: w.found),
     "SearchResult.document": Entry(of=lambda w: w.found),
+    "SearchResult.export": Entry(
+        of=lambda w: w.found,
+        given=given(form="jobset", name="train", image="an/image", command="python x"),
+        legal={
+            "name": ("text", "a word in small letters"),
+            "image": ("text", "any words"),
+            "command": ("none text", "the usual command, or any words"),
+        },
+    ),
     "SearchResult.head": Entry(of=lambda w: w.found),
     "SearchResult.lines": Entry(
         of=lambda w: w.found, given=given(width=80), legal={"width": NONE}

@@ -329,6 +329,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "Plan.alternatives": Entry(
         of=lambda w: w.plan, given=given(n=2), legal={"n": ("zero", "none of them")}
     ),
+    "Plan.axis_mappings": Entry(of=lambda w: w.plan),
     "Plan.batch_slices": Entry(
         of=lambda w: w.plan, given=given(node=0), says={"node": "nodes?"}
     ),
@@ -341,6 +342,15 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "Plan.document": Entry(of=lambda w: w.plan),
     "Plan.explain": Entry(of=lambda w: w.plan),
+    "Plan.export": Entry(
+        of=lambda w: w.plan,
+        given=given(form="jobset", name="train", image="an/image", command="python x"),
+        legal={
+            "name": ("text", "a word in small letters"),
+            "image": ("text", "any words"),
+            "command": ("none text", "the usual command, or any words"),
+        },
+    ),
     "Plan.flax_rules": Entry(of=lambda w: w.plan),
     "Plan.logical_axes": Entry(of=lambda w: w.plan),
     "Plan.from_document": Entry(
@@ -386,6 +396,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "Plan.times": Entry(
         of=lambda w: w.plan, given=lambda w: {"collective": w.plan.collectives[0]}
     ),
+    "Plan.topology": Entry(of=lambda w: w.plan),
     "Plan.verify": Entry(
         of=lambda w: w.plan,
         given=given(topology="local", timeout_seconds=60.0),

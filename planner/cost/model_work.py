@@ -29,7 +29,7 @@ def model_work(graph: Graph, samples: int) -> ModelWork:
         graph: Captured loss, on any number of samples.
         samples: Samples of the global batch.
     """
-    products = [op for op in graph.ops if op.flops]
+    products = _in_one_branch(graph, [op for op in graph.ops if op.flops])
     rows = _common_rows(graph, products)
     weight = graph.weight_tensors()
     # Work grows with the samples: that of a few says what that of all is.
@@ -49,6 +49,33 @@ def model_work(graph: Graph, samples: int) -> ModelWork:
         ),
         dtype=_product_dtype(graph, products),
     )
+
+
+def _in_one_branch(graph: Graph, products: Sequence[Op]) -> list[Op]:
+    """The products without those in branches that are not the largest of their choice.
+
+    A step takes one branch of a ``lax.cond``; which is not known, so the one with the
+    most FLOPs counts, and work per second is at most that.
+    """
+    kept = [*products]
+    choices = sorted({op.position for op in graph.ops if op.kind == "cond"}, key=len)
+    for choice in reversed(choices):  # inner ones first
+        depth = len(choice)
+        by_branch: dict[int, int] = {}
+        for op in kept:
+            if op.position[:depth] == choice and len(op.position) > depth:
+                branch = op.position[depth]
+                work = _both_passes(graph, op)
+                by_branch[branch] = by_branch.get(branch, 0) + work
+        largest = max(by_branch, key=lambda branch: by_branch[branch], default=None)
+        kept = [
+            op
+            for op in kept
+            if op.position[:depth] != choice
+            or len(op.position) <= depth
+            or op.position[depth] == largest
+        ]
+    return kept
 
 
 def _of_weights(weight: Sequence[bool], op: Op) -> bool:
@@ -96,7 +123,7 @@ def _common_rows(graph: Graph, products: Sequence[Op]) -> int:
 def _tokens(graph: Graph, rows: int) -> int:
     """Tokens of the batch that was traced, by the names of its leaves."""
     leaves = {
-        tensor.path.rpartition(".")[2].partition("[")[0]: tensor.shape
+        tensor.path.rpartition(".")[2].partition("[")[0]: tensor
         for tensor in graph.tensors
         if tensor.kind == "batch"
         and tensor.dtype.startswith(("int", "uint"))
@@ -106,10 +133,44 @@ def _tokens(graph: Graph, rows: int) -> int:
     }
     for name in TOKEN_NAMES:
         if name in leaves:
-            count = math.prod(leaves[name])
+            count = math.prod(leaves[name].shape)
             # The last token of a sample is often predicted and not read.
-            return rows if 0 <= count - rows <= graph.batch_size else count
+            read = rows if 0 <= count - rows <= graph.batch_size else count
+            return read + _tokens_beside(graph, leaves[name].id)
     return 0
+
+
+def _tokens_beside(graph: Graph, tokens: int) -> int:
+    """Tokens of other leaves, such as those that a decoder reads beside an encoder's.
+
+    They are looked up in tables of as many words; targets are compared, not looked up.
+
+    Args:
+        graph: Captured loss.
+        tokens: Leaf of the batch whose tokens are counted already.
+    """
+    weight = graph.weight_tensors()
+    leaf_of = {t.id: t.id for t in graph.tensors if t.kind == "batch"}
+    words: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for op in graph.ops:
+        leaves = {leaf_of[t] for t in op.operands if t in leaf_of}
+        if len(leaves) != 1:
+            continue
+        (leaf,) = leaves
+        table = op.operands[0]
+        if op.kind == "gather" and weight[table] and table not in leaf_of:
+            words[leaf] = max(words.get(leaf, 0), graph.tensors[table].shape[0])
+            result = graph.tensors[op.results[0]]
+            rows = math.prod(result.shape[:-1]) * op.trip
+            read[leaf] = max(read.get(leaf, 0), rows)
+        else:
+            leaf_of |= dict.fromkeys(op.results, leaf)
+    return sum(
+        count
+        for leaf, count in read.items()
+        if leaf != tokens and words[leaf] == words.get(tokens)
+    )
 
 
 def _active_parameters(graph: Graph, products: Sequence[Op], rows: int) -> int:
@@ -124,7 +185,7 @@ def _expert_shares(
     """Parameters of which a token meets a part: by tensor, the part."""
     weight = graph.weight_tensors()
     origin = _parameter_of(graph, weight)
-    expert_shares: dict[int, float] = {}
+    expert_shares = _gathered_shares(graph, weight, rows)
     for op in products:
         if op.matmul is None or op.kind == ATTENTION:
             continue
@@ -145,6 +206,25 @@ def _expert_shares(
             share = taken / experts
         expert_shares[param] = min(1.0, max(expert_shares.get(param, 0.0), share))
     return expert_shares
+
+
+def _gathered_shares(
+    graph: Graph, weight: Sequence[bool], rows: int
+) -> dict[int, float]:
+    """Stacks of matrices from which each token gathers its own: by tensor, the part."""
+    found: dict[int, float] = {}
+    tensors = graph.tensors
+    params = {t.id for t in graph.params}
+    for op in graph.ops:
+        if op.kind != "gather" or op.operands[0] not in params:
+            continue
+        stack, picked = tensors[op.operands[0]], tensors[op.results[0]]
+        if len(stack.shape) < 3 or weight[op.results[0]]:
+            continue  # a table of vectors, or matrices that no token chooses
+        taken = math.prod(picked.shape) * op.trip / max(1, rows)
+        share = min(1.0, taken / math.prod(stack.shape))
+        found[stack.id] = max(found.get(stack.id, 0.0), share)
+    return found
 
 
 def _choices(graph: Graph, experts: int) -> int:

@@ -24,6 +24,7 @@ from whalejax.planner.plan.report import (
     table_text,
     why,
 )
+from whalejax.planner.plan.report.config_files import named_mappings
 from whalejax.planner.plan.report.diff import PlanDiff, diff
 from whalejax.planner.plan.report.headline import Throughput
 from whalejax.planner.plan.report.pictures import PlanDisplay
@@ -128,6 +129,16 @@ class Plan(PlanDisplay):
             f"{gigabytes(self.memory.total_bytes)} per device>"
         )
 
+    def __copy__(self) -> Plan:
+        return self  # nothing of it changes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A plan is pickled as its file: without the model that it was asked for."""
+        return Plan.from_document, (self.document(),)
+
     def batch_slices(self, node: int) -> tuple[slice, ...]:
         """The samples that a node takes of every global batch, with shares as planned.
 
@@ -167,12 +178,13 @@ class Plan(PlanDisplay):
         """The plan for the same model under other circumstances.
 
         Args:
-            changes: ``batch`` (samples of the global batch), and settings of
-                ``wh.plan``: ``cluster``, ``mesh``, ``zero``, ``num_micro_batches``,
-                ``precision``, ``shares``, ``compiler_options``, ``allow_idle``,
-                ``runnable`` and how a step is computed (``UserOptions``); what is
-                not given stays as it was asked for. A number of micro-batches that
-                was fixed may mean other sizes on another ``cluster``; a note says so.
+            changes: ``batch`` (samples of the global batch), ``sequence`` (tokens of
+                a sample), and settings of ``wh.plan``: ``cluster``, ``mesh``, ``zero``,
+                ``num_micro_batches``, ``precision``, ``shares``, ``compiler_options``,
+                ``allow_idle``, ``runnable`` and how a step is computed
+                (``UserOptions``); what is not given stays as it was asked for. A number
+                of micro-batches that was fixed may mean other sizes on another
+                ``cluster``; a note says so.
 
         Raises:
             PlanError: the plan was read from a file, which holds no model; or there is
@@ -288,6 +300,65 @@ class Plan(PlanDisplay):
     def maxtext_flags(self) -> dict[str, int]:
         """The mesh as MaxText's flags, such as ``{"ici_tensor_parallelism": 4}``."""
         return export.maxtext_flags(self)
+
+    def axis_mappings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The plan as haliax's mappings from named axes to mesh axes.
+
+        Returns:
+            The mapping of computation and that of parameters; a dimension that is not
+            sharded is in neither. Names are those of ``logical_axes``.
+
+        Raises:
+            PlanError: One mapping cannot say what the plan does.
+        """
+        found = named_mappings(self, "haliax")
+        return dict(found.compute), dict(found.parameters)
+
+    def export(
+        self,
+        form: str,
+        *,
+        name: str = "train",
+        image: str | None = None,
+        command: str | None = None,
+    ) -> str:
+        """The plan as a file of another system.
+
+        Args:
+            form: ``"maxtext"`` (rules, for ``custom_mesh_and_rule``), ``"axlearn"``
+                (``mesh_rules``), ``"haliax"`` (axis mappings), ``"levanter"`` (the
+                section ``trainer``), ``"jobset"`` or ``"skypilot"``.
+            name: Name of the job, for a JobSet or SkyPilot.
+            image: Container image, which a JobSet needs.
+            command: Words for the shell that start the run; None takes ``whalejax
+                train`` on one host, and ``python train.py`` on several.
+
+        Returns:
+            The text; a comment on top names what the plan decides and the file does
+            not say.
+
+        Raises:
+            PlanError: The format cannot say the plan.
+
+        >>> import jax, jax.numpy as jnp
+        >>> import whalejax as wh
+        >>> net = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+        >>> x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+        >>> plan = wh.plan(lambda net, x: (x @ net["w"]).mean(), net, x,
+        ...                cluster="h100:8", mesh={"data": 8})
+        >>> print(plan.export("skypilot").split("run:")[0])  # doctest: +ELLIPSIS
+        # WhaleJAX: data 8..., on 8×H100 (1 node of 8, nvlink).
+        # One process runs.
+        # Add setup: with what installs your script's packages.
+        # The folder holds the script and plan.json.
+        name: "train"
+        num_nodes: 1
+        resources:
+          accelerators: "H100:8"
+        workdir: "."
+        <BLANKLINE>
+        """
+        return export.export([self], form, name=name, image=image, command=command)
 
     def table(self, *, all_rows: bool = False) -> str:
         """Returns the page of ``print(plan)``, on demand with all rows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from whalejax.meshes.checks import Arguments, is_number, short_repr
 from whalejax.meshes.errors import WhaleError
@@ -36,6 +36,15 @@ class SquareCube(SquareCubeDisplay):
         rows: each stage over each link.
     """
 
+    head: ClassVar[tuple[str, ...]] = (
+        "link",
+        "stage",
+        "compute",
+        "wire",
+        "utilization",
+        "overlapped",
+        "busy from width",
+    )
     wire: str
     stages: tuple[StageWork, ...]
     rows: tuple[StageOverLink, ...]
@@ -59,20 +68,33 @@ class SquareCube(SquareCubeDisplay):
             row.overlapped if overlap else row.utilization for row in utilization
         )
 
-    def __str__(self) -> str:
-        head = (
-            f"{'link':>10}  stage  {'compute':>9}  {'wire':>9}  "
-            f"utilization  overlapped  busy from width"
-        )
-        lines = [f"one micro-batch of each stage, {self.wire} on the wire", head]
-        for row in self.rows:
-            lines.append(
-                f"{rate_words(row.bytes_per_second):>10}  {row.stage:>5}  "
-                f"{milliseconds(row.compute_seconds):>9}  "
-                f"{milliseconds(row.wire_seconds):>9}  {row.utilization:>11.1%}  "
-                f"{row.overlapped:>10.1%}  {f'× {row.busy_width:.3g}':>15}"
+    def cells(self) -> list[tuple[str, ...]]:
+        """Cells of the table, under ``head``: each stage over each link."""
+        return [
+            (
+                rate_words(row.bytes_per_second),
+                str(row.stage),
+                milliseconds(row.compute_seconds),
+                milliseconds(row.wire_seconds),
+                f"{row.utilization:.1%}",
+                f"{row.overlapped:.1%}",
+                f"× {row.busy_width:.3g}",
             )
-        return "\n".join(lines)
+            for row in self.rows
+        ]
+
+    def __str__(self) -> str:
+        rows = [self.head, *self.cells()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join(
+                f"{text:>{width}}" for text, width in zip(row, widths, strict=True)
+            )
+            for row in rows
+        )
+        return "\n".join(
+            [f"one micro-batch of each stage, {self.wire} on the wire", *lines]
+        )
 
 
 def square_cube(

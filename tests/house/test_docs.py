@@ -1,7 +1,7 @@
 """The documents tell the truth: their Python runs, their commands and links exist.
 
 Every ``python`` block of a document runs, in order and in one namespace, in a process
-with eight devices and an empty working folder; those of long pages with ``-m ""``.
+with eight devices and an empty working folder, by default.
 Commands in ``bash`` and ``console`` blocks are not run, since some train for minutes;
 their scripts, subcommands and options are looked up instead.
 """
@@ -86,24 +86,6 @@ for line, text in json.load(sys.stdin):
 """
 
 
-LONG: Final = (
-    "checkpoints",
-    "coming-from",
-    "elastic",
-    "examples",
-    "flax",
-    "mixed",
-    "notebooks",
-    "pipelines",
-    "planner-reference",
-    "spatial",
-    "swarm-planning",
-    "taxonomy",
-    "verify",
-)
-"""Pages that train or plan for longer than the others, which run by default."""
-
-
 def can_run(attributes: str) -> bool:
     """Whether the libraries of others that a block needs are installed."""
     needed = re.findall(r"requires=(\S+)", attributes)
@@ -113,10 +95,7 @@ def can_run(attributes: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, marks=[pytest.mark.full] * (path.stem in LONG))
-        for path, _ in groupby(block.path for block in blocks("python"))
-    ],
+    [path for path, _ in groupby(block.path for block in blocks("python"))],
     ids=lambda path: str(path.relative_to(ROOT)).removeprefix("docs/"),
 )
 def test_python_of_a_document_runs(path: Path, tmp_path: Path) -> None:

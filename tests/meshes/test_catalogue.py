@@ -141,7 +141,7 @@ def test_a_device_that_is_not_listed() -> None:
 
 def test_the_documentation_has_the_table_of_kinds() -> None:
     """``python -m whalejax.meshes.kind_table`` prints it anew."""
-    page = Path(__file__).resolve().parents[2] / "docs" / "kinds.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "plan" / "kinds.md"
     assert "\n".join(kind_table.table()) in page.read_text(encoding="utf-8")
 
 

@@ -252,6 +252,29 @@ def test_other_shells_get_a_script(shell: str, begins: str, capsys: Captured) ->
     assert all(word in text for word in ("search", "diff", "describe"))
 
 
+def test_fish_completes_models_and_clusters(capsys: Captured) -> None:
+    """By the program in its script, unescaped as fish reads double quotes."""
+    assert main.main(["completion", "fish"]) == 0
+    _, _, rest = capsys.readouterr().out.partition('set -l pycode "')
+    quoted = re.match(r'(?:[^"\\]|\\.)*', rest, re.DOTALL)
+    assert quoted is not None
+    code = re.sub(r'\\(["\\$])', r"\1", quoted[0])
+    for words, expected in (
+        (["plan"], "gpt-small"),
+        (["plan", "gpt", "--cluster"], "h200:8"),
+        (["swarm"], "join"),
+        (["export", "plan.json", "--to"], "levanter"),
+    ):
+        line = ["whalejax", *words]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *line, str(len(line))],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert expected in done.stdout.split(), done.stderr
+
+
 def test_an_unknown_shell_is_refused(capsys: Captured) -> None:
     assert "bash" in refused(["completion", "csh"], capsys)
 

@@ -22,7 +22,7 @@ from tests import browser, perfetto_engine
 from tests.whalejax.test_estimates import planned as estimated
 from tests.whalejax.test_searching import searched
 from whalejax.cli.show import seconds_text
-from whalejax.display.device_map import parts_of
+from whalejax.display.device_map import devices_text, parts_of
 from whalejax.display.page import page
 from whalejax.meshes.jax_mesh import build_mesh, partition_spec
 from whalejax.meshes.units import gigabytes
@@ -552,11 +552,40 @@ def test_other_endings_and_missing_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(wh.WhaleError, match="no ending is none of these"):
         line.save(tmp_path / "x")
     found = plain().device_map("head")
-    with pytest.raises(wh.WhaleError, match=r"written as \.html, \.txt; \.svg is none"):
-        found.save(tmp_path / "x.svg")
+    with pytest.raises(wh.WhaleError, match=r"as \.html, \.svg, \.txt; \.json is none"):
+        found.save(tmp_path / "x.json")
     with pytest.raises(wh.WhaleError, match="cannot be written"):
         line.save(tmp_path / "nowhere" / "x.html")
 
 
 def test_axes_of_these_tests_are_those_of_plans() -> None:
     assert {name for axes in AXES for name in axes} <= {*MESH_AXES}
+
+
+def test_a_parameter_is_drawn_as_its_shards(tmp_path: Path) -> None:
+    plan = plain().what_if(mesh={"data": 2, "fsdp": 4, "tensor": 2})
+    found = plan.device_map("head")
+    found.save(tmp_path / "x.svg")
+    svg = (tmp_path / "x.svg").read_text()
+    assert svg.count("<rect") == len(found.parts) > 1
+    assert len(set(re.findall(r'fill="(#\w+)" stroke', svg))) == len(found.parts)
+    for held in found.parts.values():
+        assert f"devices {devices_text(held)}" in svg
+    checked(found._repr_mimebundle_()["text/html"])
+
+
+def test_topologies_name_who_crosses_which_link() -> None:
+    plan = plain().what_if(mesh={"data": 2, "fsdp": 4, "tensor": 2})
+    found = plan.topology()
+    assert found.links == {
+        "nvlink": [("fsdp", 4), ("tensor", 2)],
+        "infiniband": [("data", 2)],
+    }
+    assert "infiniband, 2 joined at" in str(found) and str(found).endswith(": data 2")
+    html = found._repr_mimebundle_()["text/html"]
+    checked(html)
+    assert html.count("node ") == 2 and "tensor 2" in html
+    torus = plain("v5p:2x2x4").topology()
+    assert [*torus.links] == ["ici-z", "ici-y", "ici-x"]
+    many = plain("h100:16x8").topology()
+    assert "… 16 nodes" in many._repr_mimebundle_()["text/html"]

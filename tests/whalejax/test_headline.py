@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 from typing import Any
 
 import jax
@@ -240,3 +242,84 @@ def test_an_axis_that_shards_samples_alone_is_data() -> None:
         ),
     )
     assert "data 8 (named tensor)" in str(alone).splitlines()[0]
+
+
+def test_a_step_takes_one_branch() -> None:
+    """The larger one of a ``lax.cond`` counts, and what stands inside it once."""
+    net = {"small": jnp.zeros((64, 64)), "large": jnp.zeros((64, 256))}
+    x = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+
+    def large(net: Any, x: Any) -> Any:
+        wide = x @ net["large"]
+        return jax.lax.cond(
+            x[0, 0] > 0, lambda h: h.sum(), lambda h: (h @ h.T).sum(), wide
+        )
+
+    def loss(net: Any, x: Any) -> Any:
+        def small(net: Any, x: Any) -> Any:
+            return (x @ net["small"]).sum()
+
+        return jax.lax.cond(x.mean() > 0, small, large, net, x) / 32
+
+    def alone(net: Any, x: Any) -> Any:
+        wide = x @ net["large"]
+        return (wide @ wide.T).sum() / 32
+
+    options = {"cluster": "cpu:1", "per_micro_batch": True}
+    found = [work_of(wh.plan(f, net, x, **options)).step_flops for f in (loss, alone)]
+    assert found[0] == found[1] > 0
+
+
+def test_plans_are_copied_and_pickled() -> None:
+    net = {"w": jnp.zeros((64, 64))}
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    plan = wh.plan(lambda net, x: (x @ net["w"]).mean(), net, x, cluster="h100:8")
+    assert copy.copy(plan) == plan == copy.deepcopy(plan)
+    again = pickle.loads(pickle.dumps(plan))
+    assert again == plan and again.question is None
+    assert (
+        copy.deepcopy({"plan": plan})["plan"].what_if(batch=32).batch[0].shape[0] == 32
+    )
+
+
+def test_a_decoder_reads_tokens_too() -> None:
+    net = {
+        "words": jnp.zeros((512, 64)),
+        "segments": jnp.zeros((2, 64)),
+        "w": jnp.zeros((64, 64)),
+    }
+
+    def loss(net: Any, batch: Any) -> Any:
+        seen = net["words"][batch["inputs"]] + net["segments"][batch["segments"]]
+        seen = (seen @ net["w"]).mean(1, keepdims=True)
+        own = net["words"][batch["targets"][:, :-1]] @ net["w"]
+        logits = (own + seen) @ net["words"].T
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch["targets"][:, 1:]
+        ).mean()
+
+    def shape(length: int) -> Any:
+        return jax.ShapeDtypeStruct((32, length), jnp.int32)
+
+    batch = {"inputs": shape(24), "segments": shape(24), "targets": shape(17)}
+    assert work_of(wh.plan(loss, net, batch, cluster="h100:8")).tokens == 32 * (24 + 16)
+
+
+def test_a_token_that_gathers_its_expert_meets_that_one() -> None:
+    net = {
+        "router": jnp.zeros((64, 8)),
+        "up": jnp.zeros((8, 64, 256)),
+        "down": jnp.zeros((8, 256, 64)),
+    }
+
+    def loss(net: Any, x: Any) -> Any:
+        chosen = jnp.argmax(x @ net["router"], -1)
+        wide = jnp.einsum("td,tdf->tf", x, net["up"][chosen])
+        return jnp.square(
+            jnp.einsum("tf,tfd->td", jnp.tanh(wide), net["down"][chosen])
+        ).mean()
+
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    work = work_of(wh.plan(loss, net, x, cluster="h100:1"))
+    assert work.parameters == 64 * 8 + 2 * 8 * 64 * 256
+    assert work.active == 64 * 8 + 2 * 64 * 256

@@ -166,8 +166,8 @@ def plan(
             planner knows the effect of those that change collectives.
         margin: Fraction of the predicted memory that the plan leaves free beyond it,
             such as 0.1, below 1. None takes the largest measured excess of compiled
-            programs of this kind (docs/verify.md): nothing on CPU, and more where the
-            program has parts that few measured programs had, which a note says.
+            programs of this kind (docs/run/verify.md): nothing on CPU, and more where
+            the program has parts that few measured programs had, which a note says.
         verified: Whether the cluster's compiler must accept the plan. If it refuses
             one for its memory, the best plan that needs so much less is taken. Needs
             the compiler, as ``Plan.verify`` does, and minutes.

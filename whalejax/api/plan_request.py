@@ -47,7 +47,13 @@ from whalejax.api.memory_margin import (
 )
 from whalejax.api.plan_settings import PlanSettings, changeable, parsed_cluster
 from whalejax.capture import Captured, capture
-from whalejax.capture.batch import aval_of, check_batch, resize_batch
+from whalejax.capture.batch import (
+    aval_of,
+    check_batch,
+    resize_batch,
+    sequence_length,
+    with_length,
+)
 from whalejax.capture.batch import batch_leaves as micro_leaves
 from whalejax.capture.loss_options import fixed_options
 from whalejax.capture.loss_programs import (
@@ -71,6 +77,7 @@ from whalejax.lowering.uneven.zero1_update import elementwise
 from whalejax.meshes import Cluster
 from whalejax.meshes.checks import Arguments, is_whole
 from whalejax.meshes.delivered import efficiency_notes
+from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.cost.model_work import model_work
 from whalejax.planner.memory.prediction_band import MemoryBand, memory_band
@@ -246,13 +253,15 @@ class PlanQuestion:
                     f"there is no {name!r} to change; expected some of "
                     f"{', '.join(known)}"
                 )
-        size = changes.get("batch")
-        if "batch" in changes and not is_whole(size, 1):
-            problems.refuse("batch", size, "a number of samples, 1 or more")
+        for name, what in (("batch", "samples"), ("sequence", "tokens")):
+            if name in changes and not is_whole(changes[name], 1):
+                problems.refuse(name, changes[name], f"a number of {what}, 1 or more")
         problems.raise_if_any()
-        batch, cluster = self.batch, self.cluster
+        batch, cluster, axes = self.batch, self.cluster, self.request.batch_axes
+        length = changes.pop("sequence", None)
+        if length is not None:
+            batch = with_length(batch, axes, int(length))
         if "batch" in changes:
-            axes = self.request.batch_axes
             batch = resize_batch(batch, axes, int(changes.pop("batch")))
         if "cluster" in changes:
             if changes["cluster"] is None:
@@ -264,9 +273,22 @@ class PlanQuestion:
         if changes.get("runnable") is False:
             changes.setdefault("verified", False)  # nothing compiles an estimate
         request = dataclasses.replace(self.request, **changes)
-        return dataclasses.replace(
-            self, batch=batch, cluster=cluster, request=request
-        ).plan()
+        asked = dataclasses.replace(self, batch=batch, cluster=cluster, request=request)
+        try:
+            return asked.plan()
+        except (TypeError, ValueError) as error:
+            if length is None or isinstance(error, WhaleError):
+                raise
+            first = str(error).strip().partition("\n")[0]
+            raise PlanError(
+                f"the loss takes no sequences of {length} ({first}). A table of "
+                "positions has a length of its own: make the model for it"
+            ) from error
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens of a sample, where the batch has such."""
+        return sequence_length(self.batch, self.request.batch_axes)
 
     def verify(
         self,

@@ -134,9 +134,9 @@ def together(*checks: Callable[[], Any]) -> None:
 
 
 def changeable() -> list[str]:
-    """Names of the settings that ``Plan.what_if`` may change, and ``batch``."""
+    """Names of what ``Plan.what_if`` may change: settings, and the batch's sizes."""
     own = [f.name for f in fields(PlanSettings) if f.name not in _KEPT]
-    return ["batch", *own]
+    return ["batch", "sequence", *own]
 
 
 def parsed_cluster(cluster: Cluster | str | None) -> Cluster:

@@ -51,6 +51,11 @@ class TablesQuestion:
     given: tuple[Any, Any, Any]
     dense: Any
 
+    @property
+    def sequence_length(self) -> int | None:
+        """None: ``replan`` changes no batch."""
+        return None
+
     def replan(self, **changes: Any) -> Plan:
         """The plan under other circumstances.
 

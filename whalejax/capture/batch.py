@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from whalejax import _compat
@@ -141,6 +142,62 @@ def resize_batch(batch: Any, batch_axes: Any, size: int) -> Any:
             shape[axis] = size
         result.append(_compat.abstract(tuple(shape), aval.dtype))
     return jax.tree.unflatten(tree, result)
+
+
+def sequence_length(batch: Any, batch_axes: Any) -> int | None:
+    """Length of what a batch's samples are sequences of; None where they are none.
+
+    It is the dimension behind the samples, of whole numbers such as tokens, where all
+    such leaves agree within one element, by which targets may be shifted.
+
+    Args:
+        batch: arrays or shapes.
+        batch_axes: the batch dimension of its leaves.
+    """
+    lengths = {leaf.shape[axis + 1] for leaf, axis in _sequences(batch, batch_axes)}
+    return min(lengths) if lengths and max(lengths) - min(lengths) <= 1 else None
+
+
+def with_length(batch: Any, batch_axes: Any, size: int) -> Any:
+    """The shapes of a batch with sequences of another length.
+
+    Args:
+        batch: arrays or shapes.
+        batch_axes: the batch dimension of its leaves.
+        size: Length in place of ``sequence_length``.
+
+    Raises:
+        WhaleError: the samples are no sequences, or of several lengths.
+    """
+    now = sequence_length(batch, batch_axes)
+    if now is None:
+        raise WhaleError(
+            "sequence changes the length of a batch's tokens, and this batch has no "
+            "whole numbers of one length behind the samples"
+        )
+    changed = {id(leaf): axis + 1 for leaf, axis in _sequences(batch, batch_axes)}
+    leaves, tree = jax.tree.flatten(batch)
+    found = []
+    for leaf in leaves:
+        aval = aval_of(leaf)
+        shape = list(aval.shape)
+        if id(leaf) in changed:
+            shape[changed[id(leaf)]] += size - now
+        found.append(_compat.abstract(tuple(shape), aval.dtype))
+    return jax.tree.unflatten(tree, found)
+
+
+def _sequences(batch: Any, batch_axes: Any) -> list[tuple[Any, int]]:
+    """Leaves of whole numbers with a dimension behind the samples."""
+    leaves, tree = jax.tree.flatten(batch)
+    axes = _axes_of(batch_axes, batch, tree)
+    return [
+        (leaf, axis)
+        for leaf, axis in zip(leaves, axes, strict=True)
+        if axis is not None
+        and len(leaf.shape) == axis + 2
+        and jnp.issubdtype(leaf.dtype, jnp.integer)
+    ]
 
 
 def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:

@@ -11,6 +11,7 @@ import jax
 
 from whalejax.adapters.base import Adapter
 from whalejax.capture import Captured, capture
+from whalejax.capture import batch as batches
 from whalejax.capture.assemble import model_hash
 from whalejax.capture.batch import TracedLeaf, aval_of, batch_leaves
 from whalejax.capture.passes.remat_pass import checkpoint_names
@@ -176,10 +177,12 @@ class Traces:
                 return result
             return result.with_precisions(checked_precisions(precision, result.graph))
 
+        one = batches.resize_batch(batch, batch_axes, 1)
+        samples = str([str(aval_of(leaf)) for leaf in jax.tree.leaves(one)])
         shapes = [str(aval_of(leaf)) for leaf in jax.tree.leaves(batch)]
-        key = str(precision), str(num_micro_batches), *shapes
+        key = str(precision), samples, str(num_micro_batches), *shapes
         if key not in self._known:
-            like = next((p for k, p in self._known.items() if k[0] == key[0]), None)
+            like = next((p for k, p in self._known.items() if k[:2] == key[:2]), None)
             found = Programs(cast, captured)
             if like is not None:
                 leaves, _ = batch_leaves(batch, batch_axes, num_micro_batches)

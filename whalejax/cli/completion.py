@@ -17,6 +17,7 @@ from typing import Any, Final
 from whalejax.api.named_jobs import model_names
 from whalejax.meshes.catalogue import entries
 from whalejax.meshes.dtypes import PRECISIONS
+from whalejax.planner.plan.report.export import FORMS
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.step_options import REMAT_POLICIES
 
@@ -42,18 +43,24 @@ def completion_script(
     match = _LITERAL.search(text)
     if match is None:
         return text
-    try:
-        spec = ast.literal_eval(match[1])
-    except SyntaxError:  # quoted for a shell in which the literal stands in a string
-        return text
+    spec = _spec(shell, match[1])
     for name, parse_group in groups.items():
         other = _LITERAL.search(_printed(shell, parse_group))
         if other is not None:
-            spec["subcommands"][name] = ast.literal_eval(other[1])
+            spec["subcommands"][name] = _spec(shell, other[1])
     for _, command in _by_name(spec):
         _with_choices(command)
-    code = _MODELS.format(models=model_names(), commands=_TAKING_MODELS)
-    return text[: match.start(1)] + repr(spec) + code + text[match.end(1) :]
+    code = repr(spec) + _MODELS.format(models=model_names(), commands=_TAKING_MODELS)
+    if shell == "fish":
+        code = re.sub(r'(["\\$])', r"\\\1", code)
+    return text[: match.start(1)] + code + text[match.end(1) :]
+
+
+def _spec(shell: str, literal: str) -> Any:
+    """Commands and options; in fish's script the literal is inside double quotes."""
+    if shell == "fish":
+        literal = re.sub(r'\\(["\\$])', r"\1", literal)
+    return ast.literal_eval(literal)
 
 
 _MODELS: Final = """
@@ -90,6 +97,8 @@ def _choices() -> dict[str, list[str]]:
         "--attention": ["ring", "gather"],
         "--mesh": [f"{axis}=" for axis in MESH_AXES],
         "--combine": ["mean", "adasum", "adasum_nodes", "adasum_updates"],
+        "--to": list(FORMS),
+        "--export": list(FORMS),
         "--wire": ["f32", "bf16", "int8"],
         "--sum-wire": ["f32", "f16", "int8"],
         "--price": [f"{kind}=" for kind in entries()],

@@ -77,7 +77,7 @@ class LaunchCommand:
     """what the script is given, options and all that stands behind it"""
     processes: Annotated[str, option(metavar="N|MIN:MAX")] = "2"
     """how many, over all hosts; MIN:MAX goes on with those that are left, and starts
-    lost ones again: see docs/elastic.md"""
+    lost ones again: see docs/survive/elastic.md"""
     spares: Annotated[int, option(metavar="N")] = 0
     """of MIN:MAX: further processes that stand by and step in at once"""
     keep: Switch = False

@@ -1,7 +1,7 @@
-"""The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``search``,
-``diff``, ``verify``, ``check``, ``estimate``, ``calibrate``, ``launch``, ``agent``,
-``status``, ``goodput``, ``doctor``, ``completion``; and ``whalejax swarm`` with
-commands of its own, as ``whalejax jobs``.
+"""The command line: ``whalejax train``, ``plan``, ``show``, ``export``, ``why``,
+``search``, ``batch``, ``diff``, ``verify``, ``check``, ``profile``, ``estimate``,
+``calibrate``, ``launch``, ``agent``, ``status``, ``goodput``, ``doctor``,
+``completion``; and ``whalejax swarm`` with commands of its own, as ``whalejax jobs``.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
@@ -57,6 +57,7 @@ from whalejax.cli.options import (
     DiffCommand,
     DoctorCommand,
     EstimateCommand,
+    ExportCommand,
     GoodputCommand,
     LaunchCommand,
     PlanCommand,
@@ -161,8 +162,8 @@ def _run_command(argv: Sequence[str], started: float, *, closed: bool) -> int:
 
 
 COMMAND_NAMES = (
-    "train plan show diff why search batch estimate verify check profile calibrate "
-    "completion launch agent status goodput doctor swarm jobs".split()
+    "train plan show export diff why search batch estimate verify check profile "
+    "calibrate completion launch agent status goodput doctor swarm jobs".split()
 )
 """Commands, in the order of the help."""
 
@@ -291,6 +292,8 @@ def _run(command: Command, started: float) -> int:
             _plan(command)
         case ShowCommand():
             _show(command)
+        case ExportCommand():
+            _export(command)
         case WhyCommand():
             _why(command)
         case DiffCommand():
@@ -306,9 +309,7 @@ def _run(command: Command, started: float) -> int:
         case VerifyCommand():
             return _verify(command)
         case CheckCommand():
-            from whalejax.cli import plan_check
-
-            return plan_check.check(command)
+            return _check(command)
         case CalibrateCommand():
             _calibrate(command)
         case CompletionCommand():
@@ -441,6 +442,19 @@ def _show(command: ShowCommand) -> None:
         show.print_plan(plan, make_console(), all_rows=command.all)
 
 
+def _export(command: ExportCommand) -> None:
+    from whalejax.planner.plan.plan import Plan
+
+    _check_output(command.output)
+    text = Plan.load(command.plan).export(
+        command.to, name=command.name, image=command.image, command=command.command
+    )
+    if command.output is None:
+        print(text, end="")
+    else:
+        command.output.write_text(text)
+
+
 def _search(command: SearchCommand) -> None:
     from whalejax.api import job_plans
     from whalejax.cli import show
@@ -448,6 +462,8 @@ def _search(command: SearchCommand) -> None:
 
     if not command.on:
         raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
+    if command.json and command.export is not None:
+        raise WhaleError("--export and --json are two ways to print; give one of them")
     given, settings = prices(command.price), plan_settings(command)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
@@ -460,7 +476,12 @@ def _search(command: SearchCommand) -> None:
             runnable=not command.estimate,
             **settings,
         )
-    if command.json:
+    if command.export is not None:
+        source = (lasting_name(command.model), *command.set)
+        named = tuple(dataclasses.replace(plan, source=source) for plan in plans)
+        exported = dataclasses.replace(plans, plans=named)
+        print(exported.export(command.export, image=command.image), end="")
+    elif command.json:
         print(json.dumps(plans.document()))
     else:
         make_console().print(show.Lines(plans.lines))
@@ -586,6 +607,12 @@ def _complete(shell: str) -> None:
         "jobs": lambda words: parse_jobs(["jobs", *words]),
     }
     print(completion_script(shell, _parse, groups), end="")
+
+
+def _check(command: CheckCommand) -> int:
+    from whalejax.cli import plan_check
+
+    return plan_check.check(command)
 
 
 def _goodput(command: GoodputCommand) -> None:

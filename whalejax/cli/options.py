@@ -251,6 +251,30 @@ class ShowCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExportCommand:
+    """Print a plan as a file of another system.
+
+    Formats: maxtext (rules for custom_mesh_and_rule), axlearn (mesh_rules), haliax
+    (axis mappings), levanter (the section trainer), jobset, skypilot. A comment on top
+    names what the file does not say of the plan.
+    """
+
+    plan: PlanFile
+    """a file that whalejax plan wrote"""
+    to: Annotated[str, option(metavar="FORMAT")]
+    """maxtext, axlearn, haliax, levanter, jobset or skypilot"""
+    name: str = "train"
+    """of the job, for jobset and skypilot"""
+    image: OptionalText = None
+    """container image, for jobset and skypilot"""
+    command: OptionalText = None
+    """words for the shell that start the run, for jobset and skypilot; whalejax train
+    on one host if left out, python train.py on several"""
+    output: Annotated[Path | None, option(aliases=["-o"], metavar="FILE")] = None
+    """write the file here instead of printing it"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiffCommand:
     """Show what changes from one plan to another: settings, parameters, traffic, cost.
 
@@ -311,6 +335,11 @@ class SearchCommand:
     """neighbouring samples that stay together in every part of a batch"""
     estimate: Switch = False
     """weigh what cannot be run, too; a plan that does not run says so"""
+    export: Annotated[str | None, option(metavar="FORMAT")] = None
+    """print a file of another system instead: axlearn (a mesh rule for each cluster),
+    skypilot (clusters in turn), or the best plan's, as whalejax export does"""
+    image: OptionalText = None
+    """container image, for --export jobset"""
     json: Switch = False
     """print plans, candidates and refusals as one line of JSON and nothing else"""
     quiet: Switch = False
@@ -482,6 +511,7 @@ Command = (
     Annotated[TrainCommand, conf.subcommand("train")]
     | Annotated[PlanCommand, conf.subcommand("plan")]
     | Annotated[ShowCommand, conf.subcommand("show")]
+    | Annotated[ExportCommand, conf.subcommand("export")]
     | Annotated[DiffCommand, conf.subcommand("diff")]
     | Annotated[WhyCommand, conf.subcommand("why")]
     | Annotated[SearchCommand, conf.subcommand("search")]

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from whalejax.display.page import Picture, cell, table
+from whalejax.display.page import FILLS, INK, Picture, cell, drawing, table, words
 from whalejax.meshes.checks import short_repr
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.report.why import shape_text, spec_text
@@ -33,6 +33,7 @@ Part = tuple[tuple[int, int], ...]
 _MOST_CELLS = 16
 """Rows and columns of a grid that are shown."""
 
+_SHARD, _MARGIN, _TOP, _WIDE = 34.0, 62.0, 20.0, 520.0
 _MOST_GRIDS = 8
 _MOST_LINES = 32
 
@@ -71,10 +72,12 @@ class DeviceMap(Picture):
         for first in firsts:
             for part, held in parts_of(self.shape, self.spec, axes, first).items():
                 self.parts.setdefault(part, []).extend(held)
-        words = self._words(of, devices)
+        said = self._words(of, devices)
+        svg = _draw(self, said[0])
         super().__init__(
-            html="".join(f"<p>{escape(w)}</p>" for w in words) + _grids(self),
-            text="\n".join((*words, *_lines(self))),
+            html="".join(f"<p>{escape(w)}</p>" for w in said) + svg + _grids(self),
+            text="\n".join((*said, *_lines(self))),
+            svg=svg,
         )
 
     def _words(self, of: str, devices: int) -> list[str]:
@@ -174,16 +177,60 @@ def _lines(found: DeviceMap) -> list[str]:
     return lines
 
 
-# As tables: two sharded dimensions down and across, a table for each part of others.
+# As a drawing: the array with its shards in colour, devices in their numbers.
 
 
-def _grids(found: DeviceMap) -> str:
+def _sides(found: DeviceMap) -> tuple[list[list[tuple[int, int]]], list[int]]:
+    """Ranges of every dimension, and the two that are sides: those in most parts."""
     bounds = [
         sorted({part[dim] for part in found.parts}) for dim in range(len(found.shape))
     ]
     cut = [dim for dim, ranges in enumerate(bounds) if len(ranges) > 1]
-    # The finest two are the sides of a table.
-    sides = sorted(sorted(cut, key=lambda dim: -len(bounds[dim]))[:2])
+    return bounds, sorted(sorted(cut, key=lambda dim: -len(bounds[dim]))[:2])
+
+
+def _draw(found: DeviceMap, title: str) -> str:
+    """Shards of the first two sharded dimensions; of others the first part."""
+    bounds, sides = _sides(found)
+    rank = len(found.shape)
+    if not rank or any(len(bounds[dim]) > _MOST_CELLS for dim in sides):
+        return ""
+    pair = [*sides, *(d for d in reversed(range(rank)) if d not in sides)][:2]
+    if len(pair) == 1:
+        return ""
+    down, across = sorted(pair)
+    rows, columns = bounds[down], bounds[across]
+    height = max(_SHARD * len(rows), 60.0)
+    inner = [words(_MARGIN, 12, f"dim {across}: {found.shape[across]:,} →")]
+    inner += [words(4, _TOP + 14, f"dim {down}:"), words(4, _TOP + 28, "↓")]
+    inner.append(words(4, _TOP + 42, f"{found.shape[down]:,}"))
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            part = tuple(
+                row if d == down else column if d == across else ranges[0]
+                for d, ranges in enumerate(bounds)
+            )
+            x, y = _MARGIN + j * _WIDE / len(columns), _TOP + i * height / len(rows)
+            w, h = _WIDE / len(columns), height / len(rows)
+            text = devices_text(found.parts[part])
+            short = text if len(text) * 6.2 < w - 4 else ""
+            inner.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" '
+                f'fill="{FILLS[(i * len(columns) + j) % len(FILLS)]}" '
+                f'stroke="{INK}" stroke-width=".7"><title>'
+                f"[{', '.join(map(_range, part))}] devices {escape(text)}"
+                "</title></rect>"
+                + words(x + w / 2, y + h / 2 + 4, short, anchor="middle", ink=INK)
+            )
+    return drawing(_MARGIN + _WIDE + 4, _TOP + height + 6, title, "".join(inner))
+
+
+# As tables: two sharded dimensions down and across, a table for each part of others.
+
+
+def _grids(found: DeviceMap) -> str:
+    bounds, sides = _sides(found)
+    cut = [dim for dim, ranges in enumerate(bounds) if len(ranges) > 1]
     others = [dim for dim in cut if dim not in sides]
     places = [*itertools.product(*(bounds[dim] for dim in others))]
     html = []

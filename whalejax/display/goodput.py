@@ -3,52 +3,53 @@
 from __future__ import annotations
 
 from html import escape
+from typing import Any
 
-from whalejax.display.page import FILLS, Picture, drawing, table, words
-from whalejax.display.page import cell as td
-
-
-_LEFT, _WIDTH, _BAR, _GAP, _RIGHT = 150.0, 500.0, 22.0, 10.0, 70.0
+from whalejax.display.charts import LACKING, TONES, svg_of
+from whalejax.display.page import Picture, cell, table
 
 
 class GoodputChart(Picture):
     """Goodput as it was computed, and of a trace where one was played through.
 
     Attributes:
-        bars: each way to go on, and its goodput.
+        bars: Each way to go on, and its goodput.
     """
 
     def __init__(self, text: str, bars: dict[str, float]) -> None:
         """Draws the chart.
 
         Args:
-            text: Text of the estimate; its first line is the title.
-            bars: each way to go on, and its goodput from 0 to 1.
+            text: Text of the estimate; the first line is the title.
+            bars: Goodput of each way to go on, from 0 to 1.
         """
         self.bars = bars
         title, *lines = text.splitlines()
-        svg = _goodput_svg(self.bars, title)
-        rows = [td(line) for line in lines if not line.startswith("goodput")]
+        svg = svg_of(self._draw)
+        rows = [cell(line) for line in lines if not line.startswith("goodput")]
         super().__init__(
-            html=f"<h3>Goodput: {escape(title)}</h3>{svg}{table((), rows)}",
+            html=f"<h3>Goodput: {escape(title)}</h3>{svg or LACKING}{table((), rows)}",
             text=text,
             svg=svg,
         )
 
-
-def _goodput_svg(bars: dict[str, float], title: str) -> str:
-    inner = []
-    for number, (name, value) in enumerate(bars.items()):
-        y = 4 + number * (_BAR + _GAP)
-        fill = FILLS[number % 3]
-        inner += [
-            words(_LEFT - 8, y + 15, name, anchor="end"),
-            f'<rect x="{_LEFT:g}" y="{y:g}" width="{value * _WIDTH:.2f}" '
-            f'height="{_BAR:g}" fill="{fill}" stroke="currentColor" stroke-width=".5">'
-            f"<title>{escape(name)} {value:.4f}</title></rect>",
-            f'<rect x="{_LEFT:g}" y="{y:g}" width="{_WIDTH:g}" height="{_BAR:g}" '
-            'fill="none" stroke="currentColor" stroke-width=".5"/>',
-            words(_LEFT + _WIDTH + 8, y + 15, f"{value:.4f}"),
+    def _draw(self, alt: Any) -> Any:
+        values = [
+            {"way": name, "goodput": value, "shown": f"{value:.4f}"}
+            for name, value in self.bars.items()
         ]
-    height = 4 + len(bars) * (_BAR + _GAP)
-    return drawing(_LEFT + _WIDTH + _RIGHT, height, title, "".join(inner))
+        base = alt.Chart(alt.Data(values=values)).encode(
+            x=alt.X(
+                "goodput:Q",
+                title="goodput (useful time over wall time)",
+                scale=alt.Scale(domain=[0, 1]),
+                axis=alt.Axis(format="%", tickCount=5),
+            ),
+            y=alt.Y("way:N", title=None, sort=None, axis=alt.Axis(labelLimit=0)),
+        )
+        bars = base.mark_bar(color=TONES[0])
+        shown = base.mark_text(align="right", dx=-6, color="#fff", fontWeight="bold")
+        shown = shown.encode(text="shown:N")
+        return alt.layer(bars, shown).properties(
+            width=480, height=34 * len(self.bars) + 10
+        )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from whalejax.display.bundles import plan_html
+from whalejax.display.charts import TONE, TONES, needed, styled, unit_of
 from whalejax.display.page import (
     bundle_of,
     cell,
@@ -82,8 +83,8 @@ class SearchChart:
     """
 
     def __init__(self, found: SearchData) -> None:
-        self._alt = _needed("altair")
-        _needed("vl_convert")
+        self._alt = needed("altair")
+        needed("vl_convert")
         self.rows = points(found)
         self._found = found
         self.altair: Any = _pareto_chart(self._alt, self.rows)
@@ -156,16 +157,6 @@ def chart(found: SearchData) -> SearchChart:
     return SearchChart(found)
 
 
-def _needed(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise WhaleError(
-            f"charts need {name}, which is not installed. Install it with "
-            'pip install "whalejax[notebook]"; print(found) shows the same as a table'
-        ) from error
-
-
 def _anchor(plan: PlanData) -> str:
     return f"whalejax-plan-{plan.hash}"
 
@@ -228,8 +219,8 @@ def pareto(pairs: Sequence[tuple[float, float]]) -> set[int]:
 
 def _pareto_chart(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
     """Points over the line of those that no other beats, all in middle tones."""
-    unit, scale = _unit([row["seconds"] for row in rows], _SECONDS)
-    size, shrink = _unit([row["bytes"] for row in rows], _BYTES)
+    unit, scale = unit_of([row["seconds"] for row in rows], _SECONDS)
+    size, shrink = unit_of([row["bytes"] for row in rows], _BYTES)
     values = [
         {**row, "x": row["seconds"] * scale, "y": row["bytes"] * shrink} for row in rows
     ]
@@ -242,20 +233,23 @@ def _pareto_chart(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
     base = alt.Chart(data)
     front = (
         base.transform_filter("datum.front")
-        .mark_line(interpolate="step-after", color="#888", strokeDash=[5, 3])
+        .mark_line(interpolate="step-after", color=TONE, strokeDash=[5, 3])
         .encode(x=x, y=y)
     )
     names = [*dict.fromkeys(row["cluster"] for row in rows)]
-    tones = alt.Scale(domain=names, range=_TONES)
-    sized = alt.condition("datum.front", alt.value(140), alt.value(60))
-    shown = base.mark_point(opacity=0.9).encode(
+    tones = alt.Scale(domain=names, range=TONES)
+    legend = alt.Legend(orient="bottom", columns=4)
+    sized = alt.condition("datum.front", alt.value(140), alt.value(50))
+    shown = base.mark_point(opacity=0.7).encode(
         x=x,
         y=y,
         size=sized,
-        fill=alt.Fill("cluster:N", title="cluster", scale=tones),
-        stroke=alt.Stroke("cluster:N", title="cluster", scale=tones),
+        fill=alt.Fill("cluster:N", title="cluster", scale=tones, legend=legend),
+        stroke=alt.Stroke("cluster:N", title="cluster", scale=tones, legend=legend),
         fillOpacity=alt.condition("datum.fits", alt.value(0.9), alt.value(0)),
-        shape=alt.Shape("cluster:N", title="cluster", scale=alt.Scale(domain=names)),
+        shape=alt.Shape(
+            "cluster:N", title="cluster", scale=alt.Scale(domain=names), legend=legend
+        ),
         href="link:N",
         tooltip=[alt.Tooltip(f"{name}:N", title=said) for name, said in _HOVER],
     )
@@ -264,17 +258,8 @@ def _pareto_chart(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
         subtitle="Large, on the dashed line: no other is faster and smaller"
         + ". Hollow: does not fit" * any(not row["fits"] for row in rows),
     )
-    middle = dict.fromkeys(
-        ("labelColor", "titleColor", "domainColor", "tickColor"), _TONE
-    )
-    return (
-        alt.layer(front, shown)
-        .properties(width=560, height=320, title=heading, background="transparent")
-        .configure_view(stroke=_TONE)
-        .configure_axis(**middle, gridColor=_TONE, gridOpacity=0.25)
-        .configure_legend(labelColor=_TONE, titleColor=_TONE)
-        .configure_title(color=_TONE, subtitleColor=_TONE, anchor="start")
-    )
+    chart = alt.layer(front, shown)
+    return styled(chart.properties(width=600, height=340, title=heading))
 
 
 _HOVER = (
@@ -290,20 +275,5 @@ _HOVER = (
 )
 """What hovering shows, and what it is called."""
 
-_TONE = "#808080"
-"""Grey of letters and lines, readable on white and on black (4:1 and 5:1)."""
-
-_TONES = ["#3b82d6", "#d9731a", "#3f9142", "#c03a6b", "#8a63c9", "#18938a", "#a07b12"]
-"""Of clusters, beside their shapes."""
-
-
 _SECONDS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 _BYTES = (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3))
-
-
-def _unit(
-    values: Sequence[float], units: Sequence[tuple[str, float]]
-) -> tuple[str, float]:
-    """The unit, and what to multiply by, in which the largest value is 1 or more."""
-    most = max(values, default=0.0)
-    return next(((u, f) for u, f in units if most * f >= 1), units[-1])

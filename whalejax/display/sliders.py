@@ -1,5 +1,9 @@
 """Sliders in a notebook that call ``Plan.what_if``, with the plan below them.
 
+They keep the layout of the first plan (its mesh, grown or shrunk along ``data`` or
+``fsdp`` with the devices, and how a step is computed), which plans again in a fraction
+of a second; a box has every layout searched instead.
+
 Needs a kernel that runs, and the extra ``whalejax[notebook]`` for ipywidgets; readers
 that know no widgets show the plan that was last found.
 """
@@ -7,7 +11,7 @@ that know no widgets show the plan that was last found.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -17,11 +21,13 @@ from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan_data import PlanData
-from whalejax.planner.step_options import REMAT_POLICIES
+from whalejax.planner.step_options import REMAT_POLICIES, options_of
 
 
 _TIMES = (0.25, 0.5, 1, 2, 4)
 """Batches that are offered, in units of the planned one."""
+
+_NOTHING = "none"
 
 _SAME = "as planned"
 """What controls stand at first; ipywidgets take no None."""
@@ -34,7 +40,8 @@ class Sliders:
         plan: the plan that was last found.
         problem: Reason why there is no plan at the controls' values; "" where there is
             one.
-        controls: ``batch``, ``remat`` and ``cluster`` to their ipywidgets; setting the
+        controls: ``batch``, ``sequence``, ``devices``, ``remat``, ``cluster`` and
+            ``search`` to their ipywidgets, those that the plan has; setting the
             ``value`` of one plans again.
         widget: all of it, to be put among other widgets.
     """
@@ -50,28 +57,7 @@ class Sliders:
         self.problem = ""
         self._first = plan
         self._found: dict[tuple[tuple[str, Any], ...], Any] = {(): plan}
-        self.controls: dict[str, Any] = {
-            "batch": widgets.SelectionSlider(
-                options=_sizes(plan, batches),
-                value=_SAME,
-                description="batch",
-                continuous_update=False,
-            ),
-            "remat": widgets.SelectionSlider(
-                options=[(_SAME, _SAME), *((name, name) for name in REMAT_POLICIES)],
-                value=_SAME,
-                description="remat",
-                continuous_update=False,
-            ),
-            "cluster": widgets.Dropdown(
-                options=[
-                    (f"{plan.cluster.describe()} ({_SAME})", _SAME),
-                    *((name, name) for name in clusters),
-                ],
-                value=_SAME,
-                description="cluster",
-            ),
-        }
+        self.controls = _controls(widgets, plan, batches, clusters)
         self._shown = widgets.HTML(fragment(self._html()))
         self.widget = widgets.VBox([*self.controls.values(), self._shown])
         for control in self.controls.values():
@@ -83,17 +69,32 @@ class Sliders:
         asked = {
             name: control.value
             for name, control in self.controls.items()
-            if control.value != _SAME
+            if control.value != _SAME and name != "search"
         }
-        key = tuple(asked.items())
+        if "devices" in asked:
+            asked["cluster"] = asked.pop("devices")
+        search = bool(self.controls["search"].value)
+        key = (*asked.items(), ("search", search)) if asked else ()
         try:
             if key not in self._found:
                 self._shown.value = fragment("<p>Planning …</p>")
-                self._found[key] = self._first.what_if(**asked)
+                self._found[key] = self._planned(asked, search)
             self.plan, self.problem = self._found[key], ""
         except WhaleError as error:
             self.problem = str(error)
         self._shown.value = fragment(self._html())
+
+    def _planned(self, asked: dict[str, Any], search: bool) -> Any:
+        """A plan in the first one's layout, or the best one."""
+        kept = {} if search else kept_layout(self._first, asked)
+        try:
+            return self._first.what_if(**{**kept, **asked})
+        except WhaleError as error:
+            if not kept:
+                raise
+            raise WhaleError(
+                f"in the layout of the plan: {error}. Search every layout for another"
+            ) from error
 
     def _html(self) -> str:
         if self.problem:
@@ -115,6 +116,108 @@ class Sliders:
         drawn: dict[str, Any] = dict(self.widget._repr_mimebundle_())
         html = fragment(self._html())
         return {**drawn, "text/html": html, "text/plain": str(self)}
+
+
+def kept_layout(plan: PlanData, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of ``what_if`` that keep a plan's layout under other circumstances.
+
+    Args:
+        plan: Plan whose layout is kept.
+        asked: Other changes; ``cluster`` may be one of more or fewer devices.
+
+    Returns:
+        The settings; fewer where the mesh cannot have that many devices.
+    """
+    if plan.stage_plans or plan.pipelines or plan.shares:
+        return {}
+    sizes = dict(plan.axes)
+    count = cluster(asked["cluster"]).num_devices if "cluster" in asked else None
+    if count is not None and count != plan.num_devices:
+        for axis in ("data", "fsdp"):
+            rest = plan.num_devices // sizes.get(axis, 1)
+            if axis in sizes and count % rest == 0:
+                sizes[axis] = count // rest
+                break
+        else:
+            return {}
+    options: dict[str, Any] = options_of(plan)
+    options["remat"] = dict(plan.remat) or _NOTHING
+    options["offload"] = plan.offload or _NOTHING
+    options["attention"] = dict(plan.attention) or None
+    options["num_micro_batches"] = _parts(plan, asked)
+    return {**options, "mesh": sizes, "zero": plan.zero}
+
+
+def _parts(plan: PlanData, asked: Mapping[str, Any]) -> int:
+    """Micro-batches of about as many tokens as the plan's."""
+    batch, length = _samples(plan) or 1, 1
+    if plan.question is not None:
+        length = plan.question.sequence_length or 1
+    size = asked.get("batch", batch)
+    tokens = size * asked.get("sequence", length)
+    least = max(1, -(-plan.num_micro_batches * tokens // (batch * length)))
+    return next((n for n in range(least, size + 1) if size % n == 0), least)
+
+
+def _samples(plan: PlanData) -> int | None:
+    """Samples of the planned batch, where it has any."""
+    return next((leaf.shape[0] for leaf in plan.batch if leaf.shape), None)
+
+
+def _controls(
+    widgets: Any, plan: Any, batches: Sequence[int] | None, clusters: Sequence[str]
+) -> dict[str, Any]:
+    """The controls of a plan, by what they change."""
+
+    def slider(name: str, options: list[tuple[str, Any]]) -> Any:
+        return widgets.SelectionSlider(
+            options=options, value=_SAME, description=name, continuous_update=False
+        )
+
+    found = {"batch": slider("batch", _sizes(plan, batches))}
+    length = plan.question.sequence_length
+    if length is not None:
+        found["sequence"] = slider("sequence", _lengths(length))
+    if counts := _device_counts(plan):
+        found["devices"] = slider("devices", counts)
+    remats = [(_SAME, _SAME), *((name, name) for name in REMAT_POLICIES)]
+    found["remat"] = slider("remat", remats)
+    found["cluster"] = widgets.Dropdown(
+        options=[
+            (f"{plan.cluster.describe()} ({_SAME})", _SAME),
+            *((name, name) for name in clusters),
+        ],
+        value=_SAME,
+        description="cluster",
+    )
+    found["search"] = widgets.Checkbox(value=False, description="search every layout")
+    return found
+
+
+def _lengths(length: int) -> list[tuple[str, Any]]:
+    sizes = sorted({max(1, int(length * times)) for times in _TIMES})
+    return [
+        (f"{size:,} ({_SAME})", _SAME) if size == length else (f"{size:,}", size)
+        for size in sizes
+    ]
+
+
+def _device_counts(plan: PlanData) -> list[tuple[str, Any]]:
+    """Clusters of the same nodes, fewer and more, by their number of devices."""
+    machine = plan.cluster
+    kind, node = machine.kinds[0].name, machine.nodes[0].count
+    if not machine.is_uniform or machine.platform == "tpu":
+        return []
+    texts = {n: f"{kind}:{n}" for n in (node // 4, node // 2, node) if n}
+    texts |= {n * node: f"{kind}:{n}x{node}" for n in (2, 4, 8)}
+    count = machine.num_devices
+    if count not in texts or cluster(texts[count]) != machine:
+        return []  # described in a file, or of nodes that no such text has
+    return [
+        (f"{n} ({_SAME})", _SAME) if n == count else (f"{n}", texts[n])
+        for n in sorted(texts)
+        if count / 4 <= n <= count * 4
+    ]
 
 
 def sliders(
@@ -150,7 +253,7 @@ def _sizes(
     plan: PlanData, batches: Sequence[int] | None
 ) -> list[tuple[str, int | str]]:
     """Labels and sizes of batches, in order; the planned one is ``_SAME``."""
-    planned = next((leaf.shape[0] for leaf in plan.batch if leaf.shape), None)
+    planned = _samples(plan)
     if batches is None:
         sizes = {int(planned * times) for times in _TIMES} if planned else set()
     else:

@@ -1,50 +1,48 @@
-"""Swarms as lines: the square-cube law over links, and simulated runs in time."""
+"""Swarms as charts: the square-cube law over links, and simulated runs in time."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from html import escape
+from typing import Any, Final
 
-from whalejax.display.page import FILLS, Picture, drawing, list_html, words
+from whalejax.display.charts import DASHES, LACKING, TONES, svg_of
+from whalejax.display.page import Picture, cell, list_html, table
 from whalejax.planner.pipeline.square_cube import StageOverLink
 
 
-WIDTHS = (1, 2, 4, 8)
+WIDTHS: Final = (1, 2, 4, 8)
 """Widths of the model that are drawn, relative to the plan's."""
 
-_LEFT, _TOP, _WIDTH, _HEIGHT, _RIGHT, _BOTTOM = 50.0, 10.0, 520.0, 220.0, 130.0, 40.0
-_POINTS = 60
-_DECADES = {
-    1e6: "1 Mb/s",
-    1e7: "10",
-    1e8: "100",
-    1e9: "1 Gb/s",
-    1e10: "10",
-    1e11: "100",
-}
-_FRAME = (
-    f'<rect x="{_LEFT:g}" y="{_TOP:g}" width="{_WIDTH:g}" height="{_HEIGHT:g}" '
-    'fill="none" stroke="currentColor" stroke-width=".5"/>'
-)
+_POINTS: Final = 60
+_WIDTH: Final = 560
+_WINDOWS: Final = 60
+"""Parts of a simulated run over which throughput is averaged."""
 
 
 class SquareCubeChart(Picture):
     """Part of the time that the stage which waits most computes, by its link.
 
     Attributes:
-        lines: Pairs of (bytes per second, utilization) by width relative to the plan's,
-            with computing and sending at once.
-        apart: the same at the plan's own width, where a device waits for its link.
+        lines: Pairs of bytes per second and utilization by width relative to the
+            plan's, with computing and sending at once.
+        apart: The same at the plan's own width, where a device waits for its link.
     """
 
-    def __init__(self, text: str, stages: Sequence[StageOverLink]) -> None:
+    def __init__(
+        self,
+        text: str,
+        stages: Sequence[StageOverLink],
+        head: Sequence[str],
+        rows: Sequence[Sequence[str]],
+    ) -> None:
         """Draws the chart.
 
         Args:
-            text: Text of the table.
-            stages: each stage over some link.
+            text: Text of the table; the first line is the title.
+            stages: Each stage over some link.
+            head: Names of the columns of the table.
+            rows: Cells of the table.
         """
         rates = [10 ** (6 + 5 * n / _POINTS) / 8 for n in range(_POINTS + 1)]
         self.lines = {
@@ -52,42 +50,60 @@ class SquareCubeChart(Picture):
             for width in WIDTHS
         }
         self.apart = [(rate, least(stages, rate, 1, overlap=False)) for rate in rates]
-        title, *rest = text.splitlines()
-        svg = self._chart_svg(title)
-        table = escape("\n".join(rest))
+        title = text.partition("\n")[0]
+        svg = svg_of(self._draw)
+        cells = ("".join(cell(text, number=True) for text in row) for row in rows)
         super().__init__(
-            html=f"<h3>Square-cube law: {escape(title)}</h3>{svg}<pre>{table}</pre>",
+            html=f"<h3>Square-cube law: {escape(title)}</h3>{svg or LACKING}"
+            f"{table(head, cells)}",
             text=text,
             svg=svg,
         )
 
-    def _chart_svg(self, title: str) -> str:
-        inner = [_FRAME]
-        for part in (0.0, 0.5, 1.0):
-            y = _TOP + (1 - part) * _HEIGHT
-            inner.append(words(_LEFT - 6, y + 4, f"{part:.0%}", anchor="end"))
-        for bits, name in _DECADES.items():
-            x = _x(bits / 8)
-            inner.append(words(x, _TOP + _HEIGHT + 16, name, anchor="middle"))
-        middle = _LEFT + _WIDTH / 2
-        under = _TOP + _HEIGHT + 34
-        inner.append(words(middle, under, "link of a peer", anchor="middle"))
-        for number, (width, points) in enumerate(self.lines.items()):
-            inner += _curve(points, FILLS[number], f"width × {width}", number)
-        dashed = 'stroke-dasharray="5 4"'
-        count = len(self.lines)
-        inner += _curve(self.apart, "currentColor", "× 1, no overlap", count, dashed)
-        return drawing(
-            _LEFT + _WIDTH + _RIGHT, _TOP + _HEIGHT + _BOTTOM, title, "".join(inner)
+    def _draw(self, alt: Any) -> Any:
+        named = {f"width × {width}": points for width, points in self.lines.items()}
+        named["width × 1, no overlap"] = self.apart
+        values = [
+            {"line": name, "link": 8 * rate / 1e6, "busy": busy}
+            for name, points in named.items()
+            for rate, busy in points
+        ]
+        names = [*named]
+        tones = alt.Scale(domain=names, range=TONES[: len(names)])
+        dashes = alt.Scale(domain=names, range=DASHES[: len(names)])
+        legend = alt.Legend(title=None, orient="bottom", columns=3)
+        return (
+            alt.Chart(alt.Data(values=values))
+            .mark_line(strokeWidth=2)
+            .encode(
+                x=alt.X(
+                    "link:Q",
+                    title="link of a peer, one way (Mb/s)",
+                    scale=alt.Scale(type="log"),
+                    axis=alt.Axis(format="~s", tickCount=6),
+                ),
+                y=alt.Y(
+                    "busy:Q",
+                    title="slowest stage computes (part of the time)",
+                    axis=alt.Axis(format="%", tickCount=5),
+                    scale=alt.Scale(domain=[0, 1]),
+                ),
+                color=alt.Color("line:N", scale=tones, legend=legend, sort=names),
+                strokeDash=alt.StrokeDash(
+                    "line:N", scale=dashes, legend=legend, sort=names
+                ),
+            )
+            .properties(width=_WIDTH, height=240)
         )
 
 
 class SimulatedChart(Picture):
-    """Micro-batches of committed steps over time.
+    """Peers that serve each stage, and the throughput, over simulated time.
 
     Attributes:
-        points: (seconds, micro-batches done by then) of every commit.
-        empty_seconds: during which some stage had nobody.
+        points: Seconds, and micro-batches done by then, of every commit.
+        serving: Seconds, and peers that serve each stage from then on.
+        empty_seconds: Seconds during which some stage had nobody.
     """
 
     def __init__(
@@ -95,52 +111,75 @@ class SimulatedChart(Picture):
         text: str,
         seconds: float,
         points: Sequence[tuple[float, int]],
+        serving: Sequence[tuple[float, tuple[int, ...]]],
         empty_seconds: float,
     ) -> None:
         """Draws the chart.
 
         Args:
-            text: Text of the run; its first line is the title.
-            seconds: simulated.
+            text: Text of the run; the first line is the title.
+            seconds: Simulated seconds.
             points: Time and number of every commit.
-            empty_seconds: during which some stage had nobody.
+            serving: Every change of the peers that serve.
+            empty_seconds: Seconds during which some stage had no peer.
         """
-        self.points = tuple(points)
-        self.empty_seconds = empty_seconds
+        self.points, self.serving = tuple(points), tuple(serving)
+        self.empty_seconds, self._seconds = empty_seconds, seconds
         title = text.partition("\n")[0]
-        most = max((done for _, done in points), default=0) or 1
-        across = [
-            (
-                _LEFT + _WIDTH * at / (seconds or 1.0),
-                _TOP + _HEIGHT * (1 - done / most),
-            )
-            for at, done in ((0.0, 0), *points)
-        ]
-        # A step's micro-batches count when it is committed.
-        stairs = [
-            corner
-            for before, after in itertools.pairwise(across)
-            for corner in (before, (after[0], before[1]), after)
-        ]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in stairs)
-        under = _TOP + _HEIGHT
-        inner = [
-            _FRAME,
-            f'<polyline points="{path}" fill="none" stroke="{FILLS[0]}" '
-            f'stroke-width="2"><title>{escape(title)}</title></polyline>',
-            words(_LEFT - 6, _TOP + 8, f"{most:,}", anchor="end"),
-            words(_LEFT - 6, under + 4, "0", anchor="end"),
-            words(_LEFT + _WIDTH, under + 16, f"{seconds:,.0f} s", anchor="middle"),
-            words(
-                _LEFT + _WIDTH / 2, under + 34, "micro-batches by time", anchor="middle"
-            ),
-        ]
-        height = _TOP + _HEIGHT + _BOTTOM
-        svg = drawing(_LEFT + _WIDTH + _RIGHT, height, title, "".join(inner))
+        svg = svg_of(self._draw)
         lines = list_html(text.splitlines()[1:])
         super().__init__(
-            html=f"<h3>{escape(title)}</h3>{svg}{lines}", text=text, svg=svg
+            html=f"<h3>{escape(title)}</h3>{svg or LACKING}{lines}", text=text, svg=svg
         )
+
+    def rates(self) -> list[tuple[float, float]]:
+        """Starts of windows, and micro-batches a second committed in each."""
+        window = self._seconds / _WINDOWS or 1.0
+        done = [0] * (_WINDOWS + 1)
+        before = 0
+        for at, count in self.points:
+            done[min(int(at / window), _WINDOWS - 1)] += count - before
+            before = count
+        return [(n * window, done[n] / window) for n in range(_WINDOWS)]
+
+    def _draw(self, alt: Any) -> Any:
+        x = alt.X(
+            "minutes:Q",
+            title="simulated time (min)",
+            scale=alt.Scale(domain=[0, self._seconds / 60], nice=False),
+        )
+        stages = len(self.serving[0][1]) if self.serving else 0
+        names = [f"stage {number}" for number in range(stages)]
+        changes = [*self.serving, *[(self._seconds, s) for _, s in self.serving[-1:]]]
+        served = [
+            {"minutes": at / 60, "stage": names[number], "peers": count}
+            for at, counts in changes
+            for number, count in enumerate(counts)
+        ]
+        legend = alt.Legend(title=None, orient="right")
+        tones = alt.Scale(domain=names, range=[TONES[n % 7] for n in range(stages)])
+        dashes = alt.Scale(domain=names, range=[DASHES[n % 6] for n in range(stages)])
+        peers = (
+            alt.Chart(alt.Data(values=served))
+            .mark_line(interpolate="step-after", strokeWidth=2)
+            .encode(
+                x=x,
+                y=alt.Y("peers:Q", title="peers serving", axis=alt.Axis(tickMinStep=1)),
+                color=alt.Color("stage:N", scale=tones, legend=legend),
+                strokeDash=alt.StrokeDash("stage:N", scale=dashes, legend=legend),
+            )
+            .properties(width=_WIDTH, height=150)
+        )
+        steps = self.rates()
+        steps.append((self._seconds, steps[-1][1]))  # where the last window ends
+        rates = [{"minutes": at / 60, "rate": rate} for at, rate in steps]
+        speed = (
+            alt.Chart(alt.Data(values=rates))
+            .mark_area(interpolate="step-after", color=TONES[0], opacity=0.5)
+            .encode(x=x, y=alt.Y("rate:Q", title="micro-batches a second, committed"))
+            .properties(width=_WIDTH, height=150)
+        )
+        return alt.vconcat(peers, speed)
 
 
 def least(
@@ -156,27 +195,3 @@ def least(
     """
     found = [stage.with_link_speed(rate).at(width) for stage in stages]
     return min(one.overlapped if overlap else one.utilization for one in found)
-
-
-def _x(rate: float) -> float:
-    return _LEFT + _WIDTH * (math.log10(8 * rate) - 6) / 5
-
-
-def _curve(
-    points: Sequence[tuple[float, float]],
-    colour: str,
-    name: str,
-    number: int,
-    more: str = "",
-) -> list[str]:
-    """A line, and its name on the right."""
-    path = " ".join(f"{_x(x):.1f},{_TOP + (1 - y) * _HEIGHT:.1f}" for x, y in points)
-    y = _TOP + 14 + 18 * number
-    left = _LEFT + _WIDTH + 10
-    return [
-        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2" '
-        f"{more}><title>{escape(name)}</title></polyline>",
-        f'<line x1="{left:g}" y1="{y - 4:g}" x2="{left + 16:g}" y2="{y - 4:g}" '
-        f'stroke="{colour}" stroke-width="3" {more}/>',
-        words(left + 22, y, name),
-    ]

@@ -231,7 +231,7 @@ def compare_hosts(reports: Sequence[HostReport]) -> list[Check]:
                 found=f"{', '.join(words)}; {reports[0].host} has {first}",
                 verdict="warning" if kind else "problem",
                 remedy="One program runs on devices of one kind: plan for all of them "
-                "(docs/mixed.md), or start processes on hosts that are alike"
+                "(docs/run/mixed.md), or start processes on hosts that are alike"
                 if kind
                 else f"Install one {name} on all hosts",
             )

@@ -125,7 +125,7 @@ def listens(coordinator: str) -> str:
     return (
         f"the coordination service of JAX listens at {coordinator}; it asks nobody for "
         f"the key of the run, so that {who} can end a generation or join it "
-        "(docs/elastic.md, Security)"
+        "(docs/survive/machines.md, Security)"
     )
 
 

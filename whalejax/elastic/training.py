@@ -121,12 +121,7 @@ def train_elastic(
         problems.refuse(
             "mtbf", mtbf, f"seconds, more than 0 and below {_LONGEST_SECONDS}"
         )
-    problems.switch("noise_scale", noise_scale)
-    if noise_scale is True and mesh not in (None, REPLICAS):
-        problems.add(
-            f"noise_scale is measured from micro-batches of replicas, and mesh is "
-            f"{mesh!r:.100}. Give mesh='replicas', or leave noise_scale out"
-        )
+    _check_noise_scale(problems, noise_scale, mesh)
     with reported_refusals():
         problems.raise_if_any()
     if noise_scale:
@@ -146,17 +141,29 @@ def train_elastic(
         "seed": seed,
     }
     with reported_refusals():
-        return _trained(job, training, settings, mesh, noise_scale)
+        return _train(job, training, settings, mesh, noise_scale)
 
 
-def _trained(
+def _check_noise_scale(problems: Arguments, noise_scale: bool, mesh: object) -> None:
+    """Refuses a noise scale that no replicas measure."""
+    from whalejax.elastic.mesh_sizes import REPLICAS
+
+    problems.switch("noise_scale", noise_scale)
+    if noise_scale is True and mesh not in (None, REPLICAS):
+        problems.add(
+            f"noise_scale is measured from micro-batches of replicas, and mesh is "
+            f"{mesh!r:.100}. Give mesh='replicas', or leave noise_scale out"
+        )
+
+
+def _train(
     job: Job,
     training: Training,
     settings: dict[str, Any],
     mesh: Asked | None,
     noise_scale: bool,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """The steps, in the way that this run takes."""
+    """Trains the job in the way that this run takes, and yields each step."""
     from whalejax.elastic.member import ElasticMember
     from whalejax.elastic.mesh_sizes import AUTO, REPLICAS
     from whalejax.elastic.replica_programs import ReplicaPrograms

@@ -170,7 +170,7 @@ class Launch:
         else:
             how = (
                 "without authentication or encryption: keep the network closed, or "
-                "use JAX's mutual TLS (docs/many-hosts.md)"
+                "use JAX's mutual TLS (docs/hosts/many-hosts.md)"
             )
         return f"process 0 listens on all addresses of {host} at port {port}, {how}"
 

@@ -97,6 +97,7 @@ class Simulator(SimulatedCalls):
         self._speed_since, self._best_speed, self._is_empty = 0.0, 0.0, False
         self._steps: list[float] = []
         self._timeline: list[tuple[float, int]] = []
+        self._served: list[tuple[float, tuple[int, ...]]] = []
         self._present: dict[str, float] = {}
         self._max_flow = self._empty_seconds = 0.0
         self._changes = self._moves = self._emptied = self._recomputed = 0
@@ -141,6 +142,7 @@ class Simulator(SimulatedCalls):
             recomputed=self._recomputed,
             late=self._late,
             timeline=tuple(self._timeline),
+            serving=tuple(self._served),
         )
 
     @property
@@ -637,6 +639,8 @@ class Simulator(SimulatedCalls):
         here = self._loads(with_movers=True)
         counts = [len(self._members(stage)) for stage in range(self._count)]
         self._serving, self._fewest = sum(counts), min(counts)
+        if not self._served or self._served[-1][1] != (*counts,):
+            self._served.append((self.now, (*counts,)))
         self._is_empty = self._fewest == 0
         self._best_speed = 0.0
         if len(here) >= self._count:

@@ -1,23 +1,31 @@
-"""A plan in the words of other systems: Flax's rules, MaxText's flags.
+"""A plan in the words of other systems: Flax's rules, MaxText's flags, files.
 
-Both are poorer than a plan. What they cannot say is refused, not left out.
+All are poorer than a plan. What they cannot say is refused, or named in the file.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Final
 
-from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.checks import Arguments, is_printable
 from whalejax.meshes.errors import Problems
-from whalejax.planner.cost.collectives import axis_parts
+from whalejax.planner.plan.report.axis_mappings import check_one_program, degrees
+from whalejax.planner.plan.report.config_files import (
+    axlearn_text,
+    haliax_text,
+    levanter_text,
+    maxtext_text,
+)
+from whalejax.planner.plan.report.job_files import jobset_text, skypilot_text
 from whalejax.planner.plan.report.logical_names import logical_names
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_entries import LeafPlan
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.sharding.layout import MESH_AXES, STAGE, Spec
+from whalejax.planner.sharding.layout import STAGE, Spec
 
 
 Rules = tuple[tuple[str, tuple[str, ...] | None], ...]
@@ -37,7 +45,7 @@ def flax_rules(plan: PlanData) -> Rules:
             some parameter would lie otherwise than the plan says; or devices take
             unequal shares.
     """
-    _check_one_layout(plan, "a table of rules")
+    check_one_program(plan, "a table of rules")
     wanted: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -150,42 +158,74 @@ def maxtext_flags(plan: PlanData) -> dict[str, int]:
         PlanError: MaxText has no flags for it: stages with layouts of their own,
             unequal shares, or ``tensor`` sharding the batch in a part of the model.
     """
-    _check_one_layout(plan, "MaxText's flags")
+    check_one_program(plan, "MaxText's flags")
     if any("tensor" in axes for leaf in plan.batch for axes in leaf.spec[:1]):
         raise PlanError(
             "tensor shards the batch in a part of the model under this plan, which "
             "MaxText's tensor axis does not. Fix the mesh, as in mesh={'tensor': 1}"
         )
-    sizes = {axis: 1 for axis in MESH_AXES} | plan.axis_sizes
     flags: dict[str, int] = {}
-    for axis in MESH_AXES:
+    for axis, (inside, between) in degrees(plan).items():
         word = "pipeline" if axis == STAGE else axis
-        parts = axis_parts((axis,), sizes, plan.cluster)
-        between = math.prod(p.size for p in parts if p.level == _network(plan.cluster))
-        inside = math.prod(p.size for p in parts) // between
         for prefix, degree in (("ici", inside), ("dcn", between)):
             if degree > 1:
                 flags[f"{prefix}_{word}_parallelism"] = degree
     return flags
 
 
-def _check_one_layout(plan: PlanData, form: str) -> None:
-    """Refuse stages that are models of their own, and devices with unlike shares."""
-    if plan.stage_plans:
-        raise PlanError(
-            "the stages of this plan have layouts of their own, which no one table or "
-            "mesh says. Export each of plan.stages.plans"
-        )
-    if plan.shares or plan.pipelines:
-        raise PlanError(
-            "unlike devices take unequal shares of the batch under this plan, and "
-            f"{form} cannot say that. Plan for devices of one kind"
-        )
+FORMS: Final = ("maxtext", "axlearn", "haliax", "levanter", "jobset", "skypilot")
+"""Formats of files."""
+
+_OF_SEVERAL: Final = ("axlearn", "skypilot")
+"""Formats that say what to do on each of several clusters."""
 
 
-def _network(cluster: Cluster) -> object:
-    """The level between slices or nodes, or None where all is one."""
-    outermost = cluster.levels[-1]
-    if len(cluster.nodes) == 1 or outermost.torus:
-        return None
-    return outermost
+def export(
+    plans: Sequence[PlanData],
+    form: str,
+    *,
+    name: str = "train",
+    image: str | None = None,
+    command: str | None = None,
+) -> str:
+    """The text of a file for another system.
+
+    Args:
+        plans: One plan, or those of a search, best first; formats that have room for
+            one take the first.
+        form: One of ``FORMS``.
+        name: Name of the job, for a JobSet or SkyPilot.
+        image: Container image, which a JobSet needs.
+        command: Words for the shell that start the run; None takes ``whalejax train``
+            or ``python train.py``.
+
+    Raises:
+        PlanError: The format cannot say the plan, or an argument is no such thing.
+    """
+    problems = Arguments("export", PlanError)
+    problems.choice("form", form, FORMS)
+    known = isinstance(form, str) and form in FORMS
+    if not (isinstance(name, str) and re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", name)):
+        problems.refuse("name", name, "small letters, digits and -, such as 'train'")
+    for what, text in (("image", image), ("command", command)):
+        if text is not None and not (is_printable(text) and str(text).strip()):
+            problems.refuse(what, text, "printable text, or None")
+        elif text is not None and known and form in FORMS[:4]:
+            problems.add(f"{what} is for jobset and skypilot; {form} has none")
+    if known and form == "jobset" and image is None:
+        problems.add("image is missing; a JobSet needs a container image")
+    problems.raise_if_any()
+    chosen = plans if form in _OF_SEVERAL else plans[:1]
+    match form:
+        case "maxtext":
+            return maxtext_text(chosen[0])
+        case "axlearn":
+            return axlearn_text(chosen)
+        case "haliax":
+            return haliax_text(chosen[0])
+        case "levanter":
+            return levanter_text(chosen[0])
+        case "jobset":
+            return jobset_text(chosen[0], name, image or "", command or "")
+        case _:
+            return skypilot_text(chosen, name, image or "", command or "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from whalejax.planner.pipeline.square_cube import StageOverLink
 from whalejax.planner.plan_data import PlanData
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from whalejax.display.sliders import Sliders
     from whalejax.display.swarms import SquareCubeChart
     from whalejax.display.timelines import StepTimeline
+    from whalejax.display.topology import TopologyMap
 
 
 class PlanDisplay(PlanData):
@@ -72,6 +73,16 @@ class PlanDisplay(PlanData):
 
         return device_map.device_map(self, path, of)
 
+    def topology(self) -> TopologyMap:
+        """Nodes, links with their bandwidth, and which mesh axis crosses which.
+
+        Returns:
+            What a notebook draws and ``print`` says; ``save`` writes it to a file.
+        """
+        from whalejax.display import topology
+
+        return topology.topology(self)
+
     def sliders(
         self, *, batches: Sequence[int] | None = None, clusters: Sequence[str] = ()
     ) -> Sliders:
@@ -126,6 +137,11 @@ class SquareCubeDisplay(ABC):
 
     __slots__ = ()
     rows: tuple[StageOverLink, ...]
+    head: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def cells(self) -> list[tuple[str, ...]]:
+        """Cells of the table, under ``head``."""
 
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
@@ -143,4 +159,4 @@ class SquareCubeDisplay(ABC):
 
         first = self.rows[0].bytes_per_second
         stages = [row for row in self.rows if row.bytes_per_second == first]
-        return swarms.SquareCubeChart(str(self), stages)
+        return swarms.SquareCubeChart(str(self), stages, self.head, self.cells())

@@ -16,6 +16,7 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report import export
 from whalejax.planner.plan.report.headline import speed_words
 from whalejax.planner.plan.report.plan_page import page_width
 from whalejax.planner.plan.report.prices import hourly_price
@@ -160,6 +161,29 @@ class SearchData(Sequence[Plan]):
             )
         plan = self[index]
         return price_of(plan.cluster, plan.time.step_seconds)
+
+    def export(
+        self,
+        form: str,
+        *,
+        name: str = "train",
+        image: str | None = None,
+        command: str | None = None,
+    ) -> str:
+        """The plans as a file of another system.
+
+        ``"axlearn"`` has a mesh rule for each cluster, ``"skypilot"`` tries the
+        clusters in turn; the others are of the best plan.
+
+        Args:
+            form, name, image, command: as for ``Plan.export``.
+
+        Raises:
+            WhaleError: Nothing was found, or the format cannot say a plan.
+        """
+        if not self.plans:
+            raise WhaleError(f"there is no plan to export: {self}")
+        return export.export(self.plans, form, name=name, image=image, command=command)
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the table's rows, under ``head()``."""

@@ -1,4 +1,4 @@
-"""The commands of docs/jobs.md, as they stand there."""
+"""The commands of docs/hosts/jobs.md, as they stand there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from live_jobs import Serving, environment
 
 pytestmark = pytest.mark.relaxed_promotion
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "jobs.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "hosts" / "jobs.md"
 
 
 def block(language: str, beginning: str) -> str:

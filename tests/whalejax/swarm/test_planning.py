@@ -237,10 +237,15 @@ def test_charts_of_the_law_and_of_a_simulated_run(
     ]
     found = simulate(setting, trace, 20.0)
     assert found.chart().points == found.timeline != ()
+    assert found.serving[0] == (0.0, (2, 3, 1)) and sum(found.serving[-1][1]) == 6
+    window = found.seconds / len(found.chart().rates())
+    committed = sum(rate * window for _, rate in found.chart().rates())
+    assert committed == pytest.approx(found.timeline[-1][1])
     assert f"{found.micro_batches:,} micro-batches" in str(found)
     for picture in (chart, found.chart()):
         picture.save(tmp_path / "picture.svg")
-        assert "<polyline" in (tmp_path / "picture.svg").read_text()
+        drawn = (tmp_path / "picture.svg").read_text()
+        assert "one way (Mb/s)" in drawn or "simulated time (min)" in drawn
         assert "<svg" in picture._repr_mimebundle_()["text/html"]
 
 

@@ -4,10 +4,10 @@ Each device receives strips from its neighbours, one dimension after the other s
 corners arrive too, and computes its own part. Nothing of it is left to
 XLA, which (JAX 0.10.2) makes gradients of convolutions too large where two axes or more
 share what they read, space among them, and a part is no larger than a halo
-(``docs/spatial.md`` holds an example), and convolutions too large where the channels of
-the kernel and the space of what it convolves are both sharded; exchanges far more than
-windows read in the backward pass of poolings; and gathers whole samples for the
-kernels' gradients of transposed and grouped convolutions.
+(``docs/plan/spatial.md`` holds an example), and convolutions too large where the
+channels of the kernel and the space of what it convolves are both sharded; exchanges
+far more than windows read in the backward pass of poolings; and gathers whole samples
+for the kernels' gradients of transposed and grouped convolutions.
 """
 
 from __future__ import annotations

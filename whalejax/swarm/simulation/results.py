@@ -33,6 +33,7 @@ class SwarmSimulation:
         recomputed: gradients that were computed again because their holder was lost.
         late: answers that came after they had been given up.
         timeline: (seconds, micro-batches done by then), one for each commit.
+        serving: Seconds of every change, and peers that serve each stage from then on.
     """
 
     seconds: float
@@ -49,6 +50,7 @@ class SwarmSimulation:
     recomputed: int
     late: int
     timeline: tuple[tuple[float, int], ...]
+    serving: tuple[tuple[float, tuple[int, ...]], ...]
 
     @property
     def micro_batches_per_second(self) -> float:
@@ -84,7 +86,7 @@ class SwarmSimulation:
         )
 
     def chart(self) -> SimulatedChart:
-        """Micro-batches of committed steps over time.
+        """Peers that serve each stage, and micro-batches a second, over time.
 
         Returns:
             What a notebook draws and ``print`` says; ``save`` writes it to a file.
@@ -92,7 +94,7 @@ class SwarmSimulation:
         from whalejax.display.swarms import SimulatedChart
 
         return SimulatedChart(
-            str(self), self.seconds, self.timeline, self.empty_seconds
+            str(self), self.seconds, self.timeline, self.serving, self.empty_seconds
         )
 
     def _repr_mimebundle_(

@@ -53,7 +53,7 @@ def slurm(tmp_path: Path) -> Iterator[Path]:
 
 def recipe(python: str, script: Path, folder: Path) -> str:
     """The batch file of the docs, for these paths."""
-    text = (ROOT / "docs" / "elastic.md").read_text()
+    text = (ROOT / "docs" / "survive" / "machines.md").read_text()
     (block,) = re.findall(r"```text\n(#!/bin/bash\n#SBATCH .*?)```", text, re.DOTALL)
     assert block.count(".venv/bin/whalejax") == 2 and block.count("runs/mine") == 2
     block = block.replace(".venv/bin/whalejax", f"{python} -m whalejax")

@@ -1,0 +1,186 @@
+"""A plan as mappings from names of dimensions to mesh axes: computation, parameters.
+
+Libraries of named axes (haliax, Levanter) take two such mappings, and MaxText's rules
+name activations and weights apart. ``export.flax_rules`` is one table for both, which
+says less. What a mapping cannot say of a parameter is listed, with its bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import gigabytes
+from whalejax.planner.cost.collectives import axis_parts
+from whalejax.planner.plan.report.logical_names import logical_names
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.plan_entries import LeafPlan, starred
+from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.sharding.layout import STAGE, Spec
+
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisMappings:
+    """Mesh axes of every sharded dimension, by the names of ``Plan.logical_axes``.
+
+    Attributes:
+        compute: Dimensions of activations, the batch among them.
+        experts: The same inside the experts of a mixture, where it differs; else empty.
+        parameters: Dimensions of stored parameters.
+        exceptions: Paths of parameters that are stored otherwise in the plan, layers
+            folded, with the bytes of all of them.
+    """
+
+    compute: Mapping[str, Axes]
+    experts: Mapping[str, Axes]
+    parameters: Mapping[str, Axes]
+    exceptions: Mapping[str, int]
+
+    def exception_text(self) -> str:
+        """Parameters that the mapping stores otherwise, in words, or nothing."""
+        if not self.exceptions:
+            return ""
+        listed = [*self.exceptions][:3]
+        more = len(self.exceptions) - len(listed)
+        tail = f" and {more} more" if more else ""
+        return (
+            f"the plan stores {', '.join(listed)}{tail} "
+            f"({gigabytes(sum(self.exceptions.values()))} unsharded) otherwise than "
+            "this mapping does"
+        )
+
+
+def axis_mappings(plan: PlanData, form: str) -> AxisMappings:
+    """The mappings of a plan.
+
+    Args:
+        plan: Plan of one program on devices with equal shares.
+        form: Name of the format in errors.
+
+    Raises:
+        PlanError: Stages with layouts of their own, unequal shares, embedding tables,
+            or regions that shard one dimension over different axes.
+    """
+    check_one_program(plan, form)
+    names = logical_names(plan)
+    compute: dict[str, dict[Axes, list[str]]] = defaultdict(lambda: defaultdict(list))
+    experts: dict[str, Axes] = {}
+    for region in plan.compute:
+        axes_of: dict[str, Axes] = {}
+        for axis, roles in region.axes:
+            for role in roles:
+                axes_of[names[role]] = (*axes_of.get(names[role], ()), axis)
+        if "experts" in axes_of:
+            experts |= axes_of
+            continue
+        for name, axes in axes_of.items():
+            compute[name][axes].append(region.task_graph)
+    problems = Problems(f"{form} cannot say this plan", PlanError)
+    for name, meanings in compute.items():
+        if len(meanings) > 1:
+            listed = "; ".join(
+                f"{'+'.join(axes)} in {', '.join(regions)}"
+                for axes, regions in meanings.items()
+            )
+            problems.add(f"{name} is sharded over {listed}. Use plan.partition_specs()")
+    problems.raise_if_any()
+    found = {name: next(iter(meanings)) for name, meanings in compute.items()}
+    parameters = _parameters(plan, names)
+    return AxisMappings(
+        compute=found,
+        experts={} if experts.items() <= found.items() else experts,
+        parameters=parameters,
+        exceptions=_exceptions(plan, names, parameters, form),
+    )
+
+
+def degrees(plan: PlanData) -> dict[str, tuple[int, int]]:
+    """Sizes of each mesh axis inside a node or slice, and between them."""
+    sizes = dict(plan.axes)
+    outermost = plan.cluster.levels[-1]
+    network = None if len(plan.cluster.nodes) == 1 or outermost.torus else outermost
+    found = {}
+    for axis in sizes:
+        parts = axis_parts((axis,), sizes, plan.cluster)
+        between = math.prod(p.size for p in parts if p.level == network)
+        found[axis] = (math.prod(p.size for p in parts) // between, between)
+    return found
+
+
+def check_one_program(plan: PlanData, form: str) -> None:
+    """Refuse plans whose devices do not all run one program with equal shares.
+
+    Args:
+        plan: The plan.
+        form: Name of the format in errors.
+
+    Raises:
+        PlanError: Stages that are models of their own, unequal shares, or embedding
+            tables beside the dense part.
+    """
+    if plan.stage_plans:
+        raise PlanError(
+            "the stages of this plan have layouts of their own, which no one table or "
+            "mesh says. Export each of plan.stages.plans"
+        )
+    if plan.shares or plan.pipelines:
+        raise PlanError(
+            "unlike devices take unequal shares of the batch under this plan, and "
+            f"{form} cannot say that. Plan for devices of one kind"
+        )
+    if plan.tables is not None:
+        raise PlanError(
+            f"this plan places embedding tables, and {form} cannot say where. Plan the "
+            "dense part alone, or use plan.partition_specs()"
+        )
+
+
+def _names(leaf: LeafPlan, names: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(names.get(roles[0], "") if roles else "" for roles in leaf.roles)
+
+
+def _parameters(plan: PlanData, names: Mapping[str, str]) -> dict[str, Axes]:
+    """Axes of each name under which most bytes are stored as planned.
+
+    A library of named axes shards each dimension by its name alone, so no axis may come
+    twice in a parameter: of two names in one, that with fewer bytes is left whole.
+    """
+    bytes_of: dict[str, dict[Axes, int]] = defaultdict(lambda: defaultdict(int))
+    for leaf in plan.leaves:
+        for name, axes in zip(_names(leaf, names), leaf.param_spec, strict=True):
+            if name:
+                bytes_of[name][axes] += leaf.nbytes
+    best = {name: max(by, key=lambda a: by[a]) for name, by in bytes_of.items()}
+    order = sorted(best, key=lambda name: -bytes_of[name][best[name]])
+    found: dict[str, Axes] = {}
+    together: dict[str, set[str]] = defaultdict(set)
+    for leaf in plan.leaves:
+        for name in (here := _names(leaf, names)):
+            together[name] |= {*here}
+    for name in order:
+        taken = {a for other in together[name] for a in found.get(other, ())}
+        if best[name] and not taken & {*best[name]}:
+            found[name] = best[name]
+    return found
+
+
+def _exceptions(
+    plan: PlanData, names: Mapping[str, str], found: Mapping[str, Axes], form: str
+) -> dict[str, int]:
+    exceptions: dict[str, int] = defaultdict(int)
+    for leaf in plan.leaves:
+        here: Spec = tuple(found.get(name, ()) for name in _names(leaf, names))
+        if here != leaf.param_spec:
+            if any(STAGE in axes for axes in leaf.param_spec):
+                raise PlanError(
+                    f"{form} cannot say this plan: {leaf.path} is stacked over stages "
+                    "along a dimension that has no name. Use plan.partition_specs()"
+                )
+            exceptions[starred(leaf.path)] += leaf.nbytes
+    return dict(exceptions)

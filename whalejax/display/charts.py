@@ -1,0 +1,102 @@
+"""Charts that altair draws: their style, and drawings of them without scripts.
+
+Letters and lines are of a grey that is readable on white and on black, so that one
+drawing serves light and dark pages. Without the extra ``whalejax[notebook]`` a picture
+has its words and tables, and says what it lacks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from whalejax.meshes.errors import WhaleError
+
+
+TONE = "#808080"
+"""Grey of letters and lines, readable on white and on black (4:1 and 5:1)."""
+
+TONES = ["#3b82d6", "#d9731a", "#3f9142", "#c03a6b", "#8a63c9", "#18938a", "#a07b12"]
+"""Colours of series, which their shapes or dashes repeat."""
+
+DASHES = [[1, 0], [8, 3], [3, 3], [10, 3, 2, 3], [2, 2], [6, 2, 2, 2]]
+"""Dashes of lines, in the order of their colours."""
+
+LACKING = (
+    '<p>The chart needs altair: pip install "whalejax[notebook]". The words are the '
+    "same without.</p>"
+)
+
+
+def needed(name: str) -> Any:
+    """A module of the extra.
+
+    Raises:
+        WhaleError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise WhaleError(
+            f"charts need {name}, which is not installed. Install it with "
+            'pip install "whalejax[notebook]"; print(found) shows the same as a table'
+        ) from error
+
+
+def styled(chart: Any) -> Any:
+    """A chart in the colours of its surroundings.
+
+    Args:
+        chart: Chart of altair, whole.
+    """
+    middle = dict.fromkeys(
+        ("labelColor", "titleColor", "domainColor", "tickColor"), TONE
+    )
+    return (
+        chart.configure_view(stroke=TONE)
+        .configure_axis(
+            **middle,
+            gridColor=TONE,
+            gridOpacity=0.25,
+            labelFontSize=12,
+            titleFontSize=12,
+        )
+        .configure_legend(
+            labelColor=TONE,
+            titleColor=TONE,
+            labelFontSize=12,
+            titleFontSize=12,
+            labelLimit=0,
+        )
+        .configure_title(color=TONE, subtitleColor=TONE, anchor="start", fontSize=13)
+        .properties(background="transparent")
+    )
+
+
+def svg_of(draw: Callable[[Any], Any]) -> str:
+    """A chart as a drawing; empty where the extra is not installed.
+
+    Args:
+        draw: Makes the chart with the module ``altair``.
+    """
+    try:
+        alt, converter = needed("altair"), needed("vl_convert")
+    except WhaleError:
+        return ""
+    svg: str = converter.vegalite_to_svg(styled(draw(alt)).to_dict())
+    svg = re.sub(r"^.*?<svg ", "<svg ", svg, count=1, flags=re.DOTALL)
+    return svg.replace('class="marks"', 'class="drawn"', 1)
+
+
+def unit_of(
+    values: Sequence[float], units: Sequence[tuple[str, float]]
+) -> tuple[str, float]:
+    """The unit, and what to multiply by, in which the largest value is 1 or more.
+
+    >>> unit_of([0.002, 0.5], (("s", 1.0), ("ms", 1e3)))
+    ('ms', 1000.0)
+    """
+    most = max(values, default=0.0)
+    return next(((u, f) for u, f in units if most * f >= 1), units[-1])
