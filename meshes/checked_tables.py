@@ -61,7 +61,7 @@ class FileTable:
         return f"{self.path}.{key}" if self.path and key else self.path or key
 
     def problem(self, key: str, value: object, expected: str) -> None:
-        """Record that a value is not what was expected."""
+        """Records that a value is not what was expected."""
         self.problems.add(f"{self.at(key)}: got {as_json(value)}, expected {expected}")
 
     def __contains__(self, key: str) -> bool:
@@ -163,7 +163,9 @@ class FileTable:
         return tuple((key, self.number(key)) for key in self.data)
 
     def report_unknown_keys(self) -> None:
-        """Record every key that nothing asked for, with the nearest one that exists."""
+        """Records every key that nothing asked for, with the nearest one that
+        exists.
+        """
         known = ", ".join(self.asked)
         for place, key in enumerate(k for k in self.data if k not in self.asked):
             looked_up = place < _HINTS and len(key) <= _LONGEST_KEY

@@ -148,7 +148,7 @@ class Arguments(Problems):
     """
 
     def refuse(self, name: str, value: object, expected: str) -> bool:
-        """Record that a value is not what was expected."""
+        """Records that a value is not what was expected."""
         self.add(f"{name} is {short_repr(value)}; expected {expected}")
         return False
 
@@ -256,7 +256,7 @@ def _or_none(none: bool) -> str:
 def check_fields(
     instance: Any, title: str, kind: type[WhaleError] = WhaleError
 ) -> None:
-    """Refuse a dataclass whose fields are not of the types that it declares.
+    """Refuses a dataclass whose fields are not of the types that it declares.
 
     Numbers of NumPy's are taken, and are Python's from then on.
     Sequences are checked one level deep, and by the types of what they hold, so that

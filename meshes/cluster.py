@@ -82,13 +82,13 @@ class Cluster(ClusterData):
         return cls.of(cluster_toml.from_data(data, "cluster"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a TOML file that ``load`` reads back."""
+        """Writes a TOML file that ``load`` reads back."""
         _check_path("Cluster.save", path)
         cluster_toml.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read a TOML file.
+        """Reads a TOML file.
 
         Raises:
             WhaleError: no such file, not TOML, or a description with problems.
@@ -98,7 +98,7 @@ class Cluster(ClusterData):
 
     @classmethod
     def from_paddle(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read PaddlePaddle's description of a cluster; see ``paddle_json``.
+        """Reads PaddlePaddle's description of a cluster; see ``paddle_json``.
 
         Raises:
             WhaleError: no such file, not JSON, or a description with problems.

@@ -316,7 +316,7 @@ def _check_nodes(nodes: tuple[Node, ...], problems: Problems) -> None:
 
 
 def check_level(index: int, level: Level, problems: Problems) -> None:
-    """Record what is wrong with one level's numbers.
+    """Records what is wrong with one level's numbers.
 
     Args:
         index: its place, innermost first.

@@ -455,7 +455,7 @@ class DeviceKind:
 
 
 def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Refuse what is no number of bytes or elements.
+    """Refuses what is no number of bytes or elements.
 
     Of arrays of bytes, of which a search makes many, only the type is looked at.
     """
@@ -472,7 +472,7 @@ def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
 
 
 def check_name(where: str, name: str, problems: Problems) -> None:
-    """Record a name that cannot be shown as it is.
+    """Records a name that cannot be shown as it is.
 
     Args:
         where: the parameter, for the message.
@@ -491,7 +491,7 @@ def check_name(where: str, name: str, problems: Problems) -> None:
 
 
 def _check(kind: DeviceKind) -> None:
-    """Raise if a name or a number of a kind cannot be one."""
+    """Raises if a name or a number of a kind cannot be one."""
     title = f"device kind {short_repr(kind.name)}"
     check_fields(kind, title)
     problems = Problems(title)

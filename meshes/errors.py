@@ -35,7 +35,7 @@ class WhaleError(ValueError):
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of the line that called us from outside, however deep in here that is.
+    """Warns of the line that called us from outside, however deep in here that is.
 
     Args:
         text: Text of the warning.
@@ -77,13 +77,13 @@ class Problems:
         self._known: set[str] = set()
 
     def add(self, text: str) -> None:
-        """Record one problem; a text that was recorded before counts once."""
+        """Records one problem; a text that was recorded before counts once."""
         if text not in self._known:
             self._known.add(text)
             self.messages.append(text)
 
     def extend(self, other: Problems) -> None:
-        """Record every problem of another collection."""
+        """Records every problem of another collection."""
         for text in other.messages:
             self.add(text)
 
@@ -108,7 +108,7 @@ class Problems:
     def raise_if_any(
         self, kind: type[WhaleError] | None = None, title: str | None = None
     ) -> None:
-        """Raise one error with every problem, or return if there was none.
+        """Raises one error with every problem, or returns if there was none.
 
         Raises:
             WhaleError: or ``kind``, if at least one problem was recorded.

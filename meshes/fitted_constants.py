@@ -445,7 +445,7 @@ def tile_share(
 
 
 def write(found: Constants, path: str | os.PathLike[str], sources: str) -> None:
-    """Write constants as the TOML that ``read`` reads.
+    """Writes constants as the TOML that ``read`` reads.
 
     Args:
         found: Constants that were fitted.

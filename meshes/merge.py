@@ -18,7 +18,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 def check_kind(name: str, beside: ClusterData | None) -> None:
-    """Refuse a name that a kind cannot have in a file.
+    """Refuses a name that a kind cannot have in a file.
 
     Args:
         name: the name.
@@ -41,7 +41,7 @@ def check_kind(name: str, beside: ClusterData | None) -> None:
 
 
 def check_replaced(name: str, there: ClusterData) -> None:
-    """Refuse to write one kind over a file that describes others.
+    """Refuses to write one kind over a file that describes others.
 
     Args:
         name: Name of the kind.
@@ -78,7 +78,7 @@ def renamed(cluster: ClusterData, name: str) -> ClusterData:
 
 
 def check_joined(first: ClusterData, platform: str) -> None:
-    """Refuse clusters to which no devices of a platform can be joined.
+    """Refuses clusters to which no devices of a platform can be joined.
 
     Args:
         first: the cluster.

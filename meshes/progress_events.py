@@ -18,7 +18,7 @@ _LISTENER: ContextVar[Callable[[str], None] | None] = ContextVar(
 
 
 def tell(what: str) -> None:
-    """Say what begins now, such as ``"tracing the model"``; often to nobody."""
+    """Says what begins now, such as ``"tracing the model"``; often to nobody."""
     listener = _LISTENER.get()
     if listener is not None:
         listener(what)
@@ -26,7 +26,7 @@ def tell(what: str) -> None:
 
 @contextmanager
 def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """Hear what is told inside the block.
+    """Hears what is told inside the block.
 
     Args:
         listener: Function that receives the name of each activity.

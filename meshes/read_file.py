@@ -59,7 +59,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open a file; of a pipe, without waiting for somebody to write into it."""
+    """Opens a file; of a pipe, without waiting for somebody to write into it."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -109,7 +109,7 @@ def _parsed(text: str, parse: Callable[[str], Any]) -> Any:
 
 
 def check_depth(data: Any) -> None:
-    """Refuse lists and tables inside each other, more than anything of ours has.
+    """Refuses lists and tables inside each other, more than anything of ours has.
 
     Args:
         data: Data of JSON or TOML.

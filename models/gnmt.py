@@ -116,7 +116,7 @@ class RecurrentEncoder(nnx.Module):
         self.upper = nnx.List(LSTM(widths, width, **kinds) for widths in inputs)
 
     def __call__(self, x: Array, real: Array, drop: Drop) -> Array:
-        """Encode ``x`` ``[batch, source, embed]`` as ``[batch, source, hidden]``."""
+        """Encodes ``x`` ``[batch, source, embed]`` as ``[batch, source, hidden]``."""
         x = drop(x)
         # Forward, padding comes after all that is real, and attention does not read it.
         first, *rest = self.upper
@@ -138,7 +138,7 @@ class RecurrentDecoder(nnx.Module):
         )
 
     def __call__(self, x: Array, encoded: Array, real: Array, drop: Drop) -> Array:
-        """Decode ``x`` ``[batch, target, embed]`` as ``[batch, target, hidden]``."""
+        """Decodes ``x`` ``[batch, target, embed]`` as ``[batch, target, hidden]``."""
         y = self.bottom(drop(x))
         context = self.attention(y, encoded, real)
         first, *rest = self.upper

@@ -46,7 +46,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, data: Any, path: str = "") -> Any:
-    """Rebuild a value of the annotated type from plain data.
+    """Rebuilds a value of the annotated type from plain data.
 
     Args:
         kind: a type as written in an annotation: a dataclass, a tuple, a union with

@@ -117,7 +117,7 @@ def near_hint(
 
 
 def names_arguments(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a public function say which argument is wrong, lacks, or was meant.
+    """Makes a public function say which argument is wrong, lacks, or was meant.
 
     Args:
         name: Name under which users call the function.

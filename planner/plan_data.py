@@ -342,7 +342,7 @@ class PlanData(StepOptions):
 
 
 def _check_fields(plan: PlanData) -> None:
-    """Refuse a plan with fields of other types, or numbers that none can have."""
+    """Refuses a plan with fields of other types, or numbers that none can have."""
     check_fields(plan, "plan", PlanError)
     problems = Arguments("plan", PlanError)
     counts = {name: getattr(plan, name) for name in _COUNTS}

@@ -164,7 +164,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def scan_parts(equation: Any) -> ScanParts:
-    """Divide a scan's inputs and outputs by comparing outer and inner ranks.
+    """Divides a scan's inputs and outputs by comparing outer and inner ranks.
 
     0.12 dropped ``num_consts`` and ``num_carry``. A sliced input or stacked output has
     exactly one dimension more outside than inside.
@@ -629,7 +629,7 @@ _short_errors: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def short_sharding_errors() -> Iterator[None]:
-    """Tell quickly, while it is open, that a traced value has no ``sharding``.
+    """Tells quickly, while it is open, that a traced value has no ``sharding``.
 
     JAX searches all equations traced so far for the inputs that the value comes from,
     to name them in an error that ``getattr(value, "sharding", None)`` throws away. An
@@ -668,7 +668,7 @@ def unbound_axis(error: NameError) -> str | None:
 
 
 def run_flowing(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr in which tangents flow through ``stop_gradient`` too.
+    """Runs a jaxpr in which tangents flow through ``stop_gradient`` too.
 
     Args:
         jaxpr: open or closed.
@@ -707,7 +707,7 @@ def mantissa_bits(dtype: Any) -> int:
 
 
 def bind(equation: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
-    """Run one equation as it is, with its own derivative rule where it has one.
+    """Runs one equation as it is, with its own derivative rule where it has one.
 
     Args:
         equation: the equation.
@@ -721,7 +721,7 @@ def bind(equation: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def equation_context(equation: Any, *, skip: int = 0) -> Iterator[None]:
-    """Keep an equation's name stack and source line on what is traced inside.
+    """Keeps an equation's name stack and source line on what is traced inside.
 
     Args:
         equation: the equation.
@@ -881,7 +881,7 @@ def _common_depth(stacks: Sequence[Any]) -> int:
 
 @contextlib.contextmanager
 def scopes_context(equations: Sequence[Any]) -> Iterator[int]:
-    """Open the scopes that several equations are in; gives how many there are."""
+    """Opens the scopes that several equations are in; gives how many there are."""
     stacks = [equation.source_info.name_stack for equation in equations]
     depth = _common_depth(stacks)
     stack = source_info_util.current_name_stack() + stacks[0][:depth]

@@ -18,7 +18,7 @@ from jax._src import clusters, distributed, xla_bridge
 
 
 def tell_processes(key: str, text: str, *, again: bool = False) -> None:
-    """Leave a text where all processes of this program can read it.
+    """Leaves a text where all processes of this program can read it.
 
     Args:
         key: a new one, if not ``again``.
@@ -55,7 +55,7 @@ def told_by(key: str, wait_seconds: float) -> str | None:
 
 
 def forget_told(key: str) -> None:
-    """Remove a text that this process left, when all have read it."""
+    """Removes a text that this process left, when all have read it."""
     _coordination().key_value_delete(key)
 
 
@@ -87,7 +87,7 @@ def joined_processes() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def preemption_service(*, on: bool) -> Iterator[None]:
-    """Have JAX take SIGTERM for the notice of a preemption, or leave it alone."""
+    """Has JAX take SIGTERM for the notice of a preemption, or leaves it alone."""
     name = "jax_enable_preemption_service"
     before = getattr(jax.config, name)
     jax.config.update(name, on)
@@ -98,7 +98,7 @@ def preemption_service(*, on: bool) -> Iterator[None]:
 
 
 def listen_at(host: str) -> None:
-    """Have CPU devices listen for each other at one address of this machine.
+    """Has CPU devices listen for each other at one address of this machine.
 
     JAX leaves it to Gloo, which takes the address of this machine's name.
 

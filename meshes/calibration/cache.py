@@ -61,7 +61,7 @@ def load(key: MachineKey, budget_seconds: float) -> ClusterData | None:
 
 
 def store(key: MachineKey, budget_seconds: float, cluster: ClusterData) -> None:
-    """Keep a measurement; readers see the old file or the whole new one.
+    """Keeps a measurement; readers see the old file or the whole new one.
 
     A directory that cannot be written is a warning: the next run measures again.
     """

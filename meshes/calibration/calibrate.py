@@ -100,7 +100,7 @@ def measured(
     beside: ClusterData | None = None,
     instead: ClusterData | None = None,
 ) -> ClusterData:
-    """Measure the local devices anew, for a file.
+    """Measures the local devices anew, for a file.
 
     Args:
         budget_seconds: Budget of ``calibrate``, in seconds.

@@ -150,7 +150,7 @@ def measure_devices(
     budget_seconds: float,
     clock: Callable[[], float],
 ) -> Seconds:
-    """Time the probes in order until the budget is spent.
+    """Times the probes in order until the budget is spent.
 
     The essential ones run in any case; a later one is left out when the longest so far
     would not fit into what remains. If time is left over, all are timed again and the

@@ -54,7 +54,7 @@ from whalejax.meshes.topology import RETIRED_FACTS
 
 
 def load(path: str | os.PathLike[str]) -> ClusterData:
-    """Read a cluster from a TOML file."""
+    """Reads a cluster from a TOML file."""
     try:
         data = parse_toml(read_text(path))
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def load(path: str | os.PathLike[str]) -> ClusterData:
 
 
 def save(cluster: ClusterData, path: str | os.PathLike[str]) -> None:
-    """Write a cluster to a TOML file."""
+    """Writes a cluster to a TOML file."""
     text = f"# {cluster.describe()}\n{toml_text(to_data(cluster))}"
     Path(path).write_text(text, encoding="utf-8")
 

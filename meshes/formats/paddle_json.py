@@ -89,7 +89,7 @@ class _File:
 
 
 def load(path: str | os.PathLike[str]) -> ClusterData:
-    """Read a cluster from PaddlePaddle's JSON.
+    """Reads a cluster from PaddlePaddle's JSON.
 
     Args:
         path: Path of the file.
@@ -176,7 +176,7 @@ def _read(data: Any, problems: Problems) -> _File:
 
 
 def _machine(machine: FileTable, place: int, found: _File) -> list[FileTable]:
-    """Read a machine's devices; its links, which name devices of all, are returned."""
+    """Reads a machine's devices; its links, which name devices of all, are returned."""
     for key in ("hostname", "addr", "device_type", "device_type_full"):
         machine.text(key, "")
     for key in ("sp_gflops", "dp_gflops", "memory", "bandwidth", "latency"):

@@ -106,7 +106,7 @@ def _renamed(table: Any, names: tuple[str, ...], numbers: Mapping[Any, int]) -> 
 def join_topo(
     machines: Mapping[int, list[int]], links: dict[tuple[int, int], tuple[float, str]]
 ) -> list[tuple[int, int]]:
-    """Give every machine a network card, and join the cards.
+    """Gives every machine a network card, and joins the cards.
 
     Args:
         machines: numbers of the devices of each.

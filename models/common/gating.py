@@ -139,7 +139,7 @@ def _weights(probabilities: Array, picks: list[Array]) -> tuple[Array, ...]:
 
 
 def seats(queues: Queues, *, places: int, first: int | Array = 0) -> Routing:
-    """Give the places of one pass to those whose turn it is.
+    """Gives the places of one pass to those whose turn it is.
 
     Args:
         queues: from ``queue``.

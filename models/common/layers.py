@@ -140,7 +140,7 @@ class CausalSelfAttention(nnx.Module):
         )
 
     def __call__(self, x: Array) -> Array:
-        """Attend from each position of ``x`` ``[batch, sequence, embed]``."""
+        """Attends from each position of ``x`` ``[batch, sequence, embed]``."""
         if self.fused:
             batch, length, _ = x.shape
             shape = (batch, length, 3, self.heads, self.head_dim)

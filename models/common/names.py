@@ -105,7 +105,7 @@ def change(
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Check what jobs take beside fields of a configuration.
+    """Checks what jobs take beside fields of a configuration.
 
     Args:
         options: Options by name; those of no job are left to their callers.
@@ -121,7 +121,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
-    """Record a value that is not of the kind that a field or an option has."""
+    """Records a value that is not of the kind that a field or an option has."""
     number = _is_number(value)
     whole = number and isinstance(value, int | np.integer)
     if isinstance(like, bool):

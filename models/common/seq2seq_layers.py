@@ -104,7 +104,7 @@ class Attention(nn.Module):
         *,
         deterministic: bool,
     ) -> Array:
-        """Attend from each position of one sequence to those of another.
+        """Attends from each position of one sequence to those of another.
 
         Args:
             x: ``[batch, queries, embed]``.

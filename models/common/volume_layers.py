@@ -30,7 +30,7 @@ def layer_options(
 
 
 def check_extent(extent: int, halvings: int, why: str) -> None:
-    """Refuse a volume that cannot be halved so often.
+    """Refuses a volume that cannot be halved so often.
 
     Args:
         extent: Extent of the volume, in voxels.

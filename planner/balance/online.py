@@ -64,7 +64,7 @@ class Rebalance:
         self._idle = 0
 
     def saw(self, seconds: Sequence[float]) -> tuple[int, ...]:
-        """Take in one step's measurements.
+        """Takes in one step's measurements.
 
         Args:
             seconds: Measured seconds of a micro-batch on each replica; 0 where it was
@@ -83,7 +83,7 @@ class Rebalance:
         return self.shares
 
     def _forget(self) -> None:
-        """Drop what was measured before a change that has cost enough."""
+        """Drops what was measured before a change that has cost enough."""
         if not all(self._seen):
             return
         for count in range(LEAST, WINDOW // 2 + 1):

@@ -231,7 +231,7 @@ def room_of(total: int, devices: Sequence[Device]) -> list[int]:
 
 
 def check_pieces(pieces: Sequence[int], total: int, devices: Sequence[Device]) -> None:
-    """Refuse shares that were asked for by hand and cannot be.
+    """Refuses shares that were asked for by hand and cannot be.
 
     Args:
         pieces: Number of pieces of each device.

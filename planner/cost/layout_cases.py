@@ -191,7 +191,7 @@ class LayoutCases:
         return functools.reduce(np.multiply, sizes, np.ones(len(self), dtype=np.int64))
 
     def tables_at(self, index: int) -> Mapping[int, Table]:
-        """Compute tables of one case."""
+        """Computes tables of one case."""
         return self.grid.tables[int(self.table[index])]
 
     def mesh_at(self, index: int) -> dict[str, int]:
@@ -199,7 +199,7 @@ class LayoutCases:
         return self.grid.mesh_at(int(self.row[index]))
 
     def take(self, rows: np.ndarray) -> LayoutCases:
-        """Select some of the cases."""
+        """Selects some of the cases."""
         result = LayoutCases(
             grid=self.grid,
             row=self.row[rows],

@@ -579,7 +579,7 @@ class _Path:
         return tuple(dims)
 
     def bring(self, before: Spec, after: Spec, phase: str) -> None:
-        """Change the layout; slicing costs nothing."""
+        """Changes the layout; slicing costs nothing."""
         if before == after:
             return
         old = {axis: d for d, axes in enumerate(before) for axis in axes}

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def build_rows(graph: Graph, dims: Dimensions, *, fuses: bool = True) -> OperationRows:
-    """Fold a graph's operations into rows.
+    """Folds a graph's operations into rows.
 
     Args:
         graph: the captured loss.
@@ -139,7 +139,7 @@ class Views:
         self._flow = functools.cache(self._make_flow)
 
     def rows(self, graph: Graph) -> OperationRows:
-        """Fold the operations of a graph into rows.
+        """Folds the operations of a graph into rows.
 
         Args:
             graph: the same, but for the TaskGraphs of its operations.

@@ -104,7 +104,7 @@ class TimeColumns:
         return cls(terms=terms, **arrays, collectives=alone)
 
     def take(self, rows: np.ndarray) -> TimeColumns:
-        """Select some of the cases."""
+        """Selects some of the cases."""
         arrays = {name: getattr(self, name)[rows] for name in _ARRAYS}
         terms = {name: values[rows] for name, values in self.terms.items()}
         return TimeColumns(terms=terms, **arrays)
@@ -166,7 +166,7 @@ class StepTime:
     def of(
         self, cases: LayoutCases, combined: Sequence[Collective] | None = None
     ) -> TimeColumns:
-        """Predict the steps of many cases.
+        """Predicts the steps of many cases.
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
@@ -184,7 +184,7 @@ class StepTime:
     def near(
         self, cases: LayoutCases, seconds: float, *, sequence_parallel: bool
     ) -> tuple[np.ndarray, TimeColumns]:
-        """Predict the steps of the cases that can be as fast as that.
+        """Predicts the steps of the cases that can be as fast as that.
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
@@ -273,14 +273,14 @@ class _StageTimes:
             self.single.append((np.zeros(1, dtype=np.int64), cases.tables_at(0), s))
 
     def take(self, rows: np.ndarray) -> None:
-        """Go on with some of the cases."""
+        """Goes on with some of the cases."""
         self._use(self.cases.take(rows))
         self.compute, self.ahead = self.compute[rows], self.ahead[rows]
         self.between = self.between[rows]
         self.launches, self.covers = self.launches[rows], self.covers[rows]
 
     def communicate(self) -> None:
-        """Add the collectives of a micro-batch."""
+        """Adds the collectives of a micro-batch."""
         self.links = _Links(self.cases, self.model.cluster)
         if not self.number:
             return
@@ -355,7 +355,7 @@ class _StageTimes:
             self.covers += seconds
 
     def _collectives(self, row: Row) -> None:
-        """Add what an operation communicates."""
+        """Adds what an operation communicates."""
         present = self.model.present(row)
         rings = row.kind == ATTENTION and row.product is not None
         weights = any(x.weight and x.differentiable for x in row.operands)
@@ -385,7 +385,7 @@ class _StageTimes:
             self._collect(rows, flow_cost(flow, tables, s))
 
     def _collect(self, rows: np.ndarray, found: Sequence[Collective]) -> None:
-        """Add collectives, and put the reductions of gradients by for the last."""
+        """Adds collectives, and puts the reductions of gradients by for the last."""
         for c in found if self.combined is None else within_ranks(found):
             if c.what == "gradient":
                 if c.axes not in self.gradients:
@@ -398,7 +398,7 @@ class _StageTimes:
 def _with_storage(
     inside: _StageTimes, inverse: np.ndarray, cases: LayoutCases
 ) -> TimeColumns:
-    """Add what storage and the optimizer cost.
+    """Adds what storage and the optimizer cost.
 
     Args:
         inside: Costs inside the micro-batches of distinct cases.
@@ -474,7 +474,7 @@ class _Storage:
             self.update[rows] = update_seconds(facts, cuts, model.cluster)
 
     def reduce(self, axes: tuple[str, ...], payload: np.ndarray) -> None:
-        """Add the reductions of all gradients over some axes."""
+        """Adds the reductions of all gradients over some axes."""
         for over_data in (False, True):
             rows = np.flatnonzero(((self.cases.zero >= 2) == over_data) & (payload > 0))
             for c in reduced_gradients(
@@ -539,7 +539,9 @@ class _Links:
         return CollectiveRates(kind, self.spans(axes), self.cluster)
 
     def add(self, rows: np.ndarray, c: Collective) -> None:
-        """Add a collective in some cases; payload and count may be arrays over them."""
+        """Adds a collective in some cases; payload and count may be arrays over
+        them.
+        """
         if not len(rows):
             return
         rates = self.rates(c.kind, c.axes)
@@ -557,7 +559,7 @@ class _Links:
             self._list(c, payload, turned)
 
     def _list(self, c: Collective, payload: np.ndarray, turned: np.ndarray) -> None:
-        """Keep what a single case runs; equal gathers of parameters are one."""
+        """Keeps what a single case runs; equal gathers of parameters are one."""
         one = dataclasses.replace(
             c,
             kind="all-reduce" if turned[0] else c.kind,

@@ -187,7 +187,7 @@ def _slid_roles(graph: Graph, dims: Dimensions) -> set[int]:
 
 
 def moments(graph: Graph, facts: LeafFacts, course: StepLiveness) -> SpanLiveSets:
-    """Find what memory holds.
+    """Finds what memory holds.
 
     Args:
         graph: the captured loss.

@@ -56,7 +56,7 @@ def tables_of(
     whole: np.ndarray,
     s: CostSetting,
 ) -> Tables | None:
-    """Find the tables; None where there are none.
+    """Finds the tables; None where there are none.
 
     Args:
         facts: the parameters.

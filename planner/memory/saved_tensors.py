@@ -138,7 +138,7 @@ def residents(
     *,
     copies_kernels: bool,
 ) -> Residents:
-    """Find what the backward pass needs.
+    """Finds what the backward pass needs.
 
     Args:
         graph: the captured loss.

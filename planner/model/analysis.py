@@ -19,7 +19,7 @@ class GraphAnalysis:
 
 
 def analyse_graph(graph: Graph) -> GraphAnalysis:
-    """Find dimensions and TaskGraphs that no mark names.
+    """Finds dimensions and TaskGraphs that no mark names.
 
     Lowering repeats this on its own trace, so it must depend on the graph alone.
     """

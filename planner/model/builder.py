@@ -85,7 +85,9 @@ class GraphBuilder:
         self.task_graphs.append(TaskGraph(index=self.here, marks=(mark,), name=name))
 
     def region(self, name: str) -> None:
-        """Add a TaskGraph without a mark; operations join it where ``here`` says so."""
+        """Adds a TaskGraph without a mark; operations join it where ``here`` says
+        so.
+        """
         self.task_graphs.append(TaskGraph(index=len(self.task_graphs), name=name))
 
     @contextlib.contextmanager

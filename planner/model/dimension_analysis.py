@@ -207,7 +207,7 @@ def _settle(
     *,
     moves: bool = True,
 ) -> None:
-    """Let no operation see one class in two dimensions of an operand.
+    """Lets no operation see one class in two dimensions of an operand.
 
     A cut may give a dimension the class of another one, as where a product with a
     triangle counts rows. Then either the other one's letter is whole there, or what the
@@ -261,13 +261,13 @@ def _replace(
     dim: int,
     atoms: tuple[int, ...],
 ) -> None:
-    """Have an operation see one dimension of a tensor in another class."""
+    """Has an operation see one dimension of a tensor in another class."""
     old = seen.get(key, layouts[slots[key[1]]])
     seen[key] = (*old[:dim], atoms, *old[dim + 1 :])
 
 
 def analyse(graph: Graph) -> Dimensions:
-    """Find the logical dimensions of a captured loss.
+    """Finds the logical dimensions of a captured loss.
 
     Args:
         graph: the captured forward loss.

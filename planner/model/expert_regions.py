@@ -43,7 +43,7 @@ def expert_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
 
 
 def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:
-    """Give unmarked expert products a TaskGraph of their own.
+    """Gives unmarked expert products a TaskGraph of their own.
 
     Args:
         graph: the captured loss.
@@ -74,7 +74,7 @@ def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:
 
 
 def check_task_graphs(given: Iterable[str], graph: Graph, problems: Problems) -> None:
-    """Note every name that is none of a TaskGraph.
+    """Notes every name that is none of a TaskGraph.
 
     Args:
         given: names, ``"*"`` for all others among them.

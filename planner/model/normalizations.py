@@ -70,7 +70,7 @@ class _Kernels:
     joined: set[int] = field(default_factory=set)
 
     def add(self, index: int, op: Op) -> None:
-        """Join a reduction with what reads both its result and its row."""
+        """Joins a reduction with what reads both its result and its row."""
         row = op.operands[0]
         size = self._size(row)
         if size == self._size(op.results[0]):
@@ -101,7 +101,7 @@ class _Kernels:
         ]
 
     def _join_makers(self) -> None:
-        """Take in what is made for a kernel alone, the last operation first."""
+        """Takes in what is made for a kernel alone, the last operation first."""
         for index in reversed(range(len(self.flow.graph.ops))):
             op = self.flow.graph.ops[index]
             if index in self.joined or not (op.elementwise and self._passes(index)):

@@ -55,7 +55,7 @@ class Union:
         return node
 
     def join(self, a: int, b: int) -> int:
-        """Make two sets one; its representative."""
+        """Makes two sets one; its representative."""
         a, b = self.find(a), self.find(b)
         if a != b:
             self.parent[b] = a
@@ -146,7 +146,7 @@ class Atoms:
                     )
 
     def _tie_lengths(self) -> None:
-        """Join what a factor or a reshape says is one dimension, conflicts or not."""
+        """Joins what a factor or a reshape says is one dimension, conflicts or not."""
         for op in self.graph.ops:
             slots = slots_of(op)
             for factor in op.factors:

@@ -55,7 +55,7 @@ def meeting_in_values(
 
 
 def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
-    """Let operations that need the sequence whole have it so, and no others.
+    """Lets operations that need the sequence whole have it so, and no others.
 
     Args:
         graph: the captured loss.

@@ -104,7 +104,7 @@ class _Chains:
         self.against: dict[int, str] = {}
 
     def add(self, op: Op) -> None:
-        """Tie what one operation slides along."""
+        """Ties what one operation slides along."""
         for window in op.windows:
             ends = [
                 [self.find(atom) for atom in self.atoms.of(tensor, dim)]

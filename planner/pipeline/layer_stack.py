@@ -183,7 +183,7 @@ def _spread(tensor: int, makers: Mapping[int, Op]) -> bool:
 
 
 def check_devices(devices: int, stages: int, *, most: int) -> None:
-    """Refuse a number of stages that the devices do not divide into.
+    """Refuses a number of stages that the devices do not divide into.
 
     Args:
         devices: Number of devices in all.

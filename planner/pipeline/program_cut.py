@@ -225,7 +225,7 @@ class Units:
 
 
 def _check_needed(graph: Graph, labels: Sequence[int | None]) -> None:
-    """Refuse stages of which the loss needs nothing: they would have no part of it."""
+    """Refuses stages of which the loss needs nothing: they would have no part of it."""
     stages = [
         (int(mark.get("i") or 0), region.scope)
         for region in graph.task_graphs
@@ -294,7 +294,7 @@ class Division:
 
 
 def divide_program(units: Units, starts: Sequence[str]) -> Division:
-    """Cut a program at borders.
+    """Cuts a program at borders.
 
     Args:
         units: the program.
@@ -321,7 +321,7 @@ def divide_program(units: Units, starts: Sequence[str]) -> Division:
 
 
 def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
-    """Cut a program where the user's ``stage`` marks say.
+    """Cuts a program where the user's ``stage`` marks say.
 
     What no mark covers goes to the latest stage that makes something it reads; what
     reads parameters and data alone, to the first that reads it.
@@ -397,7 +397,7 @@ def _division(units: Units, homes: Sequence[int], count: int) -> Division:
 
 
 def _check_changed(units: Units, parts: Sequence[PlacePart]) -> None:
-    """Refuse what one place changes and another reads."""
+    """Refuses what one place changes and another reads."""
     for place, part in enumerate(parts):
         for number in part.fresh:
             others = [
@@ -491,7 +491,7 @@ class FlowsBackwards(PlanError):
 
 
 def _check_order(units: Units, homes: Sequence[int]) -> None:
-    """Refuse values that flow backwards."""
+    """Refuses values that flow backwards."""
     problems = Problems("values flow backwards between stages", FlowsBackwards)
     seen: set[tuple[str, str]] = set()
     for index, unit in enumerate(units.units):

@@ -146,7 +146,7 @@ class Schedule:
 def schedule(
     name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1
 ) -> Schedule:
-    """Build a schedule.
+    """Builds a schedule.
 
     Args:
         name: one of ``NAMES``.

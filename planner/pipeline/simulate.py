@@ -58,7 +58,7 @@ def simulate(
     *,
     weight_seconds: Sequence[float] | None = None,
 ) -> ScheduleTimeline:
-    """Run a schedule in time.
+    """Runs a schedule in time.
 
     Args:
         table: the schedule.

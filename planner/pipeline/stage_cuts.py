@@ -73,7 +73,7 @@ class ChainCut:
 
 
 def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
-    """Cut a chain so that its slowest stage is as fast as can be.
+    """Cuts a chain so that its slowest stage is as fast as can be.
 
     Exact: dynamic programming over (stage, last layer), every stage with at least one
     layer. Time and memory O(stages · layers²).

@@ -122,7 +122,7 @@ def role_infos(dims: Dimensions, batch_size: int | None = None) -> tuple[RoleInf
 def region_tables(
     analysed: GraphAnalysis, tables: Mapping[int, Table], mesh: Mapping[str, int]
 ) -> tuple[RegionTable, ...]:
-    """Compute tables in names, for a plan."""
+    """Computes tables in names, for a plan."""
     dims = analysed.dims
     return tuple(
         RegionTable(

@@ -98,7 +98,7 @@ def decide_mpmd(
     again: Any = None,
     known_seconds: float = math.inf,
 ) -> Plan:
-    """Choose how to run a model in stages with programs of their own.
+    """Chooses how to run a model in stages with programs of their own.
 
     Args:
         graph, cluster, request, precision, batch: Arguments of ``decide``; the mesh
@@ -201,7 +201,7 @@ def _least_steps(
 def _check_interleaved(
     piped: PipelineConstraints, marked: bool, cluster: Cluster
 ) -> None:
-    """Refuse several parts of the model on each stage where it has one."""
+    """Refuses several parts of the model on each stage where it has one."""
     if piped.schedule != "interleaved":
         return
     if marked:

@@ -88,7 +88,7 @@ def decide_stages(
     again: Again | None = None,
     known_seconds: float = math.inf,
 ) -> Plan:
-    """Choose how to run a model in so many stages.
+    """Chooses how to run a model in so many stages.
 
     Args:
         graph, cluster, request, precision, batch, again: Arguments of ``decide``; the

@@ -196,7 +196,7 @@ class Plan(PlanDisplay):
     def verify(
         self, topology: str | None = None, *, timeout_seconds: float = 1800.0
     ) -> Any:
-        """Compile the plan's training step with the real compiler; nothing is run.
+        """Compiles the plan's training step with the real compiler; nothing is run.
 
         A process of its own compiles, for hardware that need not be here: TPUs need
         the extra ``whalejax[tpu-compile]``, GPUs ``whalejax verify --setup-gpu``.
@@ -379,7 +379,7 @@ class Plan(PlanDisplay):
         return plan_file.document_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; the file appears whole or not at all.
+        """Writes the plan as JSON; the file appears whole or not at all.
 
         Raises:
             PlanError: the file cannot be written there.
@@ -406,7 +406,7 @@ class Plan(PlanDisplay):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan. Nothing that the file names is run or imported.
+        """Reads a plan. Nothing that the file names is run or imported.
 
         Raises:
             PlanError: the file is no plan, is damaged, was edited, or has another

@@ -56,7 +56,7 @@ def document_hash(data: dict[str, Any]) -> str:
 
 
 def write(plan: PlanData, path: str | os.PathLike[str]) -> None:
-    """Write a plan as JSON; the file appears whole or not at all.
+    """Writes a plan as JSON; the file appears whole or not at all.
 
     Raises:
         PlanError: the file cannot be written there.

@@ -30,7 +30,7 @@ def decide(
     again: Again | None = None,
     known: ProgramCache | None = None,
 ) -> Plan:
-    """Choose how to run a model on a cluster.
+    """Chooses how to run a model on a cluster.
 
     Args:
         graph: the captured loss.

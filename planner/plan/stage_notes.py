@@ -45,7 +45,7 @@ class StageMemoryPlan(StagedPlan, Protocol):
 def check_stages(
     request: Request, stages: int, *, most: int, estimated: Collection[str]
 ) -> None:
-    """Refuse what stages cannot be asked for.
+    """Refuses what stages cannot be asked for.
 
     Args:
         request: Options of the question.

@@ -171,7 +171,7 @@ def decide_pipelines(
     decide: Decide,
     known_seconds: float = math.inf,
 ) -> Plan:
-    """Choose how pipelines side by side run a model, and who takes how much of it.
+    """Chooses how pipelines side by side run a model, and who takes how much of it.
 
     Args:
         graph: the captured loss.
@@ -223,7 +223,7 @@ def _while_faster(
     several: Sequence[int],
     problems: list[PlanError],
 ) -> Iterator[_ParallelPipelines]:
-    """Weigh numbers of micro-batches, the fewest first, while more of them help.
+    """Weighs numbers of micro-batches, the fewest first, while more of them help.
 
     Where the fewest do not fit, the most are weighed first: fewer are larger ones.
 
@@ -330,7 +330,7 @@ def _kinds_of(part: Cluster) -> tuple[str, ...]:
 
 
 def _check_alike(plans: Sequence[Plan]) -> None:
-    """Refuse pipelines that store a parameter in unlike shards."""
+    """Refuses pipelines that store a parameter in unlike shards."""
 
     def stored(plan: Plan) -> dict[str, tuple[object, ...]]:
         return {

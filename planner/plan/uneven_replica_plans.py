@@ -82,7 +82,7 @@ def decide_shares(
     decide: Decide,
     **options: Any,
 ) -> Plan:
-    """Choose how replicas of unlike devices run a model, and who takes how much of it.
+    """Chooses how replicas of unlike devices run a model, and who takes how much of it.
 
     Args:
         graph: the captured loss.
@@ -146,7 +146,7 @@ def decide_shares(
 def _check(
     graph: Graph, cluster: Cluster, request: Request, asked: Sequence[int] | None
 ) -> None:
-    """Refuse what no shares can be had with, and shares that cannot be."""
+    """Refuses what no shares can be had with, and shares that cannot be."""
     check_zero(request)
     if request.num_devices < cluster.num_devices:
         raise DeviceCountError(
@@ -184,7 +184,7 @@ class _Tries:
         return min((o.step_seconds for o in self.found if o.fits), default=math.inf)
 
     def add(self, size: int, several: Sequence[int]) -> None:
-        """Weigh replicas of some size.
+        """Weighs replicas of some size.
 
         Args:
             size: devices of a replica.
@@ -200,7 +200,7 @@ class _Tries:
                     break  # Fewer micro-batches are larger ones.
 
     def add_fewest(self, size: int, several: Sequence[int]) -> None:
-        """Weigh replicas of some size in the fewest micro-batches that fit.
+        """Weighs replicas of some size in the fewest micro-batches that fit.
 
         Args:
             size: devices of a replica.
@@ -222,7 +222,7 @@ class _Tries:
             low, high = (low, middle) if fits(middle) else (middle + 1, high)
 
     def add_likely(self, likely: Iterable[LikelyReplicas]) -> None:
-        """Weigh the promising, the best first, while they may be faster than others.
+        """Weighs the promising, the best first, while they may be faster than others.
 
         What an estimate leaves out takes a like part of everyone's step.
         """
@@ -241,7 +241,7 @@ class _Tries:
                 ratio = min(ratio, shared.step_seconds / one.seconds)
 
     def _lacks(self, case: SharesCase) -> bool:
-        """Weigh a case; whether memory is too small for any plan of it."""
+        """Weighs a case; whether memory is too small for any plan of it."""
         try:
             self.found.append(self.weigh(case))
         except NothingFits as error:

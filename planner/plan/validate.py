@@ -49,7 +49,7 @@ _APART = frozenset(("cluster", "compiler_options", "question", "stages", "pipeli
 
 
 def check_plan(plan: PlanData) -> None:
-    """Raise if a plan has numbers that none can have.
+    """Raises if a plan has numbers that none can have.
 
     Raises:
         PlanError: every problem, with its place.

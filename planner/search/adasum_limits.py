@@ -41,7 +41,7 @@ def check_combine(
     shares: object,
     others: Iterable[str] = (),
 ) -> None:
-    """Refuse what ranks cannot combine.
+    """Refuses what ranks cannot combine.
 
     Args:
         request: Options of the question.

@@ -183,7 +183,7 @@ class _Layouts:
         return dataclasses.replace(self, cases=dataclasses.replace(self.cases))
 
     def take(self, rows: np.ndarray) -> _Layouts:
-        """Select some of the layouts."""
+        """Selects some of the layouts."""
         if len(rows) == len(self.cases):
             return self
         return dataclasses.replace(self, cases=self.cases.take(rows))
@@ -361,7 +361,7 @@ class Search:
         )
 
     def run(self) -> list[LayoutCandidate]:
-        """Evaluate everything.
+        """Evaluates everything.
 
         Returns:
             The plans that fit, best first; empty if none does (``scored`` then holds
@@ -372,7 +372,7 @@ class Search:
         return ranked([s for s in self.scored if s.fits])
 
     def search_layouts(self) -> None:
-        """Evaluate every layout with as little in host memory as may be.
+        """Evaluates every layout with as little in host memory as may be.
 
         Where many lack memory, and nothing is known of how fast a plan must be, most
         of them wait for ``resume`` or ``use_host_memory``.
@@ -414,7 +414,7 @@ class Search:
         return layouts.cases.take(each).with_count(count)
 
     def _share_space(self) -> None:
-        """Evaluate every mesh on which devices share the space of samples.
+        """Evaluates every mesh on which devices share the space of samples.
 
         Those that shard nothing else come first: what they take bounds what of the
         others is worth its evaluation. Of very many meshes, those whose model axes are
@@ -696,7 +696,7 @@ class Search:
     # Evaluation.
 
     def _score_meshes(self, every: Sequence[dict[str, int]]) -> None:
-        """Evaluate meshes under all of their tables, the fastest first.
+        """Evaluates meshes under all of their tables, the fastest first.
 
         Time is that with as few micro-batches as there can be, which is the least.
         """
@@ -716,7 +716,7 @@ class Search:
         self._score_layouts(layouts.take(near), times)
 
     def _score_layouts(self, layouts: _Layouts, times: TimeColumns) -> None:
-        """Evaluate layouts with as little in host memory as may be, the fastest first.
+        """Evaluates layouts with as little in host memory as may be, the fastest first.
 
         Those that lack memory wait for ``use_host_memory``.
         """
@@ -734,7 +734,7 @@ class Search:
         self._lacking.append((layouts, times, left))
 
     def resume(self, best: float) -> None:
-        """Evaluate the layouts that were put off until more is known.
+        """Evaluates the layouts that were put off until more is known.
 
         Args:
             best: step time of the best plan of all searches.
@@ -850,7 +850,7 @@ class Search:
         }
 
     def use_host_memory(self, best: float) -> None:
-        """Evaluate layouts that lack memory with more of theirs in host memory.
+        """Evaluates layouts that lack memory with more of theirs in host memory.
 
         So are those that fit, but with more micro-batches than memory would ask for.
 
@@ -914,7 +914,7 @@ class Search:
         return result
 
     def keep_nearest(self, offload: Offload = ()) -> None:
-        """Keep the layout that lacks least, where nothing fits.
+        """Keeps the layout that lacks least, where nothing fits.
 
         Of few meshes all that lack memory are kept already.
 
@@ -938,7 +938,7 @@ class Search:
         rows: np.ndarray,
         group: Sequence[Offload],
     ) -> np.ndarray:
-        """Evaluate layouts with each of some sets in host memory, the fastest first.
+        """Evaluates layouts with each of some sets in host memory, the fastest first.
 
         Returns:
             Those that do not fit with the fewest micro-batches, and those that are too
@@ -967,7 +967,7 @@ class Search:
         return every[np.argsort(step[every], kind="stable")]
 
     def score(self, mesh: dict[str, int], tables: dict[int, Table]) -> None:
-        """Evaluate one mesh under one table for each TaskGraph, at every ZeRO level.
+        """Evaluates one mesh under one table for each TaskGraph, at every ZeRO level.
 
         What can be is added to ``scored``.
         """

@@ -278,7 +278,7 @@ class Evaluator:
         times: TimeColumns,
         memory: MemoryColumns | None = None,
     ) -> np.ndarray:
-        """Time that moving to host memory and back adds to a step, by case.
+        """Times that moving to host memory and back adds to a step, by case.
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.

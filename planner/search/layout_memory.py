@@ -54,7 +54,7 @@ class StepLayout:
     stage: StageShare = WHOLE_PROGRAM
 
     def take(self, rows: np.ndarray) -> StepLayout:
-        """Select some of the cases."""
+        """Selects some of the cases."""
 
         def some(value: Any) -> Any:
             return value[..., rows] if isinstance(value, np.ndarray) else value
@@ -87,12 +87,12 @@ class MemoryColumns:
         return sum(self.terms.values(), np.zeros(len(self.host)))
 
     def take(self, rows: np.ndarray) -> MemoryColumns:
-        """Select some of the cases."""
+        """Selects some of the cases."""
         terms = {name: values[rows] for name, values in self.terms.items()}
         return MemoryColumns(terms=terms, host=self.host[rows])
 
     def with_rows(self, rows: np.ndarray, other: MemoryColumns) -> MemoryColumns:
-        """Take these cases from others."""
+        """Takes these cases from others."""
 
         def mixed(before: np.ndarray, after: np.ndarray) -> np.ndarray:
             result = before.copy()
@@ -140,7 +140,7 @@ class LayoutMemory:
         return batch_homes(self.graph)
 
     def of(self, one: StepLayout, s: CostSetting) -> MemoryColumns:
-        """Compute the memory at the fullest moment of a step.
+        """Computes the memory at the fullest moment of a step.
 
         Args:
             one: Layouts of the cases.

@@ -303,7 +303,7 @@ class ProgramSearches:
         return min(steps, default=math.inf)
 
     def all(self) -> None:
-        """Search every program that may be worth it."""
+        """Searches every program that may be worth it."""
         request = self.request
         asked = request.loss_chunks or 1
         self.policies(request.attention or (), asked)
@@ -321,7 +321,7 @@ class ProgramSearches:
                 apart.use_host_memory(self.best_seconds())
 
     def use_host_memory(self, pairs: Sequence[tuple[GraphAnalysis, Search]]) -> None:
-        """Put more in host memory, where with enough memory a plan may be the best.
+        """Puts more in host memory, where with enough memory a plan may be the best.
 
         Args:
             pairs: searches that have looked at their layouts.
@@ -575,7 +575,7 @@ def _no_sequence(search: Search) -> str:
 
 
 def check_marks(graph: Graph, num_devices: int, stages: int = 1) -> None:
-    """Refuse marks that nothing can obey.
+    """Refuses marks that nothing can obey.
 
     Args:
         graph: the captured loss.

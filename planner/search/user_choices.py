@@ -29,7 +29,7 @@ class PipelineConstraints:
     def of(
         cls, graph: Graph, request: Request, known: Collection[str]
     ) -> PipelineConstraints:
-        """Join arguments and marks.
+        """Joins arguments and marks.
 
         Args:
             graph: the captured loss, with its marks.

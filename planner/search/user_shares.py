@@ -21,7 +21,7 @@ def check_shares(
     num_devices: int,
     stages: int = 1,
 ) -> None:
-    """Refuse shares that cannot be.
+    """Refuses shares that cannot be.
 
     Args:
         graph: the captured loss.
@@ -64,7 +64,7 @@ def check_shares(
 
 @contextlib.contextmanager
 def said_of(what: str) -> Iterator[None]:
-    """Say of what a problem is, where it is only that of a part of the devices.
+    """Says of what a problem is, where it is only that of a part of the devices.
 
     Args:
         what: the part, in words that others may follow.

@@ -62,7 +62,7 @@ def sliceable(request: Request) -> frozenset[str]:
 
 
 def check_zero(request: Request) -> None:
-    """Refuse levels of ZeRO that replicas of unlike shares cannot have.
+    """Refuses levels of ZeRO that replicas of unlike shares cannot have.
 
     Args:
         request: Options of the question.
@@ -110,7 +110,7 @@ def with_slices(request: Request, replicas: int) -> Request:
 
 
 def sliced(plan: PlanData, cluster: Cluster, replicas: int, request: Request) -> Slices:
-    """Cut the state of a plan's parameters.
+    """Cuts the state of a plan's parameters.
 
     Args:
         plan: Plan of one replica.

@@ -57,7 +57,7 @@ def check_rings(
     reasons: Sequence[str],
     everywhere: Callable[[], Graph],
 ) -> None:
-    """Refuse what was asked for if no attention can run so.
+    """Refuses what was asked for if no attention can run so.
 
     Args:
         graph: the loss with the attention that can.

@@ -57,7 +57,7 @@ class ParameterForms:
 
 
 def reading(graph: Graph, dims: Dimensions) -> ParameterForms:
-    """Find out in which forms the parameters are read.
+    """Finds out in which forms the parameters are read.
 
     Args:
         graph: the captured loss.

@@ -164,7 +164,7 @@ def extend_spec(
     mesh: Mapping[str, int],
     dims: Sequence[int],
 ) -> Spec:
-    """Shard one more dimension for storage, if any of the dimensions divides.
+    """Shards one more dimension for storage, if any of the dimensions divides.
 
     Args:
         spec: the layout so far.

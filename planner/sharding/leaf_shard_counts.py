@@ -30,7 +30,7 @@ class LeafShardCounts:
     optimizer: ShardCounts
 
     def take(self, rows: np.ndarray) -> LeafShardCounts:
-        """Select some of the meshes."""
+        """Selects some of the meshes."""
         return LeafShardCounts(
             compute=self.compute.take(rows),
             param=self.param.take(rows),

@@ -209,7 +209,7 @@ class LeafFacts:
         narrowed: bool = False,
         cast_bytes: float = 1.0,
     ) -> LeafFacts:
-        """Collect the facts.
+        """Collects the facts.
 
         Args:
             graph: the captured loss.
@@ -581,7 +581,7 @@ def lay_out(
     mesh: Mapping[str, int],
     zero: int,
 ) -> tuple[LeafLayout, ...]:
-    """Lay out the parameters, group by group.
+    """Lays out the parameters, group by group.
 
     Args:
         facts: Facts about the parameters.

@@ -128,7 +128,7 @@ def _greedy(traffic: Matrix, seconds: Matrix) -> Order:
 
 
 def _exchanged(order: Order, traffic: Matrix, seconds: Matrix) -> Order:
-    """Exchange the pair that gains most, until none gains."""
+    """Exchanges the pair that gains most, until none gains."""
     order = order.copy()
     while True:
         links = seconds[np.ix_(order, order)]

@@ -151,7 +151,7 @@ class _Level:
 
     @classmethod
     def of(cls, graph: Graph) -> _Level | None:
-        """Find it; None where the layers are no equations of one jaxpr.
+        """Finds it; None where the layers are no equations of one jaxpr.
 
         A model without repeated layers is cut at its narrowest places into about as
         many parts as the square root of its products, which keeps least in all.

@@ -43,7 +43,7 @@ class ShardCounts:
         return self.axes.get(axis, 0) != 0
 
     def take(self, rows: np.ndarray) -> ShardCounts:
-        """Select some of the meshes."""
+        """Selects some of the meshes."""
 
         def some(value: Any) -> Any:
             return value[rows] if isinstance(value, np.ndarray) else value
@@ -52,7 +52,7 @@ class ShardCounts:
         return ShardCounts(tuple(map(some, self.per_dim)), axes)
 
     def where(self, mask: Any, other: ShardCounts) -> ShardCounts:
-        """Take these counts where a mask is true, and others elsewhere."""
+        """Takes these counts where a mask is true, and others elsewhere."""
         pairs = zip(self.per_dim, other.per_dim, strict=True)
         return ShardCounts(
             tuple(np.where(mask, *pair) for pair in pairs),
@@ -101,7 +101,7 @@ def axis_sets(
 
 
 def distinct_columns(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Find the cases that differ in some columns.
+    """Finds the cases that differ in some columns.
 
     Args:
         columns: Arrays of numbers that are not negative, one number for each case.
@@ -121,7 +121,7 @@ def distinct_columns(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndar
 
 
 def spec_shard_counts(spec: Spec, mesh: Mapping[str, Any]) -> ShardCounts:
-    """Count the shards of one layout.
+    """Counts the shards of one layout.
 
     Args:
         spec: Layout of the tensor.
@@ -202,7 +202,7 @@ class _ShardCountsBuilder:
         return ShardCounts(tuple(self.per_dim), self.axes)
 
     def take(self, axis: str, dim: int, length: int, size: Any, may: Any) -> Any:
-        """Shard a dimension by an axis where allowed and divisible; return where."""
+        """Shards a dimension by an axis where allowed and divisible; returns where."""
         more = self.per_dim[dim] * size
         hit = may & (length % more == 0)
         if hit.any():

@@ -54,7 +54,7 @@ class _Places:
 def virtual_devices(
     task_graphs: Sequence[TaskGraph], num_devices: int
 ) -> tuple[VirtualDevice, ...]:
-    """Assign devices to TaskGraphs in sequence.
+    """Assigns devices to TaskGraphs in sequence.
 
     Args:
         task_graphs: the marked TaskGraphs, in program order.

@@ -241,7 +241,7 @@ def adapt(
     trainable: Any = None,
     axis_names: Mapping[str, str] | None = None,
 ) -> Adapter:
-    """Bring a model and its loss into the one shape.
+    """Brings a model and its loss into the one shape.
 
     Args:
         model: an NNX module, a Linen module's variables (a mapping with ``params``),
@@ -446,7 +446,7 @@ def _constructor(make_model: type) -> inspect.Signature:
 def check_needed(
     make_model: Callable[..., Any], *given: str, positional: int = 0
 ) -> None:
-    """Refuse what makes a model and needs more than it is given.
+    """Refuses what makes a model and needs more than it is given.
 
     Args:
         make_model: Function or class that makes the model.

@@ -183,7 +183,7 @@ def same_model(paths: Sequence[str], before: Any, after: Any) -> Any:
 
 
 def refuse_other(differing: Iterable[str]) -> None:
-    """Raise for a model that is not the one that was planned, if anything differs.
+    """Raises for a model that is not the one that was planned, if anything differs.
 
     Args:
         differing: leaves with what is the matter with each.

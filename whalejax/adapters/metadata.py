@@ -107,7 +107,7 @@ def short_ones(
 def _check_met(
     axis_names: Mapping[str, str], met: Collection[str], problems: Problems
 ) -> None:
-    """Report what ``axis_names`` maps and no metadata names."""
+    """Reports what ``axis_names`` maps and no metadata names."""
     for theirs, ours in axis_names.items():
         if theirs in met:
             continue

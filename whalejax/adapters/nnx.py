@@ -145,7 +145,7 @@ def modes_of(model: Any) -> Modes:
 
 
 def set_modes(model: Any, modes: Modes) -> None:
-    """Give the modules of a model the modes of another instance's."""
+    """Gives the modules of a model the modes of another instance's."""
     for path, module in nnx.iter_modules(model):
         for name, value in modes.get(path, {}).items():
             if isinstance(getattr(module, name, None), bool):

@@ -18,7 +18,7 @@ from whalejax.meshes.errors import Problems
 
 
 def refuse_arrays_without_values(model: Any, variables: Mapping[Any, Any]) -> None:
-    """Raise if modules hold arrays without values beside their variables.
+    """Raises if modules hold arrays without values beside their variables.
 
     Args:
         model: a module, or a container of some.

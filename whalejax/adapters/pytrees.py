@@ -100,7 +100,7 @@ class Selection:
         return chosen
 
     def check(self) -> None:
-        """Raise where nothing was chosen, or a pattern chose nothing."""
+        """Raises where nothing was chosen, or a pattern chose nothing."""
         problems = Problems("trainable")
         known = ", ".join(self._seen[:5]) + (", …" if len(self._seen) > 5 else "")
         if self._patterns is not None:
@@ -312,7 +312,7 @@ class LinenForm:
 
 
 def _refuse_other_tree(paths: Sequence[str], model: Any) -> None:
-    """Raise for a tree of another structure, naming the first leaf that differs."""
+    """Raises for a tree of another structure, naming the first leaf that differs."""
     result = paths_of(model)
     gone = [f"{path} is gone" for path in paths if path not in result]
     fresh = [f"{path} is new" for path in result if path not in paths]

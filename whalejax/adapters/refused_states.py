@@ -23,7 +23,7 @@ _MOMENTS: Final = frozenset(("mu", "nu", "trace", "momentum", "velocity", "v_row
 
 
 def refuse_training_states(model: Any) -> None:
-    """Raise if a model is, or holds, the state of an optimizer.
+    """Raises if a model is, or holds, the state of an optimizer.
 
     Args:
         model: Model that the user gave.

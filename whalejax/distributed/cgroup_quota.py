@@ -65,7 +65,7 @@ class Quota:
         )
 
     def set(self, percent: float) -> None:
-        """Change the quota.
+        """Changes the quota.
 
         Args:
             percent: Percentage of one core.
@@ -81,7 +81,7 @@ class Quota:
         (self._path / "cpu.cfs_quota_us").write_text(str(quota))
 
     def weigh(self, times: float) -> None:
-        """Let the group have its quota where cores are short.
+        """Lets the group have its quota where cores are short.
 
         Args:
             times: Weight relative to one other process of the machine.
@@ -93,7 +93,7 @@ class Quota:
             (self._path / "cpu.shares").write_text(str(round(1024 * times)))
 
     def add(self, pid: int) -> None:
-        """Put a process under the quota; those that it starts later are too.
+        """Puts a process under the quota; those that it starts later are too.
 
         Raises:
             WhaleError: there is no such process.
@@ -108,7 +108,7 @@ class Quota:
             ) from error
 
     def close(self) -> None:
-        """Remove the group; processes that still run go back to the one above."""
+        """Removes the group; processes that still run go back to the one above."""
         if self._path is None:
             return
         with contextlib.suppress(OSError):
@@ -135,7 +135,7 @@ def why_no_quota() -> str:
 
 
 def check_quota(percent: float) -> None:
-    """Refuse a quota that is none.
+    """Refuses a quota that is none.
 
     Args:
         percent: Percentage of one core.

@@ -84,7 +84,7 @@ def meet(
     timeout_seconds: float,
     key: Key | None = None,
 ) -> HostComparison:
-    """Meet the other hosts.
+    """Meets the other hosts.
 
     Args:
         mine: Report of this host.
@@ -144,7 +144,7 @@ class _HostCollector:
     def receive(
         self, listening: socket.socket, key: Key | None, end: float
     ) -> HostComparison:
-        """Hear who comes to a listener, and tell all what was found."""
+        """Hears who comes to a listener, and tells all what was found."""
         acceptor = Acceptor(listening, key, self._notice)
         with self._changed:
             self._changed.wait_for(self._is_full, max(0.0, end - time.monotonic()))

@@ -181,13 +181,13 @@ def exit_seconds() -> float:
 
 
 def tell_launcher(said: _Line) -> None:
-    """Tell the launcher something, if there is one."""
+    """Tells the launcher something, if there is one."""
     if PROCESS_ID in os.environ:
         print(f"{MARK}{msgspec.json.encode(said).decode()}", flush=True)
 
 
 def blame(rank: int, why: str) -> None:
-    """Tell the launcher, if there is one, because of whom this process ends."""
+    """Tells the launcher, if there is one, because of whom this process ends."""
     tell_launcher(BlameReport(rank=rank, why=why[:MOST_WORDS]))
 
 

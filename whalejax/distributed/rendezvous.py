@@ -127,7 +127,7 @@ class LostProcessError(WhaleError):
 def rendezvous(
     place: ProcessPlace, end: Callable[[str], None]
 ) -> RendezvousServer | RendezvousClient:
-    """Wait until all processes are there.
+    """Waits until all processes are there.
 
     Args:
         place: Place of this process.
@@ -193,7 +193,7 @@ class RendezvousServer:
         )
 
     def wait(self) -> None:
-        """Wait until all are there, and tell them.
+        """Waits until all are there, and tells them.
 
         Raises:
             Lost: some are not.
@@ -236,7 +236,7 @@ class RendezvousServer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let all go."""
+        """Lets all go."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -279,7 +279,7 @@ class RendezvousServer:
             channel.close()
 
     def _enter(self, channel: Channel, message: Arrival) -> None:
-        """Take one in, or tell it why it cannot be one of this program."""
+        """Takes one in, or tells it why it cannot be one of this program."""
         rank, count = message.rank, message.count
         with self._changed:
             if count != self._place.count:
@@ -405,7 +405,7 @@ class RendezvousClient:
         self.close()
 
     def close(self) -> None:
-        """Let the connection go, which is then no end of process 0's."""
+        """Lets the connection go, which is then no end of process 0's."""
         self._is_over = True
         if self._channel is not None:
             self._channel.close()
@@ -457,7 +457,7 @@ class RendezvousClient:
         return LostProcessError(0, f"process 0 {why}. Look for its first error")
 
     def _look_on(self) -> None:
-        """Say that this process does not stand still, until JAX has joined it.
+        """Says that this process does not stand still, until JAX has joined it.
 
         End it where process 0 says so, or is gone itself.
         """

@@ -48,7 +48,7 @@ def reserve_port(host: str, port: int = 0) -> int:
 
 
 def release_port(port: int) -> None:
-    """Let a port go that this process holds; nothing where it holds none."""
+    """Lets a port go that this process holds; nothing where it holds none."""
     opened = _held.pop(port, None)
     if opened is not None:
         with contextlib.suppress(OSError):

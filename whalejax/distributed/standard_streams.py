@@ -93,7 +93,7 @@ def standard_output() -> Iterator[None]:
 
 
 def drop_stdout() -> None:
-    """Send what stdout still holds nowhere: Python would fail over it at its end."""
+    """Sends what stdout still holds nowhere: Python would fail over it at its end."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -101,7 +101,7 @@ def drop_stdout() -> None:
 
 
 def hold_standard_streams() -> None:
-    """Open what of stdin, stdout and stderr is closed, so that no pipe or log gets
+    """Opens what of stdin, stdout and stderr is closed, so that no pipe or log gets
     its number and what is printed does not end in it."""
     for number in range(3):
         try:
@@ -111,7 +111,7 @@ def hold_standard_streams() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line to standard error, if it is there and takes it."""
+    """Prints a line to standard error, if it is there and takes it."""
     if sys.stderr is not None:  # else print would take standard output
         with contextlib.suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
@@ -136,7 +136,7 @@ class BackgroundLines:
         self._thread: threading.Thread | None = None
 
     def put(self, line: str) -> None:
-        """Write a line; return when it is written, or the stream takes nothing.
+        """Writes a line; returns when it is written, or the stream takes nothing.
 
         Args:
             line: with its end. Behind very many that wait it is left out, and counted.
@@ -154,7 +154,7 @@ class BackgroundLines:
                 self._is_stuck = not self._drained(_LINE_SECONDS)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all is written; whether it is."""
+        """Waits until all is written; whether it is."""
         with self._changed:
             return self._drained(seconds)
 

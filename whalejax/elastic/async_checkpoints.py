@@ -36,7 +36,7 @@ class StateWriter(Protocol):
     def save(
         self, path: Path, state: TrainState, before_it_appears: Callable[[], None]
     ) -> None:
-        """Write a checkpoint."""
+        """Writes a checkpoint."""
         ...
 
 
@@ -80,7 +80,7 @@ class Saver:
     def save(
         self, state: TrainState, step: int, look: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin to write a state, of which a copy is made.
+        """Begins to write a state, of which a copy is made.
 
         Args:
             state: State to copy; it is not donated.
@@ -103,7 +103,7 @@ class Saver:
         self._thread.start()
 
     def wait(self, look: Callable[[], None] = lambda: None) -> bool:
-        """Wait until what was begun is written; whether it is.
+        """Waits until what was begun is written; whether it is.
 
         Args:
             look: called meanwhile; may raise, and what was begun goes on.

@@ -62,7 +62,7 @@ def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
 
 
 def write_metrics(folder: Path, step: int, metrics: Mapping[str, Any]) -> None:
-    """Add a line to the metrics of this process.
+    """Adds a line to the metrics of this process.
 
     A full disk keeps none of them, and the steps go on.
 

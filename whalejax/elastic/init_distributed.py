@@ -56,7 +56,7 @@ def init_distributed(
     heartbeat_seconds: float = 30.0,
     preemption: bool = False,
 ) -> int:
-    """Make this process one of several that run the same program.
+    """Makes this process one of several that run the same program.
 
     Call it before anything touches a device, in all of them. With no argument
     ``whalejax launch`` has said who is who, or JAX asks the cluster: Slurm, Open MPI,
@@ -137,7 +137,7 @@ def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> ProcessPl
 
 
 def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
-    """Have JAX join the processes, once all are there."""
+    """Has JAX join the processes, once all are there."""
     if _compat_processes.backends_are_there():
         raise WhaleError(
             "init_distributed came too late. Call it before anything asks for devices "

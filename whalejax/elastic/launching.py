@@ -69,7 +69,7 @@ def supervise(
     quiet: bool = False,
     devices: tuple[str, ...] | None = None,
 ) -> int:
-    """Run a supervisor to its end, again where it is killed.
+    """Runs a supervisor to its end, again where it is killed.
 
     Args:
         words: Command of the processes that it starts.
@@ -107,7 +107,7 @@ def supervise(
 
 
 def _run_once(run: Supervised, ends: _SignalForwarder) -> int:
-    """Start a supervisor and wait for its end, which a frozen one is brought to."""
+    """Starts a supervisor and waits for its end, which a frozen one is brought to."""
     read, write = os.pipe()
     try:
         run = dataclasses.replace(run, pulse=write)

@@ -224,7 +224,7 @@ class ElasticMember:
     # What the supervisor says.
 
     def _look(self) -> None:
-        """Take what was said meanwhile; raises where it ends what is being done."""
+        """Takes what was said meanwhile; raises where it ends what is being done."""
         self._tell_leaving()
         while (said := self._control.poll()) is not None:
             self._hear(said)
@@ -238,7 +238,7 @@ class ElasticMember:
                     self._control.post(suspect)
 
     def _look_later(self) -> None:
-        """Take what was said; a generation that is asked for comes after the step."""
+        """Takes what was said; a generation that is asked for comes after the step."""
         with contextlib.suppress(_Regroup):
             self._look()
 
@@ -284,7 +284,7 @@ class ElasticMember:
             raise _Regroup
 
     def _await_begin(self) -> Begin | None:
-        """Say what is held, and wait until a generation begins; None at the end."""
+        """Says what is held, and waits until a generation begins; None at the end."""
         self._control.phase = STOPPED
         while True:
             if self._asked is not None:
@@ -312,7 +312,7 @@ class ElasticMember:
     # A generation.
 
     def _join(self, begin: Begin) -> None:
-        """Connect to the others, and come to the state that they have."""
+        """Connects to the others, and come to the state that they have."""
         name = self._control.name
         self._suspected.clear()
         members = begin.members
@@ -389,7 +389,7 @@ class ElasticMember:
                 self._saver.save(self._state, self._at, self._look_later)
 
     def _save_last(self) -> None:
-        """Write the state where no supervisor comes back: the run may begin again."""
+        """Writes the state where no supervisor comes back: the run may begin again."""
         if self._state is None or self._training.save is None:
             return
         there = [name for name in self._names if name not in self._peers.broken]
@@ -466,7 +466,7 @@ class ElasticMember:
     # The end.
 
     def _leave(self) -> None:
-        """Leave at a step, so that none is lost."""
+        """Leaves at a step, so that none is lost."""
         self._leaves = True
 
     def _close(self) -> None:
@@ -478,7 +478,7 @@ class ElasticMember:
 
 
 def check_shared(save: Path | None) -> None:
-    """Refuse a folder of checkpoints that is not the supervisor's.
+    """Refuses a folder of checkpoints that is not the supervisor's.
 
     The supervisor holds it before a member is admitted, so that its lock is seen there,
     after a while on some network file systems.

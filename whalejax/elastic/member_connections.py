@@ -74,7 +74,7 @@ class Peers:
         members: Sequence[tuple[str, str, int]],
         look: Look,
     ) -> None:
-        """Connect to the members of a generation, and leave the one before.
+        """Connects to the members of a generation, and leaves the one before.
 
         Args:
             generation: its number.
@@ -102,7 +102,7 @@ class Peers:
             self._await(generation, other, end, look)
 
     def _dial(self, address: tuple[str, int], look: Look) -> Channel:
-        """Connect to a member; again where the connection ends, as under load."""
+        """Connects to a member; again where the connection ends, as under load."""
         left = _DIALS
         while True:
             try:
@@ -139,7 +139,7 @@ class Peers:
             return dict(self._broken)
 
     def send(self, other: str, message: Message, look: Look) -> None:
-        """Send a member of this generation a message."""
+        """Sends a member of this generation a message."""
 
         def gives_up() -> bool:
             look()
@@ -169,7 +169,7 @@ class Peers:
             look()
 
     def wake(self) -> None:
-        """Let whoever waits look at once."""
+        """Lets whoever waits look at once."""
         with self._changed:
             self._changed.notify_all()
 
@@ -193,7 +193,7 @@ class Peers:
             channel.close()
 
     def _take(self, generation: int, other: str, channel: Channel) -> None:
-        """Use a connection, unless its generation is over."""
+        """Uses a connection, unless its generation is over."""
         with self._changed:
             if generation < self._least:
                 channel.close()

@@ -124,7 +124,7 @@ class _Block:
         *,
         whole: bool,
     ) -> dict[str, list[Node]]:
-        """Write the sums of these spans into ``found``; who gave what."""
+        """Writes the sums of these spans into ``found``; who gave what."""
         nodes = sorted(parts)
         for other in self._others:
             several = self._spans(spans, other, whole=whole)
@@ -202,7 +202,7 @@ class _Block:
 def check_arrays(
     said: GradientPart | Total, expected: Sequence[Expected], other: str
 ) -> None:
-    """Refuse arrays of another form than was agreed on.
+    """Refuses arrays of another form than was agreed on.
 
     Args:
         said: Message that holds the arrays.

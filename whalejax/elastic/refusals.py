@@ -27,7 +27,7 @@ _LONGEST: Final = 5000
 
 @contextlib.contextmanager
 def reported_refusals() -> Iterator[None]:
-    """Tell this process's supervisor, if it has one, of an error within the block.
+    """Tells this process's supervisor, if it has one, of an error within the block.
 
     Raises:
         WhaleError: as raised there.

@@ -86,7 +86,7 @@ def planned_replica(
     precision: Any,
     by_shapes: bool = False,
 ) -> PlannedReplica:
-    """Plan a whole replica; no device is touched, unless the job's batch does.
+    """Plans a whole replica; no device is touched, unless the job's batch does.
 
     Args:
         job: Job to train.
@@ -298,7 +298,7 @@ class ReplicaPrograms:
     def save(
         self, path: Path, state: TrainState, before_it_appears: Callable[[], None]
     ) -> None:
-        """Write a checkpoint.
+        """Writes a checkpoint.
 
         Args:
             path: Path of the new checkpoint.
@@ -390,7 +390,7 @@ class ReplicaPrograms:
         return state, metrics
 
     def warm_up(self) -> None:
-        """Compile what steps, checkpoints and states of others take.
+        """Compiles what steps, checkpoints and states of others take.
 
         The state that it takes for that is thrown away.
         """
@@ -409,7 +409,7 @@ NEW_STATE: Final = "a new state"
 
 
 def tell_source(state: TrainState, found: RestoredRun | None, tell: Tell) -> None:
-    """Say where a state is from, and what is to be known of that.
+    """Says where a state is from, and what is to be known of that.
 
     Args:
         state: with which a run goes on.

@@ -157,7 +157,7 @@ def _obey(control: Any, said: Any) -> None:
 
 
 def _finished(control: Any) -> None:
-    """Say that the script came to its end: a supervisor that was started again since
+    """Says that the script came to its end: a supervisor that was started again since
     cannot ask for the status of a process that another one started."""
     if not hasattr(sys, "last_value"):  # No exception ended it.
         control.post(Finished(step=-1))

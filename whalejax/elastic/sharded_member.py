@@ -213,7 +213,7 @@ class SpreadMember:
         self._post_first(NotCopied(step=done, why=why[:_MOST_WORDS]))
 
     def _look_ahead(self, done: int) -> None:
-        """Prepare for other numbers of processes, once it is known what steps take."""
+        """Prepares for other numbers of processes, once it is known what steps take."""
         if self._control is None or jax.process_index() != 0 or len(self._times) > 2:
             return
         self._times.append(time.monotonic())
@@ -300,7 +300,7 @@ class SpreadMember:
         return True
 
     def _agree(self, state: TrainState, done: int) -> None:
-        """Stop or copy, where a process was asked to or the first finds it due."""
+        """Stops or copies, where a process was asked to or the first finds it due."""
         assert self._control is not None
         if self._leaves and not self._told_leaving:
             self._told_leaving = True
@@ -354,7 +354,7 @@ class SpreadMember:
     # Saving.
 
     def _save(self, state: TrainState, done: int) -> None:
-        """Write a checkpoint; one that cannot be written ends nothing."""
+        """Writes a checkpoint; one that cannot be written ends nothing."""
         folder = self._training.save
         if folder is None:
             return
@@ -390,7 +390,7 @@ class SpreadMember:
         fail_together(error, f"step {done} kept")
 
     def _post_first(self, report: Report) -> None:
-        """Tell the supervisor what holds of all, once."""
+        """Tells the supervisor what holds of all, once."""
         if self._control is not None and jax.process_index() == 0:
             self._control.post(report)
 
@@ -400,7 +400,7 @@ class SpreadMember:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove checkpoints but for the newest ones."""
+    """Removes checkpoints but for the newest ones."""
     for path in checkpoints(folder)[keep:]:
         # Renamed first: half a checkpoint must never bear a checkpoint's name.
         gone = path.with_name(f"{path.name}.deleted")

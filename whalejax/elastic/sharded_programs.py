@@ -98,7 +98,7 @@ class SpreadPrograms:
         return self.plan.what_if(cluster=cluster_of(processes), mesh=sizes)
 
     def compile_for(self, plan: Plan) -> bool:
-        """Compile the step of one process into the persistent cache; run nothing.
+        """Compiles the step of one process into the persistent cache; runs nothing.
 
         Returns:
             Whether it was: only on CPUs, and only the step of one process. The name of
@@ -168,7 +168,7 @@ class SpreadPrograms:
     def save(
         self, path: Path, state: TrainState, before_it_appears: Callable[[], None]
     ) -> None:
-        """Write a checkpoint; all processes call this.
+        """Writes a checkpoint; all processes call this.
 
         Args:
             path: Path of the new checkpoint.

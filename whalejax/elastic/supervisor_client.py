@@ -58,7 +58,7 @@ _FIRST_BEAT_SECONDS: Final = 1.0
 
 @contextlib.contextmanager
 def on_notice(leave: Callable[[], None]) -> Iterator[None]:
-    """Take SIGTERM as a notice within the block; only the main thread can."""
+    """Takes SIGTERM as a notice within the block; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -174,7 +174,7 @@ class Control:
         self._beat_seconds = _FIRST_BEAT_SECONDS
 
     def open(self) -> None:
-        """Connect and be admitted.
+        """Connects and be admitted.
 
         Raises:
             WhaleError: nothing answers there, the key is refused, or this member is.
@@ -186,7 +186,7 @@ class Control:
     # For the member's own thread.
 
     def post(self, report: Report) -> None:
-        """Tell the supervisor something, again until it says that it is written."""
+        """Tells the supervisor something, again until it says that it is written."""
         with self._changed:
             self._number += 1
             numbered = msgspec.structs.replace(report, number=self._number)
@@ -194,7 +194,7 @@ class Control:
             self._changed.notify_all()
 
     def may_keep(self, step: int, folder: Path, *, seconds: float) -> bool:
-        """Ask whether a checkpoint may take its name: not where this one is given up.
+        """Asks whether a checkpoint may take its name: not where this one is given up.
 
         Where no supervisor lives there is nobody who could have given this one up, nor
         another run in the folder, which would hold it.
@@ -241,7 +241,7 @@ class Control:
             return None
 
     def check(self) -> None:
-        """Raise where the supervisor is gone, or has refused this process.
+        """Raises where the supervisor is gone, or has refused this process.
 
         Raises:
             WhaleError: why.
@@ -261,7 +261,7 @@ class Control:
         return self.poll()
 
     def flush(self, seconds: float) -> None:
-        """Wait until all is written down, at most so long."""
+        """Waits until all is written down, at most so long."""
         end = time.monotonic() + seconds
         with self._changed:
             while self._reports and self._error is None and time.monotonic() < end:
@@ -278,7 +278,7 @@ class Control:
     # Threads.
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Run a thread; what ends it, the member's own thread hears."""
+        """Runs a thread; what ends it, the member's own thread hears."""
         try:
             work()
         except Exception as error:

@@ -42,7 +42,8 @@ def train_elastic(
     mtbf: float = 3600.0,
     noise_scale: bool = False,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """Train a job with whoever is there, under ``whalejax launch --processes MIN:MAX``.
+    """Trains a job with whoever is there, under ``whalejax launch --processes
+    MIN:MAX``.
 
     As whole replicas, each process runs some of the micro-batches of every step and
     adds its gradients up with those of the others by messages. When one is lost, the

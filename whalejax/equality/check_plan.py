@@ -59,7 +59,7 @@ def check(
     timeout_seconds: float = SECONDS,
     memory_bytes: int | None = None,
 ) -> CheckResult:
-    """Run a plan at reduced sizes on virtual CPU devices, and compare with one device.
+    """Runs a plan at reduced sizes on virtual CPU devices, and compare with one device.
 
     The plan's own layout, options and executor run for one step in another process:
     every mesh axis stays above 1, and every dimension keeps a few elements for each

@@ -20,7 +20,7 @@ from whalejax.verification.compile_worker import serve
 
 
 def main(request_path: str, answer_path: str, limit_seconds: str) -> None:
-    """Check what a file asks for, and write down what came of it."""
+    """Checks what a file asks for, and writes down what came of it."""
     serve(request_path, answer_path, limit_seconds, _answer)
 
 

@@ -54,7 +54,7 @@ class _Bounds:
         self.least: dict[int, int] = {}
 
     def body(self, jaxpr: Any, given: Sequence[Known]) -> list[Known]:
-        """Walk a jaxpr."""
+        """Walks a jaxpr."""
         inner, constants = _compat.open_jaxpr(jaxpr)
         env: dict[Any, Known] = {v: (_NOTHING, 0) for v in inner.constvars}
         env.update(zip(inner.invars, given, strict=True))

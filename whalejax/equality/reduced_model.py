@@ -67,7 +67,7 @@ class PlannedModel:
         num_micro_batches: int,
         precision: str,
     ) -> PlannedModel:
-        """Trace a model and find its dimensions."""
+        """Traces a model and finds its dimensions."""
         captured = capture(
             at_precision(adapter, precision),
             batch,
@@ -231,7 +231,7 @@ def _at_sizes(
     num_micro_batches: int,
     adapter: Adapter,
 ) -> PlannedModel:
-    """Trace a model with leaves of other sizes."""
+    """Traces a model with leaves of other sizes."""
     shapes = ResizedProgram(
         captured=model.captured, analysed=model.analysed, sizes=sizes
     )

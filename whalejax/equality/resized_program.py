@@ -78,7 +78,7 @@ class ResizedProgram:
                 self._constants[id(self._walk.constant(tensor.id))] = tensor.id
 
     def run(self, values: Sequence[Any]) -> list[Any]:
-        """Run the program.
+        """Runs the program.
 
         Args:
             values: parameters, the rest, the batch and a key, as the flat loss takes
@@ -171,7 +171,7 @@ class _Run:
         self.sizes = sizes
 
     def body(self, jaxpr: Any, values: Sequence[Any], position: Position) -> list[Any]:
-        """Run a jaxpr, whole or inside another."""
+        """Runs a jaxpr, whole or inside another."""
         inner, constants = _compat.open_jaxpr(jaxpr)
         cut = map(self.program.constant, constants)
         env: dict[Any, Any] = dict(zip(inner.constvars, cut, strict=True))
@@ -218,7 +218,7 @@ class _Run:
             ) from error
 
     def _learn(self, position: Position, results: Sequence[Any]) -> None:
-        """Take sizes as they come out of operations, such as that of a concatenation.
+        """Takes sizes as they come out of operations, such as that of a concatenation.
 
         Sizes of parameters and of the batch are chosen; others may follow from them.
         """

@@ -180,7 +180,7 @@ def _keep_edges(
     multiple: int,
     found: dict[int, int],
 ) -> None:
-    """Give roles that differ by a few elements, or by none, sizes that do so too."""
+    """Gives roles that differ by a few elements, or by none, sizes that do so too."""
     sizes = {role.index: role.size for role in dims.roles}
     for group in tied_roles(graph, dims):
         alike: dict[int, list[int]] = defaultdict(list)

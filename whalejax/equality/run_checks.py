@@ -55,7 +55,7 @@ _COPIES: Final = 4
 
 
 def run_checks(request: CheckRequest) -> tuple[list[CheckRun], list[str]]:
-    """Check a plan at several extents.
+    """Checks a plan at several extents.
 
     Args:
         request: Plan, model and limits of the check.
@@ -128,7 +128,7 @@ def _run(
     sizes: dict[int, int],
     multiple: int,
 ) -> CheckRun:
-    """Check a plan in the first way in which it runs."""
+    """Checks a plan in the first way in which it runs."""
     reasons: list[str] = []
     for reduced in _ways(plan, model, sizes, mesh, reasons):
         started = time.monotonic()
@@ -314,7 +314,7 @@ def _leaves(
 
 
 def _check_finite(expected: Any) -> None:
-    """Refuse to judge by numbers that are none."""
+    """Refuses to judge by numbers that are none."""
     if not np.isfinite(expected.loss):
         raise CheckError(
             f"on random data the loss is {expected.loss} on one device, too, so "

@@ -94,7 +94,7 @@ class CsvTable:
 
 
 def read_table(path: str | Path, *, strict: bool = True) -> CsvTable:
-    """Read a CSV file with a header.
+    """Reads a CSV file with a header.
 
     Args:
         path: the file.

@@ -151,7 +151,7 @@ def estimate_file(source: str | Path, target: str | Path) -> tuple[int, int]:
 def write_estimates(
     source: str | Path, target: str | Path, *, strict: bool = False
 ) -> TableSummary:
-    """Read a table, write it with predictions; the file appears whole or not at all.
+    """Reads a table, writes it with predictions; the file appears whole or not at all.
 
     Args:
         source: a CSV file with the header of ``published.COLUMNS``.

@@ -28,7 +28,7 @@ class HeterogeneousEstimate:
 
 
 def price_unlike(run: PublishedRun, constants: Constants) -> HeterogeneousEstimate:
-    """Predict a run with ``unlike`` stages."""
+    """Predicts a run with ``unlike`` stages."""
     replicas = list(dict.fromkeys(r for stage in run.unlike for r in stage.replicas))
     runs = Runs([_alone(run, replica) for replica in replicas])
     ahead, behind = runs.places(constants)

@@ -425,7 +425,7 @@ class Runs:
         behind[LAYER] *= both / device
 
     def price(self, constants: Constants, *, settle: bool = True) -> Estimate:
-        """Predict every run.
+        """Predicts every run.
 
         Args:
             constants: Rates that devices deliver.

@@ -189,7 +189,7 @@ def _starts(execution: Execution) -> bool:
 
 
 def _refuse(line: Line) -> None:
-    """Raise for what sends and is not counted."""
+    """Raises for what sends and is not counted."""
     sends = line.opcode in ("send", "recv") and "is_host_transfer=true" not in line.rest
     if sends or line.opcode == "collective-broadcast":
         raise HloError(f"the {line.opcode} {line.name} sends, and is not counted")

@@ -202,7 +202,7 @@ def _numbers(text: str) -> dict[str, int]:
 
 
 def read(text: str) -> Module:
-    """Take the text of a compiled program apart.
+    """Takes the text of a compiled program apart.
 
     Args:
         text: ``compiled.as_text()``.

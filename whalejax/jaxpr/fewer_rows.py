@@ -197,7 +197,7 @@ def takes_fewer(equation: Any) -> bool:
 
 
 def infer_rows(jaxpr: Any, given: RowDims, rows: BatchRows) -> BatchRows:
-    """Infer the row dimensions of a program that treats each row by itself.
+    """Infers the row dimensions of a program that treats each row by itself.
 
     Args:
         jaxpr: Program to infer them for.
@@ -219,7 +219,7 @@ def add_inferred_rows(
     at: Position,
     results: dict[Position, RowDims],
 ) -> RowDims:
-    """Infer the row dimensions of a program and of all programs that it calls.
+    """Infers the row dimensions of a program and of all programs that it calls.
 
     What is made of operands without rows has none. Among the dimensions of all else,
     also of what is made of nothing, the first whose length is a number of rows holds

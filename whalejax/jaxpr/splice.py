@@ -64,7 +64,7 @@ class Splice:
         return _compat.with_equations(self._jaxpr, self.equations, results, held)
 
     def run(self, items: Sequence[Any], each: Each, scope: Scope = None) -> None:
-        """Put equations and ``EquationReplacement``s in, one after the other.
+        """Puts equations and ``EquationReplacement``s in, one after the other.
 
         Args:
             items: Equations and calls in an order in which they can run.
@@ -79,7 +79,7 @@ class Splice:
                 each(item, scope)
 
     def keep(self, equation: Any, scope: Scope = None) -> None:
-        """Put an equation in as it was traced.
+        """Puts an equation in as it was traced.
 
         Args:
             equation: The equation.
@@ -106,7 +106,7 @@ class Splice:
     def _keep_literals(
         self, equation: Any, operands: Sequence[Any], scope: Scope
     ) -> None:
-        """Put in what only reads numbers of a call's text, which JAX may fold."""
+        """Puts in what only reads numbers of a call's text, which JAX may fold."""
         given = tuple(map(_compat.literal_key, operands))
         if (equation, given) not in self._folded:
 
@@ -119,7 +119,7 @@ class Splice:
 
     @contextlib.contextmanager
     def call(self, equation: Any, scope: Scope = None) -> Iterator[Scope]:
-        """Stand in a call, whose equations are put in meanwhile; gives their scope.
+        """Stands in a call, whose equations are put in meanwhile; gives their scope.
 
         Args:
             equation: The call.
@@ -142,7 +142,7 @@ class Splice:
         equation: Any = None,
         scope: Scope = None,
     ) -> None:
-        """Put in what a function computes.
+        """Puts in what a function computes.
 
         Args:
             function: From values of the inputs to values of the outputs.
@@ -163,7 +163,7 @@ class Splice:
         equation: Any,
         scope: Scope,
     ) -> None:
-        """Put in what was traced; see ``trace``."""
+        """Puts in what was traced; see ``trace``."""
         if equation is not None:
             scope = _compat.scope_inside(equation, scope)
         body, _ = _compat.open_jaxpr(traced)
@@ -176,7 +176,7 @@ class Splice:
         self._atoms.update(zip(outputs, results, strict=True))
 
     def _hold(self, jaxpr: Any, *, replaced: bool = True) -> None:
-        """Take up the arrays that a program holds, each once."""
+        """Takes up the arrays that a program holds, each once."""
         body, constants = _compat.open_jaxpr(jaxpr)
         for variable, value in zip(body.constvars, constants, strict=True):
             make = self._constant(value) if replaced else None

@@ -82,7 +82,7 @@ class Steps:
 
     @classmethod
     def of(cls, jaxpr: Any) -> Steps:
-        """Write down a program.
+        """Writes down a program.
 
         Args:
             jaxpr: open or closed.
@@ -142,7 +142,7 @@ class Steps:
         values: Mapping[int, Any],
         also: Collection[Step] = (),
     ) -> list[Any]:
-        """Make some values out of others.
+        """Makes some values out of others.
 
         Args:
             wanted: Operands to compute.

@@ -101,17 +101,17 @@ class JournalLines:
         self.flush()
 
     def add(self, event: str, fields: Mapping[str, object]) -> None:
-        """Keep an event for ``flush``."""
+        """Keeps an event for ``flush``."""
         said = {"time": round(time.time(), 3), "event": event, **fields}
         self._waiting += (json.dumps(said) + "\n").encode()
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
-        """Write an event; where the disk is full, it is kept until there is space."""
+        """Writes an event; where the disk is full, it is kept until there is space."""
         self.add(event, fields)
         self.flush()
 
     def flush(self) -> bool:
-        """Write what is kept; whether nothing is any more."""
+        """Writes what is kept; whether nothing is any more."""
         try:
             self._put_back()
             if not self._waiting and self._synced:
@@ -129,7 +129,7 @@ class JournalLines:
         return True
 
     def _put_back(self) -> None:
-        """Write the file anew where somebody removed it: what is in it is still open.
+        """Writes the file anew where somebody removed it: what is in it is still open.
 
         Whoever goes on from it later would take the run for none.
         """
@@ -157,7 +157,7 @@ class JournalLines:
         return not self._waiting and self._synced
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         os.close(self._opened)
 
 

@@ -370,7 +370,7 @@ def document(runs: Sequence[RunStatus]) -> dict[str, Any]:
 
 
 def show(folder: Path, *, json: bool = False) -> int:
-    """Print the runs of a folder, the newest one last."""
+    """Prints the runs of a folder, the newest one last."""
     runs = status_of(folder)
     if json:
         print(json_module.dumps(document(runs)))

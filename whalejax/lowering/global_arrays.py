@@ -202,7 +202,7 @@ class StageMetrics:
 
 
 def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
-    """Run a program of several processes, on CPUs when what it takes is there.
+    """Runs a program of several processes, on CPUs when what it takes is there.
 
     Where a thread of the processor waits for other processes in a program, none may be
     needed by another, or both wait for ever: there its results are waited for as well.
@@ -223,7 +223,7 @@ def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
 
 
 def settle() -> None:
-    """Wait for what this process has begun, where processes share CPUs' threads.
+    """Waits for what this process has begun, where processes share CPUs' threads.
 
     A program of all processes that begins while another runs can take the threads that
     the other needs; ``run_alone`` says why both then wait for ever.

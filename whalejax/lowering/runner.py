@@ -392,7 +392,7 @@ def evaluation_of(program: Program, sums: Sums) -> Evaluation:
 
 
 def check_compiler_options(options: Any, whole: NamedSharding, platform: str) -> None:
-    """Compile nothing under the options, so that a wrong one is said as such."""
+    """Compiles nothing under the options, so that a wrong one is said as such."""
     if options is None:
         return
     nothing = jax.jit(

@@ -59,15 +59,15 @@ class StepRunner:
         return result
 
     def _agree(self) -> None:
-        """Compare what is run with the other processes, the first time."""
+        """Compares what is run with the other processes, the first time."""
         raise AssertionError("an executor says how its processes agree")
 
     def _issue_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Issue the programs of a step; what they will give."""
+        """Issues the programs of a step; what they will give."""
         raise AssertionError("an executor says what a step is")
 
     def _issue_evaluation(self, state: TrainState, batch: Any) -> Evaluation:
-        """Issue the programs of an evaluation; what they will give."""
+        """Issues the programs of an evaluation; what they will give."""
         raise AssertionError("an executor says what an evaluation is")
 
     def _results(self, new: TrainState, metrics: Metrics) -> Sequence[Any]:

@@ -152,7 +152,7 @@ def following(state: TrainState, other: TrainState) -> TrainState:
 
 
 def check_alive(state: TrainState) -> None:
-    """Raise for a state whose buffers a step has taken; JAX itself may crash."""
+    """Raises for a state whose buffers a step has taken; JAX itself may crash."""
     if _is_gone(state.step):
         raise PlanError(
             "this state was consumed by a step, which reuses its memory. Go on with "

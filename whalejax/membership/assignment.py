@@ -71,7 +71,7 @@ def cover(numbers: Collection[int], count: int) -> list[Node]:
 
 
 def check_tiles(nodes: Collection[Node], count: int) -> None:
-    """Refuse parts of a sum that leave a micro-batch out or hold one twice.
+    """Refuses parts of a sum that leave a micro-batch out or hold one twice.
 
     Raises:
         WhaleError: which are missing, doubled or no subtrees.

@@ -115,7 +115,7 @@ class MemberRecord:
         return self.status != "gone"
 
     def becomes(self, status: Status, now: float) -> None:
-        """Come to a status."""
+        """Comes to a status."""
         self.status = status
         if status not in ("failed", "gone"):
             self.reached, self.since = status, now
@@ -255,7 +255,7 @@ class ElasticRun:
         return range(self.size + self.settings.spares)
 
     def refill(self, now: float, slot: int | None) -> None:
-        """Have a slot filled at a time, if the run still has it."""
+        """Has a slot filled at a time, if the run still has it."""
         if slot is not None and slot in self.slots:
             self.failures.due.setdefault(slot, now)
 
@@ -357,7 +357,7 @@ class ElasticRun:
     # What is to be done.
 
     def send(self, name: str, message: wire.ToMember) -> None:
-        """Have a member told something."""
+        """Has a member told something."""
         self.outbox.append(Send(name, message))
 
 

@@ -63,7 +63,7 @@ class FixedRun:
     _ends_at: float = math.inf
 
     def hear(self, rank: int, said: DeviceReport | BlameReport | Joining) -> bool:
-        """Note what a process says; False if it cannot be true."""
+        """Notes what a process says; False if it cannot be true."""
         match said:
             case Joining():
                 self._joining.add(rank)
@@ -89,7 +89,7 @@ class FixedRun:
     def look(
         self, now: float, state: Callable[[int], str], heard_at: Mapping[int, float]
     ) -> None:
-        """Give up a process that others wait for in vain.
+        """Gives up a process that others wait for in vain.
 
         Args:
             now: the time.

@@ -24,7 +24,7 @@ _BEATS_BEYOND: Final = 2
 
 
 def settle(run: ElasticRun, now: float) -> None:
-    """Form a generation, or end, where it is time for that."""
+    """Forms a generation, or ends, where it is time for that."""
     if _all_leave(run, now):
         terminate(run, now)
     if not _left_alike(run, now):
@@ -70,7 +70,7 @@ def _gather(run: ElasticRun, now: float) -> None:
 
 
 def _release_stopped(run: ElasticRun, now: float) -> None:
-    """Let those go that asked to and have stopped, unless they are needed."""
+    """Lets those go that asked to and have stopped, unless they are needed."""
     there = run.taking_part()
     newest = max((m.step for m in there if not m.leaving), default=-1)
     for member in there:
@@ -80,7 +80,7 @@ def _release_stopped(run: ElasticRun, now: float) -> None:
 
 
 def release(run: ElasticRun, now: float, member: MemberRecord) -> None:
-    """Let a member go that asked to."""
+    """Lets a member go that asked to."""
     if member.released_at is None:
         member.released_at = now
     run.send(member.name, wire.RunEnded(why="drained", well=True))
@@ -113,7 +113,7 @@ def _watch(run: ElasticRun, now: float) -> None:
 
 
 def _watch_world(run: ElasticRun, now: float) -> None:
-    """Stop a world at a step where members are to leave it or could enlarge it."""
+    """Stops a world at a step where members are to leave it or could enlarge it."""
     there = run.taking_part()
     if len(there) < len(run.active) or run.is_finishing:
         return
@@ -200,7 +200,9 @@ def _fail_left(run: ElasticRun, now: float, names: list[str]) -> None:
 
 
 def change(run: ElasticRun, now: float, after: int) -> None:
-    """Ask for a new generation of those who are there, after a step or at once (-1)."""
+    """Asks for a new generation of those who are there, after a step or at once
+    (-1).
+    """
     if run.phase == "ending":
         return
     members = run.fitting()
@@ -221,7 +223,7 @@ def change(run: ElasticRun, now: float, after: int) -> None:
 def ask(
     run: ElasticRun, now: float, target: list[str], after: int, *, phase: Phase
 ) -> None:
-    """Ask members to stop behind a step, for a new generation."""
+    """Asks members to stop behind a step, for a new generation."""
     run.asked_at, run.suspected_at = now, None
     run.broken_links.clear()
     record(
@@ -238,7 +240,7 @@ def ask(
 
 
 def ask_again(run: ElasticRun, name: str) -> None:
-    """Ask one member to stop, as all were asked."""
+    """Asks one member to stop, as all were asked."""
     run.send(name, wire.Prepare(generation=run.generation, after=run.after))
 
 
@@ -369,7 +371,7 @@ def terminate(run: ElasticRun, now: float) -> None:
 
 
 def begin_draining(run: ElasticRun, now: float) -> None:
-    """Ask members to stop for the end, or end where they have done nothing."""
+    """Asks members to stop for the end, or ends where they have done nothing."""
     there = [m for m in run.taking_part() if m.status == "active"]
     # What members that have not come back yet hold is not known.
     newest = max([run.pace.step, *(m.step for m in there)])

@@ -281,7 +281,7 @@ class Beats:
         self._ready = True
 
     def fail(self, why: str) -> None:
-        """Tell the others that this process ends, and with what error."""
+        """Tells the others that this process ends, and with what error."""
         self._failed = why  # the next beats must not take it back
         self._say_briefly()
         if self._mine == 0:
@@ -370,7 +370,7 @@ class Beats:
     # Threads.
 
     def _beat(self) -> None:
-        """Say that this process is there and hear the others, until it ends."""
+        """Says that this process is there and hear the others, until it ends."""
         soon = self._pause / 100
         while jax.distributed.is_initialized():
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -386,7 +386,7 @@ class Beats:
         self._over.set()
 
     def _hear_all(self) -> None:
-        """Hear all from now on, not the next one alone: something went wrong."""
+        """Hears all from now on, not the next one alone: something went wrong."""
         self._hears_all = True
         self._stirred.set()
 
@@ -430,7 +430,7 @@ class Beats:
             )
 
     def _say_briefly(self, **more: Any) -> None:
-        """Say a last word, to a service that may not listen any more."""
+        """Says a last word, to a service that may not listen any more."""
 
         def speak() -> None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -460,7 +460,7 @@ class Beats:
         self.leave(ENDS_FOR_ANOTHER)
 
     def _close(self) -> None:
-        """Say how this process ends; one that failed waits for nobody."""
+        """Says how this process ends; one that failed waits for nobody."""
         if not jax.distributed.is_initialized():
             return
         # Python drops what Ctrl-C raises at the exit, and JAX's own goodbye with it,
@@ -499,7 +499,7 @@ class Beats:
             threading.Thread(target=self._cut_short, daemon=True).start()
 
     def _end_together(self) -> None:
-        """Say that this process ends, and beat on until all others do.
+        """Says that this process ends, and beat on until all others do.
 
         JAX lets none go before all have come to their end, and names nobody who does
         not. One that is gone or stands still ends this process meanwhile.
@@ -551,6 +551,6 @@ def start_heartbeat(
 
 
 def failed(why: str) -> None:
-    """Tell the others, where there are beats, that this process ends."""
+    """Tells the others, where there are beats, that this process ends."""
     for beats in _begun:
         beats.fail(why)

@@ -16,7 +16,7 @@ from whalejax.membership.settings import SupervisorSettings
 
 
 def record(run: ElasticRun, now: float, event: str, **fields: Any) -> None:
-    """Let an event happen to a run, and have it written down."""
+    """Lets an event happen to a run, and have it written down."""
     run.outbox.append(WriteEvent(event=event, fields=fields))
     apply(run, now, event, fields)
 
@@ -41,7 +41,7 @@ def replay_events(
 
 
 def apply(run: ElasticRun, now: float, event: str, fields: Mapping[str, Any]) -> None:
-    """Change what a journal tells of a run, as an event does.
+    """Changes what a journal tells of a run, as an event does.
 
     Args:
         run: changed by it.

@@ -42,19 +42,19 @@ class Lease(Generic[K]):
         self._forgave = False
 
     def renew(self, who: K, now: float) -> None:
-        """Take a sign of life."""
+        """Takes a sign of life."""
         self.heard_at[who] = now
 
     def expect(self, who: K, by: float) -> None:
-        """Wait for somebody until a time, as an earlier watcher had heard of it."""
+        """Waits for somebody until a time, as an earlier watcher had heard of it."""
         self.heard_at[who] = by - self.seconds
 
     def forget(self, who: K) -> None:
-        """Watch over somebody no more."""
+        """Watches over somebody no more."""
         self.heard_at.pop(who, None)
 
     def turn(self, now: float) -> float:
-        """Begin a turn; the seconds since the one before, where they do not count.
+        """Begins a turn; the seconds since the one before, where they do not count.
 
         Args:
             now: The time, in seconds.

@@ -77,7 +77,7 @@ def lose(
     counts: bool = True,
     how: Ending = Ending.LOST,
 ) -> None:
-    """Give a member up, and end it before its work is given to others.
+    """Gives a member up, and ends it before its work is given to others.
 
     Its loss is a failure of its own where it ``counts`` and nothing is ending; ``log``
     is the end of what it wrote.
@@ -124,7 +124,7 @@ def count(
     error: str = "",
     log: str = "",
 ) -> None:
-    """Count a failure of a member, with its own error if it had one."""
+    """Counts a failure of a member, with its own error if it had one."""
     failure = Failure(
         at=now,
         since=member.since,
@@ -137,7 +137,7 @@ def count(
 
 
 def agent_lost(run: ElasticRun, now: float, agent: str, why: str) -> None:
-    """Give up all members that an agent holds, which is one failure."""
+    """Gives up all members that an agent holds, which is one failure."""
     record(run, now, "agent_lost", agent=agent, why=why)
     run.agents.pop(agent, None)
     text, alone = f"its agent {agent} is lost: {why}", True
@@ -178,7 +178,7 @@ def check_budget(run: ElasticRun, now: float, reached: Status = "active") -> Non
 
 
 def start_due(run: ElasticRun, now: float) -> None:
-    """Fill slots whose time has come."""
+    """Fills slots whose time has come."""
     if run.phase in ("draining", "ending") or run.is_finishing:
         return
     left = run.well or any(m.status == "left" for m in run.taking_part())

@@ -98,7 +98,7 @@ def register(run: ElasticRun, now: float, event: RegisterEvent) -> None:
 def _catch_up(
     run: ElasticRun, now: float, member: MemberRecord, *, ahead: bool
 ) -> None:
-    """Tell a member what it may have missed while it was not connected."""
+    """Tells a member what it may have missed while it was not connected."""
     if run.phase == "ending":
         dismiss(run, now, member)
     elif member.released_at is not None:
@@ -198,7 +198,7 @@ def _report(
 def _record_report(
     run: ElasticRun, now: float, name: str, message: wire.Report
 ) -> None:
-    """Write down what a report tells, without the number that the member gave it."""
+    """Writes down what a report tells, without the number that the member gave it."""
     told = {key: told for key, told in message.fields.items() if key != "number"}
     record(run, now, message.kind, name=name, **told)
 

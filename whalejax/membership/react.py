@@ -29,7 +29,7 @@ _SUSPECT_SECONDS: Final = 1.0
 
 
 def react(run: ElasticRun, now: float, event: ev.Event) -> list[ev.Effect]:
-    """Take an event, and say what is to be done.
+    """Takes an event, and says what is to be done.
 
     Who takes part is decided once a turn of the loop, at ``Tick``.
 
@@ -179,7 +179,7 @@ def _overdue(
 
 
 def check_step(run: ElasticRun, now: float) -> None:
-    """Give up who holds a step up; connect anew where nobody can be named."""
+    """Gives up who holds a step up; connect anew where nobody can be named."""
     at = run.suspected_at
     if at is not None and run.phase == "running" and now - at > _SUSPECT_SECONDS:
         _connect_anew(run, now)
@@ -227,7 +227,7 @@ def _connect_anew(run: ElasticRun, now: float) -> None:
 
 
 def _resume(run: ElasticRun, now: float, event: ev.Resume) -> None:
-    """Go on where a supervisor that was killed has left the run; see ``Resume``.
+    """Goes on where a supervisor that was killed has left the run; see ``Resume``.
 
     Its members are given time to come back.
     """
@@ -254,7 +254,7 @@ def _resume(run: ElasticRun, now: float, event: ev.Resume) -> None:
 
 
 def _count_again(run: ElasticRun, shift: float, event: ev.Resume) -> None:
-    """Count the failures that a journal tells of; ``shift`` makes its times ours."""
+    """Counts the failures that a journal tells of; ``shift`` makes its times ours."""
     for said in event.events:
         match said:
             case {"event": "failed", "name": name, "why": why}:

@@ -33,7 +33,7 @@ def resize_refusal(run: ElasticRun, size: int) -> str:
 
 
 def resize(run: ElasticRun, now: float, event: ResizeEvent) -> None:
-    """Fill further slots, or let the members of the last ones leave behind a step.
+    """Fills further slots, or lets the members of the last ones leave behind a step.
 
     Those that have not come to a step yet are ended at once. Who alone has the state
     stays until another has it.
@@ -54,7 +54,7 @@ def resize(run: ElasticRun, now: float, event: ResizeEvent) -> None:
 
 
 def leave_slots(run: ElasticRun, now: float) -> None:
-    """Let members leave whose slots the run does not have any more."""
+    """Lets members leave whose slots the run does not have any more."""
     why = f"the run has {run.size} members now"
     for member in run.present_members():
         if member.slot is None or member.slot in run.slots or member.leaving:

@@ -30,7 +30,7 @@ def end(
 
 
 def end_again(run: ElasticRun) -> None:
-    """Tell the loop of the end; also where an earlier supervisor came to it."""
+    """Tells the loop of the end; also where an earlier supervisor came to it."""
     assert run.over is not None
     run.outbox.append(End(how=run.over.how, text=run.over.text))
 
@@ -65,7 +65,7 @@ def saves_last(run: ElasticRun, now: float, name: str) -> bool:
 def miss_checkpoint(
     run: ElasticRun, now: float, member: MemberRecord, status: int | None
 ) -> None:
-    """Say so where a member ends that should have written the last checkpoint."""
+    """Says so where a member ends that should have written the last checkpoint."""
     if run.over is None or member.name != run.over.saver or run.restarts:
         return
     if run.facts.get("save") and not run.saver_reported:
@@ -74,7 +74,7 @@ def miss_checkpoint(
 
 
 def dismiss(run: ElasticRun, now: float, member: MemberRecord) -> None:
-    """Tell a member that the run is over; it may be told again."""
+    """Tells a member that the run is over; it may be told again."""
     assert run.over is not None
     how = run.over.how
     if member.released_at is None:

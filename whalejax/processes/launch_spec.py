@@ -238,7 +238,7 @@ class Launch:
 def check_hosts(
     problems: Problems, hosts: Sequence[str], processes: int, shell: Sequence[str]
 ) -> None:
-    """Record what is wrong with hosts on which processes are to run.
+    """Records what is wrong with hosts on which processes are to run.
 
     Args:
         problems: Collector of the command's errors.
@@ -297,7 +297,7 @@ def is_here(host: str) -> bool:
 
 
 def _check_free(port: int) -> None:
-    """Try the port before processes are started that would fail at it.
+    """Tries the port before processes are started that would fail at it.
 
     Raises:
         WhaleError: something listens there.

@@ -62,7 +62,7 @@ UNPRINTED: Final = 2
 
 
 def run(launch: Launch) -> int:
-    """Start all processes and wait for them; when one fails, all are stopped.
+    """Starts all processes and waits for them; when one fails, all are stopped.
 
     Rank 0 is shown as it writes, the others write their logs. Where one fails, the
     first that did is named, with the end of its log, if that was not shown. As JSON:
@@ -136,7 +136,7 @@ class _Launched:
             stack.callback(log.close)
 
     def start(self, coordinator: str, given: Mapping[str, str]) -> None:
-        """Start every rank; only then threads, as forks and threads do not mix.
+        """Starts every rank; only then threads, as forks and threads do not mix.
 
         Args:
             coordinator: Address of process 0.
@@ -174,7 +174,7 @@ class _Launched:
             self._threads.append(thread)
 
     def _on_report(self, rank: int, said: DeviceReport | BlameReport | Joining) -> bool:
-        """Note what a rank says; False if it cannot be true."""
+        """Notes what a rank says; False if it cannot be true."""
         with self._lock:
             is_true = self._run.hear(rank, said)
         if len(self._run.reports) == self._launch.processes:
@@ -182,14 +182,14 @@ class _Launched:
         return is_true
 
     def _show(self) -> None:
-        """Print the table, once: when all said what they have, or have ended."""
+        """Prints the table, once: when all said what they have, or have ended."""
         with self._lock:
             if self._launch.tells and not (self._shown or self._launch.json):
                 self._shown = True
                 say(self.table())
 
     def _slow_down(self, rank: int, pid: int) -> None:
-        """Set its quota before it runs, or say in one line why there are none."""
+        """Sets its quota before it runs, or says in one line why there are none."""
         if self._launch.quotas and not self._lacks_quotas:
             try:
                 quota = Quota(self._launch.quotas[rank])
@@ -229,7 +229,7 @@ class _Launched:
     # Waiting.
 
     def wait(self) -> int:
-        """Wait for all, or for the first that fails, which is said."""
+        """Waits for all, or for the first that fails, which is said."""
         run = self._run
         look_at = time.monotonic() + LOOK_SECONDS
         while left := run.seconds_left(now := time.monotonic()):
@@ -253,7 +253,7 @@ class _Launched:
         return status or (UNPRINTED if lost else 0)
 
     def _turn(self, seconds: float) -> None:
-        """Take the ends of processes, for which it waits at most so long."""
+        """Takes the ends of processes, for which it waits at most so long."""
         for key, _ in self._selector.select(seconds):
             status = self._processes.take_exit_status(key.data)
             assert status is not None  # Each is a child of this process.
@@ -264,7 +264,7 @@ class _Launched:
         return self._processes.state(str(rank))
 
     def _print(self, status: int, failure: str | None) -> bool:
-        """Print one line of JSON; False if that cannot be."""
+        """Prints one line of JSON; False if that cannot be."""
         quotas = self._launch.quotas
         ranks = []
         for rank in range(self._launch.processes):
@@ -335,7 +335,7 @@ class _Launched:
 
 
 def _allow_files(count: int) -> None:
-    """Allow this process to open so many files at once, as far as the system does."""
+    """Allows this process to open so many files at once, as far as the system does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -84,7 +84,7 @@ class Processes:
         output: int | None = None,
         errors: int | None = None,
     ) -> tuple[int, str]:
-        """Start a process, which waits for ``release``; its number and when it began.
+        """Starts a process, which waits for ``release``; its number and when it began.
 
         Args:
             name: Name of the future member.
@@ -135,7 +135,7 @@ class Processes:
         return child.pid, began
 
     def release(self, name: str) -> None:
-        """Let a process run that was started; where this one is killed, it ends."""
+        """Lets a process run that was started; where this one is killed, it ends."""
         held = self._held.pop(name, None)
         if held is not None:
             with contextlib.suppress(OSError):
@@ -143,7 +143,7 @@ class Processes:
             os.close(held)
 
     def adopt(self, name: str, pid: int, began: str) -> bool:
-        """Watch a process that another supervisor started; whether it is there."""
+        """Watches a process that another supervisor started; whether it is there."""
         if not pid or not began or began_at(pid) != began:
             return False
         try:
@@ -160,7 +160,7 @@ class Processes:
         self._selector.register(watched, selectors.EVENT_READ, name)
 
     def take_exit_status(self, name: str) -> int | None:
-        """Take the status of a process that has ended; None where it is not known."""
+        """Takes the status of a process that has ended; None where it is not known."""
         exit_status = self._there.pop(name)
         self._selector.unregister(exit_status.watched)
         self._end_group(exit_status)  # What it started itself.
@@ -176,7 +176,7 @@ class Processes:
             self._end_group(entry)
 
     def terminate(self, name: str, *, group: bool = False) -> None:
-        """Ask a process to end.
+        """Asks a process to end.
 
         Args:
             name: Name of its member.

@@ -76,7 +76,7 @@ class Log:
             ) from error
 
     def write(self, data: bytes) -> None:
-        """Append as much as the file takes."""
+        """Appends as much as the file takes."""
         view = memoryview(data)
         try:
             while view:
@@ -91,13 +91,13 @@ class Log:
                 )
 
     def close(self) -> None:
-        """Write no more."""
+        """Writes no more."""
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a file to write; a pipe, whether somebody reads it or not, is refused.
+    """Opens a file to write; a pipe, whether somebody reads it or not, is refused.
 
     Raises:
         OSError: ENXIO for a pipe, as the system itself says where nobody reads it.
@@ -130,7 +130,7 @@ class TerminalOutput:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, data: bytes) -> None:
-        """Show what has come, parts of lines too."""
+        """Shows what has come, parts of lines too."""
         out = sys.stdout
         if self._over or out is None:
             return
@@ -156,7 +156,7 @@ class TerminalOutput:
             )
 
     def _write_to(self, number: int, data: bytes) -> None:
-        """Write what a descriptor takes; leave out what nobody reads."""
+        """Writes what a descriptor takes; leaves out what nobody reads."""
         if self._lost_bytes and _takes(number, 0.0):
             said = f"\n[{self._lost_bytes} bytes are left out here: see the log]\n"
             self._lost_bytes = 0
@@ -207,7 +207,7 @@ class Pump:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Take all, until the process and its children have closed the pipe."""
+        """Takes all, until the process and its children have closed the pipe."""
         while True:
             try:
                 data = os.read(self._source, CHUNK_BYTES)
@@ -220,7 +220,7 @@ class Pump:
         self._write(self._held)
 
     def feed(self, data: bytes) -> None:
-        """Pass on what came; what may become a line for the launcher is held."""
+        """Passes on what came; what may become a line for the launcher is held."""
         passed = []
         for piece in _LINES.findall(data):
             line, self._held = self._held + piece, b""

@@ -85,7 +85,7 @@ class Keeper:
         self._status: int | None = None
 
     def run(self) -> int:
-        """Keep them running.
+        """Keeps them running.
 
         Returns:
             The status of the leader; 1 where the run is given up.

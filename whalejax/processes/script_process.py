@@ -12,7 +12,7 @@ from importlib.machinery import SourceFileLoader
 
 
 def run_script(path: str) -> None:
-    """Run a script as ``__main__``; a SystemExit of it stays in ``sys.last_value``.
+    """Runs a script as ``__main__``; a SystemExit of it stays in ``sys.last_value``.
 
     Args:
         path: Path of the script, whose own arguments follow it in ``sys.argv``.

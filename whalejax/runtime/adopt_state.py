@@ -87,7 +87,7 @@ def _layout(state: TrainState) -> Any:
 
 
 def check_leaves(state: TrainState, own: TrainState, *, trains: bool) -> None:
-    """Refuse a state with other arrays than a step's own has, wherever they lie.
+    """Refuses a state with other arrays than a step's own has, wherever they lie.
 
     Args:
         state: State that the user gave.
@@ -162,7 +162,7 @@ def checked(state: Any) -> TrainState:
 
 
 def _check_apart(state: TrainState) -> None:
-    """Refuse an array that stands in two places, which a step cannot reuse twice."""
+    """Refuses an array that stands in two places, which a step cannot reuse twice."""
     leaves = jax.tree.leaves(state)
     if len({*map(id, leaves)}) == len(leaves):
         return
@@ -323,7 +323,7 @@ def adopted(given: Any, abstract: TrainState) -> TrainState:
 
 
 def check_values(state: TrainState) -> None:
-    """Refuse an abstract state, in whole or in part.
+    """Refuses an abstract state, in whole or in part.
 
     Raises:
         PlanError: which leaves have no values.
@@ -338,7 +338,7 @@ def check_values(state: TrainState) -> None:
 
 
 def _check_reach(state: TrainState, abstract: TrainState) -> None:
-    """Refuse what cannot go from device to device."""
+    """Refuses what cannot go from device to device."""
     if jax.process_count() == 1:
         return
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)

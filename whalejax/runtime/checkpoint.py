@@ -99,7 +99,7 @@ def save(
     *,
     before_it_appears: Callable[[], None] | None = None,
 ) -> None:
-    """Write a checkpoint; it appears whole or not at all.
+    """Writes a checkpoint; it appears whole or not at all.
 
     Args:
         path: a directory that does not exist yet; its parents are made.
@@ -171,7 +171,7 @@ def restore(
     plan: Plan,
     batch_size: int | None = None,
 ) -> Any:
-    """Read a checkpoint into the layout of a state, whatever layout wrote it.
+    """Reads a checkpoint into the layout of a state, whatever layout wrote it.
 
     Args:
         path: Path of a checkpoint.
@@ -227,7 +227,7 @@ def restore_model(
     *,
     on_host: bool = False,
 ) -> SavedModel:
-    """Read what a checkpoint holds beside the optimizer's state.
+    """Reads what a checkpoint holds beside the optimizer's state.
 
     Args:
         path, abstract_state, plan, batch_size: Arguments of ``restore``. A leaf that is

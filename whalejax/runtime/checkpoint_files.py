@@ -101,7 +101,7 @@ def _waited_for(key: str, deadline: float) -> str | None:
 
 
 def fail_together(error: str, what: str) -> None:
-    """Raise in all processes if one of them has an error.
+    """Raises in all processes if one of them has an error.
 
     Args:
         error: Error of this process, or empty.
@@ -154,7 +154,7 @@ def _writer(name: str) -> int:
 
 
 def check_hashes(target: Path, record: Record) -> None:
-    """Refuse a checkpoint of which a file was changed since it was written.
+    """Refuses a checkpoint of which a file was changed since it was written.
 
     Of several processes each reads a part of the files, and all come to the same.
 
@@ -257,7 +257,7 @@ def being_built(target: Path) -> Iterator[Path]:
 
 
 def _removed(building: Path) -> None:
-    """Remove a folder to which writers may go on that have not heard of an error."""
+    """Removes a folder to which writers may go on that have not heard of an error."""
     for _ in range(_MOST_REMOVALS):
         shutil.rmtree(building, ignore_errors=True)
         if not building.exists():

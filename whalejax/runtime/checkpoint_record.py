@@ -141,7 +141,7 @@ def write_record(
     samples: int | None,
     batch_size: int | None,
 ) -> None:
-    """Describe a checkpoint, when all its files are written.
+    """Describes a checkpoint, when all its files are written.
 
     Args:
         building: its directory.
@@ -306,7 +306,7 @@ def _check_sizes(target: Path, file_bytes: Mapping[str, int]) -> None:
 
 
 def refuse_damaged(target: Path, problems: Problems) -> None:
-    """Refuse a checkpoint if anything is wrong with its files.
+    """Refuses a checkpoint if anything is wrong with its files.
 
     Raises:
         DamagedCheckpoint: there are any.
@@ -342,7 +342,7 @@ def check_same(
     wanted: Mapping[Place, Leaf],
     remedy: str = OTHER_OPTIMIZER,
 ) -> None:
-    """Refuse a checkpoint whose leaves are not those that are wanted.
+    """Refuses a checkpoint whose leaves are not those that are wanted.
 
     Args:
         target: Folder of the checkpoint.

@@ -92,7 +92,7 @@ class Evaluations:
         return self._patience is not None and self._waited >= self._patience
 
     def run(self, done: int, state: TrainState) -> None:
-        """Evaluate a state, and keep it if it is the best.
+        """Evaluates a state, and keeps it if it is the best.
 
         Args:
             done: Steps that the state has behind it.

@@ -58,7 +58,7 @@ class FolderLock:
         self._is_new = self._is_locked = False
 
     def __enter__(self) -> FolderLock:
-        """Take the folder.
+        """Takes the folder.
 
         Raises:
             WhaleError: another run holds it, with who that is; or it cannot be
@@ -87,7 +87,7 @@ class FolderLock:
         self._give_up()
 
     def _say_who(self) -> None:
-        """Write down who holds the folder; a full disk takes nothing of the lock.
+        """Writes down who holds the folder; a full disk takes nothing of the lock.
 
         What an earlier run has left is written over before it is cut to length, which
         needs no space. A folder that is new is refused: nothing could be saved there.
@@ -102,7 +102,7 @@ class FolderLock:
         os.ftruncate(self._opened, len(text))
 
     def _give_up(self) -> None:
-        """Let the folder go, if it is held."""
+        """Lets the folder go, if it is held."""
         if self._opened < 0:
             return
         with contextlib.suppress(OSError):

@@ -255,7 +255,7 @@ class _Run:
     evaluations: Evaluations
 
     def go(self, state: TrainState, batch_of: Callable[[int], Any]) -> LoopResult:
-        """Do all steps.
+        """Does all steps.
 
         Args:
             state: State to train; its buffers are donated.
@@ -297,7 +297,7 @@ class _Run:
         )
 
     def _paused(self, done: int, state: TrainState) -> Path | None:
-        """Save and evaluate what is due after a step; the checkpoint, if any."""
+        """Saves and evaluate what is due after a step; the checkpoint, if any."""
         checkpoint = None
         if self.folder is not None:
             _check_parameters(self.step, state, done)
@@ -359,7 +359,7 @@ def _batch_function(
 
 
 def _check_arguments(*, step: Any, **given: Any) -> None:
-    """Refuse arguments of ``train`` that cannot be, or contradict each other."""
+    """Refuses arguments of ``train`` that cannot be, or contradict each other."""
     problems = Arguments("loop.train")
     if not callable(step):
         problems.refuse("step", step, "what wh.compile gives")
@@ -428,7 +428,7 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
 
 
 def _check_new(save_dir: Path, rhythm: _Rhythm) -> None:
-    """Refuse to train towards a checkpoint that could not be written."""
+    """Refuses to train towards a checkpoint that could not be written."""
     first, steps = rhythm.first, rhythm.steps
     there = [
         path.name
@@ -451,7 +451,7 @@ def _save(save_dir: Path, done: int, step: TrainStep, state: TrainState) -> Path
 
 
 def _prune(save_dir: Path, keep: int, protected: Path | None) -> None:
-    """Remove what is older than the latest checkpoints, and what killed runs left."""
+    """Removes what is older than the latest checkpoints, and what killed runs left."""
     if jax.process_index() != 0:
         return
     try:

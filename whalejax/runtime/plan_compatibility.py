@@ -99,7 +99,7 @@ def _same_hardware(cluster: Cluster, devices: Sequence[Any]) -> bool:
 
 
 def _check_places(cluster: Cluster, devices: Sequence[Any]) -> None:
-    """Refuse devices of which some are of another kind than the plan has there."""
+    """Refuses devices of which some are of another kind than the plan has there."""
     from whalejax.meshes.catalogue import entries, entry_of_device
 
     kinds = [node.kind.name for node in cluster.nodes for _ in range(node.count)]
@@ -117,7 +117,7 @@ def _check_places(cluster: Cluster, devices: Sequence[Any]) -> None:
 
 
 def check_planned(plan: Plan, batch: Any, batch_axes: Any) -> None:
-    """Raise if a plan was made for a batch of other leaves or shapes.
+    """Raises if a plan was made for a batch of other leaves or shapes.
 
     Args:
         plan: the plan.
@@ -143,7 +143,7 @@ def _leaves_text(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 
 
 def check_same_shapes(plan: Plan, adapter: Adapter) -> None:
-    """Raise if trained parameters have other shapes than a plan's.
+    """Raises if trained parameters have other shapes than a plan's.
 
     For where the loss cannot be traced: it may have failed on them, in its own words.
 
@@ -167,7 +167,7 @@ def check_same_shapes(plan: Plan, adapter: Adapter) -> None:
 
 
 def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
-    """Raise if a plan was made for another model or batch, listing what differs.
+    """Raises if a plan was made for another model or batch, listing what differs.
 
     Args:
         plan: the plan.
@@ -214,7 +214,7 @@ def _shape_text(entry: tuple[tuple[int, ...], str, bool] | None) -> str:
 def check_planned_state(
     plan: Plan, adapter: Adapter, optimizer: optax.GradientTransformation | None
 ) -> None:
-    """Refuse an optimizer that keeps other state than the plan was made with.
+    """Refuses an optimizer that keeps other state than the plan was made with.
 
     A plan that was made without any is warned of: its memory lacks the state.
 
@@ -243,7 +243,7 @@ def check_planned_state(
 
 
 def check_host_memory(plan: Plan, device: Any) -> None:
-    """Refuse a plan that keeps something where these devices reach nothing."""
+    """Refuses a plan that keeps something where these devices reach nothing."""
     kinds = [memory.kind for memory in device.addressable_memories()]
     if plan.offload and HOST_MEMORY not in kinds:
         saved = plan.memory.host_bytes

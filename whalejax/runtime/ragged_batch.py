@@ -95,7 +95,7 @@ def repeated(
 
 
 def check_mean(captured: Captured, samples: int, whole: int) -> None:
-    """Refuse a loss that is more than a mean over samples.
+    """Refuses a loss that is more than a mean over samples.
 
     Args:
         captured: Traced loss in evaluation mode.

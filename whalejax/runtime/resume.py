@@ -39,7 +39,7 @@ DAMAGED_SUFFIX: Final = ".damaged"
 
 @contextmanager
 def hold_folder(folder: Path | None) -> Iterator[None]:
-    """Hold a folder for this run; all its processes call this.
+    """Holds a folder for this run; all its processes call this.
 
     Args:
         folder: Folder of the run's checkpoints; None holds nothing.
@@ -198,7 +198,7 @@ def agreed_checkpoints(folder: Path) -> list[Path]:
 
 
 def _set_aside(damaged: list[tuple[Path, str]], whole: Path) -> list[str]:
-    """Rename damaged checkpoints; what there is to say of it."""
+    """Renames damaged checkpoints; what there is to say of it."""
     notes, error = [], ""
     for path, text in damaged:
         aside = _free(path.with_name(path.name + DAMAGED_SUFFIX))

@@ -62,7 +62,7 @@ class StepTable:
             raise _write_error(path, error) from error
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add the row of a step.
+        """Adds the row of a step.
 
         Columns are those of the first row; where a later one has more, the file is
         written anew with them.
@@ -166,7 +166,7 @@ class Records:
         opened.callback(self._flush)
 
     def tell(self, progress: Any) -> None:
-        """Say what a step gave.
+        """Says what a step gave.
 
         Args:
             progress: A ``loop.Progress``.
@@ -186,7 +186,7 @@ class Records:
             self._meter.show(progress.step, self._words(progress))
 
     def tell_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say what an evaluation gave.
+        """Says what an evaluation gave.
 
         Args:
             step: Number of the step that it followed.
@@ -281,7 +281,7 @@ def keep_best(
     *,
     writes: bool,
 ) -> None:
-    """Save a checkpoint as the best one, and remove the one that was.
+    """Saves a checkpoint as the best one, and remove the one that was.
 
     Whenever this is interrupted, the file names a checkpoint that is whole.
 
@@ -303,7 +303,7 @@ def keep_best(
 
 
 def note_best(found: BestCheckpoint) -> None:
-    """Write down which checkpoint is the best, and how many were no better since.
+    """Writes down which checkpoint is the best, and how many were no better since.
 
     Args:
         found: The checkpoint, in the folder of the file.

@@ -65,7 +65,7 @@ class LossesInFlight:
         self._tell = tell
 
     def expect(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step that was started; wait for one well before it.
+        """Takes the metrics of a step that was started; waits for one well before it.
 
         Args:
             step: its number.
@@ -76,7 +76,7 @@ class LossesInFlight:
             self._take()
 
     def wait(self) -> None:
-        """Wait for everything in flight."""
+        """Waits for everything in flight."""
         for step, metrics in self._in_flight:
             _arrived(step, metrics["loss"])
 
@@ -132,7 +132,7 @@ class StepTimer:
         return self._clock() - self._opened[1] >= _WINDOW_SECONDS
 
     def open(self, done: int) -> None:
-        """Begin a window, or begin it again after something that is no step."""
+        """Begins a window, or begins it again after something that is no step."""
         if done >= _WARM_UP_STEPS:
             self._opened = (done, self._clock())
 

@@ -516,7 +516,7 @@ class TrainStep:
         return abstract
 
     def save(self, path: str | os.PathLike[str], state: TrainState) -> None:
-        """Write a checkpoint; it appears whole or not at all.
+        """Writes a checkpoint; it appears whole or not at all.
 
         Args:
             path: a directory that does not exist yet.
@@ -591,7 +591,7 @@ class TrainStep:
         only: Literal["model"] | None = None,
         keep_schedule: bool | None = None,
     ) -> TrainState:
-        """Read a checkpoint into this plan's layout, whatever plan wrote it.
+        """Reads a checkpoint into this plan's layout, whatever plan wrote it.
 
         Before anything is used, the files are compared with the hashes that were
         written with them.
@@ -655,7 +655,7 @@ def compile(
     replace_every: int | None = None,
     section_run: SectionRun | None = None,
 ) -> TrainStep:
-    """Turn a plan into a step that runs.
+    """Turns a plan into a step that runs.
 
     Args:
         plan: from ``wh.plan`` or ``wh.Plan.load``.
@@ -721,7 +721,7 @@ def compile(
 
 
 def _check_plan(plan: Any, loss_fn: Any, model: Any) -> None:
-    """Refuse what is no plan that runs, or stands in another argument's place."""
+    """Refuses what is no plan that runs, or stands in another argument's place."""
     if isinstance(loss_fn, Plan) or isinstance(model, Plan):
         raise PlanError(
             "the plan stands where the loss or the model is expected. The order is "

@@ -91,7 +91,7 @@ def allocate(
     objective: Objective = "throughput",
     horizon: float = 600.0,
 ) -> dict[str, Place]:
-    """Decide where every job runs.
+    """Decides where every job runs.
 
     Args:
         states: Jobs that wait or run, in any order.

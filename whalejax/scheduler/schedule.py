@@ -109,7 +109,7 @@ class JobSchedule:
         return {name: one.place for name, one in self._states.items()}
 
     def decide(self, now: float) -> list[JobMove]:
-        """Decide where every job runs; what changes, those that give devices up first.
+        """Decides where every job runs; what changes, those that give devices up first.
 
         Args:
             now: The time.

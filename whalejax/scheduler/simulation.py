@@ -147,7 +147,7 @@ class _Running:
         return math.inf
 
     def advance(self, before: float, now: float) -> None:
-        """Do what it does between two moments."""
+        """Does what it does between two moments."""
         for until, progress in self.course:
             span = max(0.0, min(until, now) - before)
             self.left = max(0.0, self.left - span * progress)
@@ -156,7 +156,7 @@ class _Running:
             del self.course[0]
 
     def move(self, place: Place, now: float) -> None:
-        """Give it other devices."""
+        """Gives it other devices."""
         before, progress = self.place, self.course[0][1]
         self.leave(now)
         self.place, self.since = place, now
@@ -168,7 +168,7 @@ class _Running:
         ]
 
     def leave(self, now: float) -> None:
-        """Take its devices."""
+        """Takes its devices."""
         if self.place != NOWHERE and now > self.since:
             held = Interval(place=self.place, begin=self.since, end=now)
             self.intervals.append(held)

@@ -179,7 +179,7 @@ class Ledger:
                 cell.newest = max(cell.newest, first)
 
     def take_in(self, attempt: Attempt, trainer: str) -> Verdict:
-        """Count a call that another trainer has made, and whose answer it has.
+        """Counts a call that another trainer has made, and whose answer it has.
 
         Args:
             attempt: Attempt of the call.
@@ -497,7 +497,7 @@ class Ledger:
 def check_partition(
     assignment: Mapping[str, Iterable[int]], micro_batches: int, where: str
 ) -> None:
-    """Raise unless each micro-batch is named exactly once.
+    """Raises unless each micro-batch is named exactly once.
 
     Args:
         assignment: numbers of each peer.

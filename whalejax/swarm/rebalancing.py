@@ -489,7 +489,7 @@ def _sums(
 def _improve(
     speeds: Mapping[str, Sequence[float]], placed: dict[str, int], stages: int
 ) -> bool:
-    """Make the first move or exchange that helps the slowest; whether there is one."""
+    """Makes the first move or exchange that helps the slowest; whether there is one."""
     sums = _sums(speeds, placed, stages)
     counts = [0] * stages
     for stage in placed.values():

@@ -160,7 +160,7 @@ class Simulator(SimulatedCalls):
     # Peers come and go.
 
     def _start(self) -> None:
-        """Place those who are there at the start, and begin."""
+        """Places those who are there at the start, and begins."""
         peers = [*self._alive()]
         if len(peers) < self._count:
             raise WhaleError(

@@ -92,7 +92,7 @@ class StageWiring:
         self._newest_virtual_time = 0.0
 
     def announce(self, peer: str, incarnation: int, now: float, expires: float) -> None:
-        """Take note of a peer's announcement; of what is known already, nothing.
+        """Takes note of a peer's announcement; of what is known already, nothing.
 
         A newcomer enters at the smallest virtual time, so it is tried at once and has
         neither debt nor credit. A ban ends with a higher incarnation, or with an
@@ -127,7 +127,7 @@ class StageWiring:
                 self._push(peer)
 
     def reported(self, peer: str, queue_length: int) -> None:
-        """Take note of how many calls a peer says wait at it, those in work included.
+        """Takes note of how many calls a peer says wait at it, those in work included.
 
         This trainer's own calls are in its virtual time already; what others queue
         there is added to its key.
@@ -193,7 +193,7 @@ class StageWiring:
         *,
         incarnation: int | None = None,
     ) -> None:
-        """Take note of a call that was answered.
+        """Takes note of a call that was answered.
 
         What counts is the time since the peer's last answer, if the call was sent
         before it: waiting behind this trainer's own calls says how many they were, not
@@ -229,7 +229,7 @@ class StageWiring:
         task: float = FORWARD_TASK,
         incarnation: int | None = None,
     ) -> None:
-        """Take note of a call that failed; it is charged what it has cost.
+        """Takes note of a call that failed; it is charged what it has cost.
 
         Args:
             peer: its name.

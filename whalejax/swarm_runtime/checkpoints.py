@@ -76,7 +76,7 @@ class Checkpoints:
         return self.snapshot_of(newest.state), newest.notes
 
     def _check_samples(self, state: TrainState, path: Path) -> None:
-        """Refuse a checkpoint of batches of another size.
+        """Refuses a checkpoint of batches of another size.
 
         Peers know a batch by the number of its step, so samples would be left out or
         taken twice.
@@ -110,7 +110,7 @@ class Checkpoints:
     def save(
         self, path: Path, state: TrainState, before_it_appears: Callable[[], None]
     ) -> None:
-        """Write a checkpoint.
+        """Writes a checkpoint.
 
         Args:
             path: Path of the new checkpoint.

@@ -93,7 +93,7 @@ class SwarmStepCommit:
         return self._applied
 
     def _each(self, do: Callable[[int], Any], stages: Sequence[int]) -> list[Any]:
-        """Do something for all stages at once; the first error is raised."""
+        """Does something for all stages at once; the first error is raised."""
         waiting = [self._pool.submit(do, stage) for stage in stages]
         each, errors = [], []
         for one in waiting:
@@ -131,7 +131,7 @@ class SwarmStepCommit:
     # The sum.
 
     def _sum(self, stage: int) -> None:
-        """Have a stage's peers sum; until all that are there have done so."""
+        """Has a stage's peers sum; until all that are there have done so."""
         context = self._context
         for _ in range(MOST_ATTEMPTS):
             for passage in self._passages:
@@ -160,7 +160,7 @@ class SwarmStepCommit:
         return sent / SLOWEST_BYTES_PER_SECOND
 
     def _note(self, stage: int, answers: Mapping[str, Summed]) -> None:
-        """Write down what the peers say that they added."""
+        """Writes down what the peers say that they added."""
         added = {
             name: (answer.numbers, answer.attempts) for name, answer in answers.items()
         }

@@ -309,7 +309,7 @@ class MicroBatchRoute:
         self.sums: tuple[Any, ...] = ()
 
     def run(self, first: int = 0) -> None:
-        """Take the micro-batch through all stages and back.
+        """Takes the micro-batch through all stages and back.
 
         Args:
             first: Least number of an attempt that no other trainer used before.
@@ -325,7 +325,7 @@ class MicroBatchRoute:
                 self.need_backward(stage)
 
     def remake_gradient(self, stage: int) -> None:
-        """Make the gradient of a stage again, if its holder was lost."""
+        """Makes the gradient of a stage again, if its holder was lost."""
         with self._lock:
             self.need_backward(stage)
 
@@ -367,7 +367,7 @@ class MicroBatchRoute:
         sums: Sequence[Any],
         attempts: range,
     ) -> None:
-        """Count what another trainer has had made of this micro-batch.
+        """Counts what another trainer has had made of this micro-batch.
 
         What peers held that are gone by now is made again before the sum.
 
@@ -501,7 +501,7 @@ class MicroBatchRoute:
         return self._record_answer(stage, phase, made, attempt, answer.arrays)
 
     def _begin(self, stage: int, phase: Phase, member: PeerRecord) -> Attempt | None:
-        """Note an attempt. What forward makes is no gradient and may be made twice."""
+        """Notes an attempt. What forward makes is no gradient and may be made twice."""
         context = self._context
         with context.lock:
             if (str(phase), stage) in self._made:
@@ -557,7 +557,7 @@ class MicroBatchRoute:
         begun: float,
         task: float,
     ) -> None:
-        """Take note of who is at fault, so that the next attempt goes elsewhere."""
+        """Takes note of who is at fault, so that the next attempt goes elsewhere."""
         context, fleet = self._context, self._context.fleet
         if context.stop.is_set():
             raise StopRequested  # The step may be over: nobody is to blame.

@@ -147,7 +147,7 @@ class Peer:
         self._try_to_announce()
 
     def leave(self) -> None:
-        """Ask to go; ``wait`` returns when nobody needs this peer any more.
+        """Asks to go; ``wait`` returns when nobody needs this peer any more.
 
         Asks nobody itself, so that a handler of signals may call it.
         """
@@ -155,7 +155,7 @@ class Peer:
         self._wake.set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the peer has left or the run is over; whether it is so.
+        """Waits until the peer has left or the run is over; whether it is so.
 
         Args:
             seconds: Longest wait; for ever if None.
@@ -163,7 +163,7 @@ class Peer:
         return self._ended.wait(seconds)
 
     def close(self) -> None:
-        """Go at once; what it holds is lost."""
+        """Goes at once; what it holds is lost."""
         self._ended.set()
         self._wake.set()
         self._service.close()
@@ -195,7 +195,7 @@ class Peer:
         self.worker.enter(answer.run)
 
     def _move(self, asked: MovePeer) -> PeerMoved:
-        """Serve another stage; answered when its programs are compiled."""
+        """Serves another stage; answered when its programs are compiled."""
         stage = asked.stage
         if not 0 <= stage < self._cut.stages:
             raise RefusedRequestError("stale", f"there is no stage {stage}")

@@ -160,7 +160,7 @@ class Fleet:
             return self._wirings[member.stage].seconds_per_task(member.name)
 
     def _refresh(self) -> None:
-        """Tell the wiring of all that have announced themselves."""
+        """Tells the wiring of all that have announced themselves."""
         now = self._clock()
         for m in self.synced():
             self._wirings[m.stage].announce(m.name, m.incarnation, now, m.expires)

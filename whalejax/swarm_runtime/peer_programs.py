@@ -270,7 +270,7 @@ class StagePrograms:
         sums: Sequence[np.ndarray],
         gradients: Sequence[np.ndarray],
     ) -> StageUpdate:
-        """Begin the end of a step.
+        """Begins the end of a step.
 
         Args:
             state: State at the beginning of the step.
@@ -378,7 +378,7 @@ def ready_stage(cut: StagedJob, number: int) -> StagePrograms:
 
 
 def warm_up(stage: StagePrograms) -> None:
-    """Compile what a step takes, on zeros that are thrown away."""
+    """Compiles what a step takes, on zeros that are thrown away."""
     cut = stage.cut
     nothing = [np.zeros(shape, dtype) for shape, dtype in cut.raw_avals(stage.number)]
     state = stage.typed(nothing, 0)

@@ -247,7 +247,7 @@ class Worker(SumHolder):
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[None]:
-        """Take tensors from others a few at a time, in the order of the calls.
+        """Takes tensors from others a few at a time, in the order of the calls.
 
         All at once they would share the link and arrive together, and the device would
         wait for that. Where a turn does not come, another may stand still: go on.
@@ -341,7 +341,7 @@ class Worker(SumHolder):
     def _check_state(
         self, stage: StagePrograms, before: StageState, after: Sequence[np.ndarray]
     ) -> None:
-        """Refuse a new state that is not finite where the one before was."""
+        """Refuses a new state that is not finite where the one before was."""
         if all(map(_is_finite, after)):
             return
         pairs = zip(after, stage.raw(before), strict=True)
@@ -392,7 +392,7 @@ class Worker(SumHolder):
         return _applied(digest)
 
     def _check_newer(self, asked: At) -> None:
-        """Refuse to go back to a generation that is over, or to another run."""
+        """Refuses to go back to a generation that is over, or to another run."""
         run, generation = asked.run, asked.generation
         if run != self.run or generation < self.generation:
             raise RefusedRequestError(

@@ -138,7 +138,7 @@ class Registry:
             )
 
     def join(self, name: str, address: Address, stage: int, now: float) -> PeerRecord:
-        """Take a peer in that was admitted, and choose its stage.
+        """Takes a peer in that was admitted, and chooses its stage.
 
         Args:
             name: Name of the peer.
@@ -164,7 +164,7 @@ class Registry:
             return member
 
     def check(self, who: str, facts: Mapping[str, str]) -> None:
-        """Refuse a process that runs something else.
+        """Refuses a process that runs something else.
 
         Raises:
             Refused: what differs.
@@ -182,7 +182,7 @@ class Registry:
             )
 
     def announce(self, name: str, now: float, **told: Any) -> PeerRecord | None:
-        """Renew a lease; none where the peer is not known any more.
+        """Renews a lease; none where the peer is not known any more.
 
         Args:
             name: Name of the peer.

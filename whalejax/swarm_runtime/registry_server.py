@@ -157,7 +157,7 @@ class RegistryServer:
         }
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Do the steps; see ``Trainer.run``. In the end, peers are told."""
+        """Does the steps; see ``Trainer.run``. In the end, peers are told."""
         try:
             for step, metrics in self.trainer.run():
                 self._loss = float(metrics["loss"])
@@ -169,7 +169,7 @@ class RegistryServer:
         self.stop("all steps are done")
 
     def stop(self, why: str, *, failed: bool = False) -> None:
-        """Tell all peers and trainers that the run is over.
+        """Tells all peers and trainers that the run is over.
 
         Args:
             why: Reason, as a clause.
@@ -241,7 +241,7 @@ class RegistryServer:
         others: Sequence[PeerRecord],
         outward: Mapping[str, str],
     ) -> None:
-        """Refuse a newcomer that most others do not reach, or that reaches not them.
+        """Refuses a newcomer that most others do not reach, or that reaches not them.
 
         Args:
             what: the newcomer is.

@@ -49,7 +49,7 @@ class StageMover:
         self._going, self._next = "", 0.0
 
     def __call__(self, trainer: Trainer) -> None:
-        """Make at most one move.
+        """Makes at most one move.
 
         Args:
             trainer: Trainer of the run; a step may be under way.

@@ -177,7 +177,7 @@ class StagedJob:
         self._refuse()
 
     def _refuse(self) -> None:
-        """Refuse what stages that share nothing cannot do.
+        """Refuses what stages that share nothing cannot do.
 
         Raises:
             PlanError: which part of the model it is, and what to do.

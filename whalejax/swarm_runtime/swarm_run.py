@@ -147,7 +147,7 @@ class SwarmRun:
         self._settings = settings
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Do the steps.
+        """Does the steps.
 
         Yields:
             Steps done, and metrics.
@@ -173,7 +173,7 @@ class SwarmRun:
             self.close()
 
     def _write_last(self) -> None:
-        """Try again where the last checkpoint could not be written."""
+        """Tries again where the last checkpoint could not be written."""
         for seconds in RETRY_SECONDS:
             self._saver.wait()
             last = self.snapshot()

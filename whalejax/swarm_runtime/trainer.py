@@ -153,7 +153,7 @@ class Trainer(TrainerState):
     # The run.
 
     def run(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Do steps until all are done.
+        """Does steps until all are done.
 
         Yields:
             Steps done, and metrics.
@@ -252,7 +252,7 @@ class Trainer(TrainerState):
         return is_last or any(m.leaving for m in self.fleet.members())
 
     def _compute_step(self, context: StepContext) -> _ComputedStep:
-        """Take the micro-batches of a step through all stages and back."""
+        """Takes the micro-batches of a step through all stages and back."""
         count = self.cut.count
         passages = [MicroBatchRoute(context, number) for number in range(count)]
         self.ledger = context.ledger
@@ -262,14 +262,14 @@ class Trainer(TrainerState):
         return _ComputedStep(context=context, passages=passages, sums=_summed(passages))
 
     def _await_newcomers(self) -> None:
-        """Wait for those that take the state of a step, before it is another one."""
+        """Waits for those that take the state of a step, before it is another one."""
         begun = self.fleet.now()
         while self._waits_for_newcomers(begun):
             self._changed.clear()
             self._changed.wait(LOOK_SECONDS)
 
     def _committed(self, computed: _ComputedStep) -> SwarmStepCommit:
-        """Sum the gradients of a step and apply them."""
+        """Sums the gradients of a step and applies them."""
         with threads(self.cut.stages, computed.context.stop) as pool:
             commit = SwarmStepCommit(computed.context, computed.passages, pool)
             commit.run(computed.sums)
@@ -352,7 +352,7 @@ class Trainer(TrainerState):
     def _travel(
         self, context: StepContext, passages: Sequence[MicroBatchRoute]
     ) -> None:
-        """Take all micro-batches through; what the first error was is raised.
+        """Takes all micro-batches through; what the first error was is raised.
 
         Those that further trainers lead are taken through by them.
         """
@@ -439,7 +439,7 @@ class Trainer(TrainerState):
     # Between steps.
 
     def _ready(self) -> None:
-        """Bring everybody to the step, and wait for stages without peers."""
+        """Brings everybody to the step, and waits for stages without peers."""
         begun = whole = self.fleet.now()
         said: list[int] = []
         while True:
@@ -507,7 +507,7 @@ class Trainer(TrainerState):
     # Moves.
 
     def move(self, member: PeerRecord, target: int) -> None:
-        """Have a peer serve another stage; it is asked for no step meanwhile.
+        """Has a peer serve another stage; it is asked for no step meanwhile.
 
         What it has of the step under way is computed again by others.
         """
@@ -560,7 +560,7 @@ class Trainer(TrainerState):
     # Losses.
 
     def _await_peer(self, stage: int) -> None:
-        """Wait until a peer of a stage may be asked.
+        """Waits until a peer of a stage may be asked.
 
         Raises:
             StageLost: all that held its state are gone.
@@ -571,7 +571,7 @@ class Trainer(TrainerState):
             time.sleep(LOOK_SECONDS)  # At most until their leases end.
 
     def _go_back_if_lost(self, lacking: Sequence[int]) -> None:
-        """Go back where a stage's state is nowhere any more and a peer has come."""
+        """Goes back where a stage's state is nowhere any more and a peer has come."""
         if self._snapshot.step == self.step:
             return
         for stage in lacking:

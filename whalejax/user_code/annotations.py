@@ -138,7 +138,7 @@ class Annotation:
 
 @names_arguments("wh.replicate")
 def replicate(devices: int | None = None) -> Annotation:
-    """Mark a region as data-parallel: each device computes it for its own samples.
+    """Marks a region as data-parallel: each device computes it for its own samples.
 
     Args:
         devices: Number of devices of one copy of the model that compute the region;
@@ -158,7 +158,7 @@ def replicate(devices: int | None = None) -> Annotation:
 
 @names_arguments("wh.split")
 def split(devices: int | None = None, axis: str | None = None) -> Annotation:
-    """Mark a region whose tensors are sharded over devices.
+    """Marks a region whose tensors are sharded over devices.
 
     Which dimension is sharded is the planner's choice, by least cost.
 
@@ -190,7 +190,7 @@ def split(devices: int | None = None, axis: str | None = None) -> Annotation:
 
 @names_arguments("wh.stage")
 def stage(devices: int | None = None) -> Annotation:
-    """Mark a region as one pipeline stage, on devices of its own.
+    """Marks a region as one pipeline stage, on devices of its own.
 
     It stands inside a ``pipeline``.
 
@@ -215,7 +215,7 @@ def pipeline(
     num_micro_batches: int | None = None,
     schedule: str = "auto",
 ) -> Annotation:
-    """Mark a region whose stages are scheduled as a pipeline.
+    """Marks a region whose stages are scheduled as a pipeline.
 
     Args:
         num_stages: Number of stages to find where none is marked inside.
@@ -318,7 +318,7 @@ def parse_scope(text: str) -> Mark | None:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
-    """Collect the marks that are entered in this thread while it is open."""
+    """Collects the marks that are entered in this thread while it is open."""
     record = Recording()
     token = _recording.set(record)
     try:

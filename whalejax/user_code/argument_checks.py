@@ -15,7 +15,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 def check_optimizer(problems: Arguments, optimizer: Any) -> None:
-    """Record an optimizer that is none of optax's kind.
+    """Records an optimizer that is none of optax's kind.
 
     Args:
         problems: Collector of the errors.
@@ -35,7 +35,7 @@ def check_optimizer(problems: Arguments, optimizer: Any) -> None:
 
 
 def refuse_bad_optimizer(optimizer: Any) -> None:
-    """Raise for an optimizer that is none of optax's kind.
+    """Raises for an optimizer that is none of optax's kind.
 
     Raises:
         WhaleError: it is none.
@@ -47,7 +47,7 @@ def refuse_bad_optimizer(optimizer: Any) -> None:
 
 
 def check_order(name: str, loss_fn: Any, model: Any, batch: Any) -> None:
-    """Refuse a loss, a model and a batch that stand in each other's places.
+    """Refuses a loss, a model and a batch that stand in each other's places.
 
     Args:
         name: Arguments of the public function that was called, in their order.

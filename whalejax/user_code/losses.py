@@ -270,7 +270,7 @@ def _holds_arrays(batch: Any) -> bool:
 
 
 def normalise(result: Any) -> LossResult:
-    """Bring a loss function's return value into its normal shape.
+    """Brings a loss function's return value into its normal shape.
 
     Args:
         result: a scalar, a ``WeightedLoss``, or a pair of one of these and an ``Aux``,
@@ -356,7 +356,7 @@ def _reported(aux: Aux) -> Mapping[str, Any]:
 
 
 def check_rows(metrics: Mapping[str, Any], size: int) -> None:
-    """Refuse ``samples=`` that have other rows than one for each sample.
+    """Refuses ``samples=`` that have other rows than one for each sample.
 
     Args:
         metrics: Metrics of a micro-batch.
@@ -418,7 +418,7 @@ def _rebuilt(kind: type[T], names: tuple[str, ...], parts: Iterable[Any]) -> T:
 
 @functools.cache
 def _register_pytrees() -> None:
-    """Make what losses return pytrees, at the first instance of any."""
+    """Makes what losses return pytrees, at the first instance of any."""
     import jax
 
     jax.tree_util.register_pytree_with_keys(

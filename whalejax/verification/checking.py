@@ -36,7 +36,7 @@ def check(
     timeout_seconds: float,
     again: Callable[..., Plan] | None,
 ) -> Verification:
-    """Compile a plan for a topology and set both beside each other.
+    """Compiles a plan for a topology and sets both beside each other.
 
     Args:
         plan: a runnable plan.

@@ -35,7 +35,7 @@ class Verification(VerificationData):
 
 
 def compare_with_compiled(plan: Plan, target: Target, answer: Answer) -> Verification:
-    """Set a plan beside what was compiled of it."""
+    """Sets a plan beside what was compiled of it."""
     data = answer.data
     capacity = data.get("capacity_bytes") or target.memory_bytes
     common: dict[str, Any] = {

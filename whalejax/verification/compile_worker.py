@@ -58,7 +58,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def main(request_path: str, answer_path: str, limit_seconds: str) -> None:
-    """Compile what a file asks for, and write down what came of it."""
+    """Compiles what a file asks for, and writes down what came of it."""
     serve(request_path, answer_path, limit_seconds, _answer)
 
 
@@ -68,7 +68,7 @@ def serve(
     limit_seconds: str,
     answered: Callable[[Any, list[str]], dict[str, Any]],
 ) -> None:
-    """Do what a file asks for, and write down what came of it.
+    """Does what a file asks for, and writes down what came of it.
 
     Args:
         request_path: file with the request, which the parent process wrote.
@@ -114,7 +114,7 @@ _LIFTED = "WHALEJAX_STACK_LIFTED"
 
 
 def _lift_stack_limit() -> None:
-    """Start anew, once, without a limit on the stack, where the system allows that.
+    """Starts anew, once, without a limit on the stack, where the system allows that.
 
     The TPU compiler walks long chains of operations by recursion. A ResNet-50 for v6e
     ends it by a segmentation fault with a limit of 8 MiB or of 1 GiB, and compiles

@@ -57,7 +57,7 @@ def packages() -> Sequence[str]:
 
 
 def set_up() -> Path:
-    """Make the second environment, unless it is there.
+    """Makes the second environment, unless it is there.
 
     Returns:
         Its folder.

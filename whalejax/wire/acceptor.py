@@ -78,7 +78,7 @@ class _Stranger:
         self.peer, self._said = end_of(link), b""
 
     def ready(self, events: int) -> None:
-        """Go on with the handshake."""
+        """Goes on with the handshake."""
         del events
         wants = selectors.EVENT_READ
         try:
@@ -194,12 +194,12 @@ class Acceptor:
         self._in_loop(self._close_channels)
 
     def stop_listening(self) -> None:
-        """Take nobody more; the connections that there are stay."""
+        """Takes nobody more; the connections that there are stay."""
         self._closed.set()
         self._in_loop(self._end)
 
     def _in_loop(self, work: Callable[[], object]) -> None:
-        """Have the loop do something, and wait for it."""
+        """Has the loop do something, and waits for it."""
         if loop().is_here:
             work()
             return
@@ -249,7 +249,7 @@ class Acceptor:
         loop().watch(self._listening, self, 0 if waits else selectors.EVENT_READ)
 
     def _make_room(self) -> bool:
-        """Let the oldest stranger go that says nothing, or has spoken for long."""
+        """Lets the oldest stranger go that says nothing, or has spoken for long."""
         late = time.monotonic() - _SPEAKING_SECONDS
         for stranger in self._strangers:
             if not stranger.speaks or stranger.came_at < late:
@@ -284,7 +284,7 @@ class Acceptor:
         stranger.link.close()
 
     def admit(self, stranger: _Stranger) -> None:
-        """Take a connection whose handshake is through, or say why not."""
+        """Takes a connection whose handshake is through, or says why not."""
         del self._strangers[stranger]
         loop().forget(stranger.link, stranger)
         name, why, full = "", "", ""

@@ -143,7 +143,7 @@ class Channel:
         self.peer, self.heard_at = end_of(link), time.monotonic()
 
     def open(self) -> None:
-        """Begin to read."""
+        """Begins to read."""
         self._loop.call(lambda: self.ready(selectors.EVENT_READ))
 
     # Sending.
@@ -155,7 +155,7 @@ class Channel:
         seconds: float = FRAME_SECONDS,
         gives_up: Callable[[], bool] = bool,
     ) -> None:
-        """Send a message, and wait until it is on its way.
+        """Sends a message, and waits until it is on its way.
 
         Args:
             message: Message to send.
@@ -184,7 +184,7 @@ class Channel:
                 self._loop.call(self._write_posted)
 
     def post(self, message: Message) -> None:
-        """Send a message without waiting; who takes nothing is closed.
+        """Sends a message without waiting; who takes nothing is closed.
 
         Args:
             message: Message to send; its arrays are copied.
@@ -237,7 +237,7 @@ class Channel:
             poll.poll(1000 * min(left, _TICK_SECONDS))
 
     def _write_posted(self) -> None:
-        """Write what was posted, as far as it is taken; the loop goes on with it."""
+        """Writes what was posted, as far as it is taken; the loop goes on with it."""
         if not self._sending.acquire(blocking=False):
             return  # Who sends sees to it afterwards.
         try:
@@ -251,7 +251,7 @@ class Channel:
             self._loop.call(self._watch)
 
     def _flush(self) -> bool:
-        """Write what was posted; whether all of it was taken."""
+        """Writes what was posted; whether all of it was taken."""
         while self._posted:
             sent = self._write(self._posted[0])
             if not sent:
@@ -320,7 +320,7 @@ class Channel:
     # In the loop.
 
     def ready(self, events: int) -> None:
-        """Read and write what can be."""
+        """Reads and writes what can be."""
         if events & selectors.EVENT_WRITE:
             self._write_posted()
         if events & selectors.EVENT_READ and not self._is_dropped:
@@ -438,7 +438,7 @@ class Channel:
         return bool(self._why)
 
     def shut_down(self) -> None:
-        """Send nothing more; what came before can still be received.
+        """Sends nothing more; what came before can still be received.
 
         For who could not send: the last message of the other side, such as that the
         run is over, may have come and wait to be received.
@@ -461,7 +461,7 @@ def dial(
     most_bytes: int = CONTROL_BYTES,
     notify: Callable[[Channel], None] | None = None,
 ) -> Channel:
-    """Connect to a process; each shows the other its certificate.
+    """Connects to a process; each shows the other its certificate.
 
     Args:
         address: host and port.
@@ -578,7 +578,7 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
 
 def at_once(link: socket.socket) -> None:
-    """Send the parts of a frame as they come.
+    """Sends the parts of a frame as they come.
 
     Otherwise the last ones wait until the other side has acknowledged the first, which
     it puts off, so that each message may take 40 ms longer.

@@ -53,12 +53,12 @@ class Waker:
         return self._reads.fileno()
 
     def wake(self) -> None:
-        """Wake it; once is enough."""
+        """Wakes it; once is enough."""
         with contextlib.suppress(OSError):  # Full: it is awake. Or it is closed.
             self._writes.send(b"x")
 
     def clear(self) -> None:
-        """Wait for the next time."""
+        """Waits for the next time."""
         with contextlib.suppress(OSError):
             self._reads.recv(4096)
 
@@ -82,7 +82,7 @@ class Loop:
         self._thread.start()
 
     def call(self, work: Callable[[], None]) -> None:
-        """Have something done by the thread of the loop, soon.
+        """Has something done by the thread of the loop, soon.
 
         Args:
             work: must not wait for anything.
@@ -98,7 +98,7 @@ class Loop:
     # In the thread of the loop.
 
     def watch(self, link: socket.socket, watched: Watched, events: int) -> None:
-        """Watch a socket for some events, in place of those before.
+        """Watches a socket for some events, in place of those before.
 
         Args:
             link: the socket.
@@ -115,7 +115,7 @@ class Loop:
             self._selector.register(link, events, watched)
 
     def forget(self, link: socket.socket, watched: Watched) -> None:
-        """Watch a socket no more, before it is closed."""
+        """Watches a socket no more, before it is closed."""
         if self._watched.pop(watched, 0):
             self._selector.unregister(link)
 
@@ -139,7 +139,7 @@ class Loop:
 
 
 def _guarded(work: Callable[..., None], *given: float) -> None:
-    """Do something; where it fails, other connections go on, and it is said."""
+    """Does something; where it fails, other connections go on, and it is said."""
     try:
         work(*given)
     except Exception:

@@ -133,7 +133,7 @@ class Key:
 
 
 def make_key(path: Path) -> None:
-    """Begin an authority and write its first key, unless there is a file already.
+    """Begins an authority and writes its first key, unless there is a file already.
 
     Args:
         path: Path of the key; only its owner can read it, and the authority's beside
@@ -153,7 +153,7 @@ def make_key(path: Path) -> None:
 
 
 def issue_key(path: Path, name: str, to: Path, *, days: float = DAYS) -> None:
-    """Write a key of its own for a process of a run.
+    """Writes a key of its own for a process of a run.
 
     Args:
         path: Path of the run's first key, beside which its authority is stored.
@@ -179,7 +179,7 @@ def issue_key(path: Path, name: str, to: Path, *, days: float = DAYS) -> None:
 
 
 def revoke_key(path: Path, name: str) -> None:
-    """Take no process any more whose certificate has this name.
+    """Takes no process any more whose certificate has this name.
 
     Args:
         path: Path of a key of the run; processes with a key in the same place obey.
@@ -361,7 +361,7 @@ def _draft_folder(path: Path) -> Iterator[Path]:
 
 
 def _publish(path: Path, data: bytes) -> None:
-    """Write a file that its owner alone can read; whoever sees it sees all of it."""
+    """Writes a file that its owner alone can read; whoever sees it sees all of it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     opened = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(opened, "wb") as file:
@@ -386,7 +386,7 @@ def _issued(folder: Path, name: str, days: float) -> bytes:
 
 
 def _certify(folder: Path, name: str, kind: str, days: float) -> None:
-    """Make a private key and a certificate, signed by the authority in the folder."""
+    """Makes a private key and a certificate, signed by the authority in the folder."""
     (folder / "openssl.cnf").write_text(_OPENSSL)
     (folder / "index").touch()
     # Of yesterday, since the clocks of machines differ.

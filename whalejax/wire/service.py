@@ -153,7 +153,7 @@ class Service:
 
 
 def _send(channel: Channel, answer: Message) -> None:
-    """Send an answer; where it is larger than a message may be, say so."""
+    """Sends an answer; where it is larger than a message may be, say so."""
     size = sum(x.nbytes for x in getattr(answer, "arrays", ()))
     try:
         channel.send(answer, seconds=FRAME_SECONDS + size / SLOWEST_BYTES_PER_SECOND)
@@ -175,14 +175,14 @@ class _Workers:
         self._idle, self._count = threading.Semaphore(0), 0
 
     def do(self, task: Callable[[], None]) -> None:
-        """Have something done by a thread that does nothing, or one more."""
+        """Has something done by a thread that does nothing, or one more."""
         self._tasks.put(task)
         if not self._idle.acquire(blocking=False):
             self._count += 1
             threading.Thread(target=self._work, daemon=True).start()
 
     def end(self) -> None:
-        """Let all threads go, once what they do is done."""
+        """Lets all threads go, once what they do is done."""
         for _ in range(self._count):
             self._tasks.put(None)
 

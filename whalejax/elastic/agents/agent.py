@@ -178,7 +178,7 @@ class Agent:
         self._status: int | None = None
 
     def run(self) -> int:
-        """Hold processes until the run is over.
+        """Holds processes until the run is over.
 
         Returns:
             0 where the run is over, however it ended, or this agent was told to end
@@ -237,7 +237,7 @@ class Agent:
             self._status = 0
 
     def _connect(self) -> None:
-        """Try once to be taken by the supervisor; it may be away for a while.
+        """Tries once to be taken by the supervisor; it may be away for a while.
 
         Raises:
             WhaleError: it refuses this agent, or was away for too long.

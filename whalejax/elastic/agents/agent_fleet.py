@@ -128,7 +128,7 @@ class AgentFleet(Generic[Link]):
         return ""
 
     def enlist(self, now: float, link: Link, message: Enlist) -> None:
-        """Take an agent, first or again.
+        """Takes an agent, first or again.
 
         Args:
             now: the time.
@@ -237,7 +237,7 @@ class AgentFleet(Generic[Link]):
             self._close(link)  # It is told anew which of its processes end.
 
     def _unlink(self, record: AgentRecord[Link]) -> Link | None:
-        """Forget the connection of an agent, and give it."""
+        """Forgets the connection of an agent, and gives it."""
         link, record.link = record.link, None
         if link is not None:
             self._linked.pop(link, None)
@@ -249,12 +249,12 @@ class AgentFleet(Generic[Link]):
         self._away.forget(name)
 
     def _give_back(self, now: float, record: AgentRecord[Link]) -> None:
-        """Let other agents start what this one was asked to start."""
+        """Lets other agents start what this one was asked to start."""
         for slot in record.asked.values():
             self._take(now, ev.NotStarted(slot, f"agent {record.name} is gone"))
 
     def expect(self, now: float) -> None:
-        """Give the agents of an earlier supervisor time to come back."""
+        """Gives the agents of an earlier supervisor time to come back."""
         back_at = now + self._run.settings.rejoin_seconds
         for member in self._run.members.values():
             if member.is_there and member.agent:
@@ -267,7 +267,7 @@ class AgentFleet(Generic[Link]):
     # What agents are told.
 
     def start(self, now: float, slot: int, name: str) -> bool:
-        """Have a process started where there is most room; whether there is any."""
+        """Has a process started where there is most room; whether there is any."""
         matches = [r for r in self._agents.values() if r.free > 0]
         if not matches:
             members = self._run.members
@@ -283,15 +283,17 @@ class AgentFleet(Generic[Link]):
         return True
 
     def release(self, name: str) -> None:
-        """Let a process run that was started."""
+        """Lets a process run that was started."""
         self._tell_holder(name, Release(name=name))
 
     def kill(self, name: str) -> None:
-        """Have a process ended at once."""
+        """Has a process ended at once."""
         self._tell_holder(name, Kill(name=name))
 
     def finish(self, why: str) -> None:
-        """Tell all agents that the run is over; those that are away, as they return."""
+        """Tells all agents that the run is over; those that are away, as they
+        return.
+        """
         self._ended_for = why
         for record in self._agents.values():
             self._tell(record, Finish(why=why))

@@ -62,7 +62,7 @@ class HostAgents:
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> HostAgents:
-        """Start them.
+        """Starts them.
 
         Raises:
             WhaleError: the key of the run cannot be written.
@@ -110,7 +110,7 @@ class HostAgents:
         return words_there(self._remote_shell, host, agent)
 
     def _keep(self, host: str) -> None:
-        """Start an agent, again where it fails, after a growing while."""
+        """Starts an agent, again where it fails, after a growing while."""
         hold = _HOLD_SECONDS
         path = self._logs / FOLDER / f"agent-{host.replace('/', '_')}.log"
         while not self._over.is_set():

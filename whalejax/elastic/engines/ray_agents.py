@@ -115,7 +115,7 @@ class RayAgents:
         return [n for n in nodes if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
 
     def __enter__(self) -> RayAgents:
-        """Start them."""
+        """Starts them."""
         make_key(self._logs / FOLDER / KEY)
         self._thread.start()
         return self
@@ -126,7 +126,7 @@ class RayAgents:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait for agents that end with the run, and end the others."""
+        """Waits for agents that end with the run, and ends the others."""
         self._over.set()
         self._thread.join(_END_SECONDS)
         ends = [end for _, end in self._running.values()]
@@ -136,7 +136,7 @@ class RayAgents:
         self._ray.shutdown()
 
     def _keep(self) -> None:
-        """Start an agent on every node that has none."""
+        """Starts an agent on every node that has none."""
         while not self._over.is_set():
             with contextlib.suppress(Exception):  # The cluster may be changing.
                 self._look()

@@ -128,7 +128,7 @@ def has_fabric(folder: Path = _FABRIC) -> bool:
 
 
 def main() -> int:
-    """Print the devices as one line of JSON."""
+    """Prints the devices as one line of JSON."""
     print(json.dumps(_detect_local_cluster().to_json()))
     return 0
 

@@ -132,7 +132,7 @@ class Copies:
         rank: int,
         send: Callable[[Path], None] | None = None,
     ) -> None:
-        """Copy this process's shards to its host; they are written beside the steps.
+        """Copies this process's shards to its host; they are written beside the steps.
 
         Args:
             state: State to copy; it is not donated.
@@ -174,7 +174,7 @@ class Copies:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until what was begun is written."""
+        """Waits until what was begun is written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

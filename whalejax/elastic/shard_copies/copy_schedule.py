@@ -93,7 +93,7 @@ class ShardCopyManager:
             self._meet(mine, key)
 
     def _meet(self, mine: dict[str, Any], key: Path) -> None:
-        """Learn who holds copies where, and answer where there are several folders."""
+        """Learns who holds copies where, and answer where there are several folders."""
         assert self._copies is not None
         error = ""
         self._holders = _holders(mine)
@@ -119,7 +119,7 @@ class ShardCopyManager:
         self._removes = places.index(places[here]) == here
 
     def close(self) -> None:
-        """Wait until what was begun is written, and answer nobody any more."""
+        """Waits until what was begun is written, and answer nobody any more."""
         self.wait()
         if self._exchange is not None:
             self._exchange.close()
@@ -239,7 +239,7 @@ class ShardCopyManager:
         return self._copies is not None and self._copies.busy
 
     def copy(self, state: TrainState, done: int) -> None:
-        """Copy a state, beside the steps that follow; all processes call this."""
+        """Copies a state, beside the steps that follow; all processes call this."""
         if self._copies is None:
             return
         began = time.monotonic()
@@ -259,7 +259,7 @@ class ShardCopyManager:
         self._last, self._cost = done, time.monotonic() - began
 
     def _settle(self, done: int) -> None:
-        """Find out together whether the set that was begun last is whole."""
+        """Finds out together whether the set that was begun last is whole."""
         assert self._copies is not None
         if self._begun is None:
             return
@@ -281,7 +281,7 @@ class ShardCopyManager:
         self._exchange.send(path, self._other)
 
     def wait(self) -> None:
-        """Wait until what was begun is written."""
+        """Waits until what was begun is written."""
         if self._copies is not None:
             self._copies.wait()
 

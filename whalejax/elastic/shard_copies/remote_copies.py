@@ -133,7 +133,7 @@ class CopyExchange:
     # For this process.
 
     def send(self, path: Path, holder: CopyHolder) -> None:
-        """Put a file on another machine.
+        """Puts a file on another machine.
 
         Args:
             path: Path of the file, whose name it keeps.
@@ -255,7 +255,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def remove_others(folder: Path, kept: Iterable[str]) -> None:
-    """Remove files, such as those of a generation that was cut short."""
+    """Removes files, such as those of a generation that was cut short."""
     for name in {*names_in(folder)} - {*kept}:
         with contextlib.suppress(OSError):
             (folder / name).unlink()

@@ -82,6 +82,6 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
 
 
 def tell_user(text: str) -> None:
-    """Print a line, where somebody still reads it; nothing waits for that."""
+    """Prints a line, where somebody still reads it; nothing waits for that."""
     if text:
         say_in_background(f"whalejax: {text}")

@@ -36,7 +36,7 @@ def memory_folders(key: Path) -> list[Path]:
 
 
 def remove_copies(key: Path, *, but: str | None = None) -> None:
-    """Remove what runs with a key keep in memory."""
+    """Removes what runs with a key keep in memory."""
     for folder in memory_folders(key):
         if but is None or folder != memory_folder(key, but):
             shutil.rmtree(folder, ignore_errors=True)

@@ -33,7 +33,7 @@ def compilation_cache(folder: Path) -> dict[str, str]:
 
 
 def write_pointer(path: Path, said: Mapping[str, str]) -> None:
-    """Write what helps to find a run; it goes on where a full disk does not take it.
+    """Writes what helps to find a run; it goes on where a full disk does not take it.
 
     Raises:
         OSError: for another reason than a full disk.
@@ -65,7 +65,7 @@ def processes_of(key: Path) -> list[int]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what was being written or removed by members that were killed then."""
+    """Removes what was being written or removed by members that were killed then."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if _UNFINISHED.fullmatch(path.name):

@@ -142,7 +142,7 @@ class Supervisor:
         self._turn_at = time.monotonic()
 
     def run(self) -> int:
-        """Supervise until the end.
+        """Supervises until the end.
 
         Returns:
             0 where all steps were done; 143 where the run was told to end; 2 where
@@ -275,7 +275,7 @@ class Supervisor:
         write_pointer(self._folder / ADDRESS, address)
 
     def _take_back(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Go on where a supervisor that was killed has left its members."""
+        """Goes on where a supervisor that was killed has left its members."""
         now = time.monotonic()
         self._journal.write("restarted", {})
         commits = journal.read_commits(self._folder / journal.COMMITS)
@@ -329,11 +329,11 @@ class Supervisor:
             self._do_all()
 
     def _take(self, now: float, event: ev.Event) -> None:
-        """Let the rules know; what follows is done at the end of the turn."""
+        """Lets the rules know; what follows is done at the end of the turn."""
         self._effects += react(self._state, now, event)
 
     def _take_all(self) -> float:
-        """Take what has come, before anybody is found silent; the time.
+        """Takes what has come, before anybody is found silent; the time.
 
         Behind a turn that took long, this process may have been stopped: what came
         meanwhile is read by other threads, which need a moment for it.
@@ -351,7 +351,7 @@ class Supervisor:
                 os.write(self._run.pulse, b"x")
 
     def _write_kept(self) -> None:
-        """Write what a full disk kept from being written, and say so."""
+        """Writes what a full disk kept from being written, and says so."""
         was_full, self._is_full = self._is_full, not self._is_written()
         problem = self._journal.problem or self._commits.problem
         if self._is_full and not was_full:
@@ -411,7 +411,7 @@ class Supervisor:
     def _tell(
         self, channel: Channel, message: OfMember | OfAgent | Resize | None
     ) -> None:
-        """Let the loop take a message, or the end of a connection."""
+        """Lets the loop take a message, or the end of a connection."""
         while not self._is_closed:
             try:
                 self._events.put((channel, message), timeout=1.0)
@@ -459,7 +459,7 @@ class Supervisor:
                     self._unacknowledged[channel] = name
 
     def _acknowledge(self) -> None:
-        """Tell members which of their reports they need not repeat: what is written.
+        """Tells members which of their reports they need not repeat: what is written.
 
         Others that wait for an answer are told what was written, too.
         """
@@ -543,7 +543,7 @@ class Supervisor:
         return f"x{self._count}", None
 
     def _lock_save(self, save: str) -> str:
-        """Hold the folder of checkpoints; why it cannot be, or nothing."""
+        """Holds the folder of checkpoints; why it cannot be, or nothing."""
         if not save or self._save is not None:
             return ""
         try:
@@ -576,7 +576,7 @@ class Supervisor:
     # Agents.
 
     def _open_fleet(self) -> None:
-        """Take agents, and say how they join."""
+        """Takes agents, and says how they join."""
         command = self._run.command
         self._fleet.program = program(command, self._environment, sys.executable)
         self._state.placed = True
@@ -638,7 +638,7 @@ class Supervisor:
     # Effects.
 
     def _do_all(self) -> None:
-        """Do what follows from a turn, once what happened in it is on the disk."""
+        """Does what follows from a turn, once what happened in it is on the disk."""
         while effects := self._effects:
             self._effects = []
             for effect in effects:
@@ -649,7 +649,7 @@ class Supervisor:
         self._acknowledge()
 
     def _record(self, event: str, **fields: object) -> None:
-        """Have an event written down that the rules know nothing of."""
+        """Has an event written down that the rules know nothing of."""
         self._effects.append(ev.WriteEvent(event, fields))
 
     def _write(self, effect: ev.Effect) -> None:

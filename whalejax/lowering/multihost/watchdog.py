@@ -131,7 +131,7 @@ class Watch:
             raise
 
     def _settle(self) -> None:
-        """Note the end of those that have ended."""
+        """Notes the end of those that have ended."""
         while self._open and _results_ready(self._open[0][2]):
             kind, began, _ = self._open.popleft()
             took, longest = time.monotonic() - began, self._longest.get(kind)

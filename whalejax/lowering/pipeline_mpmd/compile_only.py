@@ -115,7 +115,7 @@ class CompiledStages:
 def compile_stages(
     apart: StageExecutor, state: Any, batch: Sequence[Any]
 ) -> CompiledStages:
-    """Compile all programs of a step.
+    """Compiles all programs of a step.
 
     Args:
         apart: Executor of the stages.
@@ -166,7 +166,7 @@ class _Rehearsing:
     # Programs.
 
     def _site(self, site: VirtualStagePrograms) -> _Site:
-        """Compile the programs of a place."""
+        """Compiles the programs of a place."""
         place, names, result = site.place, site.place.names, _Site()
         whole = self.apart.whole[site.stage]
         values = self._common(site)
@@ -216,7 +216,7 @@ class _Rehearsing:
         before: Sequence[Any],
         found: _Site,
     ) -> Any:
-        """Compile a program; what it gives."""
+        """Compiles a program; what it gives."""
         lowered = piece.program.lower([values[n] for n in piece.reads], list(before))
         compiled = lowered.compile()
         self.programs.append(
@@ -265,7 +265,7 @@ class _Rehearsing:
         return self.apart.moves.layout(value, place)
 
     def _finishing(self) -> list[int]:
-        """Compile the update; bytes on top of what each stage holds while it runs."""
+        """Compiles the update; bytes on top of what each stage holds while it runs."""
         apart, above = self.apart, [0] * len(self.apart.plans)
         end = apart.whole[-1]
         sums = jax.tree.map(lambda x: aval_with_sharding(x, end), apart.sums)

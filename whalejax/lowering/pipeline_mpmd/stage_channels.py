@@ -48,7 +48,7 @@ class TransferThread:
     def submit(
         self, hand: Callable[[Sequence[Any]], list[Any]], arrays: Sequence[Any]
     ) -> Future[list[Any]]:
-        """Make a hand-over when those before it are made.
+        """Makes a hand-over when those before it are made.
 
         Args:
             hand: makes it.
@@ -67,7 +67,7 @@ class TransferThread:
         return self._last
 
     def settle(self) -> list[Any]:
-        """Wait until all are issued; what the last one gave, or the error of one."""
+        """Waits until all are issued; what the last one gave, or the error of one."""
         return [] if self._last is None else self._last.result()
 
 

@@ -175,7 +175,7 @@ def place_of(
     last: bool,
     cuts_batch: bool = True,
 ) -> TracedVirtualStage:
-    """Trace a place.
+    """Traces a place.
 
     Args:
         program: Program of its stage.

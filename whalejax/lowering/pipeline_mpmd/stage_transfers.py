@@ -43,7 +43,7 @@ class StageTransfers:
             self._aside = TransferThread()
 
     def agree(self) -> None:
-        """Compare the plan with that of the other processes, the first time.
+        """Compares the plan with that of the other processes, the first time.
 
         Raises:
             PlanError: they have other layouts, or another order.
@@ -127,7 +127,7 @@ class StageTransfers:
         )
 
     def settle(self) -> None:
-        """Wait until all that was handed over is, before anything else is moved."""
+        """Waits until all that was handed over is, before anything else is moved."""
         if self._aside is not None:
             jax.block_until_ready(self._aside.settle())
 

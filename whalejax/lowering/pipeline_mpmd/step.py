@@ -122,7 +122,7 @@ class SchedulePass:
             getattr(self, event.action)(place, event.micro_batch)
 
     def _hand(self, handing: ScheduledTransfer) -> None:
-        """Hand what one place made to another that reads it."""
+        """Hands what one place made to another that reads it."""
         coming = self.apart.moves.transfer(handing, self.leaving.pop(handing, None))
         if self.apart.here[handing.target % self.apart.table.num_stages]:
             key = handing.action, handing.target, handing.micro_batch
@@ -168,7 +168,7 @@ class SchedulePass:
     def _leave(
         self, number: int, micro_batch: int, action: Action, made: dict[Value, Any]
     ) -> None:
-        """Put down what a place hands to each other."""
+        """Puts down what a place hands to each other."""
         for target, values in self.apart.moves.targets[action][number].items():
             handing = ScheduledTransfer(
                 micro_batch=micro_batch, source=number, target=target, action=action

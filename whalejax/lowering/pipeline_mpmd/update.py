@@ -159,7 +159,7 @@ class MultiStageProgram:
         }
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """Run it.
+        """Runs it.
 
         Args:
             values: its inputs, each where it lies; for those that are not here

@@ -91,7 +91,7 @@ class UpdatePartition:
         return operand in self._inputs and self.owners[operand] == owner
 
     def _place(self, step: Step) -> None:
-        """Find out where an operation runs, and when."""
+        """Finds out where an operation runs, and when."""
         owner = self._owner(step)
         level = max(
             (self._rounds_until_known(n, owner) for n in step.sources), default=_BEFORE
@@ -180,7 +180,7 @@ def check_update(
     optimizer: optax.GradientTransformation,
     steady: BatchIndependentState,
 ) -> None:
-    """Refuse what stages with programs of their own cannot do at the end of a step.
+    """Refuses what stages with programs of their own cannot do at the end of a step.
 
     Args:
         plan: Plan; where its stages have no programs of their own, nothing is refused.
@@ -224,7 +224,7 @@ def check_update(
 def _check_steady(
     steady: BatchIndependentState, adapter: Adapter, owners: Sequence[int], stages: int
 ) -> None:
-    """Refuse state that is made of arrays of several stages."""
+    """Refuses state that is made of arrays of several stages."""
     if steady.advance is None:
         return
     homes = steady.homes(owners)

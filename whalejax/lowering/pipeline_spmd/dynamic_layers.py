@@ -66,7 +66,7 @@ class DynamicLoop:
 
 
 def run_dynamic_loop(turns: DynamicLoop, count: Any, operands: Operands) -> Operands:
-    """Run a loop.
+    """Runs a loop.
 
     Args:
         turns: Loop to run.

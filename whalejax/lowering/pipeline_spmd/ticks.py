@@ -69,7 +69,7 @@ def handed_back(carry: tuple[Any, ...], stages: int) -> tuple[Any, ...]:
 
 
 def put(ring: Any, value: Any, number: Any) -> Any:
-    """Keep something of a micro-batch, if it is one.
+    """Keeps something of a micro-batch, if it is one.
 
     Args:
         ring: with room for so many micro-batches as are in flight.

@@ -37,7 +37,7 @@ def chunked(
     used: Callable[[Any], Any],
     constrained: Constrained,
 ) -> list[Any]:
-    """Run a call that makes logits.
+    """Runs a call that makes logits.
 
     Args:
         one: Call that makes logits and reduces them.

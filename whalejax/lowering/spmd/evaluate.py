@@ -214,7 +214,7 @@ def evaluate(
     here: PartialProgram | None = None,
     ready: Mapping[Place, Any] | None = None,
 ) -> list[Any]:
-    """Run a jaxpr with constraints.
+    """Runs a jaxpr with constraints.
 
     Args:
         jaxpr: open or closed, as captured.

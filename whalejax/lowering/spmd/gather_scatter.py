@@ -384,7 +384,7 @@ def filling(value: Any, dtype: Any) -> Any:
 def on_each(
     parts: OperationParts, values: Sequence[Any], mesh: Any, linear: bool
 ) -> list[Any]:
-    """Run it, with a backward pass in the same parts."""
+    """Runs it, with a backward pass in the same parts."""
 
     def mapped(function: Any, given: Sequence[Spec], out: Sequence[Spec]) -> Any:
         laid = [tuple(map(partition_spec, specs)) for specs in (given, out)]

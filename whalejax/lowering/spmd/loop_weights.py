@@ -60,7 +60,7 @@ def _walk(
     gathers: Mapping[Place, Any],
     found: dict[Place, Made],
 ) -> list[Made | None]:
-    """Write down the reads of a body's constants; those of its outputs that are such.
+    """Writes down the reads of a body's constants; those of its outputs that are such.
 
     Args:
         jaxpr: the body.

@@ -61,7 +61,7 @@ class Follower:
 def streamed(
     update: Update, values: Sequence[Any], followers: Sequence[Follower], mesh: Mesh
 ) -> list[Any]:
-    """Run an optimizer's step some of whose inputs lie in host memory.
+    """Runs an optimizer's step some of whose inputs lie in host memory.
 
     Args:
         update: the step.
@@ -198,7 +198,7 @@ class UpdateParts:
         )
 
     def _drop_what_others_need(self) -> bool:
-        """Leave out parts of which what is hosted is read elsewhere; whether any."""
+        """Leaves out parts of which what is hosted is read elsewhere; whether any."""
         _, variables = self.needed()
         kept = [
             part
@@ -320,7 +320,7 @@ class _Loop:
 def evaluated(
     equations: Sequence[Any], outs: Sequence[Any], target: Any, env: dict[Any, Any]
 ) -> list[Any]:
-    """Run the elementwise part of a program on a piece of everything.
+    """Runs the elementwise part of a program on a piece of everything.
 
     Args:
         equations: the part.

@@ -37,7 +37,7 @@ from whalejax.planner.sharding.ring_rounds import Ring, ring
 def attend(
     equation: Any, values: Sequence[Any], specs: Sequence[Spec], mesh: Mesh
 ) -> Any:
-    """Run a call that is attention.
+    """Runs a call that is attention.
 
     Args:
         equation: the call.
@@ -252,7 +252,7 @@ class _Local:
     # The order in which the sequence is dealt out.
 
     def deal(self, x: Any, dim: int, *, back: bool = False) -> Any:
-        """Bring a sequence into the ring's order, or back into its own."""
+        """Brings a sequence into the ring's order, or back into its own."""
         if not self.ring.zigzag:
             return x
         return dealt_out(x, dim, self.laid.axes, self.ring.size, back=back)

@@ -122,7 +122,7 @@ def _shard_channels(
     others: list[Spec],
     out: list[tuple[str, ...]],
 ) -> tuple[str, ...]:
-    """Add the axes that shard a kernel's channels to the layouts.
+    """Adds the axes that shard a kernel's channels to the layouts.
 
     Args:
         equation: a convolution.

@@ -103,7 +103,7 @@ class Program:
         specs: Sequence[Spec],
         away: Collection[int] = (),
     ) -> list[Any]:
-        """Fix the layout of flat leaves, but of those in host memory by number."""
+        """Fixes the layout of flat leaves, but of those in host memory by number."""
         return [
             x
             if i in away
@@ -184,7 +184,7 @@ class Program:
 def micro_batches(
     program: Program, batch: Sequence[Any]
 ) -> tuple[list[Any], Callable[..., list[Any]]]:
-    """Cut a global batch into micro-batches along a new leading dimension.
+    """Cuts a global batch into micro-batches along a new leading dimension.
 
     Args:
         program: Loss, optimizer and plan that will run.
@@ -580,7 +580,7 @@ class UpdateProgram:
 def update_program(
     optimizer: optax.GradientTransformationExtraArgs, adapter: Adapter
 ) -> UpdateProgram:
-    """Trace an optimizer's step.
+    """Traces an optimizer's step.
 
     Args:
         optimizer: the optimizer.

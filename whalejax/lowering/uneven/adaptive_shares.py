@@ -108,7 +108,7 @@ class AdaptiveSharesRunner(StepRunner):
         return told_pace(seconds, self.shares, replica, row)
 
     def _settle(self, paces: Any) -> None:
-        """Take the shares of the next step from what was told in the last one.
+        """Takes the shares of the next step from what was told in the last one.
 
         Raises:
             PlanError: replicas ran by different shares in it.
@@ -130,7 +130,7 @@ def _mark_of(shares: Sequence[int]) -> int:
 
 
 def _check_marks(said: np.ndarray, shares: Sequence[int]) -> None:
-    """Refuse to go on where replicas ran by different shares."""
+    """Refuses to go on where replicas ran by different shares."""
     mark = _mark_of(shares)
     others = np.flatnonzero((said != [[mark], [_MARKS - mark]]).any(axis=0)).tolist()
     if others:

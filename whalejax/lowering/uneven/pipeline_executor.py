@@ -139,7 +139,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         return {r: trees[r].unflatten(several) for r, several in leaves.items()}
 
     def _agree(self) -> None:
-        """Compare plans and shares with those of the others, the first time."""
+        """Compares plans and shares with those of the others, the first time."""
         self._agreement.check(self.program, self._described, plan=self._plan)
 
     def _described(self) -> dict[str, object]:
@@ -208,7 +208,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         *,
         keeps: bool = True,
     ) -> dict[int, SchedulePass]:
-        """Run all micro-batches of the pipelines here, side by side."""
+        """Runs all micro-batches of the pipelines here, side by side."""
         numbers = micro_batch_ranges(self.shares)
         runs = {
             r: SchedulePass(

@@ -163,7 +163,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         return replica_state
 
     def _agree(self) -> None:
-        """Compare the plan with that of the other processes, the first time."""
+        """Compares the plan with that of the other processes, the first time."""
         self._agreement.check(
             self.program, lambda: {"shares": self.shares}, plan=self._plan
         )
@@ -235,7 +235,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     def _ran(
         self, seen: Mapping[int, TrainState], batch: MicroBatches
     ) -> dict[int, list[Any]]:
-        """Run all micro-batches here; what each replica has for the exchange."""
+        """Runs all micro-batches here; what each replica has for the exchange."""
         timed = self._start()
         sums = {r: self._replicas[r].begin() for r in self._mine}
         rest = {r: seen[r].rest for r in self._mine}

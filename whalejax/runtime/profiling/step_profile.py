@@ -181,7 +181,7 @@ class StepProfile:
         return str(self)
 
     def save(self, path: str | Path) -> None:
-        """Write what was traced and what was planned as one file for Perfetto.
+        """Writes what was traced and what was planned as one file for Perfetto.
 
         Open it at https://ui.perfetto.dev, or in ``chrome://tracing``.
 

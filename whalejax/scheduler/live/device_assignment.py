@@ -73,7 +73,7 @@ class Placing:
         self.failed: dict[str, str] = {}
 
     def turn(self, *, may_start: bool) -> None:
-        """Bring every job nearer to where it is to be.
+        """Brings every job nearer to where it is to be.
 
         Args:
             may_start: Processes may be started: what happened is written down.
@@ -141,7 +141,7 @@ class Placing:
     # Starts and resizes.
 
     def _begin(self, job: LiveJob, run: JobRun, *, may_start: bool) -> None:
-        """Start a run that has no process, once there are devices for it."""
+        """Starts a run that has no process, once there are devices for it."""
         if job.devices and not job.target:
             self._set_devices(job, [])
         if not (job.target and may_start):
@@ -203,7 +203,7 @@ class Placing:
         return min(job.target, first if first >= job.request.devices[0] else 0)
 
     def _release(self, job: LiveJob, run: JobRun) -> None:
-        """Take devices back that no process of a job has, or is to have."""
+        """Takes devices back that no process of a job has, or is to have."""
         if run.is_asking or (run.is_alive and not run.has_opened):
             return
         slots, target = run.reader.held_slots, self._without_failed(job, run)

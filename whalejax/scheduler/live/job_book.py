@@ -141,12 +141,12 @@ class JobBook:
         self._lines = JournalLines(path, durable=True)
 
     def record(self, event: str, **fields: Any) -> None:
-        """Let something happen, and have it written down."""
+        """Lets something happen, and have it written down."""
         self._lines.write(event, fields)
         self._apply(event, fields, time.time())
 
     def write(self) -> str:
-        """Write what a full disk kept from being written; why it still does."""
+        """Writes what a full disk kept from being written; why it still does."""
         return "" if self._lines.flush() else self._lines.problem
 
     @property
@@ -157,7 +157,7 @@ class JobBook:
         return self._lines.problem
 
     def close(self) -> None:
-        """Close the journal."""
+        """Closes the journal."""
         self._lines.close()
 
     def unfinished(self) -> list[LiveJob]:

@@ -54,7 +54,7 @@ class Planning:
         self._began, self._output = 0.0, -1
 
     def submit(self, request: Add) -> None:
-        """Have a job planned behind those that wait."""
+        """Has a job planned behind those that wait."""
         self._waiting.append(request)
 
     def withdraw(self, name: str) -> None:
@@ -82,7 +82,7 @@ class Planning:
         return self._finish_planning("")
 
     def _begin(self) -> PlannedJob | None:
-        """Begin to plan the next job; what became of it where that cannot be."""
+        """Begins to plan the next job; what became of it where that cannot be."""
         if not self._waiting:
             return None
         request = self._planned = self._waiting.popleft()

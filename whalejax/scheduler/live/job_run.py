@@ -82,7 +82,7 @@ class JobRun:
         self._starts_before = 0
 
     def poll(self) -> None:
-        """Read what is new."""
+        """Reads what is new."""
         if self._asking is not None and self._asking.done():
             self.refusal, self._asking = self._asking.result(), None
         self.reader.poll()
@@ -119,7 +119,7 @@ class JobRun:
         steps: int = 0,
         rate: float = 1.0,
     ) -> None:
-        """Start the run, from its newest checkpoint if there is one.
+        """Starts the run, from its newest checkpoint if there is one.
 
         Members whose supervisor is gone are taken back.
 
@@ -172,7 +172,7 @@ class JobRun:
             )
 
     def resize(self, size: int, devices: Sequence[str]) -> None:
-        """Ask the supervisor for another number of members; none ends the run.
+        """Asks the supervisor for another number of members; none ends the run.
 
         What came of it is in the run's journal.
         """

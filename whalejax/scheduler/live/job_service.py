@@ -102,7 +102,7 @@ class JobService:
         self._planning = Planning(self._cluster)
 
     def run(self, opened: Callable[[str], None] = say_in_background) -> int:
-        """Serve until SIGTERM, SIGINT or SIGHUP.
+        """Serves until SIGTERM, SIGINT or SIGHUP.
 
         Args:
             opened: Function that receives the text on its address.
@@ -128,7 +128,7 @@ class JobService:
         self._is_over = True
 
     def open(self) -> None:
-        """Take the folder, go on from its journal, and listen.
+        """Takes the folder, goes on from its journal, and listens.
 
         Raises:
             WhaleError: Another scheduler has it, or it cannot be written.
@@ -179,7 +179,7 @@ class JobService:
     # The loop.
 
     def turn(self, seconds: float) -> None:
-        """Answer what was asked, and do what follows from what happened.
+        """Answers what was asked, and does what follows from what happened.
 
         Args:
             seconds: Longest wait for a request.
@@ -207,7 +207,7 @@ class JobService:
                 self._schedule.remove(name)
 
     def _write(self) -> None:
-        """Say it where the journal cannot be written, and where it can be again."""
+        """Says it where the journal cannot be written, and where it can be again."""
         was, self._problem = self._problem, self._book.write()
         if self._problem and not was:
             say_in_background(f"whalejax: {self._full()}")
@@ -222,7 +222,7 @@ class JobService:
         )
 
     def _look_at(self, job: LiveJob) -> None:
-        """Take what a job's run has done into its table."""
+        """Takes what a job's run has done into its table."""
         run, step = self._runs[job.name], self._runs[job.name].reader.step
         run.poll()
         if run.reader.step > step and job.launches:
@@ -268,7 +268,7 @@ class JobService:
         say_in_background(f"whalejax: {self._failed_note()}")
 
     def _enter(self, job: LiveJob) -> None:
-        """Let a job have devices, if there are enough that have not failed."""
+        """Lets a job have devices, if there are enough that have not failed."""
         least = min((number for _, number in job.options), default=0)
         if job.wants_devices and least <= self._devices[""]:
             self._schedule.add(self._table(job), self._remaining_steps(job))
@@ -356,7 +356,7 @@ class JobService:
     # What is asked.
 
     def answer(self, request: requests.Request) -> Answer:
-        """Do what was asked, or say why not.
+        """Does what was asked, or says why not.
 
         Args:
             request: Request to answer.

@@ -26,7 +26,7 @@ _LEASE_SECONDS: Final = 10.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Keep a run running.
+    """Keeps a run running.
 
     Args:
         words: One, the fields of ``JobLaunch`` as JSON.

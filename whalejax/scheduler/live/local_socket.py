@@ -45,7 +45,7 @@ class WaitingRequest(NamedTuple):
 
 
 def make_private(folder: Path) -> None:
-    """Make the scheduler's folder, or see that nobody else can open it.
+    """Makes the scheduler's folder, or see that nobody else can open it.
 
     Raises:
         JobError: It cannot be made, or is another user's.
@@ -99,7 +99,7 @@ class LocalSocket:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Take no requests any more."""
+        """Takes no requests any more."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
@@ -139,7 +139,7 @@ class LocalSocket:
 
 
 def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
-    """Ask the scheduler of a folder.
+    """Asks the scheduler of a folder.
 
     Args:
         folder: Folder of the scheduler.

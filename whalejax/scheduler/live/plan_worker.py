@@ -32,7 +32,7 @@ _PACKAGE: Final = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """Plan what the input says."""
+    """Plans what the input says."""
     told = json.loads(sys.stdin.read())
     try:
         result = planned(told)

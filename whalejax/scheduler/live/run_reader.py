@@ -66,7 +66,7 @@ class ChangeCosts:
         return {name: statistics.fmean(x) for name, x in means.items() if x}
 
     def add(self, other: ChangeCosts) -> None:
-        """Take the measurements of another job, too."""
+        """Takes the measurements of another job, too."""
         self.starts += other.starts
         self.joins += other.joins
         self.stills += other.stills
@@ -211,7 +211,7 @@ class RunReader:
         self._asked.append(_RecordedDecision(at=at, before=before, after=after))
 
     def poll(self) -> None:
-        """Read what is new."""
+        """Reads what is new."""
         for said in self._events.new():
             self._event(said)
         for said in self._commits.new():

@@ -99,7 +99,7 @@ def peer_speed(cost: StageCost, speed: float, link: PeerLink) -> float:
 
 
 def check(setting: Setting, trace: Sequence[ChurnEvent]) -> None:
-    """Refuse what makes no sense.
+    """Refuses what makes no sense.
 
     Args:
         setting: Settings to check.

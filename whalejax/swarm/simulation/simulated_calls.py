@@ -159,7 +159,7 @@ class SimulatedCalls(abc.ABC):
 
     @abc.abstractmethod
     def _sum_if_complete(self) -> None:
-        """Sum the gradients of the step, if all of them are there."""
+        """Sums the gradients of the step, if all of them are there."""
 
     def _begin_micro_batches(self) -> None:
         """Begins the micro-batches of a step, from the first on."""
@@ -346,7 +346,7 @@ class SimulatedCalls(abc.ABC):
     def _failed(
         self, peer: SimulatedPeer, call: SimulatedCall, *, is_gone: bool
     ) -> None:
-        """Tell the wiring of a call without an answer."""
+        """Tells the wiring of a call without an answer."""
         self._wirings[call.trainer][call.attempt.stage].failed(
             peer.name,
             self.now - call.sent,

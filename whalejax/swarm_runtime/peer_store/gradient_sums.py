@@ -91,7 +91,7 @@ class SumHolder(StageHolder):
         return sent, tensor_codec.squared([a - b for a, b in pairs])
 
     def _check_sum(self, arrays: Sequence[np.ndarray], what: str) -> None:
-        """Refuse what is not finite, though all that it was made of is."""
+        """Refuses what is not finite, though all that it was made of is."""
         try:
             tensor_codec.check_finite(arrays, self.name)
         except RefusedRequestError as error:
@@ -203,7 +203,7 @@ class GradientSum:
         attempts: Sequence[int],
         slices: Sequence[np.ndarray],
     ) -> None:
-        """Add the gradients of a micro-batch, or those that were added up before."""
+        """Adds the gradients of a micro-batch, or those that were added up before."""
         if self.numbers:
             pairs = zip(self.arrays, slices, strict=True)
             with np.errstate(over="ignore", invalid="ignore"):  # Checked in the end.

@@ -118,7 +118,7 @@ class StageHolder:
                 self.run, self.generation = run, -1
 
     def serve(self, number: int) -> None:
-        """Serve a stage from now on; its programs are compiled here."""
+        """Serves a stage from now on; its programs are compiled here."""
         with self._lock:
             self.stage = None
             self._clear()
@@ -167,7 +167,7 @@ class StageHolder:
         return (asked.run, asked.generation) == now
 
     def _release(self, step: int) -> None:
-        """Let go of what no step from this one on reads."""
+        """Lets go of what no step from this one on reads."""
         for held in self._held:
             for key in [k for k in held if k[0] < step]:
                 del held[key]
@@ -195,7 +195,7 @@ class StageHolder:
         return result
 
     def _keep(self, asked: At, stage: StagePrograms, keep: Callable[[], None]) -> None:
-        """Keep a result.
+        """Keeps a result.
 
         Raises:
             Refused: this peer has gone on to another generation, step or stage.

@@ -194,14 +194,14 @@ class SecondaryTrainer:
         self._thread.start()
 
     def leave(self) -> None:
-        """Take no more; ``wait`` returns when what it leads is through.
+        """Takes no more; ``wait`` returns when what it leads is through.
 
         Asks nobody itself, so that a handler of signals may call it.
         """
         self._leaving.set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it has left or the run is over; whether it is so.
+        """Waits until it has left or the run is over; whether it is so.
 
         Args:
             seconds: Longest wait; for ever if None.
@@ -209,7 +209,7 @@ class SecondaryTrainer:
         return self._ended.wait(seconds)
 
     def close(self) -> None:
-        """Go at once; others lead what it led."""
+        """Goes at once; others lead what it led."""
         self._ended.set()
         self._stop.set()
         self._service.close()
@@ -280,7 +280,7 @@ class SecondaryTrainer:
         return self._caller.ask(self._registry, question, seconds=ASK_SECONDS)
 
     def _begin(self, given: GivenShare) -> None:
-        """Lead a micro-batch, in a thread of its own."""
+        """Leads a micro-batch, in a thread of its own."""
         at: At = (given.run, given.generation, given.step)
         with self._lock:
             if at != self._at:
@@ -329,7 +329,7 @@ class SecondaryTrainer:
         )
 
     def _lead(self, context: StepContext, share: MicroBatchLease) -> None:
-        """Take a micro-batch through, and say who holds what was made of it."""
+        """Takes a micro-batch through, and says who holds what was made of it."""
         passage, why = MicroBatchRoute(context, share.number), ""
         try:
             self._micro_batch(context.step, share.number)

@@ -140,7 +140,7 @@ class TrainerPool:
             return [{**own, "leads": held(OWN), "led": self.led}, *status_rows]
 
     def watch(self) -> None:
-        """Lose those that are not heard of any more."""
+        """Loses those that are not heard of any more."""
         now = self._fleet.now()
         with self._lock:
             step = self._step
@@ -183,7 +183,7 @@ class TrainerPool:
     def open(
         self, context: StepContext, passages: Sequence[MicroBatchRoute], in_flight: int
     ) -> MicroBatchQueue:
-        """Begin to give out the micro-batches of a step.
+        """Begins to give out the micro-batches of a step.
 
         Args:
             context: Context of the step.

@@ -189,7 +189,7 @@ class TrainerState:
         return self._snapshot
 
     def _check_now(self, asked: At, *, ahead: int = 0) -> None:
-        """Refuse a question of another run, generation or step.
+        """Refuses a question of another run, generation or step.
 
         Args:
             asked: the question.
@@ -356,7 +356,7 @@ class TrainerState:
         keeps: bool,
         at: tuple[int, int],
     ) -> None:
-        """Bring a peer to the step, in a thread of its own."""
+        """Brings a peer to the step, in a thread of its own."""
         begun = self.fleet.now()
         tries = [keeps, False] if keeps and sources is not None else [keeps]
         failed = ""
@@ -411,7 +411,7 @@ class TrainerState:
         keeps: bool,
         at: tuple[int, int],
     ) -> tuple[str | None, str]:
-        """Ask a peer to be at the step; the digest of its state, or why there is none.
+        """Asks a peer to be at the step; the digest of its state, or why there is none.
 
         Nothing is at fault where its mates hold the state of a later step by now.
         """
@@ -447,7 +447,7 @@ class TrainerState:
     # Snapshots.
 
     def _begin_snapshot(self) -> None:
-        """Take it, where it is time to, while the step is computed."""
+        """Takes it, where it is time to, while the step is computed."""
         pull = SnapshotDownload()
 
         def take() -> None:
@@ -489,7 +489,7 @@ class TrainerState:
     def _take_snapshot(
         self, *, now: bool = False, pull: SnapshotDownload | None = None
     ) -> None:
-        """Keep the state of all stages, where it is time to, or was and none came."""
+        """Keeps the state of all stages, where it is time to, or was and none came."""
         every = self.settings.snapshot_every
         due = self.step % every == 0 or self.step == self.settings.steps
         if self._snapshot.step == self.step or not (due or now or self._owed):

@@ -34,7 +34,7 @@ def taken_in(
     seconds: float,
     again_seconds: float,
 ) -> None:
-    """Ask a registry to take a process in, and again where none answers.
+    """Asks a registry to take a process in, and again where none answers.
 
     Args:
         once: asks once.

@@ -102,7 +102,7 @@ def squared(arrays: Sequence[np.ndarray]) -> float:
 
 
 def check_finite(arrays: Sequence[np.ndarray], whose: str) -> None:
-    """Refuse what is not finite.
+    """Refuses what is not finite.
 
     Args:
         arrays: Arrays of any dtype.
