@@ -108,16 +108,19 @@ def environment() -> dict[str, str]:
 class Serving:
     """A scheduler of four processes, which is killed and started again."""
 
-    def __init__(self, folder: Path, *words: str, start: bool = True) -> None:
+    def __init__(
+        self, folder: Path, *words: str, start: bool = True, cluster: str = "cpu:4"
+    ) -> None:
         """Start it.
 
         Args:
             folder: In which it runs.
             words: Further options of ``jobs serve``.
             start: Others start it where this is false.
+            cluster: Devices that the jobs divide.
         """
         self.folder, self.save = folder, folder / "jobs"
-        self._words = ["serve", "--cluster", "cpu:4", *words]
+        self._words = ["serve", "--cluster", cluster, *words]
         self.process: subprocess.Popen[bytes] | None = None
         if start:
             self.start()

@@ -69,7 +69,7 @@ def start_agents(
     """
     hosts, host = _hosts(command), command.host
     if host is None and hosts:
-        host = _address_for(hosts)
+        host = address_for(hosts)
     if host is None and command.ray is not None:
         host = socket.gethostname()
     if host is None:
@@ -105,6 +105,6 @@ def _on_ray(address: str, where: str, folder: Path, most: int) -> RayAgents:
     return RayAgents(address, where, folder, processes=most)
 
 
-def _address_for(hosts: Sequence[str]) -> str:
+def address_for(hosts: Sequence[str]) -> str:
     """Returns the address at which agents of these hosts reach this machine."""
     return LOOPBACK if all(map(is_here, hosts)) else socket.gethostname()

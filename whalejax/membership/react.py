@@ -118,7 +118,8 @@ def _place(run: ElasticRun, now: float, event: ev.Event) -> None:
 
 
 def _fill_room(run: ElasticRun, now: float, room: int) -> None:
-    for slot in sorted(run.unplaced)[:room]:
+    # Slots with devices of their own are tried all: the room may be at another host.
+    for slot in sorted(run.unplaced)[: len(run.unplaced) if run.devices else room]:
         run.unplaced.discard(slot)
         run.failures.due.setdefault(slot, now)
 

@@ -42,7 +42,7 @@ from whalejax.wire.messages import (
 )
 
 
-PROTOCOL: Final = "whalejax 3"
+PROTOCOL: Final = "whalejax 4"
 """Name and version of what is spoken; both sides have the same."""
 
 UNENCRYPTED: Final = f"{PROTOCOL} without a key\n".encode()

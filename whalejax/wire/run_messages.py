@@ -317,6 +317,7 @@ class Enlisted(Message):
 
 class Start(Message):
     name: MemberName
+    device: Text = ""
 
 
 class Release(Message):

@@ -24,8 +24,9 @@ from whalejax.meshes.errors import WhaleError
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live import local_socket, plan_worker
 from whalejax.scheduler.live.job_book import JobBook
+from whalejax.scheduler.live.job_devices import job_devices
 from whalejax.scheduler.live.job_planning import Planning
-from whalejax.scheduler.live.job_service import JobService, ServeSettings, device_names
+from whalejax.scheduler.live.job_service import JobService, ServeSettings
 from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, ask, make_private
 from whalejax.scheduler.live.requests import (
     Add,
@@ -188,8 +189,8 @@ def test_a_cluster_file_that_changes_is_told(opened: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h100:2x8", "has 2 hosts; jobs serve shares out the devices of the host"),
-        ("v5e:2x2", "shares out CPUs and GPUs"),
+        ("h100:2x8", "has 2 hosts, and without --hosts jobs run on this one alone"),
+        ("v5e:2x2", "divides CPUs and GPUs"),
         ("h100:8", "this host shows 0 GPUs"),
     ],
 )
@@ -198,7 +199,7 @@ def test_clusters_that_this_host_does_not_have(
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     with pytest.raises(JobError, match=message):
-        device_names(cluster(text))
+        job_devices(cluster(text))
 
 
 def test_jobs_share_the_devices_that_have_not_failed(
@@ -340,12 +341,6 @@ def test_words_of_add_that_cannot_be_used_are_named_at_once(tmp_path: Path) -> N
         "--priority is 200; expected 0 to 100",
     ):
         assert said in str(caught.value)
-
-
-def test_other_hosts_are_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["jobs", "serve", "--cluster", "cpu:4", "--hosts", "a,b"]
-    assert main(words) == 2
-    assert "other hosts are not taken yet" in capsys.readouterr().err
 
 
 # Planning.

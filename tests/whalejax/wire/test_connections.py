@@ -464,7 +464,7 @@ def test_of_a_stranger_nothing_is_read_as_a_message() -> None:
         assert not found.came and not found.channels
         refused = found.acceptor.take_refused(1.0)
         assert refused is not None and refused.count == 3
-        assert "does not speak 'whalejax 3'" in refused.why
+        assert "does not speak 'whalejax 4'" in refused.why
 
 
 # Certificates.
@@ -549,7 +549,7 @@ def test_another_version_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(acceptors, "PROTOCOL", "whalejax 4")
         with pytest.raises(
             OtherProtocol,
-            match="speaks 'whalejax 4', and this process 'whalejax 3'. Install the",
+            match="speaks 'whalejax 5', and this process 'whalejax 4'. Install the",
         ):
             dial(found.address, KEY)
 
@@ -564,7 +564,7 @@ def test_who_signs_and_does_not_encrypt_is_told(
             said = b""
             while some := old.recv(1 << 12):
                 said += some
-        assert b"speaks 'whalejax 3'." in said and len(said) > 51
+        assert b"speaks 'whalejax 4'." in said and len(said) > 51
         assert not said.startswith(b"WHALEJAX-ELASTIC-2\n")
         assert "said nothing" in why_refused(found)
     with listen() as listening:

@@ -19,11 +19,13 @@ from whalejax.cli.jobs.jobs_options import (
     JobsServeCommand,
     JobsShowCommand,
 )
+from whalejax.cli.process_places import address_for
 from whalejax.elastic.elastic_worker import mesh_asked
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import visible
+from whalejax.processes.launch_spec import check_hosts, shell_words
 from whalejax.scheduler.job_table import JobError
 from whalejax.scheduler.live.job_run import LOG
 from whalejax.scheduler.live.job_service import JobService, ServeSettings
@@ -46,6 +48,7 @@ _SERVE_SECONDS: Final = 15.0
 """For a scheduler that was started just now to listen."""
 
 _NAME: Final = re.compile(NAME_PATTERN)
+_SERVE_DEFAULTS: Final = JobsServeCommand(cluster="")
 _MOST_DEVICES: Final = 1 << 20
 
 
@@ -55,11 +58,18 @@ def serve(command: JobsServeCommand) -> int:
     Args:
         command: The options.
     """
-    if command.hosts is not None:
-        raise JobError(
-            f"--hosts is {command.hosts}; jobs run on the host of jobs serve, and "
-            "other hosts are not taken yet. Leave it out, and start one on each"
-        )
+    hosts = () if command.hosts is None else tuple(command.hosts.split(","))
+    shell = shell_words(command.remote_shell)
+    with Problems("whalejax jobs serve", JobError) as problems:
+        if command.hosts is not None:
+            check_hosts(problems, hosts, len(hosts), shell)
+        else:
+            for option in ("remote_shell", "host"):
+                if getattr(command, option) != getattr(_SERVE_DEFAULTS, option):
+                    problems.add(
+                        f"--{option.replace('_', '-')} was given without --hosts, and "
+                        "is of these only. Leave it out, or name hosts"
+                    )
     for name in ("every", "resize", "horizon"):
         value = getattr(command, name)
         if not 0 <= value < 1e12 or (name != "resize" and not value):
@@ -71,6 +81,9 @@ def serve(command: JobsServeCommand) -> int:
         every=command.every,
         resize=command.resize,
         horizon=command.horizon,
+        hosts=hosts,
+        remote_shell=shell,
+        address=command.host or (address_for(hosts) if hosts else ""),
     )
 
     def print_address(text: str) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from tyro import conf
 
+from whalejax.cli.launch_options import SSH
 from whalejax.cli.options import Mesh, Model, OptionalNumber, Precision, Settings
 
 
@@ -69,8 +70,13 @@ class JobsServeCommand:
     takes its place"""
     horizon: Annotated[float, conf.arg(metavar="SECONDS")] = 600.0
     """in which a change has to win what it costs"""
-    hosts: Annotated[str | None, conf.arg(metavar="HOSTS")] = None
-    """not built yet: jobs run on the host of this command"""
+    hosts: Annotated[str | None, conf.arg(metavar="A,B")] = None
+    """hosts of the cluster's nodes, in their order: jobs run there, on others than this
+    one by ssh, in the folder of the job, with this Python; --save is on all of them"""
+    host: Annotated[str | None, conf.arg(metavar="ADDRESS")] = None
+    """of --hosts: address of this machine at which they reach the jobs' supervisors"""
+    remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = SSH
+    """what is given a host and a command"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from whalejax.elastic.supervisor.memory_folder import remove_copies
 from whalejax.elastic.supervisor.run_folder import COMPILED, compilation_cache
 from whalejax.membership.elastic_run import process_count_text
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.processes.local_gpus import own_gpus, refusal, visible_gpus
+from whalejax.processes.local_gpus import VISIBLE, own_gpus, refusal, visible_gpus
 from whalejax.processes.local_processes import (
     Processes,
     handled_signals,
@@ -344,8 +344,8 @@ class Agent:
                     f"the supervisor at {self._options.supervisor} refused this agent: "
                     f"{why}"
                 )
-            case Start(name=name):
-                self._start(name)
+            case Start(name=name, device=device):
+                self._start(name, device)
             case Release(name=name):
                 self._processes.release(name)
             case Kill(name=name):
@@ -381,13 +381,14 @@ class Agent:
                 f"{self._logs}"
             )
 
-    def _start(self, name: str) -> None:
+    def _start(self, name: str, device: str) -> None:
         if name in self._started or self._told:
             why = "it was told to end" if self._told else f"{name} is there"
             self._say(NotLaunched(name=name, why=why))
             return
         try:
-            pid, began = self._processes.start(name, self._own_gpus(name))
+            own = {VISIBLE: device} if device else self._own_gpus(name)
+            pid, began = self._processes.start(name, own)
         except (OSError, WhaleError) as error:
             self._places.pop(name, None)
             why = getattr(error, "strerror", None) or str(error)

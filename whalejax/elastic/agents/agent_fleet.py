@@ -267,10 +267,18 @@ class AgentFleet(Generic[Link]):
     # What agents are told.
 
     def start(self, now: float, slot: int, name: str) -> bool:
-        """Has a process started where there is most room; whether there is any."""
-        matches = [r for r in self._agents.values() if r.free > 0]
+        """Has a process started on the host of its slot's device, or where there is
+        most room; whether there is any.
+        """
+        members = self._run.members
+        host, device = self._device(slot)
+        if host and self._is_filled(slot):
+            # Its device is another's until that process has ended.
+            self._take(now, ev.Deferred(slot, until=now + _SOON_SECONDS))
+            return False
+        there = self._agents.values()
+        matches = [r for r in there if r.free > 0 and host in ("", r.name)]
         if not matches:
-            members = self._run.members
             ends = {n for r in self._agents.values() for n in r.there}
             ending = any(n not in members or not members[n].is_there for n in ends)
             until = now + _SOON_SECONDS if ending else None
@@ -279,8 +287,24 @@ class AgentFleet(Generic[Link]):
         # Members are spread; among agents with equally many, the first that came.
         record = min(matches, key=lambda r: (len(r.there) + len(r.asked), -r.free))
         record.asked[name] = slot
-        self._tell(record, Start(name=name))
+        self._tell(record, Start(name=name, device=device))
         return True
+
+    def _device(self, slot: int) -> tuple[str, str]:
+        """Returns the host of a slot's device and its name there; empty where they
+        were never given.
+        """
+        devices = self._run.devices or ()
+        host, _, device = (
+            devices[slot].partition("/") if slot < len(devices) else 3 * ("",)
+        )
+        return host, device
+
+    def _is_filled(self, slot: int) -> bool:
+        """Whether a process that filled a slot before has not ended yet."""
+        members = self._run.members
+        names = (name for r in self._agents.values() for name in r.there)
+        return any(n in members and members[n].slot == slot for n in names)
 
     def release(self, name: str) -> None:
         """Lets a process run that was started."""

@@ -621,6 +621,8 @@ class Supervisor:
     def _heard_agent(self, now: float, channel: Channel, message: OfAgent) -> None:
         self._fleet.on_message(now, channel, message)
         if isinstance(message, Exited):
+            if self._state.devices is not None:  # Who divides them waits for this.
+                self._record("process_ended", name=message.name)
             self._answers.append((channel, EventNoted(name=message.name)))
 
     def _wait_for_agents(self) -> None:

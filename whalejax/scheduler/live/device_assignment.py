@@ -1,4 +1,4 @@
-"""The devices of one host, handed from job to job as it was decided.
+"""Devices, handed from job to job as it was decided.
 
 What is decided is where jobs are to be; this brings them there. A device is another
 job's only when the process that had it has ended, and a job that is to have more waits
@@ -23,6 +23,7 @@ from whalejax.scheduler.live.job_book import (
     JobBook,
     LiveJob,
 )
+from whalejax.scheduler.live.job_devices import JobDevices
 from whalejax.scheduler.live.job_run import JobRun
 
 
@@ -56,20 +57,17 @@ class Placing:
         self,
         book: JobBook,
         runs: Mapping[str, JobRun],
-        names: list[str],
-        *,
-        masks: bool,
+        devices: JobDevices,
     ) -> None:
         """Starts without a change of devices.
 
         Args:
             book: The jobs, with the numbers of devices that they are to have.
             runs: Their runs by name.
-            names: Names of the devices.
-            masks: Processes see only their own, by ``CUDA_VISIBLE_DEVICES``.
+            devices: The devices.
         """
         self._book, self._runs = book, runs
-        self._names, self._masks = names, masks
+        self._devices = devices
         self.failed: dict[str, str] = {}
 
     def turn(self, *, may_start: bool) -> None:
@@ -101,13 +99,32 @@ class Placing:
             self._release(job, run)
 
     def free(self) -> list[str]:
-        """Devices that no job has, and that have not failed."""
+        """Devices that no job has, and that can be used."""
         taken = {name for job in self._book.jobs.values() for name in job.devices}
         return [name for name in self.usable() if name not in taken]
 
     def usable(self) -> list[str]:
-        """Devices that have not failed."""
-        return [name for name in self._names if name not in self.failed]
+        """Devices that have not failed, and whose hosts are there."""
+        lost = self.lost()
+        return [name for name in self._devices.names if name not in lost]
+
+    def lost(self) -> dict[str, str]:
+        """Devices that failed or whose host is away, and why."""
+        lost, now = dict(self.failed), time.time()
+        for job in self._book.unfinished():
+            run, own = self._runs[job.name], self._devices.hosts_of(job.devices)
+            for host in run.reader.away_hosts(own, now) if run.is_alive else ():
+                why = f"{host} has no agent of {job.name}"
+                for name in self._devices.of_host(host):
+                    lost.setdefault(name, why)
+        return lost
+
+    def _candidates(self, job: LiveJob) -> list[str]:
+        """Devices that a job may have: its own first, then those on its own hosts, and
+        on the hosts with the most that are free.
+        """
+        own = self._healthy_devices(job)
+        return own + self._devices.near(own, self.free())
 
     def _find_failed(self, job: LiveJob, run: JobRun) -> None:
         """A device fails where others of the same job do not: else the job does."""
@@ -146,7 +163,7 @@ class Placing:
             self._set_devices(job, [])
         if not (job.target and may_start):
             return
-        free = self._healthy_devices(job) + self.free()
+        free = self._candidates(job)
         if len(free) >= job.target:
             self._set_devices(job, free[: job.target])
             batch, (_, efficiency) = job.wanted_batch, job.wanted
@@ -165,7 +182,7 @@ class Placing:
 
     def _start(self, job: LiveJob, run: JobRun, size: int) -> None:
         least, most = job.request.devices
-        most = max(least, min(most, len(self._names)))
+        most = max(least, min(most, len(self._devices.names)))
         rate = 1.0
         if job.request.rate_rule:
             rate = rate_factor(job.run_batch, job.batch, job.request.rate_rule)
@@ -191,14 +208,15 @@ class Placing:
         if target < size:
             run.resize(target, self._mask(job)[:target])
         elif job.target > size and not job.changes_batch:
-            free = self._healthy_devices(job) + self.free()
+            free = self._candidates(job)
             if len(free) >= job.target:
                 self._set_devices(job, free[: job.target])
                 run.resize(job.target, self._mask(job))
 
     def _without_failed(self, job: LiveJob, run: JobRun) -> int:
         """Number of members up to the first on a failed device, from which it grows."""
-        there = [n for n, name in enumerate(job.devices) if name in self.failed]
+        lost = self.lost()
+        there = [n for n, name in enumerate(job.devices) if name in lost]
         first = min(there, default=job.target)
         return min(job.target, first if first >= job.request.devices[0] else 0)
 
@@ -218,7 +236,8 @@ class Placing:
             self._book.record("devices", name=job.name, devices=names)
 
     def _healthy_devices(self, job: LiveJob) -> list[str]:
-        return [name for name in job.devices if name not in self.failed]
+        lost = self.lost()
+        return [name for name in job.devices if name not in lost]
 
     def _mask(self, job: LiveJob) -> list[str]:
-        return job.devices if self._masks else []
+        return self._devices.masks(job.devices)

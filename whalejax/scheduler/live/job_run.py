@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,9 +33,27 @@ FRONT: Final = "front"
 """Folder whose lock the process holds that keeps the supervisor running."""
 
 LOG: Final = "supervisor.log"
+PORT: Final = "port"
 CHECKPOINTS: Final = "checkpoints"
 _ASK_SECONDS: Final = 10.0
 _LAST_BYTES: Final = 4000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobHosts:
+    """Hosts whose devices are divided among jobs.
+
+    Attributes:
+        names: Their names, one for each node of the cluster.
+        room: Largest number of devices of one host.
+        remote_shell: Words before a host's name and the command for it.
+        address: Address of this machine at which agents reach supervisors.
+    """
+
+    names: list[str]
+    room: int
+    remote_shell: list[str]
+    address: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +65,10 @@ class JobLaunch:
         options: Options of ``whalejax train`` for a member.
         least, most: Numbers of members that the run may have.
         first: Number of members with which it begins.
-        devices: Names of devices for ``CUDA_VISIBLE_DEVICES``; None on CPUs.
+        devices: Names of devices for ``CUDA_VISIBLE_DEVICES``, each after its host
+            where there are several; None on the CPUs of one host.
+        hosts: Where the members run; None on this machine alone.
+        port: Port at which agents of these hosts reach the supervisor.
     """
 
     home: str
@@ -55,6 +77,8 @@ class JobLaunch:
     most: int
     first: int
     devices: list[str] | None = None
+    hosts: JobHosts | None = None
+    port: int = 0
 
 
 class JobRun:
@@ -66,15 +90,23 @@ class JobRun:
         refusal: Reason why its supervisor last refused to resize it.
     """
 
-    def __init__(self, home: Path, request: Add, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        home: Path,
+        request: Add,
+        pool: ThreadPoolExecutor,
+        hosts: JobHosts | None = None,
+    ) -> None:
         """Names the folder; starts no process.
 
         Args:
             home: Folder of the job.
             request: Request that added the job.
             pool: Threads that ask supervisors.
+            hosts: Where its members run; None on this machine alone.
         """
         self.home, self._request, self._pool = home, request, pool
+        self._hosts = hosts
         self.reader = RunReader(home)
         self.refusal = ""
         self._front: subprocess.Popen[bytes] | None = None
@@ -157,6 +189,8 @@ class JobRun:
             most=most,
             first=size,
             devices=list(devices) or None,
+            hosts=self._hosts,
+            port=0 if self._hosts is None else self._port(),
         )
         self._starts_before = self.reader.starts
         words = [sys.executable, "-m", "whalejax.scheduler.live.job_supervisor"]
@@ -170,6 +204,17 @@ class JobRun:
                 start_new_session=True,
                 env={**os.environ},
             )
+
+    def _port(self) -> int:
+        """Returns a free port, or that at which members look for a supervisor."""
+        path = self.home / PORT
+        if self.reader.held_slots and path.exists():
+            return int(path.read_text())
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = int(free.getsockname()[1])
+        path.write_text(str(port))
+        return port
 
     def resize(self, size: int, devices: Sequence[str]) -> None:
         """Asks the supervisor for another number of members; none ends the run.

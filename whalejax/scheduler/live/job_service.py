@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from whalejax.distributed.standard_streams import say_in_background
-from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError
-from whalejax.processes.local_gpus import visible_gpus
 from whalejax.processes.local_processes import handled_signals
 from whalejax.runtime.folder_lock import FolderLock
 from whalejax.scheduler.allocation import Objective
@@ -36,8 +34,9 @@ from whalejax.scheduler.job_table import (
 from whalejax.scheduler.live import requests
 from whalejax.scheduler.live.device_assignment import Placing
 from whalejax.scheduler.live.job_book import JobBook, LiveJob
+from whalejax.scheduler.live.job_devices import job_devices
 from whalejax.scheduler.live.job_planning import PlannedJob, Planning
-from whalejax.scheduler.live.job_run import JobRun
+from whalejax.scheduler.live.job_run import JobHosts, JobRun
 from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, make_private
 from whalejax.scheduler.live.reports import report_of
 from whalejax.scheduler.live.requests import (
@@ -69,6 +68,9 @@ class ServeSettings:
         every: Seconds between decisions where no job comes or ends.
         resize: Seconds that starts and further devices take, before it was measured.
         horizon: Seconds in which a change has to win what it costs.
+        hosts: Host of each node of the cluster; empty for this machine.
+        remote_shell: Words before the name of another host and the command for it.
+        address: Address of this machine at which the hosts reach supervisors.
     """
 
     folder: Path
@@ -77,6 +79,9 @@ class ServeSettings:
     every: float = 60.0
     resize: float = 31.0
     horizon: float = 600.0
+    hosts: tuple[str, ...] = ()
+    remote_shell: tuple[str, ...] = ()
+    address: str = ""
 
 
 class JobService:
@@ -86,12 +91,21 @@ class JobService:
         """Finds the devices; starts nothing yet.
 
         Raises:
-            JobError: The cluster is none that this host can share out.
+            JobError: The cluster is none that jobs can divide.
         """
         self._settings = settings
         self._cluster = parse_cluster(settings.cluster)
         self._file = _bytes_of(settings.cluster)
-        self._names, self._masks = device_names(self._cluster)
+        self._devices_of_jobs = job_devices(self._cluster, settings.hosts)
+        self._names = self._devices_of_jobs.names
+        self._hosts: JobHosts | None = None
+        if settings.hosts:
+            self._hosts = JobHosts(
+                names=[*settings.hosts],
+                room=max(node.count for node in self._cluster.nodes),
+                remote_shell=[*settings.remote_shell],
+                address=settings.address,
+            )
         self._runs: dict[str, JobRun] = {}
         self._held = contextlib.ExitStack()
         self._is_over = False
@@ -114,6 +128,12 @@ class JobService:
             self.open()
             text = f"{self._settings.folder / SOCKET}, which its user alone can open"
             opened(f"whalejax: jobs on {self._cluster.describe()}; listening at {text}")
+            if self._hosts is not None:
+                opened(
+                    f"whalejax: jobs run on {', '.join(self._hosts.names)}; the "
+                    f"supervisor of each listens at {self._hosts.address}, to agents "
+                    "with the key of its run"
+                )
             while not self._is_over:
                 self.turn(_TURN_SECONDS)
         there = [job.name for job in self._book.unfinished() if job.target]
@@ -143,7 +163,7 @@ class JobService:
         self._held.callback(lambda: pool.shutdown(wait=False, cancel_futures=True))
         self._pool = pool
         self._held.callback(self._planning.close)
-        self._placing = Placing(self._book, self._runs, self._names, masks=self._masks)
+        self._placing = Placing(self._book, self._runs, self._devices_of_jobs)
         for job in self._book.jobs.values():
             run = self._run_of(job)
             for at, before, after in job.placed:
@@ -165,6 +185,8 @@ class JobService:
     def _check_cluster(self) -> None:
         """A folder keeps its cluster while it has jobs: their tables are of it."""
         text, before = self._cluster.describe(), self._book.cluster
+        if self._settings.hosts:
+            text = f"{text} at {','.join(self._settings.hosts)}"
         there = [job.name for job in self._book.unfinished()]
         if before and before != text and there:
             raise JobError(
@@ -254,12 +276,17 @@ class JobService:
         )
 
     def _count_devices(self) -> None:
-        """Share out what has not failed; jobs that need more stand still."""
-        count = len(self._placing.usable())
-        if count == self._devices[""]:
+        """Divides the devices that can be used; jobs that need more stand still."""
+        count, before = len(self._placing.usable()), self._devices[""]
+        if count == before:
             return
         self._devices[""] = count
         self._schedule.set_devices(self._devices)
+        if count > before:  # A host is there again.
+            for job in self._book.unfinished():
+                if job.name not in self._schedule.places() and job.options:
+                    self._enter(job)
+            return
         for name in [*self._schedule.places()]:
             job = self._book.jobs[name]
             if min(number for _, number in job.options) > count:
@@ -274,9 +301,17 @@ class JobService:
             self._schedule.add(self._table(job), self._remaining_steps(job))
 
     def _failed_note(self) -> str:
-        told = [f"{name} ({why})" for name, why in self._placing.failed.items()]
-        text = ", ".join(told)
-        return f"devices that failed are used no more: {text}" if told else ""
+        failed = self._placing.failed
+        away = {k: v for k, v in self._placing.lost().items() if k not in failed}
+        notes = []
+        for what, lost in (
+            ("devices that failed are used no more", failed),
+            ("devices of hosts that are away are not used", away),
+        ):
+            if lost:
+                each = ", ".join(f"{name} ({why})" for name, why in lost.items())
+                notes.append(f"{what}: {each}")
+        return "; ".join(notes)
 
     def _place(self, job: LiveJob, size: int) -> None:
         if size != job.target:
@@ -286,7 +321,8 @@ class JobService:
 
     def _run_of(self, job: LiveJob) -> JobRun:
         home = self._settings.folder / job.name
-        return self._runs.setdefault(job.name, JobRun(home, job.request, self._pool))
+        run = JobRun(home, job.request, self._pool, self._hosts)
+        return self._runs.setdefault(job.name, run)
 
     # Tables.
 
@@ -473,38 +509,3 @@ def _bytes_of(cluster: str) -> bytes:
         return path.read_bytes() if path.suffix in (".toml", ".json") else b""
     except OSError:
         return b""
-
-
-def device_names(cluster: Cluster) -> tuple[list[str], bool]:
-    """Names of the devices of this host, and whether processes are shown only theirs.
-
-    Raises:
-        JobError: The cluster has several hosts or kinds, or more than there are here.
-    """
-    if len(cluster.nodes) > 1:
-        raise JobError(
-            f"{cluster.describe()} has {len(cluster.nodes)} hosts; jobs serve shares "
-            "out the devices of the host that it runs on. Give a cluster of one, such "
-            f"as {cluster.kinds[0].name}:{cluster.nodes[0].count}"
-        )
-    if len(cluster.kinds) > 1:
-        kinds = ", ".join(kind.name for kind in cluster.kinds)
-        raise JobError(
-            f"the host of {cluster.describe()} has devices of several kinds ({kinds}); "
-            "jobs serve shares out devices that are alike. Serve one kind"
-        )
-    count, (kind,) = cluster.num_devices, cluster.kinds
-    if kind.platform == "cpu":
-        return [f"cpu{n}" for n in range(count)], False
-    if kind.platform != "gpu":
-        raise JobError(
-            f"jobs serve shares out CPUs and GPUs; {kind.name} is {kind.platform}"
-        )
-    there = visible_gpus()
-    if len(there) < count:
-        raise JobError(
-            f"--cluster has {count} {kind.name}, and this host shows {len(there)} GPUs "
-            f"({', '.join(there) or 'none'}). Give {kind.name}:{len(there) or 'N'} on "
-            "a host with GPUs, or unset CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
-        )
-    return list(there[:count]), True

@@ -5,13 +5,18 @@ The scheduler starts it and may end; this one goes on until the run is over.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from whalejax.elastic.launching import supervise
+import msgspec
+
+from whalejax.distributed.launch_env import joined_address
+from whalejax.elastic.agents.on_hosts import HostAgents
+from whalejax.elastic.launching import ProcessPlaces, supervise
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
@@ -34,7 +39,7 @@ def main(words: Sequence[str]) -> int:
     Returns:
         Status of the run's supervisor.
     """
-    told = JobLaunch(**json.loads(words[0]))
+    told = msgspec.json.decode(words[0], type=JobLaunch)
     home = Path(told.home)
     lock = FolderLock(home / FRONT)
     try:
@@ -44,23 +49,47 @@ def main(words: Sequence[str]) -> int:
         return IS_HELD
     try:
         command = [sys.executable, "-m", "whalejax.elastic.elastic_worker"]
-        return supervise(
-            [*command, json.dumps(told.options)],
-            home,
-            SupervisorSettings(
-                least=told.least,
-                most=told.most,
-                first=told.first,
-                lease_seconds=_LEASE_SECONDS,
-            ),
-            seconds=_EXIT_SECONDS,
-            devices=None if told.devices is None else tuple(told.devices),
-        )
+        with contextlib.ExitStack() as stack:
+            return supervise(
+                [*command, json.dumps(told.options)],
+                home,
+                SupervisorSettings(
+                    least=told.least,
+                    most=told.most,
+                    first=told.first,
+                    lease_seconds=_LEASE_SECONDS,
+                ),
+                _start_agents(told, home, stack),
+                seconds=_EXIT_SECONDS,
+                devices=None if told.devices is None else tuple(told.devices),
+            )
     except WhaleError as error:
         print(f"whalejax: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
         lock.__exit__(None, None, None)
+
+
+def _start_agents(
+    told: JobLaunch, home: Path, stack: contextlib.ExitStack
+) -> ProcessPlaces | None:
+    """Starts an agent on each host, if there are several, until the stack is closed."""
+    hosts = told.hosts
+    if hosts is None:
+        return None
+    stack.enter_context(
+        HostAgents(
+            hosts.names,
+            joined_address(hosts.address, told.port),
+            home,
+            processes=hosts.room,
+            remote_shell=hosts.remote_shell,
+        )
+    )
+    used = {name.partition("/")[0] for name in told.devices or ()}
+    return ProcessPlaces(
+        host=hosts.address, port=told.port, awaited=tuple(sorted(used))
+    )
 
 
 if __name__ == "__main__":

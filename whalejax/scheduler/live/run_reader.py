@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,9 @@ _MOST_STEPS: Final = 400
 
 _FEWEST_STEPS: Final = 5
 _FEWEST_NOISE_LINES: Final = 20
+_AWAY_SECONDS: Final = 60.0
+"""Without an agent, after which the devices of a host are not used."""
+
 _RECENT_STEPS: Final = 50
 
 METRICS: Final = "metrics"
@@ -74,9 +77,17 @@ class ChangeCosts:
 
 @dataclass(slots=True)
 class _Process:
+    """A member's process.
+
+    Attributes:
+        agent: Name of the agent that holds it, which is its host's; empty on this
+            machine.
+    """
+
     slot: int
     pid: int
     began: str
+    agent: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,6 +186,9 @@ class RunReader:
         first_step_at: Unix time of the first step of all.
         failures: Number of processes in a row that ended before they were ready for
             steps, by slot.
+        agents: Names of the agents that hold processes of the newest run.
+        away_since: Unix time since which each other host has no agent, of those that
+            had one; with the key ``""`` that since which hosts are waited for.
     """
 
     def __init__(self, home: Path) -> None:
@@ -192,6 +206,8 @@ class RunReader:
         self.costs = ChangeCosts()
         self.first_step_at: float | None = None
         self.failures: dict[int, int] = {}
+        self.agents: set[str] = set()
+        self.away_since: dict[str, float] = {}
         self._not_ready: dict[str, int] = {}
         self._processes: dict[str, _Process] = {}
         self._begun: dict[int, tuple[int, float]] = {}
@@ -217,8 +233,9 @@ class RunReader:
         for said in self._commits.new():
             if said["event"] == journal.COMMITTED:
                 self._committed(said)
-        for name in [n for n, p in self._processes.items() if not runs(p.pid, p.began)]:
-            del self._processes[name]
+        for name, process in [*self._processes.items()]:
+            if not process.agent and not runs(process.pid, process.began):
+                del self._processes[name]
         self._noise.poll()
 
     @property
@@ -244,6 +261,23 @@ class RunReader:
         """Slots whose processes are there, also those that were given up."""
         return {process.slot for process in self._processes.values()}
 
+    def away_hosts(self, hosts: Sequence[str], at: float) -> list[str]:
+        """Returns those of the run's hosts that have had no agent for a while.
+
+        Args:
+            hosts: Hosts of the run's devices.
+            at: Unix time.
+        """
+        if not self.away_since:
+            return []
+        first = self.away_since[""]
+        return [
+            host
+            for host in hosts
+            if host not in self.agents
+            and at - self.away_since.get(host, first) > _AWAY_SECONDS
+        ]
+
     def pids(self) -> dict[str, int]:
         """Processes of members by name."""
         return {name: one.pid for name, one in self._processes.items()}
@@ -267,12 +301,16 @@ class RunReader:
                 self.size, self.members = 0, 0
                 self.failures, self._not_ready = {}, {}
                 self.ending, self.drains = None, False
+                self.agents, self.away_since = set(), {"": said["time"]}
+                for name in [n for n, p in self._processes.items() if p.agent]:
+                    del self._processes[name]  # They end without their supervisor.
             case "restarted":
                 self.starts += 1
             case "resized":
                 self.size = said["size"]
             case "started":
-                process = _Process(said["slot"], said["pid"], said["began"])
+                agent = said.get("agent", "")
+                process = _Process(said["slot"], said["pid"], said["began"], agent)
                 self._processes[said["name"]] = process
                 self._not_ready[said["name"]] = said["slot"]
             case "ready":
@@ -281,6 +319,10 @@ class RunReader:
                 slot = self._not_ready.pop(said["name"], None)
                 if slot is not None:
                     self.failures[slot] = self.failures.get(slot, 0) + 1
+            case "process_ended":
+                self._processes.pop(said["name"], None)
+            case "agent_joined" | "agent_left" | "agent_lost":
+                self._agent_event(said)
             case "begun":
                 self.members = len(said["members"])
                 self._begun[said["generation"]] = self.members, said["time"]
@@ -290,6 +332,18 @@ class RunReader:
                 how = str(said.get("how"))
                 ending = Ending(how) if how in [*Ending] else Ending.FAILED
                 self.ending = ending, str(said.get("why", ""))
+
+    def _agent_event(self, said: Mapping[str, Any]) -> None:
+        agent = said["agent"]
+        if said["event"] == "agent_joined":
+            self.agents.add(agent)
+            self.away_since.pop(agent, None)
+            return
+        # Its processes end with it, or where it comes back.
+        self.agents.discard(agent)
+        self.away_since[agent] = said["time"]
+        for name in [n for n, p in self._processes.items() if p.agent == agent]:
+            del self._processes[name]
 
     def _committed(self, said: Mapping[str, Any]) -> None:
         generation, step, at = said["generation"], said["step"], said["time"]

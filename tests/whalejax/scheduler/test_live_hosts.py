@@ -1,0 +1,160 @@
+"""Real jobs that trade the devices of two hosts, of which one fails for a while.
+
+Both hosts are this machine: the remote shell runs a command here, whatever the host.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_jobs import Serving, audited, undisturbed
+
+from whalejax.cli.main import main
+from whalejax.meshes import cluster
+from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.live.job_devices import job_devices
+from whalejax.scheduler.live.run_reader import RunReader
+
+
+pytestmark = pytest.mark.relaxed_promotion
+
+STEPS = {"first": 700, "second": 60}
+
+TWO_HOSTS = """
+[[nodes]]
+kind = "cpu"
+count = 2
+repeat = 2
+
+[[levels]]
+name = "memory"
+size = 2
+bandwidth_bytes_per_second = 8e9
+latency_seconds = 1e-5
+
+[[levels]]
+name = "ethernet"
+size = 2
+bandwidth_bytes_per_second = 1e9
+latency_seconds = 5e-5
+"""
+
+HERE = '#!/bin/sh\nshift\nexec sh -c "$*"\n'
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> list[str]:
+    """Options of ``jobs serve`` for two hosts."""
+    (tmp_path / "two.toml").write_text(TWO_HOSTS)
+    shell = tmp_path / "shell"
+    shell.write_text(HERE)
+    shell.chmod(0o700)
+    return ["--hosts", "a,b", "--remote-shell", str(shell), "--host", "127.0.0.1"]
+
+
+def agent_pids(home: Path, name: str) -> list[int]:
+    """Processes that are the agent of a host for the job in a folder."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            told = {b"agent", b"--name", name.encode(), str(home.absolute()).encode()}
+            if told <= {*words} and b"sh" != words[0]:
+                found.append(int(folder.name))
+    return found
+
+
+def test_jobs_trade_the_devices_of_two_hosts(tmp_path: Path, hosts: list[str]) -> None:
+    serving = Serving(
+        tmp_path, "--every", "3", "--resize", "2", *hosts, cluster="two.toml"
+    )
+
+    def step(name: str) -> int:
+        return max((said["step"] for said in serving.commits(name)), default=0)
+
+    def places(name: str) -> set[str]:
+        """Hosts of the members of a job that ever were."""
+        return {e["agent"] for e in serving.events(name) if e["event"] == "started"}
+
+    def add(name: str) -> None:
+        serving.add(name, "--set", "seconds=0.03", "--no-wait", steps=STEPS[name])
+
+    def are_complete() -> bool:
+        there = serving.shown()
+        return all(there[name].status == "complete" for name in STEPS if there)
+
+    try:
+        add("first")
+        assert serving.until(lambda: step("first") > 5 and len(places("first")) == 2)
+        add("second")
+        assert serving.until(lambda: step("second") > 2)
+        (agent,) = agent_pids(serving.save / "first", "b")
+        os.kill(agent, signal.SIGKILL)
+        assert serving.until(are_complete)
+        given = [e for e in serving.book() if e["event"] == "devices"]
+        names = {f"{host}/cpu{number}" for host in "ab" for number in range(2)}
+        assert {one for said in given for one in said["devices"]} == names
+        expected = undisturbed(tmp_path / "alone", max(STEPS.values()))
+        for name, steps in STEPS.items():
+            found = audited(serving, name, steps, expected[:steps])
+            assert found["steps"] == found["compared_losses"] == steps, found
+            assert not found["samples_lost"] and not found["samples_doubled"], found
+            assert found["max_rel_loss_diff"] < 1e-5, found
+        assert serving.until(lambda: not serving.leftovers([*STEPS]), 60.0)
+    finally:
+        serving.end([*STEPS])
+
+
+def test_devices_of_several_hosts_have_their_host_s_name(tmp_path: Path) -> None:
+    gpus = job_devices(cluster("h100:2x2"), ("a", "b"))
+    assert gpus.names == ["a/0", "a/1", "b/0", "b/1"]
+    assert gpus.masks(["b/1"]) == ["b/1"] and gpus.is_masked
+    (tmp_path / "two.toml").write_text(TWO_HOSTS)
+    cpus = job_devices(cluster(str(tmp_path / "two.toml")), ("a", "b"))
+    assert cpus.names == ["a/cpu0", "a/cpu1", "b/cpu0", "b/cpu1"]
+    assert cpus.masks(["b/cpu1"]) == ["b/"]
+    with pytest.raises(JobError, match=r"--hosts has 3 names, and .* has 2 nodes"):
+        job_devices(cluster("h100:2x2"), ("a", "b", "c"))
+
+
+def test_a_host_without_an_agent_is_away_after_a_while(tmp_path: Path) -> None:
+    reader = RunReader(tmp_path)
+
+    def say(event: str, at: float, **fields: Any) -> None:
+        reader._event({"event": event, "time": at, **fields})
+
+    say("opened", 100.0)
+    assert reader.away_hosts(["a", "b"], 120.0) == []
+    say("agent_joined", 121.0, agent="a")
+    say("started", 122.0, name="m1", slot=0, pid=1, began="", agent="a")
+    assert reader.away_hosts(["a", "b"], 170.0) == ["b"]
+    assert reader.held_slots == {0}
+    say("agent_lost", 200.0, agent="a")
+    assert not reader.held_slots
+    assert reader.away_hosts(["a"], 250.0) == []
+    assert reader.away_hosts(["a"], 261.0) == ["a"]
+    say("agent_joined", 262.0, agent="a")
+    assert reader.away_hosts(["a"], 400.0) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hosts", "a,a"], "--hosts a,a has a host twice"),
+        (["--hosts", "a", "--remote-shell", "no-such-program"], "there is no program"),
+        (["--host", "1.2.3.4"], "--host was given without --hosts"),
+    ],
+)
+def test_hosts_that_cannot_be_used(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = ["--save", str(tmp_path / "jobs")]
+    assert main(["jobs", "serve", "--cluster", "cpu:4", *save, *words]) == 2
+    assert message in capsys.readouterr().err
