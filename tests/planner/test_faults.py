@@ -276,7 +276,8 @@ def test_an_estimate_is_drawn_in_notebooks(tmp_path: Path) -> None:
     bundle = found._repr_mimebundle_()
     assert bundle["text/plain"] == str(found)
     html = bundle["text/html"]
-    assert html.count("<title>") == 6 and f"{found.elastic:.4f}</text>" in html
+    for value in drawn.bars.values():
+        assert f"{value:.4f}</text>" in html
     assert "trace    2 failures in 900 s" in html
     drawn.save(tmp_path / "goodput.svg")
     assert (tmp_path / "goodput.svg").read_text().startswith("<svg")

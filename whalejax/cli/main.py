@@ -459,11 +459,16 @@ def _search(command: SearchCommand) -> None:
     from whalejax.api import job_plans
     from whalejax.cli import show
     from whalejax.cli.progress import Working, make_console
+    from whalejax.planner.plan.report.export import check_export
 
     if not command.on:
         raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
     if command.json and command.export is not None:
         raise WhaleError("--export and --json are two ways to print; give one of them")
+    if command.export is not None:
+        check_export(command.export, image=command.image)
+    elif command.image is not None:
+        raise WhaleError("--image is for --export jobset; give both, or neither")
     given, settings = prices(command.price), plan_settings(command)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):

@@ -180,6 +180,36 @@ _OF_SEVERAL: Final = ("axlearn", "skypilot")
 """Formats that say what to do on each of several clusters."""
 
 
+def check_export(
+    form: object,
+    *,
+    name: object = "train",
+    image: object = None,
+    command: object = None,
+) -> None:
+    """Refuse arguments that no plan can be exported with.
+
+    Args:
+        form, name, image, command: As for ``export``.
+
+    Raises:
+        PlanError: All that is wrong with them.
+    """
+    problems = Arguments("export", PlanError)
+    problems.choice("form", form, FORMS)
+    known = isinstance(form, str) and form in FORMS
+    if not (isinstance(name, str) and re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", name)):
+        problems.refuse("name", name, "small letters, digits and -, such as 'train'")
+    for what, text in (("image", image), ("command", command)):
+        if text is not None and not (is_printable(text) and str(text).strip()):
+            problems.refuse(what, text, "printable text, or None")
+        elif text is not None and known and form in FORMS[:4]:
+            problems.add(f"{what} is for jobset and skypilot; {form} has none")
+    if known and form == "jobset" and image is None:
+        problems.add("image is missing; a JobSet needs a container image")
+    problems.raise_if_any()
+
+
 def export(
     plans: Sequence[PlanData],
     form: str,
@@ -202,19 +232,7 @@ def export(
     Raises:
         PlanError: The format cannot say the plan, or an argument is no such thing.
     """
-    problems = Arguments("export", PlanError)
-    problems.choice("form", form, FORMS)
-    known = isinstance(form, str) and form in FORMS
-    if not (isinstance(name, str) and re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", name)):
-        problems.refuse("name", name, "small letters, digits and -, such as 'train'")
-    for what, text in (("image", image), ("command", command)):
-        if text is not None and not (is_printable(text) and str(text).strip()):
-            problems.refuse(what, text, "printable text, or None")
-        elif text is not None and known and form in FORMS[:4]:
-            problems.add(f"{what} is for jobset and skypilot; {form} has none")
-    if known and form == "jobset" and image is None:
-        problems.add("image is missing; a JobSet needs a container image")
-    problems.raise_if_any()
+    check_export(form, name=name, image=image, command=command)
     chosen = plans if form in _OF_SEVERAL else plans[:1]
     match form:
         case "maxtext":
