@@ -546,7 +546,7 @@ def test_a_revoked_certificate_is_refused_and_its_connections_end(
 
 def test_another_version_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with listener() as found:
-        monkeypatch.setattr(acceptors, "PROTOCOL", "whalejax 4")
+        monkeypatch.setattr(acceptors, "PROTOCOL", "whalejax 5")
         with pytest.raises(
             OtherProtocol,
             match="speaks 'whalejax 5', and this process 'whalejax 4'. Install the",

@@ -111,9 +111,10 @@ class Placing:
     def lost(self) -> dict[str, str]:
         """Devices that failed or whose host is away, and why."""
         lost, now = dict(self.failed), time.time()
-        for job in self._book.unfinished():
-            run, own = self._runs[job.name], self._devices.hosts_of(job.devices)
-            for host in run.reader.away_hosts(own, now) if run.is_alive else ():
+        hosts = self._devices.hosts
+        for job in self._book.unfinished() if hosts else ():
+            run = self._runs[job.name]  # It has an agent on every host.
+            for host in run.reader.away_hosts(hosts, now) if run.is_alive else ():
                 why = f"{host} has no agent of {job.name}"
                 for name in self._devices.of_host(host):
                     lost.setdefault(name, why)

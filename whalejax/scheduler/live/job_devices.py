@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from whalejax.meshes import Cluster
 from whalejax.processes.local_gpus import visible_gpus
@@ -39,9 +39,10 @@ class JobDevices:
             return [*names] if self.is_masked else []
         return [name if self.is_masked else f"{_host(name)}/" for name in names]
 
-    def hosts_of(self, names: Iterable[str]) -> list[str]:
-        """Returns the hosts of devices, each once; empty where hosts have no names."""
-        return [*dict.fromkeys(map(_host, names))] if self.has_hosts else []
+    @property
+    def hosts(self) -> list[str]:
+        """Names of the hosts; empty where it is this machine."""
+        return [*dict.fromkeys(map(_host, self.names))] if self.has_hosts else []
 
     def of_host(self, host: str) -> list[str]:
         """Returns the names of a host's devices."""

@@ -265,7 +265,7 @@ class RunReader:
         """Returns those of the run's hosts that have had no agent for a while.
 
         Args:
-            hosts: Hosts of the run's devices.
+            hosts: Hosts that should have an agent.
             at: Unix time.
         """
         if not self.away_since:
