@@ -164,7 +164,7 @@ def _is_spec(spec: Any) -> bool:
 def _check(
     axes: Any, devices: Any, allow_idle: Any, order: Any, problems: Arguments
 ) -> None:
-    """Record arguments of ``build_mesh`` that are of other types."""
+    """Records arguments of ``build_mesh`` that are of other types."""
     if not isinstance(axes, list | tuple) or not all(
         isinstance(pair, tuple)
         and len(pair) == 2

@@ -18,7 +18,7 @@ ALL = "*"
 
 
 OFFLOADS = ("optimizer", "activations", "params", "gradients")
-"""What may lie in host memory; gradients only beside params, and in estimates."""
+"""What may are in host memory; gradients only beside params, and in estimates."""
 
 _GRADIENTS_ALONE = 1 << OFFLOADS.index("gradients"), 1 << OFFLOADS.index("params")
 

@@ -131,7 +131,7 @@ class RegionTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan that was weighed: its layout in words, predicted time and memory.
+    """A plan that was evaluated: its layout in words, predicted time and memory.
 
     Attributes:
         layout: Layout such as ``"data 2 × tensor 4, ZeRO-1"``.
@@ -164,7 +164,7 @@ class Candidate:
 
 
 class Candidates(tuple[Candidate, ...]):
-    """Plans that were weighed, best first; shown with a line for each."""
+    """Plans that were evaluated, best first; shown with a line for each."""
 
     __slots__ = ()
 

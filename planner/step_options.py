@@ -43,7 +43,7 @@ class UserOptions:
         remat: ``"none"``, ``"dots"``, ``"named"`` or ``"full"``; or a policy for each
             TaskGraph by its name.
         offload: some of ``"optimizer"``, ``"activations"`` and ``"params"`` (and, in
-            estimates, ``"gradients"``) that lie in host memory; ``"none"`` or ``()``
+            estimates, ``"gradients"``) that are in host memory; ``"none"`` or ``()``
             is nothing.
         sequence_parallel: whether ``tensor`` shards the sequence between products.
         attention: ``"ring"`` or ``"gather"``; or one for each TaskGraph by its name.
@@ -249,7 +249,7 @@ def option_counts(chosen: StepOptions) -> dict[str, int]:
 
 
 def check_user_options(options: UserOptions, problems: Arguments) -> None:
-    """Record options that no model can be planned with.
+    """Records options that no model can be planned with.
 
     Args:
         options: Options that the user gave.

@@ -438,7 +438,7 @@ class Case:
         num_micro_batches: accumulated in a step.
         dtype: of parameters, statistics and computation.
         remat: what the backward pass computes again.
-        offload: what lies in host memory.
+        offload: what is in host memory.
         precision: what the model computes in; its own dtype if ``"f32"``.
     """
 

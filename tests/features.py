@@ -110,7 +110,7 @@ def reason_to_skip(case: Case) -> str | None:
     if "activations" in case.offload and case.remat == "none":
         return "only activations of what is computed again wait in host memory"
     if "params" in case.offload and case.model.name != "gpt-scan":
-        return "only parameters that a scan slices lie in host memory"
+        return "only parameters that a scan slices are in host memory"
     if "params" in case.offload and case.strategy.zero:
         return "parameters in host memory are updated as they are stored"
     return None

@@ -36,7 +36,7 @@ REMATS: Final = ("none", "dots")
 
 
 def _scanned(name: str, layers: int) -> Model:
-    """A GPT whose layers stages share out."""
+    """A GPT whose layers stages divide."""
     return Model(
         name=name,
         family="scan",

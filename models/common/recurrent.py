@@ -71,7 +71,7 @@ class LSTM(nnx.Module):
         self.recurrent = nnx.LinearGeneral(hidden, gates, use_bias=False, **kinds)
 
     def __call__(self, *inputs: Array, backward_over: Array | None = None) -> Array:
-        """Run over time.
+        """Runs over time.
 
         Args:
             inputs: ``[batch, time, width]`` each, of the widths that were given.

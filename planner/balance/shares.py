@@ -165,7 +165,7 @@ def speed_bound(seconds: Sequence[float]) -> float:
 
 
 def balance(total: int, devices: Sequence[Device]) -> Balance:
-    """Share equal pieces among unlike devices, as fast as memory allows.
+    """Divides equal pieces among unlike devices, as fast as memory allows.
 
     Exact: of all shares in whole pieces that fit, none is done earlier.
 
@@ -352,7 +352,7 @@ def micro_batch_ranges(shares: Sequence[int]) -> list[range]:
 def shares(
     total: int, seconds: Sequence[float], most: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Split equal pieces of work so that the last device is done as early as can be.
+    """Splits equal pieces of work so that the last device is done as early as can be.
 
     Exact: a piece always goes to the device that would finish it first, which is
     optimal for pieces of one size. Of equal devices the first takes more.

@@ -37,7 +37,7 @@ class AxisPart:
 def axis_parts(
     axes: tuple[str, ...], mesh: Mapping[str, int], cluster: Cluster
 ) -> tuple[AxisPart, ...]:
-    """Cut mesh axes at the levels of the topology, innermost first.
+    """Cuts mesh axes at the levels of the topology, innermost first.
 
     Args:
         axes: the axes a collective runs over.

@@ -556,7 +556,7 @@ class _Path:
     def reduce(
         self, spec: Spec, axes: Sequence[str], wanted: Mapping[str, int], phase: str
     ) -> Spec:
-        """Sum over some axes, scattering over those that the next layout wants.
+        """Sums over some axes, scattering over those that the next layout wants.
 
         Returns:
             The layout that the sum is in.

@@ -936,7 +936,7 @@ def _add(
 def _hold(
     held: dict[TensorEntry, float], more: Iterable[tuple[TensorEntry, float]]
 ) -> None:
-    """Count more of what is held."""
+    """Counts more of what is held."""
     for entry, times in more:
         held[entry] = held.get(entry, 0) + times
 

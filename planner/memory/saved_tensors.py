@@ -279,7 +279,7 @@ def fold_kept(
     entries: Mapping[int, tuple[int, int]],
     made: Mapping[int, str] | None = None,
 ) -> tuple[SavedTensorGroup, ...]:
-    """Fold tensors that memory must hold.
+    """Folds tensors that memory must hold.
 
     Args:
         graph: the captured loss.

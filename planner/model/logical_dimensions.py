@@ -62,7 +62,7 @@ class Role:
 def fold(
     atoms: Atoms, classes: Union, holds: Sequence[set[int]]
 ) -> tuple[dict[int, int], tuple[Role, ...]]:
-    """Fold classes into roles.
+    """Folds classes into roles.
 
     Args:
         atoms: Atoms of the graph.

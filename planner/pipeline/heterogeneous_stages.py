@@ -138,7 +138,7 @@ def allot(
     *,
     hidden: bool = False,
 ) -> HeterogeneousPlacement:
-    """Place stages and cut the model for them.
+    """Places stages and cuts the model for them.
 
     Args:
         chains: Layers of the model as the devices of each kind run them, by its name,

@@ -1,4 +1,4 @@
-"""The layers that pipeline stages alike share out, as the planner sees them.
+"""The layers that pipeline stages alike divide, as the planner sees them.
 
 They are the turns of one scan over stacked parameters. The model of one stage is the
 whole one with fewer turns.
@@ -22,7 +22,7 @@ from whalejax.planner.sharding.offload_candidates import FORMS
 
 
 NO_LAYERS = (
-    "the model has no scan over stacked layers, which stages alike share out",
+    "the model has no scan over stacked layers, which stages alike divide",
     "Write its layers as one scan (nnx.scan, nn.scan, jax.lax.scan), or leave the axis "
     "stage out",
 )
@@ -38,7 +38,7 @@ class StackedLayers:
         paths: parameters that it slices.
         length: Number of layers.
         carried: ids of the tensors that a layer hands to the next.
-        others: Further scans that estimates share out alike.
+        others: Further scans that estimates divide alike.
     """
 
     position: tuple[int, ...]
@@ -53,7 +53,7 @@ class StackedLayers:
 
         Args:
             graph: the captured loss.
-            every: Whether stages share out every scan of layers: no executor does.
+            every: Whether stages divide every scan of layers: no executor does.
 
         Raises:
             PlanError: they are no scan over stacked parameters.

@@ -118,7 +118,7 @@ _WORDS = re.compile(r"[A-Za-z0-9_.,=+-]{0,200}")
 
 
 def check_options(options: Mapping[str, Any], problems: Problems) -> None:
-    """Record options that a plan may not carry.
+    """Records options that a plan may not carry.
 
     Args:
         options: Options by name.

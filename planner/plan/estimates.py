@@ -42,7 +42,7 @@ def why_not(graph: Graph, request: Request, plan: Plan) -> list[str]:
         scans = StackedLayers.of(graph, every=True) if plan.stages.turns else None
         if scans is not None and scans.others:
             number = 1 + len(scans.others)
-            texts.append(f"stages share out the layers of {number} scans")
+            texts.append(f"stages divide the layers of {number} scans")
     if "params" in plan.offload and not sliced_leaves(graph):
         texts.append(NO_SLICES)
     return [*result, *(text.partition(". ")[0] for text in texts)]

@@ -56,7 +56,7 @@ class Stages(StagesData):
 class Plan(PlanDisplay):
     """Plan of one model on one cluster.
 
-    How a step is computed, such as what is computed again and what lies in host memory,
+    How a step is computed, such as what is computed again and what is in host memory,
     are the fields of ``planner.step_options.StepOptions``, which a plan has beside its
     own.
 

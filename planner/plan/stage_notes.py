@@ -23,7 +23,7 @@ UNEVEN = 1.5
 
 
 class StagedPlan(Protocol):
-    """A plan in stages that was weighed."""
+    """A plan in stages that was evaluated."""
 
     time: TimeTerms
     memory: MemoryTerms
@@ -157,7 +157,7 @@ def evened(remedy: str) -> str:
         return "Write the layers out (of the reference models: scan_layers=False)"
     remedy = remedy.removesuffix(", or leave the axis stage out")
     return (
-        f"{remedy}; then stages share out its layers. Or write the layers out (of the "
+        f"{remedy}; then stages divide its layers. Or write the layers out (of the "
         "reference models: scan_layers=False)"
     )
 

@@ -411,7 +411,7 @@ def _build_plan(
     best: _ParallelPipelines,
     found: Sequence[_ParallelPipelines],
 ) -> Plan:
-    """The plan of the best; ``found`` has all that were weighed."""
+    """The plan of the best; ``found`` has all that were evaluated."""
     first = best.plans[0].plan
     others = sorted(
         (one for one in found if one is not best), key=lambda one: one.step_seconds

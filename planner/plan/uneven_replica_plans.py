@@ -161,7 +161,7 @@ def _check(
 
 
 class _Tries:
-    """Replicas that were weighed, and what was wrong with others.
+    """Replicas that were evaluated, and what was wrong with others.
 
     Attributes:
         found: Evaluated replicas.

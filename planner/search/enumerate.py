@@ -1070,7 +1070,7 @@ class Search:
     ) -> np.ndarray:
         """Whether devices hold cases with the fewest or the most micro-batches.
 
-        State of the optimizer takes no room of its own while it lies in host memory, as
+        State of the optimizer takes no room of its own while it is in host memory, as
         parameters and activations do that pass through the device: sets without it are
         looked at where there are none with it, or hosts are short.
         """

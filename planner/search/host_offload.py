@@ -70,12 +70,12 @@ class HostMemoryLimits:
 
     @functools.cached_property
     def state(self) -> list[int]:
-        """Bytes of each parameter's optimizer state that may lie in host memory."""
+        """Bytes of each parameter's optimizer state that may are in host memory."""
         return [self.streamed.state.get(t.path, 0) for t in self.facts.tensors]
 
     @functools.cached_property
     def leaves(self) -> list[bool]:
-        """For each parameter: it may lie in host memory itself."""
+        """For each parameter: it may are in host memory itself."""
         sliced, streamed = self.program.sliced, self.streamed.params
         anywhere = self.request.estimate and not sliced
         return [
@@ -145,7 +145,7 @@ class HostMemoryLimits:
     def state_bytes(
         self, cuts: Sequence[LeafShardCounts], offload: Offload, shares: Any = None
     ) -> Any:
-        """Optimizer state of one device that lies in host memory, by case.
+        """Optimizer state of one device that is in host memory, by case.
 
         Args:
             cuts: Shard counts of each parameter group.
@@ -170,7 +170,7 @@ class HostMemoryLimits:
     def params_on_host(
         self, layouts: Sequence[LeafLayout], offload: Offload
     ) -> list[bool]:
-        """For each parameter: it lies in host memory.
+        """For each parameter: it is in host memory.
 
         Those whose update takes other shards than are stored do not: they would have
         to be on the device as a whole to be cut.
@@ -206,7 +206,7 @@ class HostMemoryLimits:
         return host_param_counts
 
     def params_bytes(self, cuts: Sequence[LeafShardCounts], offload: Offload) -> Any:
-        """Parameters of one device that lie in host memory, by case.
+        """Parameters of one device that are in host memory, by case.
 
         Args:
             cuts: Shard counts of each parameter group.

@@ -223,7 +223,7 @@ def _nothing_waits(search: Search, *, open_remat: bool) -> str:
 
 def _nothing_is_sliced() -> str:
     return (
-        'offload="params": what lies in host memory is matrices of which a loop over '
+        'offload="params": what is in host memory is matrices of which a loop over '
         "layers reads a slice in each turn and nothing reads the whole, and this model "
         "has none. Put its layers into a scan (nnx.scan, nn.scan; scan_layers=True in "
         "the package's models), or take offload=()"
@@ -253,7 +253,7 @@ def _nothing_fits(search: Search, weighed: int, *, more: bool) -> NothingFits:
         f"no plan fits: the nearest ({nearest.layout}) needs {gigabytes(need)} and "
         f"lacks {gigabytes(need - limit)} ({need - limit} bytes) of "
         f"{gigabytes(limit)}{whose} per device ({terms}). {weighed} "
-        f"plan{'s were' if weighed > 1 else ' was'} weighed. "
+        f"plan{'s were' if weighed > 1 else ' was'} evaluated. "
         f"{'Leave remat to the planner, use' if more else 'Use'} more devices, "
         f"{_smaller(search, nearest.num_micro_batches)} or a smaller model"
     )

@@ -42,7 +42,7 @@ def least_stage_steps(
 
     Stages take no less than an even part of what all of the model takes on the devices
     of one, in layouts of which they hold an even part of parameters and state. Stages
-    that share out a scan compute at least what is no product again, and each
+    that divide a scan compute at least what is no product again, and each
     micro-batch passes through them in turn.
 
     Args:

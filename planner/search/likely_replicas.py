@@ -78,7 +78,7 @@ def likely_replicas(
     again: Again | None = None,
     known: ProgramCache | None = None,
 ) -> list[LikelyReplicas]:
-    """Estimate replicas of each size with each number of micro-batches.
+    """Estimates replicas of each size with each number of micro-batches.
 
     Args:
         graph: Captured loss.

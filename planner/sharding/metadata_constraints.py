@@ -37,7 +37,7 @@ NO_WEIGHTS = {
 the model's own name of the axis."""
 
 NO_LAYERS = (
-    "over which only layers are shared out: the first dimension of parameters that a "
+    "over which only layers are divided: the first dimension of parameters that a "
     "scan slices. Drop that name there"
 )
 
@@ -256,7 +256,7 @@ def metadata_pins(
                 continue
             atoms = dims.layouts[tensor.id][dim]
             if not atoms:
-                continue  # Nothing is shared out of one; ``unplanned_pins`` says so.
+                continue  # There is nothing to divide; ``unplanned_pins`` says so.
             obstacle = dims.roles[atoms[0]].unshardable if axis == "fsdp" else ""
             if obstacle:
                 problems.add(f"{where}, which cannot be: {obstacle}. Drop that name")
@@ -321,7 +321,7 @@ def _called(tensor: Tensor, dim: int, axis: str) -> str:
 
 
 def _check_twice(tensor: Tensor, problems: Problems) -> set[str]:
-    """Report axes that stand on several dimensions of one leaf, and return them."""
+    """Reports axes that are on several dimensions of one leaf, and returns them."""
     places: dict[str, list[int]] = {}
     for dim, axis in pins_of(tensor):
         places.setdefault(axis, []).append(dim)
@@ -338,7 +338,7 @@ def _check_twice(tensor: Tensor, problems: Problems) -> set[str]:
 def check_together(
     pins: tuple[AxisConstraint, ...], meet: Mapping[int, set[int]], problems: Problems
 ) -> None:
-    """Report pins of one region that no layout can obey together.
+    """Reports pins of one region that no layout can obey together.
 
     Args:
         pins: all of the region's.

@@ -71,7 +71,7 @@ class Ring:
 
 
 def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
-    """Deal out an attention.
+    """Assigns the blocks of an attention to rounds.
 
     Args:
         num_rows, num_columns: lengths of the sequence of queries and of that of keys;

@@ -64,7 +64,7 @@ def shared_roles(tables: Mapping[int, Table], batch: Sequence[int]) -> frozenset
 def split_between(
     graph: Graph, dims: Dimensions, shared: frozenset[int]
 ) -> SequenceSplit:
-    """Set operations on the batch apart that hold none of some roles.
+    """Separates operations on the batch that hold none of some roles.
 
     Args:
         graph: the captured loss, experts set apart.

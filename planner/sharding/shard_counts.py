@@ -82,7 +82,7 @@ def added_axes(before: ShardCounts, after: ShardCounts) -> dict[str, Any]:
 def axis_sets(
     masks: Mapping[str, Any], number: int
 ) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    """Group cases by the mesh axes of which something is true there.
+    """Groups cases by the mesh axes of which something is true there.
 
     Args:
         masks: Truth, or an array of it over cases, by axis.

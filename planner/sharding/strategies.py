@@ -147,7 +147,7 @@ class Options:
         """Tables under which a batch divides.
 
         What no mark obliges leaves whole, on every device of a model axis, the samples
-        that this axis would share out, where it cannot. Others use the axis.
+        that this axis would divide, where it cannot. Others use the axis.
 
         Args:
             tables: one for each TaskGraph.

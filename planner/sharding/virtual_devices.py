@@ -92,7 +92,7 @@ def check_devices(
     problems: Problems,
     stages: int = 1,
 ) -> None:
-    """Report device counts that cannot be had.
+    """Reports device counts that are not available.
 
     Args:
         task_graphs: the marked TaskGraphs, in program order.

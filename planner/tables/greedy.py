@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from whalejax.planner.tables.ranks import Ranks
-from whalejax.planner.tables.ways import Item, Way, rank_groups, times_chosen
+from whalejax.planner.tables.ways import Item, StorageOption, rank_groups, times_chosen
 
 
 _LARGEST_SHARDS: Final = (math.inf, 1.0, 0.7, 0.5, 0.35, 0.25, 0.125, 1 / 16)
@@ -61,17 +61,17 @@ class Scale:
         smallest = [min(self.largest(way) for way in item.ways) for item in items]
         self.bound = max(1.0, *smallest)
 
-    def largest(self, way: Way) -> float:
+    def largest(self, way: StorageOption) -> float:
         """The largest load of one shard over the measures, in units of the mean."""
         return float(np.max(np.divide(way.loads, self.mean)))
 
 
-def holders(way: Way, ranks: Ranks) -> int:
+def holders(way: StorageOption, ranks: Ranks) -> int:
     """Returns how many times a rank has a shard's load, over all ranks."""
     return ranks.count if way.split == "replicate" else way.shards
 
 
-def slot_limit(ways: Sequence[Way], ranks: Ranks) -> int:
+def slot_limit(ways: Sequence[StorageOption], ranks: Ranks) -> int:
     """Most shards that one rank may hold: ⌈shards / ranks⌉."""
     return math.ceil(sum(way.shards * way.slots for way in ways) / ranks.count)
 
@@ -179,7 +179,7 @@ class _Search:
             if int(rank) in held and smaller:
                 size = now.loads[measure] / self.scale.mean[measure]
 
-                def total(pair: tuple[int, Way]) -> tuple[float, int]:
+                def total(pair: tuple[int, StorageOption]) -> tuple[float, int]:
                     each = np.sum(np.divide(pair[1].loads, self.scale.mean))
                     count = holders(pair[1], self.ranks)
                     return round(float(each) * count, 9), pair[1].shards
@@ -206,7 +206,11 @@ class _Filling:
     """Ranks while shards are assigned to them."""
 
     def __init__(
-        self, items: Sequence[Item], ways: Sequence[Way], ranks: Ranks, scale: Scale
+        self,
+        items: Sequence[Item],
+        ways: Sequence[StorageOption],
+        ranks: Ranks,
+        scale: Scale,
     ) -> None:
         self.items, self.ways, self.ranks = items, ways, ranks
         self.limit = slot_limit(ways, ranks)
@@ -322,7 +326,7 @@ class _Filling:
         return None if best is None else best[1]
 
 
-def _sizes(number: int | None, ways: Sequence[Way]) -> np.ndarray:
+def _sizes(number: int | None, ways: Sequence[StorageOption]) -> np.ndarray:
     if number is None:
         return np.zeros(3)
     way = ways[number]

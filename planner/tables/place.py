@@ -32,7 +32,7 @@ from whalejax.planner.tables.ways import (
     SPLITS,
     Item,
     Objective,
-    Way,
+    StorageOption,
     list_ways,
     read_pin,
 )
@@ -65,7 +65,7 @@ def place_tables(
     most_shards: int | None = None,
     seconds: float = _LONGEST_SECONDS,
 ) -> TablePlacement:
-    """Choose where embedding tables are stored.
+    """Chooses where embedding tables are stored.
 
     Args:
         tables: Tables, each with a name of its own.
@@ -308,8 +308,8 @@ def _items(
     return tuple(items)
 
 
-def _sum_of(ways: Sequence[Way]) -> Way:
-    return Way(
+def _sum_of(ways: Sequence[StorageOption]) -> StorageOption:
+    return StorageOption(
         split="whole",
         shards=1,
         slots=len(ways),

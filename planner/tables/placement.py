@@ -14,7 +14,7 @@ from whalejax.meshes.units import count_text, gigabytes, milliseconds
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.table import Table, range_edges
-from whalejax.planner.tables.ways import Item, Objective, Split, Way
+from whalejax.planner.tables.ways import Item, Objective, Split, StorageOption
 
 
 _BAR: Final = 24
@@ -127,7 +127,7 @@ class TablePlacement:
             raise PlanError(f"no table is named {short_repr(table)}; there are {names}")
         return found
 
-    def way_of(self, table: str) -> Way:
+    def way_of(self, table: str) -> StorageOption:
         """The way in which a table is stored and exchanged.
 
         Args:
@@ -223,7 +223,7 @@ class TablePlacement:
         return f"{text}; a better placement gains at most {self.gap:.1%}"
 
 
-def _request_text(way: Way) -> str:
+def _request_text(way: StorageOption) -> str:
     """Text of the bytes of rows that ranks ask for, and of vectors by sample."""
     return (
         "a rank asks a shard for each distinct row once, at most "
@@ -252,12 +252,14 @@ def _where(shards: Sequence[TableShard]) -> str:
     }[first.split]
 
 
-def table_shards(table: Table, way: Way, ranks: Sequence[int]) -> Iterator[TableShard]:
+def table_shards(
+    table: Table, way: StorageOption, ranks: Sequence[int]
+) -> Iterator[TableShard]:
     """The shards of a table that is divided in one way.
 
     Args:
         table: The table.
-        way: Way of dividing the table.
+        way: StorageOption of dividing the table.
         ranks: Rank of each shard; all ranks if replicated.
     """
     split, shards = way.split, way.shards

@@ -17,7 +17,7 @@ from whalejax.meshes.units import milliseconds
 from whalejax.planner.tables.place import place_tables
 from whalejax.planner.tables.placement import TablePlacement, TableShard
 from whalejax.planner.tables.table import Table
-from whalejax.planner.tables.ways import Split, Way, list_ways
+from whalejax.planner.tables.ways import Split, StorageOption, list_ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +100,7 @@ def place_again(
     )
 
 
-def _pin(ways: Sequence[Way], table: Table) -> str:
+def _pin(ways: Sequence[StorageOption], table: Table) -> str:
     """The pin that gave these ways of one table."""
     if ways[0].cached_rows and len(ways) == 1:
         return f"cached:{ways[0].cached_rows / table.rows!r}"

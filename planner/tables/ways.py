@@ -63,7 +63,7 @@ def read_pin(pin: Any) -> tuple[Split, float | None] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class StorageOption:
     """One way of storing tables that stay together, usually one table.
 
     Attributes:
@@ -102,15 +102,17 @@ class Item:
     """
 
     tables: tuple[int, ...]
-    ways: tuple[Way, ...]
+    ways: tuple[StorageOption, ...]
     rank: int | None = None
 
 
-def rank_groups(way: Way, ranks: Ranks, fixed: int | None) -> Sequence[Sequence[int]]:
+def rank_groups(
+    way: StorageOption, ranks: Ranks, fixed: int | None
+) -> Sequence[Sequence[int]]:
     """Sets of ranks that one choice covers: single ranks, nodes, or all ranks.
 
     Args:
-        way: Way of storing the table.
+        way: StorageOption of storing the table.
         ranks: All ranks.
         fixed: Rank that the user fixed, or None.
     """
@@ -122,7 +124,7 @@ def rank_groups(way: Way, ranks: Ranks, fixed: int | None) -> Sequence[Sequence[
     return [[rank] for rank in (range(ranks.count) if fixed is None else [fixed])]
 
 
-def times_chosen(way: Way) -> int:
+def times_chosen(way: StorageOption) -> int:
     """Returns the number of ``rank_groups`` that a way takes."""
     return 1 if way.split in ("replicate", "node_rows") else way.shards
 
@@ -136,7 +138,7 @@ def list_ways(
     splits: Collection[str],
     cached_part: float | None = None,
     asks: bool = True,
-) -> Iterator[Way]:
+) -> Iterator[StorageOption]:
     """The ways of storing one table, cheapest shards last.
 
     Args:
@@ -156,12 +158,16 @@ def list_ways(
             yield from _cached_ways(table, ranks, batch_size, objective, parts)
             continue
         for shards in _shard_numbers(split, table, ranks, batch_size):
-            way = _way(split, shards, table, ranks, batch_size, objective, asks)
+            way = _storage_option(
+                split, shards, table, ranks, batch_size, objective, asks
+            )
             if way.distinct_rows and "columns" in splits and table.splits_columns:
                 # Columns move as much as the whole table would by sample.
-                apart = _way("whole", 1, table, ranks, batch_size, objective, False)
+                apart = _storage_option(
+                    "whole", 1, table, ranks, batch_size, objective, False
+                )
                 if way.shards * way.exchange_bytes > _WORTH * apart.exchange_bytes:
-                    way = _way(
+                    way = _storage_option(
                         split, shards, table, ranks, batch_size, objective, False
                     )
             yield way
@@ -193,7 +199,7 @@ def _cached_ways(
     batch_size: int,
     objective: Objective,
     parts: Sequence[float],
-) -> Iterator[Way]:
+) -> Iterator[StorageOption]:
     """Tables in host memory of which the first rows are on the device."""
     if not ranks.host_bytes:
         return
@@ -204,13 +210,13 @@ def _cached_ways(
         hosted = table.rows - rows
         share = table.share_of_first(rows)
         ways = {
-            split: _way(split, 1, table, ranks, batch_size, objective, False)
+            split: _storage_option(split, 1, table, ranks, batch_size, objective, False)
             for split in ("whole", "host")
         }
         loads = zip(ways["whole"].loads, ways["host"].loads, strict=True)
         extra = ways["whole"].exchange_bytes * ranks.exchange_seconds
         exact = extra if objective == "time" else 0.0
-        yield Way(
+        yield StorageOption(
             split="cached",
             shards=1,
             slots=1,
@@ -224,7 +230,7 @@ def _cached_ways(
         )
 
 
-def _way(
+def _storage_option(
     split: Split,
     shards: int,
     table: Table,
@@ -232,7 +238,7 @@ def _way(
     batch_size: int,
     objective: Objective,
     asks: bool,
-) -> Way:
+) -> StorageOption:
     parts = 1 if split == "replicate" else shards
     row_parts = parts if split in ("rows", "node_rows") else 1
     memory = table.nbytes / parts
@@ -250,7 +256,7 @@ def _way(
     }
     measures["both"] = (*measures["rows"], *measures["lookups"])
     hosted = split == "host"
-    return Way(
+    return StorageOption(
         split=split,
         shards=shards,
         slots=0 if split == "replicate" else 1,

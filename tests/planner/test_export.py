@@ -73,7 +73,7 @@ def test_explain_names_what_does_not_fit() -> None:
 def test_a_plan_of_one_layout_has_no_runner_up() -> None:
     plan = planned("h100:1")
     assert plan.runner_up is None
-    assert "no other layout was weighed" in plan.explain()
+    assert "no other layout was evaluated" in plan.explain()
 
 
 def test_rules_say_what_the_tables_say() -> None:

@@ -306,7 +306,7 @@ def test_why_a_parameter_is_sharded() -> None:
     assert axis == ("tensor",)
     assert "computed in shards over tensor in default" in text
     assert "stored in shards over fsdp, gathered for use" in text
-    assert "plans that were weighed:" in text
+    assert "plans that were evaluated:" in text
     assert "chosen" in text
 
 

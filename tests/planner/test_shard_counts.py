@@ -139,7 +139,7 @@ def _layouts(search: Search) -> dict[str, list[tuple[dict[str, int], Any, int, i
 def test_memory_of_many_layouts_is_that_of_each(
     name: str, text: str, policy: str
 ) -> None:
-    """To the byte, whatever lies in host memory."""
+    """To the byte, whatever is in host memory."""
     search, draw, seen = _search(name, text, policy), random.Random(7), set()
     for rows in _layouts(search).values():
         tables, axes = rows[0][1], [*rows[0][0]]

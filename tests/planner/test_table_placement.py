@@ -18,7 +18,13 @@ from whalejax.planner.tables.place import place_tables
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.table import Table, range_edges
-from whalejax.planner.tables.ways import Item, Objective, Way, rank_groups, times_chosen
+from whalejax.planner.tables.ways import (
+    Item,
+    Objective,
+    StorageOption,
+    rank_groups,
+    times_chosen,
+)
 
 
 RANKS = Ranks(count=3, per_node=3, memory_bytes=1e9)
@@ -61,7 +67,11 @@ def least_load(items: tuple[Item, ...], ranks: Ranks, most_shards: int) -> float
 
 
 def load_of(
-    ways: tuple[Way, ...], placed: object, ranks: Ranks, scale: Scale, limit: int
+    ways: tuple[StorageOption, ...],
+    placed: object,
+    ranks: Ranks,
+    scale: Scale,
+    limit: int,
 ) -> float:
     loads = np.zeros((ranks.count, len(scale.mean)))
     slots, memory = np.zeros(ranks.count), np.zeros(ranks.count)

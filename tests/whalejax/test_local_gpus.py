@@ -1,4 +1,4 @@
-"""GPUs of a machine, shared out among its processes: a list of them is enough."""
+"""GPUs of a machine, divided among its processes: a list of them is enough."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_each_process_gets_as_many_of_its_own() -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_place_that_is_not_there_gets_none(processes: int) -> None:
-    said = f"process 3 .* all 4 .*shared out among {processes} processes.*again for 3"
+    said = f"process 3 .* all 4 .*divided among {processes} processes.*again for 3"
     with pytest.raises(WhaleError, match=said):
         own_gpus(["0", "1", "2", "3"], processes, 2)
     assert own_gpus([], processes, 2) == {}

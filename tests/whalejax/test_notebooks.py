@@ -92,7 +92,7 @@ def check_page(path: Path, expected: dict[str, int]) -> None:
     assert not shown.console
     assert shown.count("svg", **{"class": "drawn"}) >= expected["drawings"]
     assert shown.count("table") >= expected["tables"]
-    # One SVG for each chart, and in it a mark for each plan that was weighed.
+    # One SVG for each chart, and in it a mark for each plan that was evaluated.
     assert shown.count("svg", **{"class": "marks"}) == expected["charts"]
     points = shown.count("path", **{"aria-roledescription": "point"})
     assert points >= 10 * expected["charts"]

@@ -342,7 +342,7 @@ def test_what_is_no_layer_cannot_be_named_for_the_stages() -> None:
         )
     assert (
         "layers.up dim 1: its metadata shards it over stage, over which only layers "
-        "are shared out: the first dimension of parameters that a scan slices. Drop "
+        "are divided: the first dimension of parameters that a scan slices. Drop "
         "that name there"
     ) in str(caught.value)
 

@@ -357,5 +357,5 @@ def test_what_plans_say_of_layers_that_stages_share_out() -> None:
     plan = plan_of("h100:2", {"stage": 2})
     assert dict(plan.flax_rules())["layers"] == ("stage",)
     why = plan.why("layers")
-    assert "(12): shared out among the stages\n" in why
+    assert "(12): divided among the stages\n" in why
     assert "whole: layers[0]" not in plan.explain()

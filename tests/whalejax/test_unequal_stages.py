@@ -190,7 +190,7 @@ def test_plans_say_who_has_which_layers() -> None:
     assert first + last == 7 and first > 4  # the head is more than a layer's work
     assert f"{last}–{first} layers each" in str(plan)
     assert any(f"stages have {first}, {last} layers" in note for note in plan.notes)
-    assert "shared out among the stages" in plan.why("blocks.up.kernel")
+    assert "divided among the stages" in plan.why("blocks.up.kernel")
     assert "exchanged for layers" in plan.why("blocks.up.kernel")
     again = wh.Plan.from_document(plan.document())
     assert again == plan and again.hash == plan.hash

@@ -230,7 +230,7 @@ def _too_large() -> wh.Plan:
 @pytest.mark.full
 def test_the_local_compiler_answers_with_the_same_table() -> None:
     mesh = {"data": 2, "tensor": 4}
-    # Where the sequence is shared out, XLA adds one number to another before it reduces
+    # Where the sequence is divided, XLA adds one number to another before it reduces
     # them, of 768 bytes that the plan counts.
     plan = planned("gpt-test", "cpu:8", mesh=mesh, sequence_parallel=False)
     found = plan.verify("local", timeout_seconds=300)

@@ -54,7 +54,7 @@ class SplitRules:
     asked: Sequence[tuple[int, str]] = ()
 
     def check(self) -> None:
-        """Refuse what cannot be, before anything is searched.
+        """Refuses what cannot be, before anything is searched.
 
         Raises:
             PlanError: an option without effect, or that nothing can have.

@@ -112,7 +112,7 @@ def decider(
     if requested_pipeline and isinstance(uneven, tuple):
         raise PlanError(
             f"shares is {list(uneven)}, and how many stages there are is to be found: "
-            "micro-batches are shared out between pipelines of a known number of "
+            "micro-batches are divided between pipelines of a known number of "
             "stages. Give num_stages, or the axis stage in mesh"
         )
     problems = Problems("mesh", PlanError)
@@ -400,7 +400,7 @@ class _Staging:
             )
             if any(_seconds(one) < known for one in staged):
                 plan = _fastest([plan, *staged], None)
-            # Of several scans lockstep stages share out one that run.
+            # Of several scans lockstep stages divide one that run.
             several = len(stacked_loops(graph)) > 1
             return self._with_paper_note(
                 plan, near if several else (), *given, **options
@@ -760,7 +760,7 @@ def _requested_pipeline(
 
 
 def _check_widths(graph: Graph) -> None:
-    """Refuse stages of different numbers of devices."""
+    """Refuses stages of different numbers of devices."""
     widths = {
         str(mark): mark.devices
         for task_graph in graph.task_graphs
@@ -796,7 +796,7 @@ def _why_apart(
     if asked.schedule not in (None, *LOCKSTEP):
         reason = (
             f"one program for all stages does not follow {asked.schedule}, only "
-            f"{' and '.join(LOCKSTEP)}, which share out the layers of a scan; other "
+            f"{' and '.join(LOCKSTEP)}, which divide the layers of a scan; other "
             "schedules take layers that are not in one"
         )
         return reason, "" if shared else f"Leave out the schedule {asked.schedule}"

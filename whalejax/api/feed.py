@@ -175,7 +175,7 @@ class Feed:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where another feed of the same source stood.
+        """Goes on where another feed of the same source stood.
 
         Args:
             state: from ``get_state``; the other feed's batches may have been of another
@@ -310,7 +310,7 @@ class Feed:
 
 
 def _check_source(problems: Arguments, source: Any, seed: Any) -> None:
-    """Refuse what has no samples, or so many that none can draw their order."""
+    """Refuses what has no samples, or so many that none can draw their order."""
     if isinstance(source, Mapping):
         problems.add(
             "source is a dictionary; expected samples in a list, or an iterable of "
@@ -329,7 +329,7 @@ def _check_source(problems: Arguments, source: Any, seed: Any) -> None:
 
 
 def _check_beginning(problems: Arguments, first: Any, first_sample: Any) -> None:
-    """Refuse a sample to begin at that is no number, or that a step contradicts."""
+    """Refuses a sample to begin at that is no number, or that a step contradicts."""
     problems.whole(
         "first_sample", first_sample, none=True, what="the number of a sample"
     )

@@ -24,7 +24,7 @@ Uneven = bool | Literal["even"] | tuple[int, ...]
 
 
 def check_axes(mesh: Mapping[str, int] | None) -> None:
-    """Refuse what is no mapping of mesh axes to sizes.
+    """Refuses what is no mapping of mesh axes to sizes.
 
     Args:
         mesh: Mesh axes that the user fixes, or None.
@@ -59,7 +59,7 @@ def check_mesh(
     allow_idle: bool,
     axes: Sequence[str],
 ) -> None:
-    """Refuse sizes of mesh axes that no mesh of so many devices has.
+    """Refuses sizes of mesh axes that no mesh of so many devices has.
 
     Args:
         mesh: Mesh axes that the user fixes.

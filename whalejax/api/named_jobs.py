@@ -171,7 +171,7 @@ def _job_from_file(
 
 
 def _load(path: Path) -> ModuleType:
-    """Run a file as a module; its neighbours can be imported, as in a script."""
+    """Runs a file as a module; its neighbours can be imported, as in a script."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise WhaleError(f"{path} is no Python file; expected a name that ends in .py")
@@ -183,7 +183,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def _of_the_user(path: Path, call: Callable[[], Any]) -> Any:
-    """Run code of the user's file; what it raises is said with its place."""
+    """Runs code of the user's file; what it raises is said with its place."""
     try:
         return call()
     except WhaleError:

@@ -368,7 +368,7 @@ class PlanQuestion:
     # Strategies and search.
 
     def _check_mesh(self) -> None:
-        """Refuse a mesh that the cluster does not have, before anything is traced."""
+        """Refuses a mesh that the cluster does not have, before anything is traced."""
         request = self.request
         axes = PLANNED_AXES if request.runnable else MESH_AXES
         mesh = {} if request.mesh is None else request.mesh

@@ -101,7 +101,7 @@ class PlanSettings(UserOptions):
         )
 
     def _parse_cluster(self) -> None:
-        """Keep a cluster in place of its text; measuring this one takes time."""
+        """Keeps a cluster in place of its text; measuring this one takes time."""
         local = (
             isinstance(self.cluster, str) and self.cluster.strip().lower() == "local"
         )
@@ -115,7 +115,7 @@ class PlanSettings(UserOptions):
 
 
 def together(*checks: Callable[[], Any]) -> None:
-    """Run all checks, and then tell what each of them found wrong.
+    """Runs all checks, and then tell what each of them found wrong.
 
     Raises:
         WhaleError: that of the only check that failed.

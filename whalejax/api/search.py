@@ -43,7 +43,7 @@ def search(
     each: int = 1,
     **options: Any,
 ) -> SearchResult:
-    """Plan a training step on several clusters, and rank what was found.
+    """Plans a training step on several clusters, and rank what was found.
 
     Args:
         loss_fn, model, batch, optimizer: Arguments of ``wh.plan``, unchanged.
@@ -158,7 +158,7 @@ def _chosen(one: Plan) -> str:
 
 
 def _others(best: Plan, count: int) -> list[Plan]:
-    """The plans of other meshes that were weighed and fit, best first."""
+    """The plans of other meshes that were evaluated and fit, best first."""
     result: list[Plan] = []
     tried = [mesh_of(c) for c in best.candidates if c.verdict == "chosen"]
     for candidate in best.candidates:
@@ -177,7 +177,7 @@ _AXIS = re.compile(rf"({'|'.join(MESH_AXES)}) ([0-9]+)")
 
 
 def mesh_of(candidate: Candidate) -> dict[str, int] | None:
-    """The mesh of a plan that was weighed, as ``wh.plan`` takes it.
+    """The mesh of a plan that was evaluated, as ``wh.plan`` takes it.
 
     Args:
         candidate: says it in words, such as ``"data 2 × tensor 4, ZeRO-1"``.

@@ -26,7 +26,7 @@ class SearchResult(SearchData):
         plans: best first.
         names: Each plan's cluster, as the user named it.
         refused: clusters on which there is no plan, those that lack least first.
-        weighed: every plan that was weighed and is remembered, on all clusters.
+        weighed: every plan that was evaluated and is remembered, on all clusters.
         notes: Reasons why the plans cannot be compared as they are.
     """
 
@@ -36,7 +36,7 @@ class SearchResult(SearchData):
         return searches.bundle(self)
 
     def chart(self) -> searches.SearchChart:
-        """Step time and peak memory of every plan that was weighed, on all clusters.
+        """Step time and peak memory of every plan that was evaluated, on all clusters.
 
         Hovering shows the mesh and the largest costs; a click on a plan that was found
         leads to it. It needs the extra ``whalejax[notebook]``, and no network.

@@ -57,7 +57,7 @@ def find_maker(model: str, settings: Mapping[str, Any], batch_size: int) -> Batc
 
 
 def main(words: Sequence[str]) -> None:
-    """Serve until the process that started this one ends.
+    """Serves until the process that started this one ends.
 
     Args:
         words: One, its settings as JSON.

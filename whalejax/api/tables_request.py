@@ -101,7 +101,7 @@ class TablesRequest:
         dense = self._dense_plan(adapter, program, batch, known)
         tables = self._tables(adapter, program)
         size = max(one.shape[0] for one in program.lookups)
-        found = self._placed(tables, sparse, dense, known, size)
+        found = self._place_sections(tables, sparse, dense, known, size)
         refused = {adapter.param_paths[n]: text for n, text in program.refused.items()}
         refused |= {
             f"batch {path}": f"{path} of the batch is read by no table, and by nothing "
@@ -121,7 +121,7 @@ class TablesRequest:
             cut=found.cut,
         )
 
-    def _placed(
+    def _place_sections(
         self,
         tables: list[Table],
         sparse: Cluster | None,
@@ -388,7 +388,7 @@ def _check_rows(adapter: Adapter) -> None:
 
 
 def _check_lengths(batch: Any, program: TableProgram) -> None:
-    """Refuse lookups whose ids do not have a sample of the batch in each row."""
+    """Refuses lookups whose ids do not have a sample of the batch in each row."""
     lengths = Counter(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape)
     ((samples, _),) = lengths.most_common(1)
     problems = Problems("loss_fn", PlanError)
@@ -396,7 +396,7 @@ def _check_lengths(batch: Any, program: TableProgram) -> None:
         if one.shape[0] != samples:
             problems.add(
                 f"{one.feature} is looked up by ids of shape {one.shape}, and the "
-                f"batch has {samples} samples, which devices share out by the first "
+                f"batch has {samples} samples, which devices divide by the first "
                 "dimension; look ids up in the shape that they have in the batch, "
                 f"({samples}, …), padded where samples have unlike numbers of them, "
                 "and reshape what was looked up"

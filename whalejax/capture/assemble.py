@@ -62,7 +62,7 @@ def name_inputs(
     leaves: Sequence[TracedLeaf],
     still: Sequence[bool],
 ) -> None:
-    """Write kinds, paths and metadata onto the tensors that are the inputs.
+    """Writes kinds, paths and metadata onto the tensors that are the inputs.
 
     Args:
         walk: the walked program.

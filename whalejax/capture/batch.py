@@ -106,7 +106,7 @@ def batch_leaves(
 
 
 def check_batch(batch: Any, batch_axes: Any) -> None:
-    """Refuse a batch that no loss could be traced with.
+    """Refuses a batch that no loss could be traced with.
 
     Args:
         batch: arrays or shapes.

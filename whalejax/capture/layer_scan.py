@@ -1,8 +1,8 @@
-"""The scan over layers that pipeline stages share out, found in a traced loss.
+"""The scan over layers that pipeline stages divide, found in a traced loss.
 
 Stages alike run one program: each holds some turns of the scan over stacked parameters,
 and hands what the scan carries to the next. This says where that scan stands and which
-parameters it slices, or why its turns cannot be shared out.
+parameters it slices, or why its turns cannot be divided.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class IndivisibleLayersError(PlanError):
-    """The layers of a model cannot be shared out among stages alike.
+    """The layers of a model cannot be divided among stages alike.
 
     Attributes:
         reason: Reason, as a clause.
@@ -67,7 +67,7 @@ def stack_of(captured: Captured) -> Stack:
         captured: the loss.
 
     Raises:
-        Unshared: there is none whose turns pipeline stages could share out; why.
+        Unshared: there is none whose turns pipeline stages could divide; why.
     """
     position = stacked_loop(captured.graph)
     if position is None:
@@ -75,7 +75,7 @@ def stack_of(captured: Captured) -> Stack:
     if len(position) != 1:
         raise IndivisibleLayersError(
             "the scan over layers stands inside a jit, a remat or another loop; stages "
-            "share out one at the top of the loss",
+            "divide one at the top of the loss",
             "Take it out of there, or leave the axis stage out",
         )
     (place,) = position
@@ -85,7 +85,7 @@ def stack_of(captured: Captured) -> Stack:
     if obstacle:
         reason, remedy = obstacle
         raise IndivisibleLayersError(
-            f"stages cannot share out the layers: {reason}", remedy
+            f"stages cannot divide the layers: {reason}", remedy
         )
     parts = _compat.scan_parts(equation)
     made = {v: e for e in jaxpr.eqns for v in e.outvars}

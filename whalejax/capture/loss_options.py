@@ -101,7 +101,7 @@ def _loss_chunks(count: int | None, programs: Programs) -> int | None:
 def check_runs(
     offload: Sequence[str] | None, hosts: Callable[[], OffloadableState]
 ) -> None:
-    """Refuse what no executor of this version keeps in host memory.
+    """Refuses what no executor of this version keeps in host memory.
 
     Args:
         offload: State to keep in host memory, as ``fixed_options`` returns it.
@@ -133,7 +133,7 @@ def _offload(
     given = [offload] if isinstance(offload, str) else offload
     if "gradients" in given and "params" not in given:
         problems.add(
-            "gradients lie in host memory only beside the parameters that they are of. "
+            "gradients are in host memory only beside the parameters that they are of. "
             "Add 'params', or leave 'gradients' out"
         )
     if "optimizer" in given and not has_optimizer:

@@ -195,7 +195,7 @@ class Traces:
 
 
 def check_reports(programs: Programs, plan: Plan) -> None:
-    """Refuse what micro-batches of a plan report and cannot be put together.
+    """Refuses what micro-batches of a plan report and cannot be put together.
 
     Args:
         programs: Programs of the loss, perhaps traced with another number of

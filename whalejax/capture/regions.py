@@ -47,7 +47,7 @@ class Regions:
 
 
 def regions(ops: Sequence[OpDraft], tensors: Sequence[TensorDraft]) -> Regions:
-    """Find the TaskGraphs of a walked program.
+    """Finds the TaskGraphs of a walked program.
 
     Args:
         ops: operations in program order.
@@ -149,7 +149,7 @@ class _Tree:
         return "" if mark is None else mark.kind
 
     def fold(self, of_op: Sequence[int]) -> Regions:
-        """Fold equal instances and number what holds operations."""
+        """Folds equal instances and numbers what holds operations."""
         groups: dict[object, int] = {None: 0}
         group_of = [0]
         for index, instance in enumerate(self.instances[1:], start=1):

@@ -52,7 +52,7 @@ class _Follow:
             self._batch.setdefault(tensor, set()).add(dim)
 
     def run(self) -> None:
-        """Go once through the program."""
+        """Goes once through the program."""
         for index, op in enumerate(self.graph.ops):
             mixes, across = self._spread(op)
             if not any(t in self._matters for t in op.results):
@@ -67,7 +67,7 @@ class _Follow:
                 self.statistics |= sources
 
     def _spread(self, op: Op) -> tuple[bool, bool]:
-        """Pass the batch dimension on.
+        """Passes the batch dimension on.
 
         Returns:
             Whether the operation mixes samples, and whether it does so along a batch

@@ -92,7 +92,7 @@ def mesh_error_text(error: Exception) -> str:
 
 
 def refuse_explicit_axes(jaxpr: Any) -> None:
-    """Refuse a program in which values lie along explicit axes.
+    """Refuses a program in which values lie along explicit axes.
 
     Args:
         jaxpr: Jaxpr of the loss as the user wrote it.

@@ -254,7 +254,7 @@ class _Builder:
         sizes: frozenset[int],
         results: dict[Position, RowDims],
     ) -> bool:
-        """Write down where rows lie in the results of an equation and what it calls.
+        """Writes down where rows lie in the results of an equation and what it calls.
 
         Args:
             equation: the equation.

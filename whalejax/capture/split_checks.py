@@ -72,7 +72,7 @@ def split_of(plan: Plan, whole: int) -> SplitBatch:
 
 
 def check_split(captured: Captured, plan: Plan, whole: int | None = None) -> None:
-    """Refuse a plan that splits a batch whose samples are not independent.
+    """Refuses a plan that splits a batch whose samples are not independent.
 
     Args:
         captured: The loss, traced with any number of samples in a micro-batch.

@@ -222,7 +222,7 @@ class Captured:
         casts: bool = False,
         wide: Mapping[str, int] | None = None,
     ) -> Captured:
-        """Remember what was asked for, and note what it does not change.
+        """Remembers what was asked for, and note what it does not change.
 
         Args:
             precisions: Precisions that the user asked for.
@@ -424,7 +424,7 @@ def capture(
     num_micro_batches: int = 1,
     batch_axes: Any = 0,
 ) -> Captured:
-    """Trace a loss and describe it as plain data.
+    """Traces a loss and describe it as plain data.
 
     Args:
         adapter: the model and its loss.
@@ -716,7 +716,7 @@ def _value_read(error: Exception, part: str) -> str:
 def _of_a_part(
     adapter: Adapter, batch: Any, rng: Any, batch_axes: Any, num_micro_batches: int
 ) -> Iterator[None]:
-    """Say of an error in a micro-batch that the whole batch has none, if that is so.
+    """Says of an error in a micro-batch that the whole batch has none, if that is so.
 
     Args:
         adapter, batch, rng, batch_axes, num_micro_batches: Arguments of ``capture``,

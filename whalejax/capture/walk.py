@@ -188,7 +188,7 @@ class FlatProgram:
     _tiles: dict[Any, tuple[int, int]] = field(default_factory=dict)
 
     def run(self, jaxpr: Any) -> tuple[Value, ...]:
-        """Walk a whole program; the first tensors are its inputs in order."""
+        """Walks a whole program; the first tensors are its inputs in order."""
         body, _ = _compat.open_jaxpr(jaxpr)
         inputs = [self._tensor(var.aval) for var in body.invars]
         return self._body(jaxpr, inputs, Context())
@@ -365,7 +365,7 @@ class FlatProgram:
         results: tuple[int, ...],
         here: Context,
     ) -> None:
-        """Write an equal split as a reshape that makes the parts a dimension."""
+        """Writes an equal split as a reshape that makes the parts a dimension."""
         axis, count = parts
         (whole,) = operands
         if whole is None:
@@ -667,7 +667,7 @@ class FlatProgram:
         results: Sequence[int],
         here: Context,
     ) -> None:
-        """Tie a loop's carries: as produced, as consumed, and as they come out."""
+        """Ties a loop's carries: as produced, as consumed, and as they come out."""
         for out, back, result in zip(produced, carried, results, strict=False):
             self._tie(kind, position, [out, back], result, here)
             if out is not None:
@@ -694,7 +694,7 @@ class FlatProgram:
         *,
         shift: int = 0,
     ) -> None:
-        """Say that a result holds its sources' dimensions, moved by ``shift``."""
+        """Says that a result holds its sources' dimensions, moved by ``shift``."""
         kept = [t for t in sources if t is not None]
         shape = self.tensors[result].shape
         factors: list[Factor] = []

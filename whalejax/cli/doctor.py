@@ -31,7 +31,7 @@ _COLORS: Final = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 def doctor(command: DoctorCommand) -> int:
-    """Check this host, or several.
+    """Checks this host, or several.
 
     Args:
         command: the options.
@@ -76,7 +76,7 @@ def _count(command: DoctorCommand) -> int:
 
 
 def _on_all(command: DoctorCommand, hosts: tuple[str, ...]) -> int:
-    """Start it on every host, which then meet."""
+    """Starts it on every host, which then meet."""
     if command.coordinator is not None or command.processes is not None:
         raise WhaleError(
             "--hosts starts whalejax doctor on every host; --coordinator and "
@@ -98,7 +98,7 @@ def _on_all(command: DoctorCommand, hosts: tuple[str, ...]) -> int:
 
 
 def show(met: HostComparison, *, as_json: bool) -> None:
-    """Print what was found.
+    """Prints what was found.
 
     Args:
         met: the hosts.

@@ -22,13 +22,13 @@ _ELASTIC_TOO: Final = ("--batch", "--precision", "--micro-batches", "--mesh")
 
 
 def launch_elastic(command: LaunchCommand) -> int:
-    """Run a script as processes that may be lost and come back.
+    """Runs a script as processes that may be lost and come back.
 
     Args:
         command: the options.
 
     Returns:
-        0 where all steps were done, 143 where it was told to end, else 1 or 2.
+        0 where all steps were done, 143 where it was asked to end, else 1 or 2.
 
     Raises:
         WhaleError: options contradict each other.
@@ -58,7 +58,7 @@ def launch_elastic(command: LaunchCommand) -> int:
 
 
 def train_elastically(command: TrainCommand) -> int:
-    """Train a job with processes that may be lost and come back.
+    """Trains a job with processes that may be lost and come back.
 
     Args:
         command: the options.

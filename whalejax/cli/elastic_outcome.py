@@ -22,7 +22,7 @@ _NOT_RUN: Final = 2
 
 
 def print_launched(command: LaunchCommand, status: int, seconds: float) -> None:
-    """Print what ``whalejax launch --processes MIN:MAX`` came to.
+    """Prints what ``whalejax launch --processes MIN:MAX`` came to.
 
     Args:
         command: the options.
@@ -78,7 +78,7 @@ def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
 
 
 def print_trained(command: TrainCommand, status: int, seconds: float) -> None:
-    """Print what ``whalejax train --processes`` came to.
+    """Prints what ``whalejax train --processes`` came to.
 
     Args:
         command: the options.

@@ -13,7 +13,7 @@ from whalejax.processes.restarting_processes import Keeper, KeptCommand
 
 
 def launch(command: LaunchCommand) -> int:
-    """Run a script as several processes.
+    """Runs a script as several processes.
 
     Args:
         command: the options.

@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_command(argv: Sequence[str], started: float, *, closed: bool) -> int:
-    """Run a command, or print what was asked of the program itself."""
+    """Runs a command, or print what was asked of the program itself."""
     if list(argv) == ["--version"]:
         print(f"whalejax {__version__}")
         return 0
@@ -169,7 +169,7 @@ COMMAND_NAMES = (
 
 
 def _check_command_name(argv: Sequence[str]) -> None:
-    """Refuse a first word that is no command, with the nearest one."""
+    """Refuses a first word that is no command, with the nearest one."""
     if not argv or argv[0].startswith("-") or argv[0] in COMMAND_NAMES:
         return
     from whalejax.planner.near_names import near_hint
@@ -604,7 +604,7 @@ MOST_STATUS = 100
 
 
 def _complete(shell: str) -> None:
-    """Print what makes a shell complete our words."""
+    """Prints what makes a shell complete our words."""
     from whalejax.cli.completion import completion_script
 
     groups: dict[str, Callable[[list[str]], object]] = {
@@ -621,7 +621,7 @@ def _check(command: CheckCommand) -> int:
 
 
 def _goodput(command: GoodputCommand) -> None:
-    """Print what failures would cost a plan, on paper."""
+    """Prints what failures would cost a plan, on paper."""
     from whalejax.planner.plan.goodput import goodput
     from whalejax.planner.plan.plan import Plan
 

@@ -32,7 +32,7 @@ def with_timing(
     samples: int | None = None,
     precision: str | Mapping[str, str] = "f32",
 ) -> tuple[Cluster, TimedModel]:
-    """Time a micro-batch of a job, and write it down beside what the planner expects.
+    """Times a micro-batch of a job, and writes it down beside what the planner expects.
 
     Args:
         cluster: this machine, of devices of one kind, as ``calibrate`` describes it.
@@ -112,7 +112,7 @@ def timing_words(timed: TimedModel) -> str:
         return words
     return (
         f"{words}; that is {ratio:.2g} times as long: step times that plans of this "
-        "model predict are off by about as much, and what is shared out between kinds "
+        "model predict are off by about as much, and what is divided between kinds "
         "follows the measured time, where all of them have one"
     )
 

@@ -89,7 +89,7 @@ _POSITIONAL: Final = {
 
 
 def check_words(argv: Sequence[str]) -> None:
-    """Refuse words that no terminal shows as they are, or of absurd length.
+    """Refuses words that no terminal shows as they are, or of absurd length.
 
     What stands behind the script of ``whalejax launch`` is the script's own.
 
@@ -114,7 +114,7 @@ def check_words(argv: Sequence[str]) -> None:
 
 
 def _check_numbers(argv: Sequence[str]) -> None:
-    """Refuse words that are no numbers behind options that take one."""
+    """Refuses words that are no numbers behind options that take one."""
     for place, word in enumerate(argv):
         if not word.startswith("--"):
             continue
@@ -142,7 +142,7 @@ def _is_float(text: str) -> bool:
 
 
 def check_command(command: Any, problems: Problems) -> None:
-    """Record options that no command can run with.
+    """Records options that no command can run with.
 
     Args:
         command: one of the classes of ``options``.
@@ -162,7 +162,7 @@ def check_command(command: Any, problems: Problems) -> None:
 
 
 def checked(command: Any) -> None:
-    """Refuse a command with options that it cannot run with.
+    """Refuses a command with options that it cannot run with.
 
     Args:
         command: one of the classes of ``options``.

@@ -26,7 +26,7 @@ TRAIN_SECONDS: Final = 60.0
 
 
 def check(command: CheckCommand) -> int:
-    """Check a plan file, and print what was found.
+    """Checks a plan file, and print what was found.
 
     Args:
         command: the options.
@@ -56,7 +56,7 @@ def check(command: CheckCommand) -> int:
 def check_before_training(
     job: Job, model: Any, batch: Any, plan: Plan, console: Console
 ) -> CheckResult | None:
-    """Check the plan of a training run, where that takes less than a minute.
+    """Checks the plan of a training run, where that takes less than a minute.
 
     Args:
         job: Job to train.

@@ -31,7 +31,7 @@ _NO_SIZE: Final = frozenset(("seed", "warmup_steps"))
 
 
 def check_source(plan: Plan, name: str) -> None:
-    """Refuse options of a reference model that are larger than the plan's model.
+    """Refuses options of a reference model that are larger than the plan's model.
 
     Args:
         plan: Plan that was read.

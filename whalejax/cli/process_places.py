@@ -28,7 +28,7 @@ _REMOTE_SHELL: Final = LaunchCommand(script=Path()).remote_shell
 def check_places(
     command: LaunchCommand | TrainCommand, most: int, problems: Problems
 ) -> None:
-    """Record what is wrong with where processes are to run.
+    """Records what is wrong with where processes are to run.
 
     Args:
         command: the options.
@@ -57,7 +57,7 @@ def check_places(
 def start_agents(
     command: LaunchCommand | TrainCommand, folder: Path, most: int
 ) -> Iterator[ProcessPlaces]:
-    """Start the agents that a command asks for; they end with the block.
+    """Starts the agents that a command asks for; they end with the block.
 
     Args:
         command: the options.

@@ -27,7 +27,7 @@ _LEAST_SHARE = 0.02
 
 
 def remark(console: Console, text: str) -> None:
-    """Say what happens next in a line, unless nobody watches.
+    """Says what happens next in a line, unless nobody watches.
 
     Args:
         console: Console to write to; a quiet one prints nothing.

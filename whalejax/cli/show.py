@@ -54,7 +54,7 @@ class Lines:
 
 
 def print_plan(plan: Plan, console: Console, *, all_rows: bool = False) -> None:
-    """Print ``plan_table`` to a console."""
+    """Prints ``plan_table`` to a console."""
     console.print(plan_table(plan, all_rows=all_rows))
 
 

@@ -73,7 +73,7 @@ _EVENTS: Final = {
 
 
 def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
-    """Lead a run.
+    """Leads a run.
 
     Args:
         command: the options.
@@ -168,7 +168,7 @@ def _print_steps(
 
 
 def _print(line: str) -> None:
-    """Print a line whole: other threads print, too."""
+    """Prints a line whole: other threads print, too."""
     print(f"{line}\n", end="", flush=True)
 
 
@@ -205,7 +205,7 @@ def _words(kind: str, more: Mapping[str, Any]) -> str:
 
 
 def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
-    """Serve a stage of a run.
+    """Serves a stage of a run.
 
     Args:
         command: the options.
@@ -243,7 +243,7 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
 
 
 def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
-    """Lead a part of the steps of a run.
+    """Leads a part of the steps of a run.
 
     Args:
         command: the options.
@@ -321,7 +321,7 @@ def _cut_by(
 def _until_over(
     process: Peer | SecondaryTrainer, started: Callable[[], str], leaving: str
 ) -> None:
-    """Run a process of a swarm until the run is over or it has left.
+    """Runs a process of a swarm until the run is over or it has left.
 
     Args:
         process: not started yet.
@@ -364,7 +364,7 @@ def _until_over(
 
 
 def show(command: SwarmShowCommand) -> int:
-    """Show a run.
+    """Shows a run.
 
     Args:
         command: the options.
@@ -480,7 +480,7 @@ def _query_registry(address: Address, key: Key, question: Question[A]) -> A:
 def _check(
     command: SwarmServeCommand | SwarmJoinCommand | SwarmTrainCommand,
 ) -> None:
-    """Refuse numbers that no run can have; all of them.
+    """Refuses numbers that no run can have; all of them.
 
     Raises:
         WhaleError: which.

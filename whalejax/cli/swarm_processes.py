@@ -28,7 +28,7 @@ HERE: Final = SwarmServeCommand(model="", stages=2)
 
 
 def serve_with_peers(command: SwarmServeCommand) -> int:
-    """Start a registry and peers, and start again what is killed.
+    """Starts a registry and peers, and starts again what is killed.
 
     Args:
         command: the options, which were checked.

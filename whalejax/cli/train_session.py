@@ -56,7 +56,7 @@ from whalejax.user_code.losses import Job
 
 
 def run(job: Job, options: TrainCommand, *, started: float) -> TrainReport:
-    """Train a job as the command line says.
+    """Trains a job as the command line says.
 
     Args:
         job: Job to train.
@@ -104,7 +104,7 @@ def _run(job: Job, options: TrainCommand, started: float) -> TrainReport:
 
 
 def check_options(options: TrainCommand) -> None:
-    """Find what contradicts itself, before anything takes time.
+    """Finds what contradicts itself, before anything takes time.
 
     Raises:
         WhaleError: every problem, at once.
@@ -330,7 +330,7 @@ class _Session:
         return done.losses, done.step_seconds, checkpoint
 
     def _tell_evaluations(self, done: loop.LoopResult) -> None:
-        """Say what the last evaluation gave, and where the best checkpoint is."""
+        """Says what the last evaluation gave, and where the best checkpoint is."""
         if done.evaluations:
             number, metrics = done.evaluations[-1]
             words = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -373,7 +373,7 @@ class _Session:
         return (work.unit, work.units) if work else ("samples", self.batch_size)
 
     def _warn(self, text: str) -> None:
-        """Say something that should be known even to who asked for no progress."""
+        """Says something that should be known even to who asked for no progress."""
         if not self.options.quiet:
             self.console.print(text, markup=False)
         elif jax.process_index() == 0:

@@ -62,7 +62,7 @@ def plan_html(plan: PlanData) -> str:
             _mesh(plan),
             *_stages(plan),
             _parameters(plan),
-            details_html("Which dimension lies on which axis", _regions(plan)),
+            details_html("Mesh axis of each dimension", _regions(plan)),
             details_html("Traffic of a step", _traffic(plan)),
             *_note_sections(plan),
             *_candidate_table(plan),

@@ -88,7 +88,7 @@ class Picture:
         return bundle_of(self.html, self.text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file.
+        """Writes it to a file.
 
         Args:
             path: ends in ``.html`` (a page of its own), ``.svg`` (the drawing, where
@@ -119,7 +119,7 @@ class Picture:
 
 
 def check_path(path: object) -> None:
-    """Refuse what is no path of a picture.
+    """Refuses what is no path of a picture.
 
     Raises:
         WhaleError: it is none.
@@ -130,7 +130,7 @@ def check_path(path: object) -> None:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file.
+    """Writes a file.
 
     Raises:
         WhaleError: it cannot be written there.

@@ -75,7 +75,7 @@ def _plans(found: SearchData) -> str:
 
 
 class SearchChart:
-    """Step time and peak memory of every plan that was weighed.
+    """Step time and peak memory of every plan that was evaluated.
 
     Attributes:
         altair: the chart as altair has it, to be changed or combined.
@@ -92,8 +92,8 @@ class SearchChart:
     def __str__(self) -> str:
         front = [row for row in self.rows if row["front"]]
         lines = [
-            f"{len(self.rows)} plans weighed; {len(front)} that no other beats in step "
-            "time and memory both:"
+            f"{len(self.rows)} plans evaluated; {len(front)} that no other beats in "
+            "step time and memory both:"
         ]
         for row in sorted(front, key=lambda row: row["seconds"]):
             lines.append(
@@ -114,7 +114,7 @@ class SearchChart:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, as a page (``.html``) or a drawing (``.svg``).
+        """Writes it to a file, as a page (``.html``) or a drawing (``.svg``).
 
         Raises:
             WhaleError: another ending, or the file cannot be written there.
@@ -122,7 +122,7 @@ class SearchChart:
         check_path(path)
         ending = str(path).rpartition(".")[2].lower()
         if ending == "html":
-            write(path, page(self._html(), "Plans that were weighed"))
+            write(path, page(self._html(), "Plans that were evaluated"))
         elif ending == "svg":
             write(path, self._svg())
         else:
@@ -162,7 +162,7 @@ def _anchor(plan: PlanData) -> str:
 
 
 def points(found: SearchData) -> list[dict[str, Any]]:
-    """One row for each plan that was weighed: its numbers, and the same as text."""
+    """One row for each plan that was evaluated: its numbers, and the same as text."""
     rows = []
     front = pareto(
         [
@@ -254,7 +254,7 @@ def _pareto_chart(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
         tooltip=[alt.Tooltip(f"{name}:N", title=said) for name, said in _HOVER],
     )
     heading = alt.Title(
-        "Plans that were weighed",
+        "Plans that were evaluated",
         subtitle="Large, on the dashed line: no other is faster and smaller"
         + ". Hollow: does not fit" * any(not row["fits"] for row in rows),
     )

@@ -64,7 +64,7 @@ class Sliders:
             control.observe(self._on_change, names="value")
 
     def _on_change(self, change: object) -> None:
-        """Plan for what the controls stand at, unless that was done before."""
+        """Plans for the controls' values, unless that was done before."""
         del change
         asked = {
             name: control.value
@@ -228,7 +228,7 @@ def sliders(
 
 
 def _check(batches: Any, clusters: Any) -> None:
-    """Refuse choices that are none."""
+    """Refuses choices that are none."""
     problems = Arguments("sliders")
     if not isinstance(batches, list | tuple | range | None):
         problems.refuse("batches", batches, "a list of numbers of samples, or None")

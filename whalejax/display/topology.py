@@ -39,7 +39,7 @@ class TopologyMap(Picture):
     """
 
     def __init__(self, plan: PlanData) -> None:
-        """Draw it.
+        """Draws it.
 
         Args:
             plan: The plan.

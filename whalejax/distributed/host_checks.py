@@ -91,7 +91,7 @@ class HostReport:
 
 
 def report(version: str, coordinator: str | None = None) -> HostReport:
-    """Look at this host.
+    """Checks this host.
 
     Args:
         version: Version of this package, as it runs.

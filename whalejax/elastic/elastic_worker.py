@@ -107,7 +107,7 @@ def with_rate(job: Job, factor: float) -> Job:
 
 
 def main(words: Sequence[str]) -> int:
-    """Train until the run is over.
+    """Trains until the run is over.
 
     Args:
         words: one, the options of the command as JSON.

@@ -250,7 +250,7 @@ class ElasticMember:
     def _tell_leaving(self) -> None:
         if self._leaves and not self._told_leaving:
             self._told_leaving = True
-            self._control.post(Leaving(why="it was told to end (SIGTERM)"))
+            self._control.post(Leaving(why="it was asked to end (SIGTERM)"))
 
     def _hear(self, said: ToMember) -> None:
         match said:

@@ -15,7 +15,7 @@ AUTO: Final = "auto"
 """The planner chooses all of the mesh."""
 
 REPLICAS: Final = "replicas"
-"""A whole replica in each process; gradients are added up by messages."""
+"""A whole replica in each process; gradients are reduced by messages."""
 
 REST: Final = -1
 """The size of an axis that takes the devices which the others leave."""

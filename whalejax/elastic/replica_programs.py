@@ -348,7 +348,7 @@ class ReplicaPrograms:
         held: dict[Node, Buffers],
         look: Callable[[], None],
     ) -> None:
-        """Run micro-batches, and add up those of each subtree.
+        """Runs micro-batches, and adds up the gradients of each subtree.
 
         Args:
             state: State of the run; it is not donated.

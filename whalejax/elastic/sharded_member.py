@@ -104,7 +104,7 @@ class SpreadMember:
 
         Raises:
             WhaleError: there is no plan, or the run cannot go on.
-            SystemExit: it was told to end.
+            SystemExit: it was asked to end.
         """
         self._join()
         with on_notice(self._leave) if self._supervised else contextlib.nullcontext():
@@ -226,8 +226,8 @@ class SpreadMember:
             threading.Thread(target=work).start()
 
     def _prepare_ahead(self, compiles: bool) -> None:
-        """Plan for the next numbers of processes, beside the steps, and compile for the
-        next smaller one."""
+        """Plans for the next numbers of processes, beside the steps, and compiles for
+        the next smaller one."""
         with contextlib.suppress(OSError):  # The steps come first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         here = jax.process_count()
@@ -304,7 +304,7 @@ class SpreadMember:
         assert self._control is not None
         if self._leaves and not self._told_leaving:
             self._told_leaving = True
-            self._control.post(Leaving(why="it was told to end (SIGTERM)"))
+            self._control.post(Leaving(why="it was asked to end (SIGTERM)"))
         due = self._copying is not None and self._copying.is_due(done)
         busy = self._copying is not None and self._copying.busy
         mine = _COPIES if due else _BUSY if busy else ""

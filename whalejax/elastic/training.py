@@ -78,7 +78,7 @@ def train_elastic(
             where -1 takes all that is left; or a function that gives them for a
             number of devices. Its processes begin anew, with another plan, when they
             change: from their newest state where one was lost, without losing a step
-            where one is told to end or others come. A number of processes for which
+            where one is asked to end or others come. A number of processes for which
             there is no plan is not used, and the reason is in the journal.
         copy_every: Steps between copies of the shards of one model over all processes,
             in the memory of the machine and of a second one where there are several;

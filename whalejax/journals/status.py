@@ -73,7 +73,7 @@ class MemberStatus:
         state: ``"starting"``, ``"compiling"``, ``"standing by"``, ``"training"``,
             ``"leaving"``, ``"left its loop"`` or ``"finished"``; of one that has ended
             ``"complete"``, ``"drained"`` (it was told to leave), ``"interrupted"`` (the
-            run was told to end), ``"ended"`` (as the run was given up), ``"failed"``
+            run was asked to end), ``"ended"`` (as the run was given up), ``"failed"``
             (by an error of its own) or ``"lost"`` (it was given up).
         rank: Rank in the newest generation that it was in, or None.
         pid: its process, or None where the supervisor did not start it.
@@ -94,8 +94,8 @@ class RunStatus:
     Attributes:
         state: ``"running"``, ``"without supervisor"`` (which was killed, and goes on
             where it is started again), ``"complete"``, ``"drained"`` or
-            ``"interrupted"`` (it was told to end), ``"failed"``, ``"refused"`` (what it
-            was given cannot be run) or ``"lost"``.
+            ``"interrupted"`` (it was asked to end), ``"failed"``, ``"refused"`` (what
+            it was given cannot be run) or ``"lost"``.
         why: Reason of an incomplete end.
         step, steps: done, and to be done in all.
         steps_done: Number of steps in this run, without those of a checkpoint that it
@@ -397,7 +397,7 @@ def _lines(run: RunStatus) -> list[str]:
         lines.append(f"goodput     {run.goodput:.3f}")
     if run.adding_up is not None:
         why = printable(run.adding_up.why)[:_LONGEST]
-        lines.append(f"adding up   by {run.adding_up.by}: {why}")
+        lines.append(f"reduction   by {run.adding_up.by}: {why}")
     lines.append(f"checkpoint  {run.checkpoint or 'none'}")
     for name, member in run.members.items():
         rank = "" if member.rank is None else f", rank {member.rank}"

@@ -130,7 +130,7 @@ class ElasticRun:
         members: all that ever were, by name.
         generation: the newest that members were asked to form.
         phase: ``"gathering"`` members, ``"preparing"`` a generation, ``"running"``,
-            ``"draining"`` where it was told to end, ``"ending"``.
+            ``"draining"`` where it was asked to end, ``"ending"``.
         active: Members of the newest generation that began, by rank.
         target, after: Members that were asked to form the newest generation, and the
             step that it follows.
@@ -141,7 +141,7 @@ class ElasticRun:
         checkpoint: the newest.
         adding_up: Gradient reduction and its reason; empty before it is decided.
         formed: a generation has begun.
-        draining: the run was told to end.
+        draining: the run was asked to end.
         well: Members of the generation that have done their work and ended.
         over: Outcome of the run; None before its end.
         pace: the steps that were committed.

@@ -116,7 +116,7 @@ class RoomFreed(NamedTuple):
 
 
 class AgentLeft(NamedTuple):
-    """An agent was told to end, and holds no process any more."""
+    """An agent was asked to end, and holds no process any more."""
 
     agent: str
 

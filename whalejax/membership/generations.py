@@ -378,9 +378,9 @@ def begin_draining(run: ElasticRun, now: float) -> None:
     alone = run.restarts and not (run.stops and run.phase != "gathering")
     if alone or not there or newest < 0:
         where = run.checkpoint_text()
-        text = f"the run was told to end before its first step{where}"
+        text = f"the run was asked to end before its first step{where}"
         if run.restarts and run.formed:
-            text = "the run was told to end"
+            text = "the run was asked to end"
         end(run, now, Ending.INTERRUPTED, text)
         return
     ask(run, now, [m.name for m in there], run.boundary(), phase="draining")
@@ -391,8 +391,8 @@ def _drain(run: ElasticRun, now: float) -> None:
     there = [m for m in asked if m.status not in ("failed", "gone")]
     newest = max((m.step for m in there), default=-1)
     if newest >= 0:
-        why = f"the run was told to end, after step {newest}"
+        why = f"the run was asked to end, after step {newest}"
         end(run, now, Ending.DRAINED, why)
     else:
-        why = "the run was told to end, and its members were lost before they stopped"
+        why = "the run was asked to end, and its members were lost before they stopped"
         end(run, now, Ending.INTERRUPTED, f"{why}{run.checkpoint_text()}")

@@ -1,4 +1,4 @@
-"""Another number of members, as whoever shares out devices asks for it."""
+"""Another number of members, as whoever divides devices asks for it."""
 
 from __future__ import annotations
 

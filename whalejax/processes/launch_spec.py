@@ -209,7 +209,7 @@ class Launch:
             return ""
         return (
             f"several ranks run on {', '.join(away)}, and each sees all GPUs there: "
-            "only those of this machine are shared out. Run one rank on each host, or "
+            "only those of this machine are divided. Run one rank on each host, or "
             "set CUDA_VISIBLE_DEVICES there for each rank before JAX is imported"
         )
 

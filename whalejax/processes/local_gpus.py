@@ -1,4 +1,4 @@
-"""The GPUs of one machine, shared out among the processes that are started on it.
+"""The GPUs of one machine, divided among the processes that are started on it.
 
 Each process gets as many as any other, of its own: JAX takes all that it sees, and two
 processes cannot take the same. No JAX here: who starts processes must not take their
@@ -123,7 +123,7 @@ def own_gpus(gpus: Sequence[str], processes: int, place: int) -> dict[str, str]:
     if place >= processes:
         raise WhaleError(
             f"process {place + 1} on this machine has no GPUs of its own: all "
-            f"{len(gpus)} ({', '.join(gpus)}) are shared out among {processes} "
+            f"{len(gpus)} ({', '.join(gpus)}) are divided among {processes} "
             f"processes. End the run, and start it again for {place + 1}"
         )
     if processes == 1:
@@ -160,14 +160,14 @@ def _each(gpus: Sequence[str], processes: int) -> int:
 
 
 class SlotGpus:
-    """GPUs of this machine, shared out among the slots of a run."""
+    """GPUs of this machine, divided among the slots of a run."""
 
     def __init__(self, environment: Mapping[str, str], places: int) -> None:
         """Finds the GPUs of the machine.
 
         Args:
             environment: Environment of the processes.
-            places: slots among which they are shared out.
+            places: slots among which they are divided.
         """
         self.gpus, self.places = visible_gpus(environment), places
         self._since: dict[int, float] = {}
@@ -178,7 +178,7 @@ class SlotGpus:
         return {"gpus": list(self.gpus), "places": self.places}
 
     def go_on(self, opened: Mapping[str, Any]) -> None:
-        """Share out as the run did that is taken back: its members have theirs.
+        """Divides the GPUs as the run did that is taken back: its members have theirs.
 
         Args:
             opened: the event with which its journal begins.

@@ -99,7 +99,7 @@ def train(
     clock: Callable[[], float] = time.perf_counter,
     is_held: bool = False,
 ) -> LoopResult:
-    """Train until so many steps are done in all.
+    """Trains until so many steps are done in all.
 
     Args:
         step: Compiled step, of ``wh.compile``.

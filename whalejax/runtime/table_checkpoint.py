@@ -37,7 +37,7 @@ Sections = dict[str, dict[str, Any]]
 def save_sections(
     path: str | os.PathLike[str], sections: Sections, plan: Plan, batch_size: int
 ) -> None:
-    """Write a checkpoint; it appears whole or not at all.
+    """Writes a checkpoint; it appears whole or not at all.
 
     Args:
         path: Directory that does not exist yet.
@@ -65,7 +65,7 @@ def save_sections(
 
 
 def restore_sections(path: str | os.PathLike[str], wanted: Sections) -> Sections:
-    """Read a checkpoint as host arrays; its files are compared with their hashes.
+    """Reads a checkpoint as host arrays; its files are compared with their hashes.
 
     Args:
         path: Path of a checkpoint of ``save_sections``.

@@ -217,7 +217,7 @@ class TableStep:
         )
 
     def _make_store(self) -> Any:
-        """What brings tables to where they are; its methods are ``TableStore``'s."""
+        """Returns the store that moves tables, with the methods of ``TableStore``."""
         return self._store_of(self.programs, self.plan.placement)
 
     def close(self) -> None:
@@ -341,7 +341,7 @@ class TableStep:
         return self._shared_like_params(self._optimizer.init(params))
 
     def _shared_like_params(self, opt_state: Any) -> Any:
-        """State of the dense optimizer, each array shared out as its parameter is."""
+        """State of the dense optimizer, each array divided as its parameter is."""
         names = dense_params(self.adapter, self.program, self.adapter.params)
         whole = NamedSharding(self.mesh, PartitionSpec())
         constrain: Any = jax.lax.with_sharding_constraint
@@ -381,7 +381,7 @@ class TableStep:
                 "this step was compiled without an optimizer and can only evaluate. "
                 "Pass optimizer= to wh.compile_tables to train"
             )
-        held, leaves = self._checked(state), self._placed(batch)
+        held, leaves = self._checked(state), self._place_batch(batch)
         if self._replace_every is not None:
             held = self._replaced(held, leaves)
         new, metrics = self._train(held, leaves, self._is_crowded(leaves))
@@ -499,7 +499,9 @@ class TableStep:
             state: State to evaluate; it is not donated.
             batch: Global batch, laid out like that of a step.
         """
-        metrics: dict[str, Any] = self._eval(self._checked(state), self._placed(batch))
+        metrics: dict[str, Any] = self._eval(
+            self._checked(state), self._place_batch(batch)
+        )
         return metrics
 
     @without_mesh
@@ -509,7 +511,7 @@ class TableStep:
         Args:
             state, batch: Arguments of a step, unchanged.
         """
-        return self._train.lower(self._checked(state), self._placed(batch), False)
+        return self._train.lower(self._checked(state), self._place_batch(batch), False)
 
     def report(self) -> Any:
         """Refuses to report on sections, of which this step has one.
@@ -574,7 +576,7 @@ class TableStep:
         return leaves
 
     def _on_devices(self, leaves: list[Any]) -> list[Any]:
-        """The leaves of a batch, shared out over the devices."""
+        """The leaves of a batch, divided over the devices."""
         shared = NamedSharding(self.mesh, PartitionSpec(tuple(self.plan.axes)))
         whole = NamedSharding(self.mesh, PartitionSpec())
         return [
@@ -582,8 +584,8 @@ class TableStep:
             for leaf in leaves
         ]
 
-    def _placed(self, batch: Any) -> list[Any]:
-        """The leaves of a batch on the devices, with ids that are in range."""
+    def _place_batch(self, batch: Any) -> list[Any]:
+        """Places the leaves of a batch on the devices; their ids are in range."""
         leaves = self._on_devices(self._matching(batch))
         if not self.programs.clips:
             self._check_bounds(np.asarray(self._bounds(leaves)))
@@ -681,7 +683,7 @@ class TableStep:
 
     @without_mesh
     def save(self, path: str | os.PathLike[str], state: TablesState) -> None:
-        """Write a checkpoint; it appears whole or not at all.
+        """Writes a checkpoint; it appears whole or not at all.
 
         Args:
             path: Directory that does not exist yet; its parents are made.
@@ -696,7 +698,7 @@ class TableStep:
 
     @without_mesh
     def restore(self, path: str | os.PathLike[str]) -> TablesState:
-        """Read a checkpoint into this plan's placement, whatever placement wrote it.
+        """Reads a checkpoint into this plan's placement, whatever placement wrote it.
 
         Args:
             path: Path of a checkpoint of ``save``.

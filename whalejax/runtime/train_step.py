@@ -448,7 +448,7 @@ class TrainStep:
     def profile(
         self, state: TrainState, batch: Any, *, steps: int = 5
     ) -> tuple[TrainState, StepProfile]:
-        """Trace some steps, and set what was measured beside what is predicted.
+        """Traces some steps, and sets what was measured beside what is predicted.
 
         Args:
             state: State to train; its buffers are donated.

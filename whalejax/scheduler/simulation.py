@@ -182,7 +182,7 @@ def simulate(
     *,
     every: float = 60.0,
 ) -> JobSimulation:
-    """Play jobs through until all have ended.
+    """Plays jobs through until all have ended.
 
     It is decided at each arrival and end, and every so many seconds while jobs run.
 

@@ -85,7 +85,7 @@ class _Rank:
     )
 
     def trim(self, version: int) -> None:
-        """Forget what a snapshot of that version holds."""
+        """Forgets what a snapshot of that version holds."""
         self.durable, self.version = version, max(version, self.version)
         for step in [step for step in self.log if step < version]:
             self.log_bytes -= sum(x.nbytes for x in self.log.pop(step))
@@ -207,7 +207,7 @@ class Pipeline:
             rank: The process.
             step: Number of the step.
         """
-        answer, _ = self._asked(rank, MakeBatch(step=step))
+        answer, _ = self._ask_until_answered(rank, MakeBatch(step=step))
         with self._cond:
             self._ranks[rank].batch_seconds.append(answer.seconds)
         return list(answer.arrays)
@@ -240,7 +240,7 @@ class Pipeline:
             self._wait(lambda: self._done == self._submitted)
             self._runs, self.kept = False, -1
         for rank in range(len(self._ranks)):
-            self._asked(rank, self._begin(rank))
+            self._ask_until_answered(rank, self._begin(rank))
 
     def begin_at(self, step: int) -> None:
         """Takes the rows that were put there as those after so many steps.
@@ -249,7 +249,9 @@ class Pipeline:
             step: Number of steps.
         """
         for rank in range(len(self._ranks)):
-            self._asked(rank, Commit(version=step, fresh=True, kept=self.kept))
+            self._ask_until_answered(
+                rank, Commit(version=step, fresh=True, kept=self.kept)
+            )
         with self._cond:
             self._runs = True
             self._first = self._submitted = self._done = step
@@ -268,7 +270,7 @@ class Pipeline:
         step = self._submitted
         found = []
         for rank, own in enumerate(ids):
-            answer, _ = self._asked(rank, LookUp(step=step, arrays=(own,)))
+            answer, _ = self._ask_until_answered(rank, LookUp(step=step, arrays=(own,)))
             found.append(answer.arrays[0])
         return found
 
@@ -287,7 +289,7 @@ class Pipeline:
             question = PutRows(
                 width=width, state=state, first=first + start, arrays=(part,)
             )
-            self._asked(rank, question)
+            self._ask_until_answered(rank, question)
 
     def get_rows(
         self, rank: int, width: int, state: str, count: int, row_bytes: int
@@ -306,7 +308,7 @@ class Pipeline:
             question = GetRows(
                 width=width, state=state, first=first, count=min(size, count - first)
             )
-            answer, _ = self._asked(rank, question, row_bytes * size)
+            answer, _ = self._ask_until_answered(rank, question, row_bytes * size)
             parts.append(answer.arrays[0])
         return np.concatenate(parts)
 
@@ -383,10 +385,14 @@ class Pipeline:
                     own.ready = False
         return answer
 
-    def _asked(
+    def _ask_until_answered(
         self, rank: int, question: Question[Any], num_bytes: int = 0
     ) -> tuple[Any, float]:
-        """The answer of a process, or of the one that replaces it; and seconds."""
+        """Asks a process, or the one that replaces it, until there is an answer.
+
+        Returns:
+            The answer, and the seconds that the last question took.
+        """
         own, answer = self._ranks[rank], None
         begun = time.perf_counter()
         while answer is None:

@@ -25,7 +25,7 @@ from whalejax.tables.sparse_optimizers import SparseOptimizer
 from whalejax.wire.messages import Message, dtype_of
 from whalejax.wire.section_messages import (
     Begin,
-    Begun,
+    BeginAnswer,
     Commit,
     GetRows,
     LookUp,
@@ -148,7 +148,7 @@ class RowService:
         else:
             clear_snapshots(self._folder)
         self._rows, self._asked, self._maker = rows, asked, None
-        return Begun(version=version)
+        return BeginAnswer(version=version)
 
     def _put(self, asked: PutRows) -> Message:
         (array,) = asked.arrays

@@ -98,7 +98,7 @@ class SparseRows:
         )
 
     def begin(self, version: int, first: int) -> None:
-        """Go on from the rows as those after so many steps.
+        """Goes on from the rows as those after so many steps.
 
         Args:
             version: Number of steps whose updates the rows have.
@@ -112,7 +112,7 @@ class SparseRows:
             self._pending.clear()
 
     def commit(self, version: int, *, is_fresh: bool) -> None:
-        """Go on from the rows after so many steps, with all updates until then.
+        """Goes on from the rows after so many steps, with all updates until then.
 
         Args:
             version: Number of steps.

@@ -230,7 +230,7 @@ class SparseSection:
             self._start(processes, rank, now)
         for key, _ in selector.select(_TURN_SECONDS):
             status = processes.take_exit_status(key.data)
-            self._ended(int(key.data.rpartition("-")[2]), status, processes)
+            self._on_process_end(int(key.data.rpartition("-")[2]), status, processes)
 
     def _start(self, processes: Processes, rank: int, now: float) -> None:
         with self._lock:
@@ -261,7 +261,9 @@ class SparseSection:
         with self._lock:
             self._pids[rank] = pid
 
-    def _ended(self, rank: int, status: int | None, processes: Processes) -> None:
+    def _on_process_end(
+        self, rank: int, status: int | None, processes: Processes
+    ) -> None:
         now, log = time.monotonic(), processes.log_tail(_name(rank))
         with self._lock:
             slot = self._slots[rank]

@@ -240,7 +240,7 @@ def _fewest_stages(
         if any(plan.stages is None or not plan.stages.plans for plan in plans):
             raise PlanError(
                 "a swarm's stages have programs of their own; this model's layers are "
-                "one scan, which stages share out alike. Write the layers one by one "
+                "one scan, which stages divide alike. Write the layers one by one "
                 "(scan_layers=False in the reference models), or mark stages with "
                 "wh.stage"
             )
@@ -519,7 +519,7 @@ def _why_micro_batches(plan: Plan, swarm: Swarm, given: int | None) -> str:
     part = seconds / swarm.step_seconds if swarm.step_seconds else 0.0
     how = "as asked" if given else f"{QUEUE} for each peer"
     return (
-        f"{plan.num_micro_batches} micro-batches, {how}; adding up gradients in "
+        f"{plan.num_micro_batches} micro-batches, {how}; reducing gradients in "
         f"{swarm.sum_wire} takes "
         f"{milliseconds(seconds)} or {part:.0%} of a step, which more micro-batches "
         "make a smaller part"

@@ -523,7 +523,7 @@ def _rotate(
     sums: Sequence[float],
     slowest: int,
 ) -> bool:
-    """Exchange three peers in a ring where that helps; whether there are such."""
+    """Exchanges three peers in a ring where that helps; whether there are such."""
     old = _measure(sums)
     here = [peer for peer in placed if placed[peer] == slowest]
     others = [peer for peer in placed if placed[peer] != slowest]

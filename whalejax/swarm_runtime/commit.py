@@ -54,7 +54,8 @@ class SwarmStepCommit:
         self.digests: dict[int, str] = {}
 
     def run(self, sums: Sequence[np.ndarray]) -> dict[int, str]:
-        """Sum and apply; the digest of each stage's new state.
+        """Sums and applies the gradients, and returns the digest of each stage's new
+        state.
 
         Args:
             sums: total, weight and metrics of all micro-batches.

@@ -586,7 +586,7 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
     assert plan.stages is not None
     if plan.stages.executor != "mpmd":
         raise PlanError(
-            "the layers of this model are one scanned loop, which a plan shares out "
+            "the layers of this model are one scanned loop, which a plan divides "
             "inside one program. A swarm cuts between operations: unroll the layers "
             "(scan_layers=False), or put stage marks around several loops"
         )

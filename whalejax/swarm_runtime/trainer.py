@@ -233,7 +233,7 @@ class Trainer(TrainerState):
                 self._is_summing = False
 
     def _sum_and_apply(self, computed: _ComputedStep) -> SwarmStepCommit:
-        """Sum and apply a step; where updates are delayed, beside the next one."""
+        """Sums and applies a step; where updates are delayed, beside the next one."""
         if not self.cut.delayed_updates:
             return self._committed(computed)
         computed.context.state = self.step
@@ -278,7 +278,9 @@ class Trainer(TrainerState):
     def _overlapped(
         self, computed: _ComputedStep
     ) -> tuple[SwarmStepCommit, _ComputedStep]:
-        """Sum and apply a step while the next is computed with the same parameters."""
+        """Sums and applies a step while the next is computed with the same
+        parameters.
+        """
         context = self._context(self.step + 1)
 
         def commit() -> SwarmStepCommit:

@@ -240,13 +240,13 @@ def pack_gradients(
             vectors = gradient.reshape(samples, each.count, -1)
             part = vectors[:, :, slice(*each.columns)].reshape(samples, -1)
             pieces[each.rank].append((each.start, part.astype(dtype)))
-    return jnp.stack([_joined(each, samples, length, dtype) for each in pieces])
+    return jnp.stack([_join_pieces(each, samples, length, dtype) for each in pieces])
 
 
-def _joined(
+def _join_pieces(
     pieces: Sequence[tuple[int, Any]], samples: int, length: int, dtype: Any
 ) -> Any:
-    """Parts side by side at their places, zeros between them."""
+    """Returns parts side by side at their places, with zeros between them."""
     row, end = [], 0
     for start, part in sorted(pieces, key=lambda piece: piece[0]):
         row += [jnp.zeros((samples, start - end), dtype), part]

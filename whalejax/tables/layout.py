@@ -279,7 +279,7 @@ def make_layout(
         return _layout(*given, 0, asks=False)
     samples = ranks * samples_per_rank
 
-    def moved(layout: TableLayout) -> int:
+    def moved_bytes(layout: TableLayout) -> int:
         vectors = (
             layout.exchanged_bytes(samples, 4, backward=b) for b in (False, True)
         )
@@ -290,7 +290,7 @@ def make_layout(
         for whole in (0, samples_per_rank)
         for asks in (False, True)
     ]
-    return min(found, key=moved)
+    return min(found, key=moved_bytes)
 
 
 def without_requests(
@@ -322,7 +322,7 @@ def _layout(
     replicated = frozenset(s.table for s in placement.shards if s.split == "replicate")
     shards = [s for s in placement.shards if s.table not in replicated]
     stored, rows = _stored(shards, ranks)
-    gathered, blocks = _gathered(stored, rows, ranks, lookups, names, samples)
+    gathered, blocks = _choose_gathered(stored, rows, ranks, lookups, names, samples)
     distinct, requests = _distinct(placement, stored, gathered) if asks else ({}, {})
     tasks = _Tasks(ranks)
     firsts = np.cumsum([0, *(one.num_ids for one in lookups)])
@@ -386,7 +386,7 @@ def _distinct(
     return found, {key: int(own.max()) for key, own in rooms.items()}
 
 
-def _gathered(
+def _choose_gathered(
     stored: Mapping[str, Sequence[StoredShard]],
     rows: Mapping[BufferKey, int],
     ranks: int,
@@ -394,7 +394,9 @@ def _gathered(
     names: Sequence[str],
     samples: int,
 ) -> tuple[dict[str, tuple[GatheredShard, ...]], dict[BufferKey, np.ndarray]]:
-    """Shards that are sent whole since that moves less, and their rows by rank."""
+    """Returns the shards that are sent whole since that moves less, and their rows by
+    rank.
+    """
     wanted = dict.fromkeys(stored, 0)
     for lookup, name in zip(lookups, names, strict=True):
         if name in wanted:

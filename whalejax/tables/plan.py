@@ -30,7 +30,7 @@ class TablesPlan:
     Attributes:
         placement: Placement of the tables in processes where there are some, else of
             all.
-        dense: Plan of everything else, which shares out the batch.
+        dense: Plan of everything else, which divides the batch.
         rows: Update rule of rows.
         refused: Reason why a looked-up parameter is no table, by its path.
         model_paths: Path of every trained leaf.
@@ -68,7 +68,7 @@ class TablesPlan:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Mesh axes that share out the batch, and the tables, with their sizes."""
+        """Mesh axes that divide the batch, and the tables, with their sizes."""
         sizes = {"data": 1, "fsdp": 1} | dict(self.dense.axes)
         return {name: sizes[name] for name in ("data", "fsdp")}
 

@@ -1,6 +1,6 @@
 """The programs of a step with tables: lookups, the dense part, updates, in this order.
 
-Lookups and updates run in ``shard_map`` over the axes that share out the batch. The
+Lookups and updates run in ``shard_map`` over the axes that divide the batch. The
 dense part between them is one global program, which the compiler divides as the plan's
 shardings say: it computes what one device would, with gradients of the vectors that
 were looked up beside those of the parameters.
@@ -115,7 +115,7 @@ class TablePrograms:
         rows: Rows of that table.
         optimizer: Update rule of rows.
         mesh: Devices.
-        axes: Mesh axes that share out the batch, which the ranks are numbered along:
+        axes: Mesh axes that divide the batch, which the ranks are numbered along:
             nodes and the ranks of a node, where a node has rows together.
         clips: Ids out of range are taken as the nearest id.
         by_sample: The layout of the same buffers in which no rows are asked for, which
@@ -418,6 +418,6 @@ class TablePrograms:
         )
 
     def shared_out(self, array: Any) -> Any:
-        """An array whose dimension 0 is shared out like the batch."""
+        """An array whose dimension 0 is divided like the batch."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
         return jax.lax.with_sharding_constraint(array, sharding)

@@ -35,7 +35,7 @@ class Lookup:
 
     Attributes:
         param: Number of the table among the trained leaves.
-        shape: Shape of the ids, the dimension that is shared out first.
+        shape: Shape of the ids, the dimension that is divided first.
         pooled: Whether the rows of each index of dimension 0 are summed.
         width: Columns of the table.
         dtype: Element type of the vectors.
@@ -486,7 +486,7 @@ def _takes_rows(equation: Any) -> bool:
 
 
 def check_divisible(lookups: Iterable[Lookup], ranks: int) -> None:
-    """Refuses lookups that cannot be shared out evenly.
+    """Refuses lookups that cannot be divided evenly.
 
     Args:
         lookups: Lookups of a loss.
@@ -499,7 +499,7 @@ def check_divisible(lookups: Iterable[Lookup], ranks: int) -> None:
     if bad:
         named = "; ".join(f"{one.feature} has {one.shape[0]}" for one in bad[:4])
         raise WhaleError(
-            f"ids are shared out over {ranks} devices along their first dimension, "
+            f"ids are divided over {ranks} devices along their first dimension, "
             f"which they must divide: {named}. Use another batch size or fewer devices"
         )
 

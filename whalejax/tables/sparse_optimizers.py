@@ -140,7 +140,7 @@ def sparse_optimizer(
     b1: float = 0.9,
     b2: float = 0.999,
 ) -> SparseOptimizer:
-    """Choose how rows of embedding tables change.
+    """Chooses how rows of embedding tables change.
 
     Args:
         kind: ``"sgd"`` and ``"adagrad"`` give what optax's give for the whole table;

@@ -11,7 +11,7 @@ from whalejax.meshes.checks import Arguments
 
 
 def check_32_bits(batch: Any) -> None:
-    """Refuse integers that JAX would replace by others.
+    """Refuses integers that JAX would replace by others.
 
     Args:
         batch: A batch with values; leaves on devices are narrow already.

@@ -148,7 +148,7 @@ def _target(cluster: Cluster, words: str) -> Target:
             **shape,
         )
     raise NoCompiler(
-        f"there is no compiler to be had for {words} (kind {names[0]}). There are "
+        f"there is no compiler for {words} (kind {names[0]}). There are "
         f"compilers for {target_text()}"
     )
 

@@ -241,7 +241,7 @@ class Acceptor:
                 channel.close()
 
     def _watch(self) -> None:
-        """Look at the socket, unless nobody can be taken now."""
+        """Watches the socket, unless nobody can be taken now."""
         if self._closed.is_set():
             return
         full = len(self._strangers) >= self._most_strangers and not self._make_room()

@@ -30,7 +30,7 @@ class Watched(Protocol):
         """Handles a socket that can be read or written."""
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Does what is due by now."""
 
 
 class Waker:

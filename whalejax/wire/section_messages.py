@@ -35,7 +35,7 @@ class HelloHeard(Message):
     known: bool
 
 
-class Begun(Message):
+class BeginAnswer(Message, tag="begun"):
     """``version`` is that of the rows that were read back; -1 for none."""
 
     version: Whole
@@ -85,7 +85,7 @@ class Hello(Question[HelloHeard]):
 # Questions to a process that holds tables.
 
 
-class Begin(Question[Begun]):
+class Begin(Question[BeginAnswer]):
     """Six arrays for each buffer: see ``WidthLayout``.
 
     Restored are the rows of ``version``, or the newest where it is -1.

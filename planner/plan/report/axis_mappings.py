@@ -114,7 +114,7 @@ def degrees(plan: PlanData) -> dict[str, tuple[int, int]]:
 
 
 def check_one_program(plan: PlanData, form: str) -> None:
-    """Refuse plans whose devices do not all run one program with equal shares.
+    """Refuses plans whose devices do not all run one program with equal shares.
 
     Args:
         plan: The plan.

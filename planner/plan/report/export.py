@@ -38,7 +38,7 @@ def flax_rules(plan: PlanData) -> Rules:
     A table of rules has one entry for each dimension, for activations and parameters
     alike, and the first that finds its axis free counts. Dimensions that the
     computation shards stand first, so that activations get theirs; then those that
-    ``fsdp`` shards in storage, and stacked layers, which ``stage`` shares out.
+    ``fsdp`` shards in storage, and stacked layers, which ``stage`` divides.
 
     Raises:
         PlanError: two regions, or computation and storage, want different axes; or
@@ -187,10 +187,10 @@ def check_export(
     image: object = None,
     command: object = None,
 ) -> None:
-    """Refuse arguments that no plan can be exported with.
+    """Refuses arguments that no plan can be exported with.
 
     Args:
-        form, name, image, command: As for ``export``.
+        form, name, image, command: Arguments of ``export``.
 
     Raises:
         PlanError: All that is wrong with them.

@@ -361,7 +361,7 @@ def other_notes(plan: PlanData) -> list[str]:
 
 
 def _next(plan: PlanData, width: int | None) -> list[Line]:
-    """The plan that was weighed behind this one, and how much faster any can be."""
+    """The plan that was evaluated behind this one, and how much faster any can be."""
     others = [c for c in plan.candidates if c.verdict != "chosen"]
     lines = paragraph("next", [str(others[0])], width) if others else []
     words = gap_words(plan)

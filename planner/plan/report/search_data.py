@@ -67,7 +67,7 @@ class InfeasibleCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCandidate:
-    """A plan that was weighed on one of the clusters, and what it costs.
+    """A plan that was evaluated on one of the clusters, and what it costs.
 
     Attributes:
         name: the cluster, as it was asked for.
@@ -119,7 +119,7 @@ class SearchData(Sequence[Plan]):
         plans: best first.
         names: Each plan's cluster, as the user named it.
         refused: clusters on which there is no plan, those that lack least first.
-        weighed: every plan that was weighed and is remembered, on all clusters.
+        weighed: every plan that was evaluated and is remembered, on all clusters.
         notes: Reasons why the plans cannot be compared as they are.
     """
 
@@ -176,7 +176,7 @@ class SearchData(Sequence[Plan]):
         clusters in turn; the others are of the best plan.
 
         Args:
-            form, name, image, command: as for ``Plan.export``.
+            form, name, image, command: Arguments of ``Plan.export``.
 
         Raises:
             WhaleError: Nothing was found, or the format cannot say a plan.

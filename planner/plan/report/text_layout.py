@@ -36,7 +36,7 @@ _ODD = re.compile("[\u0300-\u1fff\u2320-\u232f\u2e80-\U0010ffff]")
 
 
 def check_lines(width: object, all_rows: object) -> None:
-    """Refuse what lines cannot be laid out by.
+    """Refuses what lines cannot be laid out by.
 
     Args:
         width: columns of a line; None breaks none.

@@ -197,13 +197,13 @@ def why(plan: PlanData, leaf: LeafPlan) -> str:
         f"{spec_text(leaf.param_spec)}, {state}"
     )
     if leaf.hosted:
-        lines.append("  lies in host memory: layers come to the device to be read")
+        lines.append("  is in host memory: layers come to the device to be read")
     if leaf.note:
         lines.append(f"  whole because {leaf.note}")
     if home is not plan:
         lines.append(f"  lies on {_stage_words(plan, leaf.path)}")
         lines += _readers(plan, leaf.path)
-    lines.append("  plans that were weighed:")
+    lines.append("  plans that were evaluated:")
     lines += [f"    {candidate}" for candidate in plan.candidates]
     return "\n".join(lines)
 
@@ -245,7 +245,7 @@ def _why_dim(
             f"computed in shards over {'+'.join(compute)} in {', '.join(there)}"
         )
     elif compute == ("stage",):
-        reasons.append("shared out among the stages")
+        reasons.append("divided among the stages")
     elif compute:
         reasons.append(
             f"in shards over {'+'.join(compute)} until it is used, then exchanged for "
@@ -318,11 +318,11 @@ def explain(plan: PlanData) -> str:
     if other is None:
         several = len(plan.candidates) > 1
         lines.append(
-            "no other layout that was weighed fits"
+            "no other layout that was evaluated fits"
             if several
             else "no other layout is listed beside it"
             if plan.stage_plans or plan.pipelines
-            else "no other layout was weighed: all that was asked for leaves this one"
+            else "no other layout was evaluated: all that was asked for leaves this one"
         )
     else:
         lines += _against(plan, other)

@@ -73,7 +73,7 @@ def test_with_a_spare_and_one_that_compiles_the_run_ends_at_once() -> None:
     assert "registered" in [m.status for m in there], "one compiles"
     terminated(world)
     assert world.end is not None and world.end.how is Ending.DRAINED
-    assert world.end.text.startswith("the run was told to end, after step ")
+    assert world.end.text.startswith("the run was asked to end, after step ")
     # Of the others none is taken for lost.
     assert len(world.names("lost")) == 1
     assert set(ended(world).values()) == {"drained"}
@@ -273,7 +273,7 @@ def test_where_all_leave_the_run_drains() -> None:
     over = world.membership.over
     assert over is not None and over.saver in world.membership.active
     newest = world.commits[-1].step
-    assert world.end.text == f"the run was told to end, after step {newest}"
+    assert world.end.text == f"the run was asked to end, after step {newest}"
     assert set(ended(world).values()) == {"drained"} and not world.names("lost")
 
 
@@ -341,7 +341,7 @@ def test_who_is_refused_where_others_have_joined_fails_alone() -> None:
 
 
 def draining(world: World) -> str:
-    """A run that was told to end, and who writes its last checkpoint."""
+    """A run that was asked to end, and who writes its last checkpoint."""
     world.save = "runs/mine"
     world.begin()
     world.run(8)

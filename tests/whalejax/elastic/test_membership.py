@@ -319,7 +319,7 @@ def test_a_run_that_is_told_to_end_drains() -> None:
     world.run(30)
     assert world.end is not None and world.end.status == 143
     newest = world.commits[-1].step
-    assert world.end.text == f"the run was told to end, after step {newest}"
+    assert world.end.text == f"the run was asked to end, after step {newest}"
 
 
 def test_a_member_that_leaves_takes_no_step_with_it() -> None:

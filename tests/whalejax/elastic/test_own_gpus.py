@@ -125,7 +125,7 @@ def test_a_supervisor_goes_on_with_the_gpus_of_its_run() -> None:
         again = SlotGpus({**environment, VISIBLE: "0"}, asked)
         again.go_on(opened)
         assert [again.of(slot)[VISIBLE] for slot in range(2)] == ["4,5", "6,7"]
-        with pytest.raises(WhaleError, match="shared out among 2 processes"):
+        with pytest.raises(WhaleError, match="divided among 2 processes"):
             again.of(2)
     old = SlotGpus(environment, 4)
     old.go_on({})  # Of a journal that tells nothing of them.

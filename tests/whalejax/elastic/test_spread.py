@@ -114,7 +114,7 @@ def test_the_run_ends_at_a_step_with_a_checkpoint() -> None:
     there.membership.terminate(3.0)
     there.do(3.0)
     assert there.end is not None and there.end.status == 143
-    assert there.end.text == "the run was told to end, after step 7"
+    assert there.end.text == "the run was asked to end, after step 7"
 
 
 def test_a_loss_while_all_stop_starts_the_world_again() -> None:

@@ -63,7 +63,7 @@ _PRODUCTS: Final = (CONVOLUTION, "ragged_dot_general", "ragged_dot")
 
 
 def _products(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Keep results of products with weights, convolutions among them."""
+    """Keeps results of products with weights, convolutions among them."""
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return primitive.name in _PRODUCTS or bool(dots(primitive, *avals, **params))
 

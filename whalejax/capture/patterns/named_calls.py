@@ -159,7 +159,7 @@ def _instead_of_calls(equation: Any) -> Callable[..., list[Any]] | str | None:
 
 
 def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """Run a program without its calls; loops and checkpointed regions stay."""
+    """Runs a program without its calls; loops and checkpointed regions stay."""
 
     def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
         kind = _inner_program_kind(equation)

@@ -83,7 +83,7 @@ def _holds_outer_masks(jaxpr: Any, trained: Sequence[bool]) -> bool:
 def _made_inside(
     jaxpr: Any, values: Sequence[Any], trained: Sequence[bool]
 ) -> list[Any]:
-    """Run a program; masks of a region in a region are made in the outer one."""
+    """Runs a program; masks of a region in a region are made in the outer one."""
     calls = {id(region.equation): _call(region) for region in _regions(jaxpr, trained)}
     body = _compat.open_jaxpr(jaxpr)[0]
     items = [calls.get(id(equation), equation) for equation in body.eqns]

@@ -77,7 +77,7 @@ class ValueForms:
     _turns: Mapping[int, int] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Go through the program until nothing changes, as carries of loops may."""
+        """Goes through the program until nothing changes, as carries of loops may."""
         small = self.pairing.small
         batch = {tensor for tensor, _ in small.graph.batch_dims}
         for tensor in small.graph.tensors:

@@ -57,7 +57,7 @@ def reports(
     again: Callable[[int], Trace],
     changing: Collection[int],
 ) -> Reports:
-    """Find out how reported values are put together of values of micro-batches.
+    """Finds out how reported values are put together of values of micro-batches.
 
     Args:
         trace: Trace of the loss.
@@ -120,7 +120,7 @@ _ONE_SIZE: Final = (
 
 
 def check_keys(trace: Trace, out_tree: Any) -> None:
-    """Refuse random keys among what a loss reports, of which there is no number.
+    """Refuses random keys among what a loss reports, of which there is no number.
 
     Args:
         trace: Trace of the loss.
@@ -198,7 +198,7 @@ def check_clear(
     chosen: int | None = None,
     combine: str | None = None,
 ) -> None:
-    """Refuse what several micro-batches report and cannot be put together.
+    """Refuses what several micro-batches report and cannot be put together.
 
     Args:
         unclear: Values without a known combination, by name.

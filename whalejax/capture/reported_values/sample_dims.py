@@ -104,7 +104,7 @@ class _Follow:
                     self.where[key] = SampleRows() if key in batch else _Mark.OTHER
 
     def run(self) -> None:
-        """Go through the program until nothing changes, as carries of loops may."""
+        """Goes through the program until nothing changes, as carries of loops may."""
         loops = any(op.kind in LOOPS for op in self.graph.ops)
         before = -1, -1
         while before != (now := self._resolved_counts()):

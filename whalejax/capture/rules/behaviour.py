@@ -90,17 +90,17 @@ class FactorBuilder:
         self._factors: list[Factor] = []
 
     def link(self, *members: Member, kind: FactorKind = "linked") -> None:
-        """Tie dimensions that are one and the same."""
+        """Ties dimensions that are one and the same."""
         above_one = tuple(m for m in members if self._equation.size(m) > 1)
         if above_one:
             self._factors.append(Factor(members=above_one, kind=kind))
 
     def require_whole(self, *members: Member) -> None:
-        """Tie dimensions that every device needs whole."""
+        """Ties dimensions that every device needs whole."""
         self.link(*members, kind="unshardable")
 
     def each_whole(self, members: Iterable[Member]) -> None:
-        """Say of several unrelated dimensions that each is needed whole."""
+        """Says of several unrelated dimensions that each is needed whole."""
         for member in members:
             self.require_whole(member)
 

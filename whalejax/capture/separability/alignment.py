@@ -60,7 +60,7 @@ def align_dims(dims: Sequence[Dims]) -> Dims:
 
 
 def check_one_batch(dims: Dims) -> None:
-    """Refuse values in which samples run along two dimensions.
+    """Refuses values in which samples run along two dimensions.
 
     Raises:
         CoupledError: they do.
@@ -142,7 +142,7 @@ def regroup_dims(dims: Dims, part: Sequence[int], whole: Sequence[int]) -> Dims:
 
 
 def _take(atoms: list[Atom], part: int, whole: int) -> Dim:
-    """Take atoms of so many elements off the inner end of a list."""
+    """Takes atoms of so many elements off the inner end of a list."""
     taken: list[Atom] = []
     while part > 1 or whole > 1:
         atom = atoms.pop()
@@ -175,7 +175,7 @@ def _partial_dim_error(samples: Atom, part: int, whole: int) -> CoupledError:
 def _take_mixed(
     atoms: list[Atom], atom: Atom, taken: list[Atom], part: int, whole: int
 ) -> Dim:
-    """Take elements where an atom ends inside the dimension: nothing is known of them.
+    """Takes elements where an atom ends inside the dimension: nothing is known of them.
 
     The rest of all atoms becomes one of which nothing is known either.
     """

@@ -48,7 +48,7 @@ def check_derivative(
     given: Sequence[Value],
     found: Sequence[Value],
 ) -> list[Value]:
-    """Refuse a derivative rule that is not that of a mean over samples.
+    """Refuses a derivative rule that is not that of a mean over samples.
 
     Args:
         follower: Follows the traced rule.
@@ -125,7 +125,7 @@ FORWARD: Final = (
 
 
 def _check_alike(value: Value, ruled: Value) -> None:
-    """Refuse results of a rule that combine samples where the function does not."""
+    """Refuses results of a rule that combine samples where the function does not."""
     if fact_of(value, Sorted) and fact_of(ruled, Sorted):
         value, ruled = value.fact.base, ruled.fact.base
     if value.coupled or ruled.ratio is None:

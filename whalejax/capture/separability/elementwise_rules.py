@@ -214,7 +214,7 @@ def _is_widened(before: Any, after: Any) -> bool:
 
 
 def check_sum_dtype(dtype: Any) -> None:
-    """Refuse sums over the samples in a dtype that does not hold them.
+    """Refuses sums over the samples in a dtype that does not hold them.
 
     Raises:
         CoupledError: they are truth values, narrow whole numbers, or floating point of
@@ -226,7 +226,7 @@ def check_sum_dtype(dtype: Any) -> None:
 
 
 def check_unsigned_sum(equation: PairedEquation) -> None:
-    """Refuse sums over the samples in unsigned dtypes where a number may wrap.
+    """Refuses sums over the samples in unsigned dtypes where a number may wrap.
 
     What is below zero is a large number there, and a sum of such numbers wraps for the
     whole where it does not for a part.

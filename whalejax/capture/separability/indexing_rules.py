@@ -187,7 +187,7 @@ def _scatter(equation: PairedEquation) -> list[Value]:
 
 
 def _check_applied(equation: PairedEquation) -> None:
-    """Refuse a function that is applied in place, but to what each sample has."""
+    """Refuses a function that is applied in place, but to what each sample has."""
     combiner = equation.params.get("update_jaxpr")
     operand = equation.values[0]
     if equation.name != "scatter" or combiner is None:
@@ -229,7 +229,7 @@ def _scatter_value(
 
 
 def _check_combined(equation: PairedEquation, operand: Value, updates: Value) -> None:
-    """Refuse products and ends that are not those of a mean over samples."""
+    """Refuses products and ends that are not those of a mean over samples."""
     sums = sum(v.kind is Dependence.SUM for v in (operand, updates))
     product = equation.name in ("scatter-mul", "scatter_mul")
     if sums > product:

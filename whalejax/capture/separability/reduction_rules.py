@@ -78,7 +78,7 @@ def _reduce_sum(equation: PairedEquation) -> list[Value]:
 
 
 def _check_apart(equation: PairedEquation, value: Value, axes: Sequence[int]) -> None:
-    """Refuse what is done along the samples, or to sums over them.
+    """Refuses what is done along the samples, or to sums over them.
 
     Raises:
         CoupledError: it is.
@@ -102,7 +102,7 @@ def _reduce_end(equation: PairedEquation) -> list[Value]:
 
 
 def _check_positive(value: Value) -> None:
-    """Refuse a factor of another sign, which makes the largest the smallest."""
+    """Refuses a factor of another sign, which makes the largest the smallest."""
     if value.ratio is not None and not value.ratio > 0:
         raise CoupledError(SIZE)
 

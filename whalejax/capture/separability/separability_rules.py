@@ -57,7 +57,7 @@ def apply_rule(equation: PairedEquation) -> list[Value]:
 
 
 def _check_switches(equation: PairedEquation) -> None:
-    """Refuse an operation that is done in another way for more samples."""
+    """Refuses an operation that is done in another way for more samples."""
     for name, value in equation.part.params.items():
         kind = isinstance(value, bool | str | enum.Enum | np.dtype)
         if kind and value != equation.whole.params.get(name):

@@ -100,7 +100,7 @@ class _Comparison:
     sizes: tuple[int, int, int]
 
     def compare(self, programs: Three) -> None:
-        """Raise an error at the first operation that one sample has otherwise."""
+        """Raises an error at the first operation that one sample has otherwise."""
         opened = [_compat.open_jaxpr(p) for p in programs]
         bodies = [body for body, _ in opened]
         self._compare_arrays([constants for _, constants in opened])

@@ -62,7 +62,7 @@ def _together(operands: Sequence[Any]) -> dict[int, Shape] | None:
 
 
 def spread(equation: Any, operands: list[Any]) -> list[Any] | None:
-    """Remember of a value that is repeated what it is made of."""
+    """Remembers of a value that is repeated what it is made of."""
     if equation.primitive.name != "broadcast_in_dim" or len(operands) != 1:
         return None
     operand = flat_of(operands[0])

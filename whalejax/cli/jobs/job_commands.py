@@ -53,7 +53,7 @@ _MOST_DEVICES: Final = 1 << 20
 
 
 def serve(command: JobsServeCommand) -> int:
-    """Run the scheduler until it is told to end.
+    """Runs the scheduler until it is asked to end.
 
     Args:
         command: The options.
@@ -93,7 +93,7 @@ def serve(command: JobsServeCommand) -> int:
 
 
 def add(command: JobsAddCommand) -> int:
-    """Add a job, and wait until it is planned.
+    """Adds a job, and waits until it is planned.
 
     Args:
         command: The options.
@@ -261,7 +261,7 @@ def change(save: Path, name: str, what: What) -> int:
 
 
 def show(command: JobsShowCommand) -> int:
-    """Show all jobs.
+    """Shows all jobs.
 
     Args:
         command: The options.
@@ -279,7 +279,7 @@ def show(command: JobsShowCommand) -> int:
 
 
 def logs(command: JobsLogsCommand) -> int:
-    """Print the ends of a job's logs.
+    """Prints the ends of a job's logs.
 
     Args:
         command: The options.

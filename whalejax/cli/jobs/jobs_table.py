@@ -28,12 +28,12 @@ _STYLES: Final = {
 
 
 def print_table(jobs: Jobs) -> None:
-    """Print the table once."""
+    """Prints the table once."""
     Console().print(_rendered(jobs))
 
 
 def live_table(find: Callable[[], Jobs]) -> None:
-    """Show the table as it changes, until Ctrl-C.
+    """Shows the table as it changes, until Ctrl-C.
 
     Args:
         find: Asks for the jobs.

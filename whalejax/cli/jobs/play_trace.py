@@ -28,7 +28,7 @@ from whalejax.user_code.losses import Job
 
 
 def simulated(command: JobsSimulateCommand, find_job: Callable[[str], Job]) -> int:
-    """Play a trace through.
+    """Plays a trace through.
 
     Args:
         command: The options.

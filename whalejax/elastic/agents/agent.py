@@ -135,7 +135,7 @@ def _check(name: str, host: str | None) -> str | None:
 
 
 class Agent:
-    """Holds processes until the run is over, or it is told to end."""
+    """Holds processes until the run is over, or it is asked to end."""
 
     def __init__(self, options: AgentOptions) -> None:
         """Prepares the agent; connects to nothing yet.
@@ -181,7 +181,7 @@ class Agent:
         """Holds processes until the run is over.
 
         Returns:
-            0 where the run is over, however it ended, or this agent was told to end
+            0 where the run is over, however it ended, or this agent was asked to end
             and its members left; 143 where it was told twice.
 
         Raises:
@@ -222,12 +222,12 @@ class Agent:
 
     def _obey_signals(self) -> None:
         if self._told > 1:
-            tell_user("told to end twice: the members of this machine are ended")
+            tell_user("asked to end twice: the members of this machine are ended")
             self._status = _TERMINATED
         elif self._told and not self._passed_on:
             self._passed_on, self._beat_at = True, 0.0
             names = self._processes.names
-            what = f"told to end: {len(names)} of its processes leave after a step"
+            what = f"asked to end: {len(names)} of its processes leave after a step"
             tell_user(f"{what}; once more to end them at once")
             for name in names:
                 self._processes.terminate(name)
@@ -383,7 +383,7 @@ class Agent:
 
     def _start(self, name: str, device: str) -> None:
         if name in self._started or self._told:
-            why = "it was told to end" if self._told else f"{name} is there"
+            why = "it was asked to end" if self._told else f"{name} is there"
             self._say(NotLaunched(name=name, why=why))
             return
         try:

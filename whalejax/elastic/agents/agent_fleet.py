@@ -217,7 +217,7 @@ class AgentFleet(Generic[Link]):
             self._take(now, ev.AgentLeft(record.name))
 
     def tick(self, now: float) -> None:
-        """Time has passed: agents that are silent are lost, with their members."""
+        """Gives up agents that are silent, with their members."""
         self._lease.turn(now)
         self._away.turn(now)
         for name, silent in self._lease.overdue(now).items():

@@ -19,9 +19,9 @@ def adding_up_words(by: str, why: str) -> str:
     """Describes how gradients are reduced.
 
     >>> adding_up_words("messages", "there is one process")
-    'gradients are added up by messages: there is one process'
+    'gradients are reduced by messages: there is one process'
     """
-    return f"gradients are added up by {by}: {why}"
+    return f"gradients are reduced by {by}: {why}"
 
 
 def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False) -> str:
@@ -52,7 +52,7 @@ def event_message(event: str, fields: Mapping[str, Any], *, quiet: bool = False)
         case "agent_lost":
             return f"agent {fields['agent']} is lost: {fields['why']}"
         case "agent_left":
-            return f"agent {fields['agent']} was told to end, and left"
+            return f"agent {fields['agent']} was asked to end, and left"
         case "agent_refused":
             return f"agent {fields['agent']} is refused: {fields['why']}"
         case "not_started":

@@ -145,7 +145,7 @@ class Supervisor:
         """Supervises until the end.
 
         Returns:
-            0 where all steps were done; 143 where the run was told to end; 2 where
+            0 where all steps were done; 143 where the run was asked to end; 2 where
             what it was given cannot be run; else 1.
 
         Raises:
@@ -558,7 +558,7 @@ class Supervisor:
         return ""
 
     def _resize(self, now: float, channel: Channel, message: Resize) -> None:
-        """Whoever shares out devices asks for another number of members."""
+        """Whoever divides devices asks for another number of members."""
         devices = None if message.devices is None else tuple(message.devices)
         why = resize_refusal(self._state, message.size)
         if devices is not None and len(devices) < message.size:

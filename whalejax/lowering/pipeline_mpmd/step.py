@@ -80,7 +80,7 @@ class SchedulePass:
         self.gradients = [gradients() for _, gradients in apart.zeros] if keeps else []
 
     def _bring(self, site: VirtualStagePrograms) -> None:
-        """Copy to a stage what it reads and another holds, once."""
+        """Copies to a stage what it reads and another holds, once."""
         place = site.place
         for n in (*place.params, *place.rest, *place.batch):
             key = site.stage, n

@@ -1,4 +1,4 @@
-"""The optimizer's step on state that lies in host memory, a piece at a time.
+"""The optimizer's step on state that is in host memory, a piece at a time.
 
 Brought to the device whole, the state of all parameters would be there at once, and
 nothing would be saved: compilers start the transfers as early as they can. Here the
@@ -6,7 +6,7 @@ optimizer is traced, and for every parameter the part of it that is elementwise 
 Adam's, and of momentum's) runs in a loop over pieces: a piece of the state comes, is
 updated and goes back. What is not elementwise, such as the norm of all gradients, is
 computed before. State that anything needs as a whole (LAMB's, for its norms) is not
-streamed, and so does not lie in host memory.
+streamed, and so does not are in host memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Follower:
         inputs: numbers of inputs of its shape: the parameter, its gradient.
         state: pairs of an input and an output: state, and the same after the update.
         fresh: number of the output that is the parameter after the update.
-        hosted: numbers of the inputs that lie in host memory, as do their outputs.
+        hosted: numbers of the inputs that are in host memory, as do their outputs.
         spec: layout of all of them; needed for running alone.
     """
 
@@ -61,7 +61,7 @@ class Follower:
 def streamed(
     update: Update, values: Sequence[Any], followers: Sequence[Follower], mesh: Mesh
 ) -> list[Any]:
-    """Runs an optimizer's step some of whose inputs lie in host memory.
+    """Runs an optimizer's step some of whose inputs are in host memory.
 
     Args:
         update: the step.

@@ -1,4 +1,4 @@
-"""Parameters that lie in host memory, and come to the device where they are read.
+"""Parameters that are in host memory, and come to the device where they are read.
 
 Such a parameter is a stack of layers that a scan reads a slice of in each turn. It goes
 through the program as it is, in host memory, to the operation that reads it; what is

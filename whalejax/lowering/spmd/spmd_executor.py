@@ -526,7 +526,7 @@ def followers(
     small: bool = False,
     program: UpdateProgram | None = None,
 ) -> list[Follower]:
-    """Parameters of which something lies in host memory and is updated in pieces.
+    """Parameters of which something is in host memory and is updated in pieces.
 
     Those are matrices that are updated element by element, and so is their state.
 

@@ -232,7 +232,7 @@ def profiled(
     state: Any,
     steps: int,
 ) -> tuple[Any, StepProfile]:
-    """Trace some steps, and part them.
+    """Traces some steps, and divides them into parts.
 
     Args:
         plan: Plan that is run.

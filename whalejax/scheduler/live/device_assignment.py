@@ -105,10 +105,10 @@ class Placing:
 
     def usable(self) -> list[str]:
         """Devices that have not failed, and whose hosts are there."""
-        lost = self.lost()
+        lost = self.lost_devices()
         return [name for name in self._devices.names if name not in lost]
 
-    def lost(self) -> dict[str, str]:
+    def lost_devices(self) -> dict[str, str]:
         """Devices that failed or whose host is away, and why."""
         lost, now = dict(self.failed), time.time()
         hosts = self._devices.hosts
@@ -216,7 +216,7 @@ class Placing:
 
     def _without_failed(self, job: LiveJob, run: JobRun) -> int:
         """Number of members up to the first on a failed device, from which it grows."""
-        lost = self.lost()
+        lost = self.lost_devices()
         there = [n for n, name in enumerate(job.devices) if name in lost]
         first = min(there, default=job.target)
         return min(job.target, first if first >= job.request.devices[0] else 0)
@@ -237,7 +237,7 @@ class Placing:
             self._book.record("devices", name=job.name, devices=names)
 
     def _healthy_devices(self, job: LiveJob) -> list[str]:
-        lost = self.lost()
+        lost = self.lost_devices()
         return [name for name in job.devices if name not in lost]
 
     def _mask(self, job: LiveJob) -> list[str]:

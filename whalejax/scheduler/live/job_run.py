@@ -67,7 +67,7 @@ class JobLaunch:
         first: Number of members with which it begins.
         devices: Names of devices for ``CUDA_VISIBLE_DEVICES``, each after its host
             where there are several; None on the CPUs of one host.
-        hosts: Where the members run; None on this machine alone.
+        hosts: Hosts on which the members run; None for this machine alone.
         port: Port at which agents of these hosts reach the supervisor.
     """
 
@@ -103,7 +103,7 @@ class JobRun:
             home: Folder of the job.
             request: Request that added the job.
             pool: Threads that ask supervisors.
-            hosts: Where its members run; None on this machine alone.
+            hosts: Hosts on which its members run; None for this machine alone.
         """
         self.home, self._request, self._pool = home, request, pool
         self._hosts = hosts

@@ -85,7 +85,7 @@ class ServeSettings:
 
 
 class JobService:
-    """Runs until it is told to end; the jobs go on without it."""
+    """Runs until it is asked to end; the jobs go on without it."""
 
     def __init__(self, settings: ServeSettings) -> None:
         """Finds the devices; starts nothing yet.
@@ -302,7 +302,9 @@ class JobService:
 
     def _failed_note(self) -> str:
         failed = self._placing.failed
-        away = {k: v for k, v in self._placing.lost().items() if k not in failed}
+        away = {
+            k: v for k, v in self._placing.lost_devices().items() if k not in failed
+        }
         notes = []
         for what, lost in (
             ("devices that failed are used no more", failed),

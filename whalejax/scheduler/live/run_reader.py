@@ -181,7 +181,7 @@ class RunReader:
         step: Newest step that is done, of all runs.
         loss: Loss of that step.
         ending: Outcome of the newest run, and its reason; None while it goes on.
-        drains: The newest run was told to end.
+        drains: The newest run was asked to end.
         costs: Measured costs of changes.
         first_step_at: Unix time of the first step of all.
         failures: Number of processes in a row that ended before they were ready for

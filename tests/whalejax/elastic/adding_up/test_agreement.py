@@ -233,7 +233,7 @@ def chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> GradientReductio
     found = status_of(folder)[-1].adding_up
     assert found is not None
     show(folder)
-    assert f"adding up   by {found.by}: {found.why[:60]}" in capsys.readouterr().out
+    assert f"reduction   by {found.by}: {found.why[:60]}" in capsys.readouterr().out
     return found
 
 
@@ -248,7 +248,7 @@ def test_replicas_are_chosen_on_cpus_and_written_down(
     assert "2 processes of 1 CPU" in event["why"]
     assert chosen(tmp_path, capsys).why == event["why"]
     said = (tmp_path / "supervisor.log").read_text()
-    assert f"whalejax: gradients are added up by messages: {event['why']}" in said
+    assert f"whalejax: gradients are reduced by messages: {event['why']}" in said
 
 
 def test_processes_whose_price_says_collectives_join_and_train(tmp_path: Path) -> None:

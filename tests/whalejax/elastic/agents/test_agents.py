@@ -1,4 +1,4 @@
-"""Agents of real processes: killed, frozen, told to end, and back again."""
+"""Agents of real processes: killed, frozen, asked to end, and back again."""
 
 from __future__ import annotations
 
