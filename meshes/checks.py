@@ -220,7 +220,7 @@ class Arguments(Problems):
     def function(
         self, name: str, value: object, what: str, *, none: bool = False
     ) -> bool:
-        """Something that can be called."""
+        """Checks that a value can be called."""
         if callable(value) or (none and value is None):
             return True
         return self.refuse(name, value, f"{what}{_or_none(none)}")

@@ -206,7 +206,7 @@ def _table(config: BertConfig, count: int, dimension: str, name: str) -> nn.Embe
 
 
 def make_model(config: BertConfig, key: Array) -> Any:
-    """Fresh Linen variables ``{"params": ...}``."""
+    """Returns initial Linen variables ``{"params": ...}``."""
     shape = (1, config.sequence)
     return Bert(config).init(key, jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool))
 

@@ -58,7 +58,7 @@ class Bottleneck(nnx.Module):
         return wide
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Both, where no border lies between them."""
+        """Applies both layers, where no border lies between them."""
         return self.expand(self.compress(x))
 
 
@@ -104,7 +104,7 @@ class Maxout(nnx.Module):
         return wide
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Both, where no border lies between them."""
+        """Applies both layers, where no border lies between them."""
         return self.expand(self.compress(x))
 
 

@@ -162,7 +162,7 @@ class M6(nn.Module):
 
 
 def make_model(config: M6Config, key: Array) -> Any:
-    """Fresh Linen variables ``{"params": ...}``."""
+    """Returns initial Linen variables ``{"params": ...}``."""
     shape = (1, config.inputs)
     return M6(config).init(
         key,

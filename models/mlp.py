@@ -56,7 +56,8 @@ SIZES: Final[Mapping[str, MLPConfig]] = {
 
 
 def make_model(config: MLPConfig, key: Array) -> Params:
-    """Fresh parameters: ``{"layer_0": {"w": ..., "b": ...}, ..., "head": ...}``.
+    """Returns initial parameters: ``{"layer_0": {"w": ..., "b": ...}, ..., "head":
+    ...}``.
 
     >>> sorted(make_model(SIZES["test"], jax.random.key(0)))
     ['head', 'layer_0', 'layer_1']

@@ -119,7 +119,7 @@ class T5(nn.Module):
 
 
 def make_model(config: T5Config, key: Array) -> Any:
-    """Fresh Linen variables ``{"params": ...}``."""
+    """Returns initial Linen variables ``{"params": ...}``."""
     shape = (1, config.inputs)
     return T5(config).init(
         key,

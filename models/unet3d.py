@@ -83,7 +83,7 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x: Array) -> Array:
-        """Over ``x`` ``[batch, depth, height, width, channels]``."""
+        """Applies the block to ``x`` ``[batch, depth, height, width, channels]``."""
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             x = nnx.relu(norm(convolution(x)).astype(x.dtype))
         return x

@@ -18,7 +18,7 @@ ALL = "*"
 
 
 OFFLOADS = ("optimizer", "activations", "params", "gradients")
-"""What may are in host memory; gradients only beside params, and in estimates."""
+"""What may be in host memory; gradients only beside params, and in estimates."""
 
 _GRADIENTS_ALONE = 1 << OFFLOADS.index("gradients"), 1 << OFFLOADS.index("params")
 
@@ -152,7 +152,9 @@ class MemoryTerms:
 
     @property
     def with_exchange_buffer(self) -> MemoryTerms:
-        """With the buffer in which gradients cross to other pipelines."""
+        """Returns the terms with the buffer in which gradients cross to other
+        pipelines.
+        """
         return dataclasses.replace(
             self, working_bytes=self.working_bytes + self.gradients_bytes
         )

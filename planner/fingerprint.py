@@ -67,7 +67,7 @@ _LONGEST = 48
 
 
 def program_data(plan: Any) -> dict[str, Any]:
-    """Everything of a plan that changes the program, as plain data."""
+    """Returns everything of a plan that changes the program, as plain data."""
     data = encode(plan)
     assert isinstance(data, dict)
     for whole in (data, *data["pipelines"]):

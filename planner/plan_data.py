@@ -105,7 +105,7 @@ class StagesData:
         return f"{self.schedule}{parts}, {each} layers each{kept}{self._on()}"
 
     def _on(self) -> str:
-        """Its kinds of devices, where there are several."""
+        """Returns the kinds of devices as text, where there are several."""
         return f" on {' → '.join(dict.fromkeys(self.kinds))}" if self.kinds else ""
 
     def _from(self) -> str:
@@ -262,7 +262,7 @@ class PlanData(StepOptions):
 
     @property
     def asked_precision(self) -> str | dict[str, str]:
-        """Its precision as ``wh.plan`` takes it, for all or by TaskGraph."""
+        """Precision as ``wh.plan`` takes it, for all or by TaskGraph."""
         return dict(self.precisions) or self.precision
 
     @property

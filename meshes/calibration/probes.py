@@ -217,7 +217,7 @@ def _run_of(probe: Probe, devices: Sequence[Device]) -> timers.Run:
 
 
 def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
-    """Everything worth measuring, most useful first, and how many are essential."""
+    """Returns the probes, most useful first, and the number of essential ones."""
     on_cpu = devices[0].platform == "cpu"
     shapes = _CPU_SHAPES if on_cpu else _ACCELERATOR_SHAPES
     arrays = _CPU_ARRAY_BYTES if on_cpu else _ACCELERATOR_ARRAY_BYTES
@@ -261,7 +261,7 @@ def _collective_probes(count: int, on_cpu: bool) -> list[Probe]:
 
 
 def _interleaved(a: list[Probe], b: list[Probe]) -> list[Probe]:
-    """Both lists, spread evenly: a budget that ends early cuts both alike."""
+    """Returns both lists, spread evenly: a budget that ends early cuts both alike."""
     ranked = [(i / max(1, len(a)), probe) for i, probe in enumerate(a)]
     ranked += [(i / max(1, len(b)), probe) for i, probe in enumerate(b)]
     return [probe for _, probe in sorted(ranked, key=lambda pair: pair[0])]

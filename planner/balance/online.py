@@ -126,7 +126,9 @@ class Rebalance:
         return shares(self._total, seconds, self._most)
 
     def _probe(self) -> None:
-        """Now and then, give one micro-batch to who has none, to see how fast it is."""
+        """Gives one micro-batch, now and then, to a device that has none, to measure
+        it.
+        """
         pairs = enumerate(zip(self.shares, self._most, strict=True))
         idle = [i for i, (share, most) in pairs if most and not share]
         self._idle = self._idle + 1 if idle else 0

@@ -78,12 +78,12 @@ class Balance:
 
     @property
     def seconds(self) -> float:
-        """When the last device is done."""
+        """Seconds after which the last device is done."""
         return makespan(self.pieces, [d.seconds for d in self.devices])
 
     @property
     def even_seconds(self) -> float:
-        """When the last would be done with even shares."""
+        """Seconds after which the last device would be done with even shares."""
         return makespan(self.even, [d.seconds for d in self.devices])
 
     @property
@@ -428,5 +428,5 @@ def even_shares(total: int, count: int) -> tuple[int, ...]:
 
 
 def makespan(pieces: Sequence[int], seconds: Sequence[float]) -> float:
-    """When the last device is done."""
+    """Returns the seconds after which the last device is done."""
     return max((k * t for k, t in zip(pieces, seconds, strict=True)), default=0.0)

@@ -101,7 +101,7 @@ class CostSetting:
 
     @property
     def has_unlike_meshes(self) -> bool:
-        """There are many meshes, and which axis shards what differs among them."""
+        """Whether there are many meshes, and which axis shards what differs among them."""
         arrays = any(isinstance(size, np.ndarray) for size in self.mesh.values())
         return arrays and self.like is None
 
@@ -127,7 +127,7 @@ class CostSetting:
 
 
 def _parts(roles: frozenset[int], hits: Mapping[str, int], s: CostSetting) -> Any:
-    """Into how many parts the mesh cuts these roles."""
+    """Returns the number of parts into which the mesh cuts these roles."""
     return math.prod(s.mesh[axis] for axis, role in hits.items() if role in roles)
 
 

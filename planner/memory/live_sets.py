@@ -226,7 +226,7 @@ def moments(graph: Graph, facts: LeafFacts, course: StepLiveness) -> SpanLiveSet
 def _joined_at_the_end(
     layout: Layout, joined: Container[tuple[int, ...]], slid: Set[int]
 ) -> int:
-    """See ``SavedTensorGroup.last``; extents, along which windows slide, are not
+    """Returns ``SavedTensorGroup.last``; extents along which windows slide are not
     joined.
     """
     result, last = 1, layout[-1] if layout else ()

@@ -140,7 +140,7 @@ class TensorUses:
         self.last, self.users = self._parameters()
 
     def _data(self) -> list[bool]:
-        """For every tensor: it depends on the batch, or on masks that are kept."""
+        """Whether each tensor depends on the batch, or on masks that are saved."""
         data = [t.kind == "batch" for t in self.graph.tensors]
         drawn = [False] * len(data)
         for op in self.graph.ops:
@@ -191,7 +191,7 @@ class TensorUses:
         return spans or [Span(0, 0, False)]
 
     def _parameters(self) -> tuple[list[int], list[list[int]]]:
-        """For each parameter: its last reader, and all that are no weights' own."""
+        """Returns the last reader of each parameter, and all that are no weights' own."""
         params = self.graph.params
         of: dict[int, set[int]] = {t.id: {i} for i, t in enumerate(params)}
         users: list[list[int]] = [[] for _ in params]
@@ -235,7 +235,7 @@ class TensorUses:
 
     @functools.cached_property
     def reread(self) -> np.ndarray:
-        """See ``StepLiveness.reread``."""
+        """Returns ``StepLiveness.reread``."""
         times, spans = rereads(self.graph, self.weight), self.spans
         reread = np.zeros((len(spans), len(self.users)), bool)
         ends = [span.end for span in spans]
@@ -408,7 +408,7 @@ class Timeline:
         return hard
 
     def _lean(self, kept: dict[int, int], region: int | None) -> dict[int, int]:
-        """Without what is computed again from what is kept anyway.
+        """Returns the bytes without what is computed again from saved values.
 
         Args:
             kept: tensor to the number of the first operation that reads it.
@@ -530,7 +530,7 @@ class Timeline:
 
     @functools.cached_property
     def _fetched(self) -> dict[int, list[int]]:
-        """For each checkpointed region, what comes back from host memory for it."""
+        """Returns what comes back from host memory for each checkpointed region."""
         result: dict[int, dict[int, None]] = {}
         for op in self.graph.ops if self.waiting else ():
             if op.remat is not None:
@@ -830,7 +830,7 @@ class Timeline:
         return result
 
     def _scatters(self, op: Op) -> bool:
-        """Its gradient goes to what its windows chose."""
+        """Whether an operation's gradient goes to what its windows chose."""
         chooses = op.kind in CHOOSING_WINDOWS
         return chooses and self.graph.tensors[op.results[0]].differentiable
 
@@ -862,7 +862,7 @@ class Timeline:
         return 2 if narrow and self.compiler.widens else 1
 
     def _chunks(self, maker: int, tensor: int) -> int:
-        """Into how many parts a value is cut that is in memory a part at a time."""
+        """Returns the number of parts of a value of which one at a time is in memory."""
         op = self.graph.ops[maker]
         return 1 if tensor in self.leaving else op.chunks
 

@@ -91,7 +91,7 @@ class StageShare:
         )
 
     def tensor_shares(self, found: SpanLiveSets) -> Any:
-        """For each kind of tensor and case, which part of them is made there."""
+        """Returns the part of each kind of tensor, in each case, that is made there."""
         if self.task_graph_shares is None:
             return 1.0
         return np.array(
@@ -100,7 +100,7 @@ class StageShare:
 
     @property
     def has_group(self) -> Any:
-        """For each group and case, whether something of it is there."""
+        """Whether something of each group is there, in each case."""
         return np.asarray(self.group_shares) > 0
 
 
@@ -238,7 +238,7 @@ def _parameter_bytes(c: _PeakInputs, cast_bytes: float) -> _ParameterBytes:
 
 
 def _reduced_gradients(c: _PeakInputs) -> tuple[np.ndarray, np.ndarray]:
-    """See ``_ParameterBytes.reduced``.
+    """Returns ``_ParameterBytes.reduced``.
 
     What is cut into shards after it is reduced comes alone, for each parameter; what is
     cut in a loop, for each of its turns.

@@ -80,7 +80,7 @@ class GraphBuilder:
         return self.tensors[tensor].shape
 
     def mark(self, mark: Mark, name: str) -> None:
-        """Everything from here on stands in a TaskGraph with this mark."""
+        """Puts everything from here on into a TaskGraph with this mark."""
         self.here = len(self.task_graphs)
         self.task_graphs.append(TaskGraph(index=self.here, marks=(mark,), name=name))
 

@@ -377,7 +377,7 @@ class Graph:
         return homes
 
     def runs_again(self) -> tuple[bool, ...]:
-        """For every operation: the backward pass of its region computes it again.
+        """Whether the backward pass of its region computes each operation again.
 
         That is what the backward pass reads, and what this is made of; the result of
         a region is there already.
@@ -406,7 +406,7 @@ class Graph:
         )
 
     def only_multiplied(self) -> tuple[bool, ...]:
-        """For every tensor: it is float32, and products alone read it."""
+        """Whether each tensor is float32 and read by products alone."""
         read = [False] * len(self.tensors)
         only_multiplied = [t.dtype == "float32" for t in self.tensors]
         only_multiplied[self.loss] = False
@@ -458,7 +458,7 @@ class Graph:
         return result
 
     def weight_tensors(self) -> tuple[bool, ...]:
-        """For every tensor: it depends on parameters and on nothing else."""
+        """Whether each tensor depends on parameters and on nothing else."""
         weight = [t.kind == "param" for t in self.tensors]
         for op in self.ops:
             given = op.operands

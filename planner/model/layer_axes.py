@@ -149,7 +149,9 @@ class _View:
         return any(a.dim >= 0 for atoms in self.dims for a in atoms)
 
     def without(self, dim: int, *, counted: bool) -> _View:
-        """With one element of a dimension, which is left as one of size 1."""
+        """Returns the view with one element of a dimension, which is left as one of
+        size 1.
+        """
         atoms = [a for a in self.dims[dim] if a.dim >= 0]
         dims = (*self.dims[:dim], (), *self.dims[dim + 1 :])
         by = {a.dim for a in atoms} if counted else set[int]()
@@ -371,7 +373,7 @@ def _regrouped(dims: Sequence[_Atoms], shape: Sequence[int]) -> tuple[_Atoms, ..
 
 
 def _varying(graph: Graph) -> list[bool]:
-    """For every tensor, whether it depends on samples or random numbers."""
+    """Returns whether each tensor depends on samples or random numbers."""
     varying = [t.kind in ("batch", "rng") for t in graph.tensors]
     changed = True
     while changed:

@@ -13,7 +13,7 @@ from whalejax.planner.model.graph import LOOPS, Graph, Op, makes_weights
 
 
 def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
-    """For each operation, how many executions in a row read the same weights.
+    """Returns how many executions in a row of each operation read the same weights.
 
     Args:
         graph: the captured loss.

@@ -92,7 +92,7 @@ class Units:
 
     @functools.cached_property
     def free(self) -> tuple[bool, ...]:
-        """For each unit: it is cheap, reads nothing that is not, and is no lookup."""
+        """Whether each unit is cheap, reads only such ones, and is no lookup."""
         result: list[bool] = []
         behind: list[frozenset[int]] = []
         for unit in self.units:
@@ -120,13 +120,13 @@ class Units:
         return self.params[number] if mine else self.others[number - trained]
 
     def _mix(self, inputs: Collection[int]) -> bool:
-        """There are weights among them, and data."""
+        """Whether there are both weights and data among the inputs."""
         data = len(self.params) + len(self.others)
         return any(map(self.is_weight, inputs)) and any(n >= data for n in inputs)
 
     @functools.cached_property
     def inputs(self) -> tuple[frozenset[int], ...]:
-        """For each unit, numbers of inputs that it reads, through free units too."""
+        """Numbers of the inputs that each unit reads, through free units too."""
         inputs: list[frozenset[int]] = []
         for unit in self.units:
             own: set[int] = set()
@@ -194,7 +194,7 @@ class Units:
         return list(itertools.accumulate(steps))
 
     def labels(self, graph: Graph) -> tuple[int | None, ...]:
-        """For each unit the number of the stage that marks put it into, if any does.
+        """Returns the number of the stage into which marks put each unit, if any does.
 
         Raises:
             PlanError: a stage is marked inside a loop, whose line is named, or does

@@ -129,7 +129,7 @@ class Schedule:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """For each stage, how many activations of a chunk it holds at most.
+        """Largest number of a chunk's activations that each stage holds.
 
         It holds them until the last action that reads them is done: the gradient of
         the parameters, where that is one of its own.

@@ -240,7 +240,7 @@ def _window(
     needs: np.ndarray,
     needed: np.ndarray,
 ) -> int:
-    """After how many micro-batches the result of one has been read, at every place.
+    """Returns the number of micro-batches after which every place has read the first.
 
     Args:
         table: the schedule.

@@ -28,11 +28,11 @@ class StageWork:
 
     @property
     def wire_bytes(self) -> int:
-        """Both ways."""
+        """Bytes in both directions."""
         return self.received_bytes + self.sent_bytes
 
     def wire_seconds(self, bytes_per_second: float) -> float:
-        """Over a link that sends and receives at once."""
+        """Returns the seconds over a link that sends and receives at once."""
         return max(self.received_bytes, self.sent_bytes) / bytes_per_second
 
 

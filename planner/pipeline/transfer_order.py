@@ -118,7 +118,9 @@ class _Order:
         return rows[at] if at < len(rows) else None
 
     def _handings(self) -> list[tuple[float, float, ScheduledTransfer]]:
-        """When each pending one could be done, and since when."""
+        """Returns the time at which each pending transfer could be done, and its
+        beginning.
+        """
         stages = self.table.num_stages
         return [
             (
@@ -130,7 +132,9 @@ class _Order:
         ]
 
     def _rows(self) -> list[tuple[float, int]]:
-        """When each stage's next row could begin, where it has all that it needs."""
+        """Returns the time at which each stage's next row could begin, where it has its
+        inputs.
+        """
         rows = []
         for stage in range(self.table.num_stages):
             row = self._next(stage)

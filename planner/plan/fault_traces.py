@@ -149,7 +149,7 @@ def simulated(
 def _changes(
     policy: Policy, events: Sequence[Event], seconds: float
 ) -> list[tuple[float, int, str]]:
-    """When nodes went, and were started again, in order of time."""
+    """Returns the times at which nodes failed and were started again, in order."""
     changes: list[tuple[float, int, str]] = []
     back: dict[str, tuple[float, int, str]] = {}
     for event in events:

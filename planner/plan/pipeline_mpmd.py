@@ -562,7 +562,9 @@ class _MpmdCandidate:
         )
 
     def _over_seconds(self, stage: int, nbytes: float) -> float:
-        """For so many bytes to reach each device of a stage from another."""
+        """Returns the seconds in which so many bytes reach each device of a stage from
+        another.
+        """
         whole = {STAGE: self.table.num_stages, **self.chosen[stage].scored.mesh}
         return handed_seconds(nbytes, whole, self.ask.cluster) if nbytes else 0.0
 

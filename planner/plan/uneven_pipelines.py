@@ -67,7 +67,7 @@ class _Pipeline:
         self._known = {0: 0.0}
 
     def seconds(self, count: int) -> float:
-        """When it is done with so many."""
+        """Returns the seconds after which so many micro-batches are done."""
         if count not in self._known:
             stages = self._stages
             table = schedule(stages.schedule, len(stages.plans), count)
@@ -110,7 +110,7 @@ class _ParallelPipelines:
 
     @property
     def pace(self) -> float:
-        """When the last pipeline is done with its micro-batches."""
+        """Seconds after which the last pipeline is done with its micro-batches."""
         return _pace(self.plans, self.shares)
 
     @property
@@ -299,7 +299,7 @@ def _weigh(
     replicas: int,
     count: int,
 ) -> _ParallelPipelines:
-    """So many pipelines, with so many micro-batches in all."""
+    """Evaluates so many pipelines, with so many micro-batches in all."""
     size = request.num_devices // replicas
     mesh = {**(request.mesh or {}), DATA: 1}
     one = dataclasses.replace(

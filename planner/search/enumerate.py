@@ -334,7 +334,7 @@ class Search:
         self._begin(beside)
 
     def _begin(self, beside: Search | None) -> None:
-        """Nothing is evaluated yet."""
+        """Starts without evaluated layouts."""
         self._combined: dict[object, tuple[list[dict[int, Table]], bool]] = {}
         self._divided: dict[object, dict[int, Table] | None] = {}
         self._distinct: dict[object, dict[int, Table]] = {}

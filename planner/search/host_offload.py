@@ -70,12 +70,12 @@ class HostMemoryLimits:
 
     @functools.cached_property
     def state(self) -> list[int]:
-        """Bytes of each parameter's optimizer state that may are in host memory."""
+        """Bytes of each parameter's optimizer state that may be in host memory."""
         return [self.streamed.state.get(t.path, 0) for t in self.facts.tensors]
 
     @functools.cached_property
     def leaves(self) -> list[bool]:
-        """For each parameter: it may are in host memory itself."""
+        """Whether each parameter may be in host memory itself."""
         sliced, streamed = self.program.sliced, self.streamed.params
         anywhere = self.request.estimate and not sliced
         return [
@@ -170,7 +170,7 @@ class HostMemoryLimits:
     def params_on_host(
         self, layouts: Sequence[LeafLayout], offload: Offload
     ) -> list[bool]:
-        """For each parameter: it is in host memory.
+        """Whether each parameter is in host memory.
 
         Those whose update takes other shards than are stored do not: they would have
         to be on the device as a whole to be cut.

@@ -341,7 +341,7 @@ def _unobeyed_pins(search: Search) -> Iterator[str]:
 
 
 def _indivisible(search: Search) -> Iterator[str]:
-    """For every region that no axis can serve: its dimensions and what would do."""
+    """Yields the dimensions of every region that no axis can serve, and the remedy."""
     fixed = (search.request.mesh or {}).get("tensor", 1) > 1
     for choice in search.options.choices.values():
         free = fixed and choice.strategy != "replicate"

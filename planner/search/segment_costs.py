@@ -176,7 +176,7 @@ class Segments:
         ]
 
     def seconds_of(self, division: Division) -> tuple[float, ...]:
-        """About how long each part takes for a micro-batch."""
+        """Returns an estimate of the seconds of each part for a micro-batch."""
         return tuple(
             sum(self.seconds[i] * share for i, share in each.items())
             for each in self._shares(division)
@@ -235,7 +235,9 @@ class Segments:
         return static_bytes
 
     def _handed_seconds(self) -> list[float]:
-        """For the result of each segment to reach another stage, and back."""
+        """Returns the seconds in which the result of each segment reaches another stage
+        and back.
+        """
         crossing = self.folded.units.border_bytes
         s, mesh = self.setting, self.scored.mesh
         shared = mesh["data"] * mesh["fsdp"] * s.num_micro_batches

@@ -459,7 +459,7 @@ class ProgramSearches:
     def set_apart(
         self, analysed: GraphAnalysis, plain: Search, *, every: bool = False
     ) -> list[Search]:
-        """Beside a search's best plans, those that shard the sequence, too.
+        """Returns searches that also shard the sequence, for a search's best plans.
 
         Args:
             analysed, plain: the program, and its search.

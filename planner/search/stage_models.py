@@ -102,7 +102,9 @@ class DivisibleProgram:
     def ops_by_segment(
         self, analysed: GraphAnalysis, cluster: Cluster
     ) -> SegmentOperations:
-        """Its operations by segment, with the TaskGraphs that a search gave it."""
+        """Returns the operations by segment, with the TaskGraphs that a search gave
+        them.
+        """
         copies = cluster.compiler.copies_kernels
         key = id(analysed.graph), copies  # of a graph that what is found keeps alive
         if key not in self._folded:

@@ -160,7 +160,7 @@ def handed_bytes(
 
 
 def handed_seconds(nbytes: float, mesh: Mapping[str, int], cluster: Cluster) -> float:
-    """From the devices of one stage to those of the next.
+    """Returns the seconds of a transfer from the devices of one stage to the next.
 
     Args:
         nbytes: Bytes that each of them transfers.

@@ -65,7 +65,7 @@ class Replicas:
         return self._memory_of(max(self.shares))
 
     def _memory_of(self, share: int) -> MemoryTerms:
-        """With so many micro-batches, and what replicas exchange."""
+        """Returns the memory with so many micro-batches, and what replicas exchange."""
         alone = self.plan.memory
         if self.slices is not None:
             kept = self.slices.state_bytes
@@ -123,7 +123,7 @@ class Replicas:
 
     @property
     def pace(self) -> float:
-        """When the last replica is done with its micro-batches."""
+        """Seconds after which the last replica is done with its micro-batches."""
         return makespan(self.shares, self.seconds)
 
     @property
@@ -197,7 +197,7 @@ def device_kinds(cluster: Cluster) -> list[DeviceKind]:
 
 
 def devices_of_kind(cluster: Cluster, kind: DeviceKind, size: int) -> Cluster:
-    """So many devices of one kind.
+    """Returns a cluster of so many devices of one kind.
 
     Args:
         cluster: Devices of several kinds.

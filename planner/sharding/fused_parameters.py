@@ -175,7 +175,7 @@ def computed_whole(
 
 
 def _minor_only_roles(dims: Dimensions, weight: Sequence[bool]) -> list[frozenset[int]]:
-    """For each value, the shardable roles that are minor parts alone."""
+    """Returns the shardable roles of each value that are minor parts alone."""
     return [
         frozenset()
         if weight[t]

@@ -36,7 +36,7 @@ Table = Mapping[str, tuple[int, ...]]
 
 @functools.lru_cache(maxsize=4096)
 def _divisors(number: int) -> tuple[int, ...]:
-    """From the prime factors: numbers of samples have few, and may be large."""
+    """Returns the divisors from the prime factors: numbers of samples may be large."""
     result, left, prime = [1], number, 2
     while left > 1:
         if prime * prime > left:
@@ -143,7 +143,7 @@ def spec_of(
 
 
 def shards(spec: Spec, mesh: Mapping[str, Any]) -> Any:
-    """Into how many parts a layout cuts a tensor; arrays of sizes give an array."""
+    """Returns the number of parts of a tensor; arrays of sizes give an array."""
     parts: Any = 1
     for axes in spec:
         for axis in axes:

@@ -83,7 +83,7 @@ def waiting_values(graph: Graph) -> dict[int, int]:
 def sliced_leaves(graph: Graph) -> frozenset[int]:
     """Parameters that loops over layers read a slice at a time, and nothing else does.
 
-    They may are in host memory: each turn brings the slices that it reads. Slices that
+    They may be in host memory: each turn brings the slices that it reads. Slices that
     are vectors would be transfers of their own, and are little. Slices that go into a
     loop or a branch inside would be copied on their way, or sliced once more, which
     compilers cannot do of host memory.
@@ -138,7 +138,7 @@ def _reads_again(graph: Graph) -> set[tuple[int | None, int]]:
 
 
 def _movable(graph: Graph) -> list[bool]:
-    """For every tensor: it is computed from data and weights, and is no vector.
+    """Whether each tensor is computed from data and weights, and is no vector.
 
     Vectors would be transfers of their own, and are little.
     """

@@ -224,5 +224,5 @@ class OperationRows:
 
     @property
     def weight(self) -> tuple[bool, ...]:
-        """For every tensor, whether it depends on parameters alone."""
+        """Whether each tensor depends on parameters alone."""
         return self.reading.weight

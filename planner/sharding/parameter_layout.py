@@ -195,7 +195,7 @@ class LeafFacts:
 
     @property
     def homes(self) -> tuple[int, ...]:
-        """For each parameter, the TaskGraph that computes with it first."""
+        """TaskGraph that computes with each parameter first."""
         return tuple(self.groups[index][0].home for index in self.group_of)
 
     @classmethod
@@ -445,7 +445,7 @@ def _readers(
 def _read(
     graph: Graph, weight: Sequence[bool], narrowed: bool, cast_bytes: float
 ) -> dict[int, float]:
-    """See ``LeafGroup.narrowed``."""
+    """Returns ``LeafGroup.narrowed``."""
     wide = {t.id: t.dtype == "float32" for t in graph.params}
     result = {number: 1.0 if w else 1.0 / cast_bytes for number, w in wide.items()}
     if not narrowed and not graph.frozen_bytes:
@@ -459,12 +459,12 @@ def _read(
 
 
 def _uses(readers: Sequence[tuple[str, float]]) -> float:
-    """See ``LeafGroup.uses``."""
+    """Returns ``LeafGroup.uses``."""
     return max(1.0, round(sum(part for _, part in readers), 3))
 
 
 def _turns(readers: Sequence[tuple[str, float]], gathers: int) -> int:
-    """See ``LeafGroup.turns``."""
+    """Returns ``LeafGroup.turns``."""
     kinds = {kind for kind, _ in readers}
     if CONVOLUTION in kinds:
         return 1

@@ -53,7 +53,7 @@ def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
 
 
 def read_bytes(graph: Graph, weight: Sequence[bool]) -> dict[int, float]:
-    """For every parameter, its bytes in the widest type that it is read in.
+    """Returns the bytes of every parameter in the widest type in which it is read.
 
     Args:
         graph: the captured loss.

@@ -45,7 +45,7 @@ def placed_why(
     beside: TablePlacement | None,
     cut: Sequence[TableCost],
 ) -> str:
-    """Why a table is where it is.
+    """Returns the reason why a table is where it is.
 
     Args:
         name: Name of the table.

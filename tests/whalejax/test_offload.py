@@ -70,7 +70,7 @@ def run(
         for i in range(steps):
             state, _ = step(state, job.batch_at(i, 16))
     assert compiles.count == 1
-    # What is predicted to are in host memory lies there, and nothing else.
+    # What is predicted to be in host memory is there, and nothing else.
     held = sum(
         leaf.addressable_shards[0].data.nbytes
         for leaf in jax.tree.leaves(state.opt_state)

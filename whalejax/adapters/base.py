@@ -164,7 +164,7 @@ class Adapter:
 
     @property
     def frozen(self) -> tuple[bool, ...]:
-        """For each leaf of the rest: it is a weight that is not trained."""
+        """Whether each leaf of the rest is a weight that is not trained."""
         return tuple(path in self._form.frozen for path in self.rest_paths)
 
     def rebuild(self, params: Any, rest: Any, modes: Any = None) -> Any:

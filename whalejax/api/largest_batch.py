@@ -108,7 +108,7 @@ class LargestBatches(Sequence[LargestBatch]):
         return rows
 
     def document(self) -> dict[str, Any]:
-        """Everything as plain JSON data."""
+        """Returns the batches as plain JSON data."""
         return {
             "whalejax_largest_batch": 1,
             "batches": [

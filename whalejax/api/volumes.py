@@ -139,7 +139,7 @@ class Volumes:
         return self._count
 
     def __getitem__(self, number: int, /) -> dict[str, Any]:
-        """This process's part of a sample.
+        """Returns this process's part of a sample.
 
         Raises:
             WhaleError: there is no such sample, or a file cannot be read, or is of

@@ -275,7 +275,7 @@ def _ops(
 
 
 def model_hash(graph: Graph, leaves: Sequence[TracedLeaf]) -> str:
-    """Sixteen hex digits over the leaves, the global batch and the marks.
+    """Returns sixteen hex digits over the leaves, the global batch and the marks.
 
     Args:
         graph: Graph of the loss as the user wrote it.

@@ -15,7 +15,7 @@ from whalejax.capture.walk import FlatProgram
 
 
 def differentiable(walk: FlatProgram, loss: int) -> list[bool]:
-    """For every tensor: it depends on a trained parameter and the loss on it.
+    """Returns whether each tensor depends on a trained parameter, and the loss on it.
 
     Args:
         walk: the walked program, whose inputs say which of them are trained.

@@ -107,7 +107,7 @@ def taken_precision(
 
 
 def product_words(count: int) -> str:
-    """So many products.
+    """Returns the text of so many products.
 
     >>> product_words(1), product_words(2)
     ('1 product', '2 products')

@@ -311,7 +311,7 @@ def _is_sample_independent(value: Value) -> bool:
 
 
 def _row_dims(variables: Sequence[Any], known: Mapping[Any, Value]) -> RowDims | None:
-    """Along which dimensions rows lie; None where that is not the outermost of one."""
+    """Returns the dimensions along which rows are; None unless the outermost of one is."""
     row_dims: list[int | None] = []
     for variable in variables:
         dims = known[variable].dims
@@ -323,7 +323,9 @@ def _row_dims(variables: Sequence[Any], known: Mapping[Any, Value]) -> RowDims |
 
 
 def _operand_dims(equation: Any, known: Mapping[Any, Value]) -> RowDims | None:
-    """Along which dimensions the rows of operands lie; None where that is unknown."""
+    """Returns the dimensions along which operands' rows are; None where that is
+    unknown.
+    """
     operand_dims = [
         (None,) if _compat.is_literal(a) else _row_dims((a,), known)
         for a in equation.invars
@@ -432,7 +434,7 @@ def _runs(run: Any, inputs: Sequence[Any], rows: BatchRows) -> bool:
     floats = [k for k, v in enumerate(inputs) if _compat.is_inexact(v.aval.dtype)]
 
     def pushed(*xs: Any) -> Any:
-        """With the rules that some equations have for tangents."""
+        """Evaluates the program with the tangent rules that some equations have."""
 
         def of(*changed: Any) -> list[Any]:
             given = dict(zip(floats, changed, strict=True))

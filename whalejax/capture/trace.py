@@ -640,7 +640,7 @@ def _traced_as(program: Any, read: _Read) -> Trace:
 
 
 def _keeps_calls(jaxpr: Any, other: Any, graph: Graph) -> bool:
-    """Another form of a program shows as much attention, and as many logits."""
+    """Returns whether another form of a program has as many attentions and logits."""
     inputs = len(_compat.open_jaxpr(jaxpr)[0].invars)
     trained = [t.differentiable for t in graph.tensors[:inputs]]
     before, after = (possible_calls(x, trained) for x in (jaxpr, other))

@@ -260,7 +260,7 @@ class RendezvousServer:
     # In the loop.
 
     def _notice(self, channel: Channel) -> None:
-        """Something has come over a connection, or it has ended."""
+        """Handles a message of a connection, or its end."""
         try:
             while (message := channel.next(_TO_HOST)) is not None:
                 if isinstance(message, Arrival):
@@ -327,7 +327,7 @@ class RendezvousServer:
     # In a thread of its own.
 
     def _look_on(self) -> None:
-        """End all where one is gone or stands still before JAX has joined it."""
+        """Ends all where one is gone or stands still before JAX has joined it."""
         place = self._place
         with self._changed:
             self._changed.wait_for(
@@ -365,7 +365,7 @@ class RendezvousClient:
         self._missing: list[int] = []
 
     def wait(self) -> None:
-        """Come, and wait until all are there.
+        """Joins, and waits until all are there.
 
         Raises:
             Lost: some are not.
@@ -487,7 +487,7 @@ class RendezvousClient:
 
 
 def end_process(said: str, rank: int) -> None:
-    """End this process, which JAX holds, because of another one."""
+    """Ends this process, which JAX holds, because of another one."""
     text = (
         f"whalejax: {said}. Process {rank} ends for it. Look for its first error, and "
         "start all processes anew\n"

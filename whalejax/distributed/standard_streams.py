@@ -78,7 +78,7 @@ class _OutputErrorContext:
 
 @contextlib.contextmanager
 def standard_output() -> Iterator[None]:
-    """Inside the block ``sys.stdout`` raises ``OutputWriteError`` for what it does not
+    """Makes ``sys.stdout`` raise ``OutputWriteError`` in the block for what it does not
     take.
 
     Where standard output is closed, what is printed goes nowhere.

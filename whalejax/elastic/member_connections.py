@@ -174,14 +174,14 @@ class Peers:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End all connections."""
+        """Ends all connections."""
         self._leave(_CLOSED)
         self._acceptor.close()
 
     # Threads.
 
     def _leave(self, generation: int) -> None:
-        """End the connections of generations before this one."""
+        """Ends the connections of generations before this one."""
         with self._changed:
             self._least = generation
             old = [key for key in self._channels if key[0] < generation]

@@ -337,7 +337,7 @@ class SpreadMember:
         raise SystemExit(self._status)
 
     def _wait(self) -> None:
-        """Until the supervisor says something, for a while.
+        """Waits for a message of the supervisor, for a while.
 
         Raises:
             WhaleError: it is gone, so that it says nothing any more.

@@ -142,7 +142,7 @@ class SpreadPrograms:
         return state
 
     def batch(self, step: int, samples: int | None = None) -> Any:
-        """This process's part of the global batch of a step.
+        """Returns this process's part of the global batch of a step.
 
         Args:
             step: its number, counted from 0.

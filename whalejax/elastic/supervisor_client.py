@@ -268,7 +268,7 @@ class Control:
                 self._changed.wait(0.1)
 
     def close(self) -> None:
-        """End the connection."""
+        """Ends the connection."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -302,7 +302,7 @@ def _confirmed(
 
 
 def _half_of_memory() -> int:
-    """Half of this machine's memory; 8 GB where it does not say."""
+    """Returns half of this machine's memory; 8 GB where it is unknown."""
     try:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

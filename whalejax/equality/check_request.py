@@ -42,7 +42,7 @@ class CheckRequest:
 
 
 def virtual_devices(count: int) -> Target:
-    """So many CPU devices of a process of its own."""
+    """Returns a target of so many CPU devices in a process of its own."""
     return Target(
         platform="local",
         words=f"{count} virtual devices",

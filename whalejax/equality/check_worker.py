@@ -43,7 +43,7 @@ def _answer(request: CheckRequest, phase: list[str]) -> dict[str, Any]:
 
 
 def _end_at(limit_bytes: int) -> None:
-    """End this process when it takes more memory than it may."""
+    """Ends this process when it takes more memory than it may."""
     page = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
     def watch() -> None:

@@ -82,7 +82,7 @@ def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
 
 
 def _halved(plan: Plan) -> dict[str, int]:
-    """Two devices along every axis but the stages, whose number is kept."""
+    """Returns sizes of two along every axis but the stages, whose number is kept."""
     parts = [plan, *plan.stage_plans, *plan.pipelines]
     parts += [stage for pipeline in plan.pipelines for stage in pipeline.stage_plans]
     axes = {axis for part in parts for axis, size in part.axes if size > 1}

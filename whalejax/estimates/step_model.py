@@ -119,7 +119,7 @@ class Runs:
         self._parameters()
 
     def _like(self) -> Array:
-        """For each run, the first whose micro-batches are the same in every layer."""
+        """First run, for each run, whose micro-batches are the same in every layer."""
         result: dict[PublishedRun, int] = {}
         first = []
         for i, run in enumerate(self.runs):

@@ -151,7 +151,7 @@ def _analyse_decoder(
 
 @functools.cache
 def _profile() -> Cluster:
-    """Any machine whose compiler merges and scatters: frameworks do it by hand.
+    """Returns a machine whose compiler merges and scatters: frameworks do it by hand.
 
     Which operations are one kernel a decoder's graph says itself.
     """

@@ -153,7 +153,7 @@ class JournalLines:
 
     @property
     def is_written(self) -> bool:
-        """Nothing is kept in memory only."""
+        """Whether every event is on the disk."""
         return not self._waiting and self._synced
 
     def close(self) -> None:

@@ -349,7 +349,7 @@ def goodput_of(commits: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def _times(commits: Iterable[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-    """When steps were committed, and the seconds from one to the next."""
+    """Returns the times of the commits, and the seconds from one to the next."""
     newest: dict[int, float] = {}
     for said in commits:
         newest[said["step"]] = said["time"]

@@ -38,7 +38,7 @@ def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
 
 
 def is_here(sharding: NamedSharding) -> bool:
-    """This process holds some of the devices."""
+    """Whether this process holds some of the devices."""
     return bool(sharding.addressable_devices)
 
 

@@ -36,7 +36,7 @@ class LossScale:
 
     @classmethod
     def initial(cls) -> LossScale:
-        """Before the first step."""
+        """Returns the scale before the first step."""
         return cls(
             scale=jnp.asarray(FIRST_SCALE, jnp.float32),
             good_steps=jnp.zeros((), jnp.int32),
@@ -44,7 +44,7 @@ class LossScale:
         )
 
     def after(self, finite: Any) -> LossScale:
-        """After a step whose gradients were all finite, or were not."""
+        """Returns the scale after a step whose gradients were all finite, or were not."""
         good = self.good_steps + 1
         grows = good >= GROWS_AFTER
         up = jnp.where(grows, self.scale * 2, self.scale)

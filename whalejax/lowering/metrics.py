@@ -91,7 +91,9 @@ def reported(metrics: Any, count: Any) -> Any:
 
 
 def _with_bool_flags(metric: ReportedValue, value: Any) -> ReportedValue:
-    """With another value, and a note of which leaves have truth values."""
+    """Returns the metric with another value, and a note of which leaves are truth
+    values.
+    """
     leaves = jax.tree.leaves(metric.value)
     truths = tuple(jnp.asarray(x).dtype == jnp.bool_ for x in leaves)
     return replace(metric, value=value, truths=truths if any(truths) else ())

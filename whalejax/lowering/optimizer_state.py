@@ -126,7 +126,7 @@ _TRACED_LEAVES = 128
 def _operations(
     params: Any, optimizer: optax.GradientTransformation, *, counted: bool
 ) -> float:
-    """Slow operations that an update evaluates for each element of a parameter.
+    """Returns the slow operations of an update, for each element of a parameter.
 
     None are counted of an optimizer whose own error it is: who calls it next says so.
 
@@ -251,7 +251,7 @@ def named_by(path: Any, params: Collection[str]) -> str | None:
 def owners_of(
     state: Any, params: Sequence[tuple[str, tuple[int, ...]]]
 ) -> list[int | None]:
-    """For every leaf of an optimizer state, the parameter that it follows, if any.
+    """Returns the parameter that each leaf of an optimizer state follows, if any.
 
     Args:
         state: the state, abstract or real.
@@ -267,7 +267,7 @@ def owners_of(
 
 
 def kin_of(state: Any, params: Sequence[str]) -> list[int | None]:
-    """For every leaf of an optimizer state, the parameter of which it is, if any.
+    """Returns the parameter to which each leaf of an optimizer state belongs, if any.
 
     It may have another shape, unlike what follows the parameter.
 

@@ -183,7 +183,7 @@ def bare(state: TrainState) -> TrainState:
 
 @contextmanager
 def consuming(state: TrainState) -> Iterator[None]:
-    """Around what takes the buffers of a state, one program after another.
+    """Guards the use of a state's buffers by one program after another.
 
     Whether a state was consumed is seen by its step count, so that one goes too: in
     the end, and after an error if any other buffer has gone.

@@ -305,7 +305,7 @@ class ElasticRun:
         return self._first_left
 
     def forget_left(self) -> None:
-        """Something has happened that may change ``first_left``."""
+        """Forgets ``first_left``, which an event may have changed."""
         self._knows_left = False
 
     def hosts(self) -> int:

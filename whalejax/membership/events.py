@@ -226,7 +226,7 @@ class End(NamedTuple):
 
     @property
     def status(self) -> int:
-        """For the process that started the run."""
+        """Exit status of the process that started the run."""
         return STATUS[self.how]
 
 

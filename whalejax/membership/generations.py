@@ -348,7 +348,7 @@ def _begin(run: ElasticRun, now: float, members: list[MemberRecord], step: int) 
 
 
 def _all_leave(run: ElasticRun, now: float) -> bool:
-    """Everybody who has the state was told to leave, and nobody comes to take it.
+    """Whether all who have the state were asked to leave, and none comes to take it.
 
     Who is held out for failing again and again is not waited for.
     """

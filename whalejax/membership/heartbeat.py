@@ -310,7 +310,9 @@ class Beats:
         return ""
 
     def late(self) -> str:
-        """Whom a step waits for that takes too long; empty if all have begun it."""
+        """Name of the process for which a step waits too long; empty if all have begun
+        it.
+        """
         self._hear_all()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._hear()
@@ -334,7 +336,7 @@ class Beats:
             return "; ".join(words)
 
     def leave(self, status: int, *, at_once: bool = False) -> None:
-        """End without JAX, which would wait for the others.
+        """Ends without JAX, which would wait for the others.
 
         With process 0 goes the service: the others must have seen why before, if
         nobody else tells them.
@@ -355,7 +357,7 @@ class Beats:
         os._exit(128 - status if status < 0 else status)
 
     def ended_ranks(self) -> set[int]:
-        """Other processes that have ended, and well."""
+        """Ranks of other processes that have ended well."""
         with self._lock:
             return self._hearing.ended_ranks()
 
@@ -441,7 +443,7 @@ class Beats:
         last.join(2 * self._pause)
 
     def _look(self) -> None:
-        """End this process when another is missed."""
+        """Ends this process when another is missed."""
         seen = 0
         while not self._over.wait(self._pause / 2):
             with self._lock:
@@ -524,7 +526,7 @@ class Beats:
                 self._end(f"{where} {why}")
 
     def _cut_short(self) -> None:
-        """End this process where JAX waits, at its exit, for one that stands still."""
+        """Ends this process where JAX waits at its exit for one that stands still."""
         time.sleep(self.silent_seconds)
         self._end(
             f"JAX has waited for {self.silent_seconds:.0f} s for another process that "

@@ -147,7 +147,7 @@ def agent_lost(run: ElasticRun, now: float, agent: str, why: str) -> None:
 
 
 def restart_world(run: ElasticRun, now: float) -> None:
-    """End those that are left of a generation by collectives, to start anew."""
+    """Ends the processes that are left of a generation by collectives, to start anew."""
     if not run.stops and now - run.pace.at > _LASTING_SECONDS:
         run.failures.progressed()
     run.short_since = now
@@ -168,7 +168,7 @@ def _may_follow(run: ElasticRun, error: str) -> bool:
 
 
 def check_budget(run: ElasticRun, now: float, reached: Status = "active") -> None:
-    """End the run where it fails for good; who failed last had ``reached`` this."""
+    """Ends a run that fails for good; who failed last had ``reached`` this."""
     far = _FURTHER.index(reached)
     well = [m for m in run.present_members() if m.status != "failed"]
     passed = any(_FURTHER.index(m.reached) > far for m in well)

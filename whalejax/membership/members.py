@@ -253,7 +253,7 @@ def _compare(
     loss: float,
     known: float,
 ) -> None:
-    """End a run whose members come to other losses from the same sums.
+    """Ends a run whose members come to other losses from the same sums.
 
     A step that another generation redoes may be computed elsewhere, and so differ in
     its last bits; members of one generation add up the same numbers.

@@ -19,7 +19,7 @@ _ERRORS: Final = (Ending.FAILED, Ending.REFUSED, Ending.LOST)
 def end(
     run: ElasticRun, now: float, how: Ending, text: str, *, saves: bool = True
 ) -> None:
-    """End the run; a member ``saves`` its state, unless all steps are done."""
+    """Ends the run; a member ``saves`` its state, unless all steps are done."""
     if run.phase == "ending":
         return
     saver = _saver(run) if saves and how is not Ending.COMPLETE else ""
@@ -36,7 +36,7 @@ def end_again(run: ElasticRun) -> None:
 
 
 def end_at_once(run: ElasticRun, now: float) -> None:
-    """End the run without waiting for anything."""
+    """Ends the run without waiting for anything."""
     for member in run.present_members():
         member.ends_by_kill = True
     text = f"the run was ended at once, as it was asked to{run.checkpoint_text()}"

@@ -85,7 +85,7 @@ class SupervisorSettings:
 
     @property
     def beat_seconds(self) -> float:
-        """Between beats of a member."""
+        """Seconds between heartbeats of a member."""
         return self.lease_seconds / 8
 
 

@@ -306,7 +306,9 @@ class _Launched:
     # Stopping.
 
     def stop(self) -> None:
-        """End what still runs, and what it has started, within one deadline."""
+        """Ends the processes that still run, and those they started, within one
+        deadline.
+        """
         alive = self._processes.names
         try:
             if alive and self._launch.tells and not self._launch.json:

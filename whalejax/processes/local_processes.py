@@ -170,7 +170,7 @@ class Processes:
         return None if exit_status.child is None else exit_status.child.wait()
 
     def kill(self, name: str) -> None:
-        """End a process at once; that it has ended is told like any other end."""
+        """Ends a process at once; its end is reported like any other."""
         entry = self._there.get(name)
         if entry is not None:
             self._end_group(entry)
@@ -201,7 +201,7 @@ class Processes:
         return ""
 
     def end_all(self) -> None:
-        """End all at once, where nobody will watch over them any more."""
+        """Ends all processes at once, where nobody will watch over them any more."""
         for name in self.names:
             self.take_exit_status(name)
 
@@ -281,7 +281,9 @@ def handled_signals(
 
 
 def began_at(pid: int) -> str:
-    """When a process began, in ticks since the machine did; empty where it is gone."""
+    """Returns the start time of a process, in ticks since the machine's; empty if it is
+    gone.
+    """
     try:
         said = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

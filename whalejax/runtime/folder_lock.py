@@ -251,7 +251,9 @@ def _has_ended(holder: dict[str, Any]) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in ticks since the machine did; empty where not known."""
+    """Returns the start time of a process, in ticks since the machine's; empty where
+    unknown.
+    """
     try:
         said = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -54,7 +54,9 @@ def make_console(*, quiet: bool = False) -> Console:
 
 
 def unattended() -> bool:
-    """Nobody watches: continuous integration sets ``CI``, and then nothing is shown."""
+    """Whether nobody watches: continuous integration sets ``CI``, and then nothing is
+    shown.
+    """
     return os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 
 
@@ -106,7 +108,7 @@ class Meter:
             )
 
     def show(self, step: int, words: str = "") -> None:
-        """So many steps are done.
+        """Shows that so many steps are done.
 
         Args:
             step: counted from 1.

@@ -137,7 +137,9 @@ class StepTimer:
             self._opened = (done, self._clock())
 
     def close(self, done: int) -> float | None:
-        """End the window, begin the next; seconds of a step in the one that ended."""
+        """Ends the window, begins the next, and returns the seconds of a step in the
+        former.
+        """
         if self._opened is not None and done > self._opened[0]:
             count = done - self._opened[0]
             each = (self._clock() - self._opened[1]) / count
@@ -146,5 +148,5 @@ class StepTimer:
         return self._seconds[-1] if self._seconds else None
 
     def median_seconds(self) -> float | None:
-        """Over all steps in windows; each counts with the mean of its window."""
+        """Median over all steps in windows; each counts with the mean of its window."""
         return statistics.median(self._seconds) if self._seconds else None

@@ -73,7 +73,7 @@ class JobSchedule:
             self._has_changed = True
 
     def set_devices(self, devices: Mapping[str, int]) -> None:
-        """There are other devices.
+        """Sets the devices that are divided from now on.
 
         Args:
             devices: Number of devices by kind.

@@ -448,7 +448,7 @@ class Ledger:
             self._commit.digests = digests
 
     def _restart(self) -> None:
-        """Only what is through all stages stays done; the rest starts again."""
+        """Starts again what is not through all stages; the rest stays done."""
         for number in range(self.micro_batches):
             backwards = [
                 self._cells[stage, number, Phase.BACKWARD]

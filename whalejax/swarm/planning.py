@@ -441,7 +441,7 @@ def _link(swarm: Swarm) -> PeerLink:
 
 
 def _predicted(plan: Plan, swarm: Swarm) -> Swarm:
-    """With the step that the simulator predicts, where that is quick to find."""
+    """Returns the swarm with the simulator's step time, where that is found quickly."""
     calls = plan.num_micro_batches * 2 * len(swarm.stages)
     if calls > MOST_CALLS:
         return swarm

@@ -278,7 +278,7 @@ class MoveCost:
 
     @property
     def seconds(self) -> float:
-        """From leaving to serving."""
+        """Returns the seconds from leaving to serving."""
         return self.download_seconds + self.compile_seconds
 
     @property

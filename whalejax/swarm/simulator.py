@@ -105,7 +105,7 @@ class Simulator(SimulatedCalls):
             self._at(event.time, self._happens, event)
 
     def run(self, seconds: float) -> SwarmSimulation:
-        """Until the clock shows so many seconds.
+        """Runs until the clock shows so many seconds.
 
         Args:
             seconds: End of the simulation.
@@ -271,7 +271,7 @@ class Simulator(SimulatedCalls):
         self._send_parked(peer.stage)
 
     def _expiry(self) -> float:
-        """Never, but later than any announcement before: it lifts bans."""
+        """Returns an expiry later than any announcement before it, which lifts bans."""
         return 1e15 + next(self._numbers)
 
     def _stops_serving(self, peer: SimulatedPeer) -> None:
@@ -360,7 +360,7 @@ class Simulator(SimulatedCalls):
     # Steps.
 
     def _goes_ahead(self) -> None:
-        """Something has changed: what waited for it may go on."""
+        """Continues what waited for a change."""
         if self._has_lost_a_stage():
             self._goes_back()
         elif self._is_between:
@@ -532,7 +532,9 @@ class Simulator(SimulatedCalls):
     # Rebalancing and the books.
 
     def _look_beside(self) -> None:
-        """While a step is computed; where updates are delayed, between steps only."""
+        """Looks at the rebalancing while a step is computed; if updates are delayed,
+        between steps.
+        """
         if not (self._is_between or self.setting.delayed_updates):
             if self._complete_since < 0:
                 self._look()

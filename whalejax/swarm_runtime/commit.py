@@ -154,7 +154,9 @@ class SwarmStepCommit:
         raise self._run_end_error(stage, "sum")
 
     def _sum_seconds(self, stage: int, peers: int) -> float:
-        """For the bytes of a sum, over the slowest link that is counted on."""
+        """Returns the seconds of a sum, for its bytes over the slowest link that is
+        counted on.
+        """
         cut = self._context.cut
         wire = self._context.sum_wire
         sent = sum_bytes(cut.gradient_bytes(stage), peers, wire)

@@ -608,7 +608,7 @@ class MicroBatchRoute:
             context.lose(member, why)
 
     def _blamed(self, reporter: PeerRecord, error: RefusedRequestError) -> None:
-        """Another peer did not give what it was asked for."""
+        """Handles the report that another peer did not give what it was asked for."""
         context = self._context
         result = self._made_by(error.blame)
         blamed = context.member(error.blame) if result is None else result[2].member

@@ -228,7 +228,7 @@ class Peer:
 
     @property
     def silent_seconds(self) -> float:
-        """Since the registry last answered."""
+        """Seconds since the registry last answered."""
         return time.monotonic() - self._heard_at
 
     def _end_if_alone(self) -> None:

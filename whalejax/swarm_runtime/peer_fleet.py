@@ -103,7 +103,7 @@ class Fleet:
                 wiring.leave(name)
 
     def drop_all(self) -> None:
-        """Nobody does."""
+        """Drops every peer."""
         with self._lock:
             for name in [*self._synced]:
                 self.drop(name)

@@ -353,7 +353,9 @@ class Worker(SumHolder):
     # The state.
 
     def _sync(self, asked: Sync) -> StageValues:
-        """Be at a step of a generation; what is not there is pulled from a mate."""
+        """Brings the peer to a step of a generation; what it lacks is pulled from a
+        mate.
+        """
         generation, step = asked.generation, asked.step
         with self._lock:
             stage, state = self.stage, self._states.get(step)

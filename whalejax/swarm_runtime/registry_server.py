@@ -198,7 +198,7 @@ class RegistryServer:
             return [*pool.map(one, addresses)]
 
     def close(self) -> None:
-        """End all connections."""
+        """Ends all connections."""
         self._service.close()
         self._caller.close()
 

@@ -277,7 +277,7 @@ class StagedJob:
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        """For each flat leaf of the state, the stage that holds it, or ``EVERY``."""
+        """Stage that holds each flat leaf of the state, or ``EVERY``."""
         params = [self.owner(n) for n in range(self.params)]
         whole = laid_out(
             self.program,

@@ -185,7 +185,7 @@ class SwarmRun:
             self._save(last)
 
     def close(self) -> None:
-        """End everything that this process does for the run."""
+        """Ends everything that this process does for the run."""
         for peer in self.peers:
             peer.close()
         self.serving.close()

@@ -323,7 +323,9 @@ class TablePrograms:
     def _update_buffers(
         self, tables: TableArrays, ids: Any, taken: TakenIds, gradients: Any, step: Any
     ) -> tuple[dict[BufferKey, Any], dict[BufferKey, RowState]]:
-        """This rank's buffers after the rows that it gave vectors of changed."""
+        """Returns this rank's buffers after the rows that it gave vectors of have
+        changed.
+        """
         layout, buffers = self.layout, tables.buffers
         dtype = jnp.result_type(*(b.dtype for b in buffers.values()))
         rank = jax.lax.axis_index(self.axes)

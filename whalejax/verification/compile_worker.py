@@ -99,7 +99,7 @@ def serve(
 
 
 def _end_with_parent(limit_seconds: float) -> None:
-    """End this process when its parent is gone or the time is up, whatever it does."""
+    """Ends this process when its parent has ended or the time is up."""
     parent, end = os.getppid(), time.monotonic() + limit_seconds
 
     def watch() -> None:

@@ -158,7 +158,7 @@ def _by_value(request: Any) -> bytes:
 
 
 def _lives_here_only(module: Any) -> bool:
-    """Another process cannot import a module by its name.
+    """Whether no other process can import a module by its name.
 
     Modules that were made by hand have no file, and those that were loaded from a file
     may lie where no import looks. Parts of a package are as their package is.
@@ -233,7 +233,7 @@ def _with_flags(environment: dict[str, str], xla_flags: str) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process and of those it started."""
+    """Ends what is left of a process and of those it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -189,7 +189,7 @@ class Acceptor:
             return result
 
     def close(self) -> None:
-        """End the listening socket and every connection."""
+        """Ends the listening socket and every connection."""
         self.stop_listening()
         self._in_loop(self._close_channels)
 
@@ -215,7 +215,7 @@ class Acceptor:
     # In the loop.
 
     def ready(self, events: int) -> None:
-        """Somebody came."""
+        """Accepts a connection."""
         del events
         for _ in range(_AT_ONCE):
             if len(self._strangers) >= self._most_strangers and not self._make_room():
@@ -275,7 +275,7 @@ class Acceptor:
         stranger.ready(selectors.EVENT_READ)
 
     def refuse(self, stranger: _Stranger, why: str) -> None:
-        """End a connection that is none of the run's."""
+        """Ends a connection that is none of the run's."""
         self._strangers.pop(stranger, None)
         self._count(why)
         loop().forget(stranger.link, stranger)

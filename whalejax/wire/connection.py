@@ -390,7 +390,7 @@ class Channel:
             self._wants.append(memoryview(self._header))
 
     def tick(self, now: float) -> None:
-        """End it where a frame, in or out, does not come to its end."""
+        """Ends the connection where a frame, in or out, does not come to its end."""
         if now > self._frame_end:
             self._end(f"{self.peer} sent half a message, and no more in time")
         elif self._posted and now > self._posted_at + FRAME_SECONDS:
@@ -447,7 +447,7 @@ class Channel:
             socket.socket.shutdown(self._link, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection; a thread that waits in it raises
+        """Ends the connection; a thread that waits in it raises
         ``ConnectionClosedError``.
         """
         self._end("this process has ended the connection")

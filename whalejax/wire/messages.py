@@ -97,12 +97,12 @@ class Message(
 
     @property
     def kind(self) -> str:
-        """Its name on the wire, such as ``"beat"``."""
+        """Name of the message on the wire, such as ``"beat"``."""
         return str(self.__struct_config__.tag)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Its values by name, for a journal."""
+        """Values of the message by name, for a journal."""
         return msgspec.structs.asdict(self)
 
 

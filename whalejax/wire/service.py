@@ -111,7 +111,7 @@ class Service:
         self._acceptor = Acceptor(listening, key, self._notice, most_bytes=DATA_BYTES)
 
     def close(self) -> None:
-        """End all connections."""
+        """Ends all connections."""
         self._acceptor.close()
         self._workers.end()
 
@@ -294,14 +294,14 @@ class Caller:
         )
 
     def forget(self, address: Address) -> None:
-        """End the idle connections to a process."""
+        """Ends the idle connections to a process."""
         with self._lock:
             idle = self._idle.pop(address, [])
         for channel in idle:
             channel.close()
 
     def close(self) -> None:
-        """End all connections; questions that wait for an answer raise
+        """Ends all connections; questions that wait for an answer raise
         ``UnreachableProcessError``.
         """
         with self._lock:

@@ -431,7 +431,8 @@ def tpu_type(cluster: Cluster) -> str:
 
 
 def yaml_text(value: object, indent: int = 0) -> str:
-    """Plain data as YAML: mappings in blocks, lists of plain values in one line.
+    """Returns plain data as YAML: mappings in blocks, lists of plain values in one
+    line.
 
     Args:
         value: Mappings with text as keys, lists, texts, numbers and booleans. A text of

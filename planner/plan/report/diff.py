@@ -146,7 +146,7 @@ class PlanDiff:
         return bool(self.changes or self.leaves or self.traffic or terms)
 
     def document(self) -> dict[str, Any]:
-        """Everything as plain JSON data; seconds and bytes."""
+        """Returns the differences as plain JSON data, in seconds and bytes."""
         return {"whalejax_diff": 1, **dataclasses.asdict(self)}
 
     def lines(self, width: int | None, *, all_rows: bool = False) -> list[Line]:
@@ -302,7 +302,7 @@ def _changes(before: PlanData, after: PlanData) -> tuple[SettingChange, ...]:
 
 
 def _settings(plan: PlanData) -> list[tuple[str, str]]:
-    """Everything that a plan sets, as short words."""
+    """Returns the settings of a plan as short texts."""
     stages, options = plan.stages, plan.compiler_options
     batch = plan.batch[0].shape if plan.batch else ()
     sub = dict.fromkeys(mesh_words(own.axis_sizes) for own in plan.stage_plans)

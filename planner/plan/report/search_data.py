@@ -222,7 +222,7 @@ class SearchData(Sequence[Plan]):
         return any(hourly_price(plan.cluster) is not None for plan in self.plans)
 
     def document(self) -> dict[str, Any]:
-        """Everything as plain JSON data: plans, what else was weighed, refusals."""
+        """Returns plans, other evaluated candidates and refusals as plain JSON data."""
         return {
             "whalejax_search": 1,
             "plans": [

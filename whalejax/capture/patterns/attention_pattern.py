@@ -191,7 +191,7 @@ def _recognised(
 def _assembled(
     second: Any, side: int, softmax: Softmax, first: Any, scores: Scores
 ) -> AttentionPattern:
-    """Both products and the softmax between them, dimension by dimension.
+    """Returns both products and the softmax between them, dimension by dimension.
 
     Raises:
         NotScoresError: they do not fit together as attention does.
@@ -254,7 +254,9 @@ def _assembled(
 
 
 def product_tags(one: AttentionPattern) -> list[int]:
-    """For each dimension of an attention's first product, its number in the scores."""
+    """Returns the index in the scores of each dimension of an attention's first
+    product.
+    """
     shared, own = [t for *_, t in one.batch], [t for _, t in one.rows]
     column = [one.column[2]]
     return [*shared, *(column + own if one.keys_first else own + column)]

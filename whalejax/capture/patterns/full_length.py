@@ -46,14 +46,14 @@ class FullLengthValue:
         return lax.slice_in_dim(self.whole, 0, self.length, axis=self.dim)
 
     def filled(self, number: Any) -> Any:
-        """With a number in place of what was cut off."""
+        """Returns the value with a number in place of what was cut off."""
         shape = self.whole.shape
         own = lax.iota(jnp.int32, shape[self.dim]) < jnp.int32(self.length)
         own = lax.broadcast_in_dim(own, shape, (self.dim,))
         return lax.select(own, self.whole, lax.full(shape, number, self.whole.dtype))
 
     def like(self, other: Any) -> Any:
-        """Another operand of an operation on each element, as long as this value."""
+        """Returns another operand of an elementwise operation, as long as this value."""
         if isinstance(other, FullLengthValue):
             if (other.dim, other.length) == (self.dim, self.length):
                 return other.whole
@@ -257,7 +257,7 @@ def _transpose(equation: Any, operands: Sequence[Any]) -> Any:
 
 
 def _reshape(equation: Any, operands: Sequence[Any]) -> Any:
-    """Only dimensions of size 1 come and go."""
+    """Reshapes where only dimensions of size 1 come and go."""
     long = _first(operands)
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     left, right = ([d for d, n in enumerate(s) if n != 1] for s in (before, after))

@@ -138,7 +138,7 @@ class Scores:
         return _HALF if narrow else HIDDEN
 
     def _bounds(self, rows: int, columns: int, row: int, column: int) -> Interval:
-        """Between which numbers the scores of each block are."""
+        """Returns the interval of the scores of each block."""
         shape = self.nodes[-1].equation.outvars[0].aval.shape
         extents = {
             row: _edges(shape[row], rows)[:, :, None],

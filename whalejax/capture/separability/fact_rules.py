@@ -282,7 +282,7 @@ def _repeated(dims: Sequence[Dim]) -> bool:
 
 
 def _histogram(equation: PairedEquation, reason: Reason) -> list[Value] | None:
-    """Ones added up at the places that numbers name."""
+    """Counts ones at the places that numbers name."""
     del reason
     operand, indices, updates = equation.values
     numbered = fact_of(indices, Numbered)

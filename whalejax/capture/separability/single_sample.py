@@ -256,7 +256,7 @@ class _Names:
         self.same: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
 
     def add(self, one: Any, small: Any) -> None:
-        """Name an array that is one in both."""
+        """Names an array that is the same in both programs."""
         self.given[0][one] = self.given[1][small] = len(self.given[0])
 
     def source(self, trace: int, atom: Any) -> Any:

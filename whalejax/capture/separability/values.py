@@ -116,7 +116,7 @@ class Value:
 
     @property
     def coupled(self) -> bool:
-        """Nothing is known of how it depends on the samples."""
+        """Whether nothing is known of its dependence on the samples."""
         return self.kind is Dependence.COUPLED
 
     @property
@@ -136,7 +136,7 @@ class Value:
         return replace(self, dims=tuple(dims), fact=None, numbers=None)
 
     def scale_by(self, by: float | None) -> Value:
-        """Its multiple, by a number whose ratio is known; 1 leaves it as it is."""
+        """Returns its multiple by a number whose ratio is known; 1 leaves it as it is."""
         ratio = None if self.ratio is None or by is None else self.ratio * by
         return replace(self, ratio=ratio, fact=None, numbers=None)
 

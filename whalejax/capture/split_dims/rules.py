@@ -37,7 +37,7 @@ def _views(operands: Sequence[Any]) -> list[View]:
 
 
 def _view(value: Any) -> View:
-    """Any value as a view, without cuts where it has none."""
+    """Returns any value as a view, without cuts where it has none."""
     if isinstance(value, View):
         return value
     return View(flat_of(value), tuple(np.shape(flat_of(value))), {})
@@ -150,7 +150,7 @@ def _reshape(equation: Any, operands: list[Any]) -> list[Any] | None:
 def _regrouped(
     equation: Any, operands: list[Any], *, merges: bool = False
 ) -> list[Any]:
-    """Any regrouping serves; what was one dimension stays in its parts.
+    """Regroups in any way; what was one dimension stays in its parts.
 
     Args:
         equation: the reshape.

@@ -38,7 +38,7 @@ class View:
 
     @property
     def places(self) -> list[Shape]:
-        """For each dimension of ``shape``, those of ``value``."""
+        """Dimensions of ``value`` for each dimension of ``shape``."""
         places: list[Shape] = []
         first = 0
         for dim in range(len(self.shape)):

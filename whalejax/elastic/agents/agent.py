@@ -299,7 +299,7 @@ class Agent:
         self._say(enlist)
 
     def _wait(self) -> None:
-        """Until the next try; processes may end meanwhile, and signals come."""
+        """Waits for the next try; processes may end meanwhile, and signals come."""
         end = time.monotonic() + _AGAIN_SECONDS
         while time.monotonic() < end and not self._told:
             for key, _ in self._selector.select(_TICK_SECONDS):

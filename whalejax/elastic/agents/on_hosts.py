@@ -80,7 +80,7 @@ class HostAgents:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End those that have not ended with the run."""
+        """Ends the agents that have not ended with the run."""
         self._over.set()
         with self._lock:
             running = [*self._running.values()]

@@ -102,7 +102,9 @@ class ReductionProcesses:
             return self._joined_by_hosts()
 
     def _with_network_card(self, cluster: Cluster) -> Cluster:
-        """With the network card in place of a network that the hosts do not have."""
+        """Returns the cluster with the network card in place of a network that hosts
+        lack.
+        """
         if self.has_fabric:
             return cluster
         *inner, outer = cluster.levels

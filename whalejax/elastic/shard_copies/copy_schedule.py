@@ -214,7 +214,7 @@ class ShardCopyManager:
         self._seconds += weight * (seconds - self._seconds)
 
     def steps(self) -> int:
-        """After how many steps a copy is due."""
+        """Number of steps after which a copy is due."""
         if self._every is not None:
             return self._every
         if not self._cost:
@@ -235,7 +235,7 @@ class ShardCopyManager:
 
     @property
     def busy(self) -> bool:
-        """This process still writes or sends what was begun."""
+        """Whether this process still writes or sends a copy."""
         return self._copies is not None and self._copies.busy
 
     def copy(self, state: TrainState, done: int) -> None:

@@ -126,7 +126,7 @@ class CopyExchange:
         self._caller = Caller(key)
 
     def close(self) -> None:
-        """End all connections."""
+        """Ends all connections."""
         self._caller.close()
         self._service.close()
 

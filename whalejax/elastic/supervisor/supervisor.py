@@ -423,7 +423,9 @@ class Supervisor:
             self._waker.wake()
 
     def _say_refused(self, now: float) -> None:
-        """Strangers are counted, so that many of them fill no disk."""
+        """Records how many strangers were refused; they are counted, so that no disk
+        fills.
+        """
         refused = self._acceptor.take_refused(now)
         if refused is not None:
             told = {"count": refused.count, "why": refused.why}
@@ -558,7 +560,7 @@ class Supervisor:
         return ""
 
     def _resize(self, now: float, channel: Channel, message: Resize) -> None:
-        """Whoever divides devices asks for another number of members."""
+        """Handles the request of whoever divides devices for another number of members."""
         devices = None if message.devices is None else tuple(message.devices)
         why = resize_refusal(self._state, message.size)
         if devices is not None and len(devices) < message.size:
@@ -591,7 +593,7 @@ class Supervisor:
     def _say_adding_up(
         self, now: float, channel: Channel, message: ReductionOffer
     ) -> None:
-        """Before a process joins, it asks how gradients are added up, or decides it."""
+        """Answers a process that asks, before it joins, how gradients are reduced."""
         if other := self._other_run(message.run):
             self._send(channel, RegistrationRefused(why=other))
             return
@@ -626,7 +628,9 @@ class Supervisor:
             self._answers.append((channel, EventNoted(name=message.name)))
 
     def _wait_for_agents(self) -> None:
-        """Until each has ended its connection, or came back and heard of the end."""
+        """Waits until each agent has ended its connection, or came back and heard of
+        the end.
+        """
         end = time.monotonic() + _FAREWELL_SECONDS
         while self._fleet.hears_the_end:
             if time.monotonic() > end:

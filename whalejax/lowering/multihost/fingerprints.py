@@ -32,7 +32,7 @@ Constant = Callable[[Any], str]
 
 
 def fingerprint(program: Program) -> str:
-    """Twelve hexadecimal digits of what an optimizer keeps and does.
+    """Returns twelve hexadecimal digits of what an optimizer keeps and does.
 
     Args:
         program: Program whose optimizer updates its parameters; names, shapes and

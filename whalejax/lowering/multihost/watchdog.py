@@ -111,7 +111,7 @@ class Watch:
 
     @contextmanager
     def step(self, kind: str = "a step") -> Iterator[None]:
-        """Around the issuing of a step, or of something else.
+        """Watches the issuing of a step, or of something else.
 
         Args:
             kind: Name of what is issued, for the message.

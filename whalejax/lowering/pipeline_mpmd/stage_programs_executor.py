@@ -428,7 +428,7 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def zeros(self) -> Sequence[tuple[Callable[[], list[Any]], ...]]:
-        """For each place, what makes sums, and gradients, of nothing."""
+        """Makers of zero sums and zero gradients, for each place."""
         zeros: list[Any] = []
         for site in self.sites:
             if not self.here[site.stage]:
@@ -457,7 +457,7 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def numbers(self) -> list[list[Any]]:
-        """For each stage, the numbers of the micro-batches."""
+        """Numbers of the micro-batches, for each stage."""
         every = range(self.plan.num_micro_batches)
         return [[put_global(np.int32(m), whole) for m in every] for whole in self.whole]
 

@@ -107,7 +107,7 @@ class _Part:
         read: Sequence[Any],
         vectors: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """From values and vectors to both."""
+        """Runs the part on values and vectors, and returns both."""
         result: tuple[list[Any], list[Any]] = run_alone(
             lambda several: self.program(*several),
             self.program_inputs(taken, read, vectors),

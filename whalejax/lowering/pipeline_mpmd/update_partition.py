@@ -102,7 +102,9 @@ class UpdatePartition:
             self.owners[number], self.levels[number] = owner, level
 
     def _rounds_until_known(self, number: int, owner: Owner) -> int:
-        """After how many exchanges a stage, or every stage, has a value."""
+        """Returns the number of exchanges after which a stage, or every stage, has a
+        value.
+        """
         return self.levels[number] + (self.owners[number] not in (None, owner))
 
     def _owner(self, step: Step) -> Owner:

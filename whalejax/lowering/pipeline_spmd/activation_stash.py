@@ -187,7 +187,7 @@ class Inputs:
         return replace(sums, gradients=local.finish_gradients(gradients)), before
 
     def _midway(self, given: Carry, handed: Carry, number: Any) -> tuple[Sums, Carry]:
-        """Only the last stage computes what stands behind the layers."""
+        """Computes what is behind the layers, on the last stage alone."""
         local = self._local
         _, vjp = jax.vjp(
             lambda params, given: local.forward(params, given, number),

@@ -95,7 +95,7 @@ class StageLayers:
         return run_dynamic_loop(turns, self._of_stage(self.counts), tuple(values))
 
     def _stage_slices(self, stack: Any) -> Any:
-        """This stage's slices: of what is no parameter every stage has all."""
+        """Returns this stage's slices; of what is no parameter every stage has all."""
         most = max(self.counts)
         if stack.shape[0] == most:
             return stack
@@ -108,7 +108,9 @@ class StageLayers:
         return jnp.asarray(numbers, jnp.int32)[self.stage]
 
     def after_scan(self, value: Any) -> Any:
-        """Nothing flows back from behind the layers but on the last stage."""
+        """Returns a value behind the layers, whose gradient flows back on the last
+        stage alone.
+        """
         dtype = getattr(value, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             return value
@@ -154,7 +156,7 @@ class OneStage:
 
     @property
     def branches(self) -> bool:
-        """Nothing inside is sharded, so that stages may do different things."""
+        """Whether stages may do different things, as nothing inside is sharded."""
         sizes = self.program.plan.axis_sizes
         return math.prod(sizes.values()) == sizes[STAGE]
 

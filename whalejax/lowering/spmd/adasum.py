@@ -178,7 +178,7 @@ class _Rows:
 
     @property
     def pair(self) -> Pair:
-        """High and low."""
+        """High and low halves of the rows."""
         return self.high, self.low
 
     def select(self, which: slice) -> _Rows:
@@ -394,7 +394,7 @@ def _exponent_range(dtype: Any) -> tuple[int, int]:
 
 
 def _power(exponents: Any, dtype: Any) -> Any:
-    """Two to some whole powers, exactly; they lie in ``_exponent_range``."""
+    """Returns two to some whole powers, exactly; they are in ``_exponent_range``."""
     info: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
     bits = jnp.dtype(f"int{info.bits}")
     biased = exponents.astype(bits) + bits.type(info.maxexp - 1)

@@ -117,7 +117,7 @@ class _Chunks:
     # Both passes.
 
     def function(self) -> Any:
-        """From inputs to exits, with a backward pass of its own."""
+        """Function from inputs to exits, with a backward pass of its own."""
         one = self.one
         order = [one.outside.index(v) for v in one.inputs[2:]]
         trained = sum(one.trained)
@@ -280,6 +280,6 @@ class _Chunks:
         return x.reshape(*shape, *x.shape[len(tokens) :])
 
     def kernel_order(self, x: Any) -> Any:
-        """From depth and vocabulary to the kernel's own order."""
+        """Returns an array in the kernel's own order, from depth and vocabulary."""
         places = [*(k for _, k in self.one.depth), self.one.vocab]
         return x.transpose(np.argsort(places))

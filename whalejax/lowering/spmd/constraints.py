@@ -118,7 +118,7 @@ class _Collector:
         self.made: dict[int, tuple[Position, int]] = {}
 
     def _stored(self, plan: Plan) -> dict[int, dict[int, tuple[str, ...]]]:
-        """For every tensor of weights: its roles to the axes that store them."""
+        """Returns the axes that store each tensor of weights, by its roles."""
         values: dict[int, dict[int, tuple[str, ...]]] = {}
         leaves = {leaf.path: leaf for leaf in plan.leaves}
         for t in self.graph.params:
@@ -308,7 +308,7 @@ def layouts_of(
 
 
 def _reshard_steps(before: Spec, after: Spec) -> tuple[Spec, ...]:
-    """From one layout to another in steps that the compiler knows how to take.
+    """Returns layouts from one to another in steps that the compiler knows how to take.
 
     First what nothing shards afterwards is gathered, then axes go to other dimensions,
     last what was whole is cut. Asked for all at once, the compiler would replicate the
@@ -354,7 +354,9 @@ def _among(tensors: Sequence[int | None], wanted: Set[int]) -> frozenset[int]:
 
 
 def _flows(captured: Captured) -> dict[Position, tuple[bool, ...]]:
-    """Through which operands of calls with derivative rules a gradient flows."""
+    """Returns the operands of calls with derivative rules through which a gradient
+    flows.
+    """
     tensors = captured.graph.tensors
     return {
         position: tuple(t is not None and tensors[t].differentiable for t in given)

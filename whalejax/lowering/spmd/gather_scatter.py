@@ -310,7 +310,7 @@ class _ShardedGather:
         return [shape[d] - params["slice_sizes"][d] for d in dims]
 
     def run(self, operand: Any, indices: Any) -> list[Any]:
-        """Its part: zero where an index points to another device's."""
+        """Returns its part: zero where an index points to another device's."""
         slices = tuple(
             n // math.prod(self.sizes[a] for a in self.laid[d])
             if d not in self.equation.params["dimension_numbers"].collapsed_slice_dims

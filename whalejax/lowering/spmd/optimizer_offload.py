@@ -6,7 +6,7 @@ optimizer is traced, and for every parameter the part of it that is elementwise 
 Adam's, and of momentum's) runs in a loop over pieces: a piece of the state comes, is
 updated and goes back. What is not elementwise, such as the norm of all gradients, is
 computed before. State that anything needs as a whole (LAMB's, for its norms) is not
-streamed, and so does not are in host memory.
+streamed, and so is not in host memory.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def to_host(value: Any) -> Any:
 
 
 def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
-    """Along which dimension a shard is cut, and into how many equal pieces.
+    """Returns the dimension along which a shard is cut, and the number of equal pieces.
 
     TPU compilers update host memory in whole rows of lanes, eight rows at a time
     (libtpu 0.0.42). The last dimension lies in lanes where it is a multiple of 128;

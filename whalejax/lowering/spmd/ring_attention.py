@@ -118,7 +118,7 @@ class _AttentionLayout:
         return cls(one, whole, out, axes, row, dealt, filled, mesh)
 
     def function(self) -> Any:
-        """From global arrays to the output, with a backward pass of its own."""
+        """Function from global arrays to the output, with a backward pass of its own."""
         specs = [partition_spec(spec) for spec in self.specs]
         out = partition_spec(self.out)
         inner = _Local(self)
@@ -510,7 +510,7 @@ class _Local:
         return SkippedBlocks(self.ring, self.laid.filled, here, self.wide)
 
     def _tied(self, value: Any) -> Any:
-        """This device's pairs of blocks and their number, and the value as it is.
+        """Returns this device's pairs of blocks, their number, and the value as it is.
 
         The barrier makes indices depend on the value. JAX evaluates what depends on
         indices alone before a loop over layers and keeps it: the masks of all blocks,

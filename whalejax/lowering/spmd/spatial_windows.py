@@ -159,7 +159,7 @@ def _divisible(equation: Any) -> set[int]:
 
 
 def _sources(equation: Any) -> tuple[int, ...]:
-    """For each dimension of the result, that of the operand in its place."""
+    """Returns the operand's dimension for each dimension of the result."""
     if equation.primitive.name != CONVOLUTION:
         return tuple(range(len(equation.outvars[0].aval.shape)))
     numbers = equation.params["dimension_numbers"]

@@ -115,7 +115,7 @@ class ContributingReplica:
 
     @functools.cached_property
     def _later(self) -> list[Any]:
-        """For each micro-batch, how many come after it."""
+        """Number of micro-batches that come after each one."""
         whole = self._runner._wholes[0]
         return [
             put_global(np.float32(self.count - 1 - n), whole) for n in range(self.count)

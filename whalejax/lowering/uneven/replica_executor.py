@@ -303,7 +303,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 
     @functools.cached_property
     def _numbers(self) -> dict[int, list[Any]]:
-        """For each replica here, the numbers of micro-batches on its devices."""
+        """Numbers of the micro-batches on the devices of each replica here."""
         count = self._plan.num_micro_batches
         return {
             r: [put_global(np.int32(m), self._wholes[r]) for m in range(count)]

@@ -153,7 +153,7 @@ class _Added:
         self._exchange = Exchange(mesh, rows, buffers[here[0]].avals)
 
     def run(self, arrays: Mapping[int, list[Any]]) -> dict[int, list[Any]]:
-        """Their sums; the lists are emptied."""
+        """Returns the sums; the lists are emptied."""
         packed = {}
         for r, several in arrays.items():
             packed[r] = self._pack[r](several)

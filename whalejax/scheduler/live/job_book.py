@@ -72,7 +72,7 @@ class LiveJob:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the job."""
         return self.request.name
 
     @property

@@ -64,7 +64,7 @@ class Planning:
             self.close()
 
     def close(self) -> None:
-        """End what is planned now."""
+        """Ends the planning that is under way."""
         if self._process is not None:
             _end_group(self._process)
             os.close(self._output)
@@ -135,7 +135,7 @@ class Planning:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process with what it started."""
+    """Ends a process with what it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

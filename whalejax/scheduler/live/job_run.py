@@ -121,7 +121,7 @@ class JobRun:
 
     @property
     def is_alive(self) -> bool:
-        """Its supervisor is there, or the process that starts that again."""
+        """Whether its supervisor is there, or the process that starts it again."""
         if self._front is not None and self._front.poll() is None:
             return True
         return is_held(self.home / FRONT) or is_held(self.home / FOLDER)

@@ -57,7 +57,7 @@ class SimulatedDownload:
 
     @property
     def ends(self) -> float:
-        """When it has it."""
+        """Time at which the peer has the state."""
         return self.began + self.takes
 
 
@@ -187,7 +187,7 @@ class SimulatedCalls(abc.ABC):
         return self.setting.in_flight or max(self._count, 2 * self._serving)
 
     def _send_parked(self, stage: int) -> None:
-        """Somebody serves a stage: what waited for that is sent."""
+        """Sends what waited for a peer of a stage."""
         parked, self._parked[stage] = self._parked[stage], deque()
         for number, phase, alone, avoid in parked:
             self._call(stage, number, phase, alone=alone, avoid=avoid)
@@ -228,7 +228,7 @@ class SimulatedCalls(abc.ABC):
         self._at(answered, self._on_answer, peer, call_number)
 
     def _computed_at(self, peer: SimulatedPeer, attempt: Attempt) -> float:
-        """When the answer is there; books links and the peer's processor."""
+        """Returns the time of the answer; books links and the peer's processor."""
         cost = self.setting.stages[attempt.stage]
         if attempt.phase is Phase.FORWARD:
             seconds, received = cost.forward_seconds, cost.forward_bytes[0]

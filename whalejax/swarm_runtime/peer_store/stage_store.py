@@ -221,7 +221,7 @@ class StageHolder:
         name: str,
         blame: str,
     ) -> A:
-        """Another process's answer.
+        """Returns another process's answer.
 
         Raises:
             Refused: it gave none; ``blame`` is who is at fault.

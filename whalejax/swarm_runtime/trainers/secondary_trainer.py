@@ -168,7 +168,7 @@ class SecondaryTrainer:
         self._address = told_address(self._service.address, registry)
 
     def _new_fleet(self) -> Fleet:
-        """Nobody has been measured; in seconds of the registry's clock."""
+        """Returns a fleet in which no peer was measured, with the registry's clock."""
         ahead = self._clock_ahead
         return Fleet(
             self._told,
@@ -263,7 +263,7 @@ class SecondaryTrainer:
 
     @property
     def silent_seconds(self) -> float:
-        """Since the registry last answered."""
+        """Seconds since the registry last answered."""
         return time.monotonic() - self._heard_at
 
     def _take(self) -> GivenShare:

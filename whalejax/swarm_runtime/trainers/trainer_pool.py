@@ -198,7 +198,7 @@ class TrainerPool:
         return shares
 
     def close(self) -> None:
-        """Nothing more is given out, and no result counts, until ``open``."""
+        """Stops giving out micro-batches and counting results, until ``open``."""
         with self._lock:
             self._step = None
 

@@ -461,7 +461,7 @@ class TrainerState:
         pull.thread.start()
 
     def _await_snapshot(self) -> None:
-        """Until it is there: peers drop the state of a step with the next one.
+        """Waits for the snapshot: peers drop the state of a step with the next one.
 
         It is given up, and owed, where the peer that gives it is gone.
         """
