@@ -29,8 +29,8 @@ class Link:
     Attributes:
         name: Name such as ``"nvlink"``.
         bandwidth_bytes_per_second: Rate of one device; of one link of a torus.
-        hop_seconds: latency of one step of a collective.
-        base_seconds: cost of starting a collective.
+        hop_seconds: Latency of one step of a collective.
+        base_seconds: Cost of starting a collective.
         peers: Number of other devices to which each has a link of its own, the
             bandwidth being that of all these links; 0 where a switch gives it all to
             any of them.
@@ -48,10 +48,10 @@ class Torus:
     """The torus that one kind's chips form.
 
     Attributes:
-        link: one of its links.
+        link: One of its links.
         dims: Number of dimensions.
-        wrap_multiple: an axis wraps where its length is a multiple of this.
-        wrap_needs_all: no axis wraps unless all do.
+        wrap_multiple: An axis wraps where its length is a multiple of this.
+        wrap_needs_all: No axis wraps unless all do.
         max_chips: Largest number of chips in one slice.
     """
 
@@ -76,16 +76,16 @@ class CatalogueEntry:
     """One kind of the catalogue and what it is built into by default.
 
     Attributes:
-        kind: the device.
-        aliases: other names for it in a cluster's text.
+        kind: The device.
+        aliases: Other names for it in a cluster's text.
         jax_names: Values of ``jax.Device.device_kind`` for it.
-        node: link inside a node, None for a torus.
+        node: Link inside a node, None for a torus.
         node_devices: Largest number of devices of a node.
-        chip: link between the devices of one chip, where a chip is several.
+        chip: Link between the devices of one chip, where a chip is several.
         chip_devices: Number of devices of a chip.
         torus: None for kinds that are joined in nodes.
-        network: link between nodes or slices; None where nothing is known.
-        domain: link between the nodes that one switch joins, where there is one beyond
+        network: Link between nodes or slices; None where nothing is known.
+        domain: Link between the nodes that one switch joins, where there is one beyond
             a node.
         domain_devices: Number of devices that such nodes hold together.
         sources: Sources of every number of this entry; ``kind.sources`` has the
@@ -120,7 +120,7 @@ def device_kind(name: str) -> DeviceKind:
     """One kind by its name or alias, in any case of letters.
 
     Raises:
-        WhaleError: an unknown name; the message gives the nearest ones.
+        WhaleError: An unknown name; the message gives the nearest ones.
 
     Example:
         >>> device_kind("A100").name
@@ -133,7 +133,7 @@ def entry(name: str) -> CatalogueEntry:
     """One entry by its kind's name or alias, in any case of letters.
 
     Raises:
-        WhaleError: an unknown name; the message gives the nearest ones.
+        WhaleError: An unknown name; the message gives the nearest ones.
     """
     known = _by_name() if isinstance(name, str) else {}
     result = known.get(name.strip().lower()) if known else None

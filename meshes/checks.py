@@ -51,7 +51,7 @@ def short_repr(value: object) -> str:
     """A value as a message shows it: short, on one line, escaped.
 
     Args:
-        value: anything, also what has a ``repr`` that fails.
+        value: Anything, also what has a ``repr`` that fails.
 
     >>> shown("a\\x1b[2J"), shown(10**5000)
     ("'a\\\\x1b[2J'", 'a whole number of 16610 bits')
@@ -135,8 +135,8 @@ class Arguments(Problems):
     and records it if not. ``none=True`` lets None pass.
 
     Args:
-        title: the function that is called, such as ``"wh.plan"``.
-        kind: the exception to raise.
+        title: The function that is called, such as ``"wh.plan"``.
+        kind: The exception to raise.
 
     Example:
         >>> given = Arguments("Feed")
@@ -264,11 +264,11 @@ def check_fields(
 
     Args:
         instance: Instance of a dataclass with annotations that can be resolved.
-        title: for the message.
-        kind: the exception to raise.
+        title: For the message.
+        kind: The exception to raise.
 
     Raises:
-        WhaleError: or ``kind``; every field that is wrong is listed.
+        WhaleError: Or ``kind``; every field that is wrong is listed.
     """
     problems = Arguments(title, kind)
     known: Any = type(instance)

@@ -34,7 +34,7 @@ class Cluster(ClusterData):
             are known one by one; empty where the levels say all.
 
     Raises:
-        WhaleError: sizes that do not multiply to the devices, kinds of several
+        WhaleError: Sizes that do not multiply to the devices, kinds of several
             platforms, numbers that are none; all problems at once.
 
     Example:
@@ -51,7 +51,7 @@ class Cluster(ClusterData):
         """The cluster with this data.
 
         Raises:
-            WhaleError: it is no cluster's.
+            WhaleError: It is no cluster's.
         """
         problems = Arguments("Cluster.of")
         problems.of("data", data, ClusterData, "the data of a cluster")
@@ -74,7 +74,7 @@ class Cluster(ClusterData):
         """The cluster that ``to_json`` described.
 
         Raises:
-            WhaleError: unknown keys, wrong types, missing values; all at once.
+            WhaleError: Unknown keys, wrong types, missing values; all at once.
         """
         problems = Arguments("Cluster.from_json")
         problems.of("data", data, Mapping, "what Cluster.to_json gave")
@@ -91,7 +91,7 @@ class Cluster(ClusterData):
         """Reads a TOML file.
 
         Raises:
-            WhaleError: no such file, not TOML, or a description with problems.
+            WhaleError: No such file, not TOML, or a description with problems.
         """
         _check_path("Cluster.load", path)
         return cls.of(cluster_toml.load(path))
@@ -101,7 +101,7 @@ class Cluster(ClusterData):
         """Reads PaddlePaddle's description of a cluster; see ``paddle_json``.
 
         Raises:
-            WhaleError: no such file, not JSON, or a description with problems.
+            WhaleError: No such file, not JSON, or a description with problems.
         """
         _check_path("Cluster.from_paddle", path)
         return cls.of(paddle_json.load(path))
@@ -111,11 +111,11 @@ class Cluster(ClusterData):
         """The devices of this process, as JAX sees them. Starts JAX.
 
         Args:
-            calibrate: measure them (at most 20 s, once; the result is cached). False
+            calibrate: Measure them (at most 20 s, once; the result is cached). False
                 takes the catalogue's numbers, and for CPUs those of its reference.
 
         Raises:
-            WhaleError: a device that the catalogue lacks and that is not measured.
+            WhaleError: A device that the catalogue lacks and that is not measured.
         """
         from whalejax.meshes.detect import detect
 
@@ -141,7 +141,7 @@ def cluster(text: str) -> Cluster:
     PaddlePaddle's, ``local`` the devices of this process.
 
     Raises:
-        WhaleError: a text that is none of these; the message shows the grammar.
+        WhaleError: A text that is none of these; the message shows the grammar.
 
     Example:
         >>> cluster("v5p:4x4x4").describe()

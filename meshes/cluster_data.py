@@ -152,7 +152,7 @@ class ClusterData:
                 currency; kinds that the cluster lacks are ignored.
 
         Raises:
-            WhaleError: a price that is no number above zero.
+            WhaleError: A price that is no number above zero.
 
         Example:
             >>> from whalejax.meshes import cluster
@@ -188,10 +188,10 @@ class ClusterData:
         Args:
             num_devices: Number of devices of a part; divides the devices, or those that
                 are used.
-            first: number of the first device.
+            first: Number of the first device.
 
         Raises:
-            WhaleError: the links join no such number.
+            WhaleError: The links join no such number.
 
         Example:
             >>> from whalejax.meshes import cluster
@@ -319,8 +319,8 @@ def check_level(index: int, level: Level, problems: Problems) -> None:
     """Records what is wrong with one level's numbers.
 
     Args:
-        index: its place, innermost first.
-        level: the level.
+        index: Its place, innermost first.
+        level: The level.
         problems: Collector of the errors.
     """
     where = f"levels.{index} ({quoted(level.name, str)})"

@@ -26,7 +26,7 @@ def detect(calibrate: bool = True) -> ClusterData:
     """The devices of this process and of those it is joined with.
 
     Args:
-        calibrate: measure the local ones, or take the cached measurement.
+        calibrate: Measure the local ones, or take the cached measurement.
     """
     devices = jax.devices()
     if devices[0].platform == "cpu" and jax.process_count() > 1:
@@ -44,12 +44,12 @@ def assemble(devices: Sequence[Any], measured: ClusterData | None) -> ClusterDat
     """A cluster from devices, in their order.
 
     Args:
-        devices: with ``platform``, ``device_kind``, ``process_index``, and where there
+        devices: With ``platform``, ``device_kind``, ``process_index``, and where there
             are such ``slice_index`` and ``coords``.
-        measured: the local devices, one node; its kind replaces the catalogue's.
+        measured: The local devices, one node; its kind replaces the catalogue's.
 
     Raises:
-        WhaleError: a kind that is neither measured nor in the catalogue.
+        WhaleError: A kind that is neither measured nor in the catalogue.
     """
     groups = _groups(devices)
     if measured is not None and len(groups) == 1 and devices[0].platform != "tpu":

@@ -68,36 +68,36 @@ class DeviceKind:
         name: Name in a cluster's text, such as ``"h100"``.
         label: Name for displays; ``name`` where empty.
         platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-        memory_bytes: capacity of one device.
-        memory_bytes_per_second: between its memory and its cores.
+        memory_bytes: Capacity of one device.
+        memory_bytes_per_second: Between its memory and its cores.
         flops_per_second: (dtype, dense peak) pairs; types it lacks are left out.
-        host_memory_bytes: the share of the host's memory that belongs to one device.
-        host_link_bytes_per_second: from device to host, one direction.
-        op_overhead_seconds: fixed cost of launching one operation of a program.
-        efficiency: fraction of the peak that large matrix products reach where nothing
+        host_memory_bytes: The share of the host's memory that belongs to one device.
+        host_link_bytes_per_second: From device to host, one direction.
+        op_overhead_seconds: Fixed cost of launching one operation of a program.
+        efficiency: Fraction of the peak that large matrix products reach where nothing
             was measured.
-        curve: the platform of ``fitted_constants`` whose constants say what it
+        curve: The platform of ``fitted_constants`` whose constants say what it
             delivers, for kinds of the catalogue and those based on them; a file that
             gives ``efficiency`` takes its place.
-        matmul_half_size: effective size at which half of that is reached; 0, the
+        matmul_half_size: Effective size at which half of that is reached; 0, the
             default, is no penalty for small shapes, for want of a fit.
-        matmul_points: measured products; they replace peak and efficiency.
-        memory_points: measured bandwidths by bytes moved, for devices whose caches
+        matmul_points: Measured products; they replace peak and efficiency.
+        memory_points: Measured bandwidths by bytes moved, for devices whose caches
             matter; empty means ``memory_bytes_per_second`` at every size.
-        transcendentals_per_second: exp, tanh and the like; None where the memory
+        transcendentals_per_second: Exp, tanh and the like; None where the memory
             hides them.
-        fresh_bytes_per_second: first writes to memory that a program gets anew from
+        fresh_bytes_per_second: First writes to memory that a program gets anew from
             its host, one page fault after another; None where a device keeps its own.
-        turned_bytes_per_second: arrays turned round in memory, as convolutions need
+        turned_bytes_per_second: Arrays turned round in memory, as convolutions need
             them on CPUs; None where it takes no longer than to read and write them.
-        convolution_share: rate of convolutions, forward and backward, over that of
+        convolution_share: Rate of convolutions, forward and backward, over that of
             products of the same sizes; None where they are alike.
         cores: Number of cores that take the tiles of a product one by one (a GPU's
             streaming multiprocessors); 0 where tiles do not matter.
         generation: Generation of the design, such as ``"ampere"``: measured kinds of
             one give the speed of the others.
         watts: Power of the board; see ``ratings.POWER``.
-        timed_models: models whose micro-batches were measured on this kind.
+        timed_models: Models whose micro-batches were measured on this kind.
         price_per_hour: Price of one device for an hour, in any currency; None where
             none was given. The catalogue has none: prices are the user's.
         sources: Source of each number.
@@ -186,10 +186,10 @@ class DeviceKind:
         peak is the best rate that was seen.
 
         Args:
-            dtype: one of ``DTYPES`` or a numpy name.
+            dtype: One of ``DTYPES`` or a numpy name.
 
         Raises:
-            WhaleError: no entry and no stand-in.
+            WhaleError: No entry and no stand-in.
 
         Example:
             >>> from whalejax.meshes import device_kind
@@ -221,7 +221,7 @@ class DeviceKind:
         was measured in a type was measured so.
 
         Args:
-            dtype: one of ``DTYPES`` or a numpy name.
+            dtype: One of ``DTYPES`` or a numpy name.
             exact: float32 stays as it is.
 
         >>> from whalejax.meshes import device_kind
@@ -270,8 +270,8 @@ class DeviceKind:
         """FLOP/s that a product of this shape reaches on one device.
 
         Args:
-            dtype: one of ``DTYPES`` or a numpy name.
-            m, k, n: an (m, k) matrix times a (k, n) matrix; arrays give an array.
+            dtype: One of ``DTYPES`` or a numpy name.
+            m, k, n: An (m, k) matrix times a (k, n) matrix; arrays give an array.
             batch: Number of products in one operation.
         """
         for name, side in (("m", m), ("k", k), ("n", n), ("batch", batch)):
@@ -430,7 +430,7 @@ class DeviceKind:
         """Seconds to read and write so many bytes in one pass, at memory speed.
 
         Args:
-            moved_bytes: read plus written, on one device; arrays give an array.
+            moved_bytes: Read plus written, on one device; arrays give an array.
             transcendentals: Number of exp, tanh, log and the like that it evaluates.
 
         Example:
@@ -475,7 +475,7 @@ def check_name(where: str, name: str, problems: Problems) -> None:
     """Records a name that cannot be shown as it is.
 
     Args:
-        where: the parameter, for the message.
+        where: The parameter, for the message.
         name: Name of a kind, a level or whatever else reaches terminals and charts.
         problems: Collector of the errors.
     """

@@ -44,7 +44,7 @@ def dtype_name(dtype: str) -> str:
     """The short name of an element type: ours or numpy's go in, ours comes out.
 
     Raises:
-        WhaleError: for a type that no device multiplies.
+        WhaleError: For a type that no device multiplies.
 
     Example:
         >>> dtype_name("bfloat16"), dtype_name("float8_e4m3fn"), dtype_name("f32")

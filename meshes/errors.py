@@ -26,7 +26,7 @@ class WhaleError(ValueError):
     """Something the user gave cannot be used; the message says what to do about it.
 
     Args:
-        text: the message; control characters in it are escaped, and a line of many
+        text: The message; control characters in it are escaped, and a line of many
             thousand characters is cut.
     """
 
@@ -56,7 +56,7 @@ class Problems:
 
     Args:
         title: Subject of the checks, such as ``"cluster 'h100'"``.
-        kind: the exception to raise.
+        kind: The exception to raise.
 
     Example:
         >>> problems = Problems("batch")
@@ -111,7 +111,7 @@ class Problems:
         """Raises one error with every problem, or returns if there was none.
 
         Raises:
-            WhaleError: or ``kind``, if at least one problem was recorded.
+            WhaleError: Or ``kind``, if at least one problem was recorded.
         """
         if self.messages:
             raise (self.kind if kind is None else kind)(self.text(title))

@@ -47,24 +47,24 @@ class Achieved:
     """Constants of one platform. Shares are of a datasheet's figure.
 
     Attributes:
-        half_depth: contracted size at which a product reaches half of its speed.
-        half_size: the same for ``effective_size``.
-        tile_medium, tile_small, tile_smallest: speed of the last three of ``TILES``, as
+        half_depth: Contracted size at which a product reaches half of its speed.
+        half_size: The same for ``effective_size``.
+        tile_medium, tile_small, tile_smallest: Speed of the last three of ``TILES``, as
             shares of that of the first two.
-        tile_idle: part of the cores that the last round of tiles leaves idle.
+        tile_idle: Part of the cores that the last round of tiles leaves idle.
         attention: Fraction of the peak in a fused attention kernel.
         attention_before: Factor for each generation by which the kernel is older than
             the device.
-        attention_half: sequence at which such a kernel reaches half of that.
-        unaligned: speed of a product in an eager framework, for each halving of the
+        attention_half: Sequence at which such a kernel reaches half of that.
+        unaligned: Speed of a product in an eager framework, for each halving of the
             16 bytes by which its sizes should divide.
         memory: Fraction of the bandwidth of memory.
-        kernel_seconds: cost of every kernel of a compiled program.
-        launch_seconds: the same where a host launches operations one by one.
+        kernel_seconds: Cost of every kernel of a compiled program.
+        launch_seconds: The same where a host launches operations one by one.
         dispatch_seconds: Host's time for one operation, where it launches them.
         micro_seconds: Host's time between two micro-batches, where it launches them.
         jitter_seconds: Delay of the slower of two hosts at a collective.
-        blend: exponent by which the device's and the host's time become one: a maximum
+        blend: Exponent by which the device's and the host's time become one: a maximum
             whose corner is rounded, as neither is alike from operation to operation.
         node: Fraction of the bandwidth inside a node, or of a torus, where the family
             of kinds has none of its own.
@@ -73,10 +73,10 @@ class Achieved:
         point: Fraction of either bandwidth between two pipeline stages.
         ring_seconds: Time of one hop of a reduce-scatter or all-gather over data ranks.
         bucket_bytes: Bytes that such a collective handles at once.
-        overlap_gradients: part of their reduction that hides behind computation, in
+        overlap_gradients: Part of their reduction that hides behind computation, in
             frameworks that try.
-        overlap_parameters: the same for gathering them.
-        overlap_layers: the same for collectives inside layers.
+        overlap_parameters: The same for gathering them.
+        overlap_layers: The same for collectives inside layers.
         update_bytes: Bytes that the optimizer moves for a parameter.
         step_seconds: Fixed time of every step.
         reserve_bytes: Device memory that the runtime keeps for itself.
@@ -154,7 +154,7 @@ class Efficiency:
     Attributes:
         share: Fraction of the peak.
         measured: Whether that kind itself was measured, in that type.
-        of: kinds or families whose measurements it is made of; empty where it is no
+        of: Kinds or families whose measurements it is made of; empty where it is no
             more than what most devices reach.
     """
 
@@ -171,10 +171,10 @@ class Constants:
         platforms: Constants of each platform, by name.
         efficiency: (family of kinds, type) to the largest share of the peak, as
             training steps tell.
-        node: family of kinds to what links inside a node deliver, where it is not the
+        node: Family of kinds to what links inside a node deliver, where it is not the
             platform's.
         blocks: (kind, type) to the same share as ``efficiency``, as single layers tell.
-        memory: kind to the share of its bandwidth of memory, where it is not the
+        memory: Kind to the share of its bandwidth of memory, where it is not the
             platform's.
         sources: Runs whose training steps were fitted.
     """
@@ -234,7 +234,7 @@ class Constants:
             kind: Kind of device.
             generation: Generation whose kinds count; the kind itself or its family if
                 empty.
-            width: from ``width_of``.
+            width: From ``width_of``.
         """
         if not generation:
             for known, name in (
@@ -387,12 +387,12 @@ def shape_share(
     """Part of the largest speed that a product of this shape reaches.
 
     Args:
-        m, k, n: an (m, k) matrix times a (k, n) matrix.
+        m, k, n: An (m, k) matrix times a (k, n) matrix.
         batch: Number of products in one operation.
         cores: Number of cores that take its tiles one by one; 0 where tiles do not
             matter.
-        curve: the platform's ``Achieved``, or something with arrays for its fields.
-        pace: from ``pace_of``.
+        curve: The platform's ``Achieved``, or something with arrays for its fields.
+        pace: From ``pace_of``.
     """
     busy = tile_share(
         m,
@@ -425,10 +425,10 @@ def tile_share(
     tiles leaves cores idle; smaller tiles leave fewer idle but run slower.
 
     Args:
-        m, n, batch: rows, columns and count of the products.
-        cores: streaming multiprocessors of the device.
-        small, smaller, smallest: speed of the last three of ``TILES``.
-        idle: part of the last round's idle cores that stays idle; other operations and
+        m, n, batch: Rows, columns and count of the products.
+        cores: Streaming multiprocessors of the device.
+        small, smaller, smallest: Speed of the last three of ``TILES``.
+        idle: Part of the last round's idle cores that stays idle; other operations and
             splits of long products fill the rest.
     """
     best: Any = 0.0
@@ -450,7 +450,7 @@ def write(found: Constants, path: str | os.PathLike[str], sources: str) -> None:
     Args:
         found: Constants that were fitted.
         path: Path of the file.
-        sources: names of the runs that it was fitted to.
+        sources: Names of the runs that it was fitted to.
     """
     lines = [
         "# What devices deliver of their datasheets' peaks. Written by",

@@ -38,12 +38,12 @@ def build_mesh(
         axes: (name, size), outermost first; the last one joins neighbouring devices.
         devices: Devices in the cluster's order, node by node; ``jax.devices()`` if
             None.
-        allow_idle: take the first devices and leave the rest without work.
-        order: for each place of the mesh, the number of its device among them; as
+        allow_idle: Take the first devices and leave the rest without work.
+        order: For each place of the mesh, the number of its device among them; as
             they come if left out.
 
     Raises:
-        WhaleError: sizes whose product is not the number of devices, an axis named
+        WhaleError: Sizes whose product is not the number of devices, an axis named
             twice, a size below one; all at once.
 
     Example:
@@ -81,7 +81,7 @@ def cluster_order(devices: Sequence[Device]) -> list[Device]:
     coordinates keeps its order.
 
     Args:
-        devices: real ones, or those of a described topology.
+        devices: Real ones, or those of a described topology.
     """
     if any(getattr(device, "coords", None) is None for device in devices):
         return list(devices)
@@ -97,7 +97,7 @@ def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
     """A layout as a PartitionSpec, in the one spelling that compares equal.
 
     Args:
-        spec: mesh axes of each dimension, outermost first.
+        spec: Mesh axes of each dimension, outermost first.
 
     Example:
         >>> tuple(partition_spec(((), ("data", "fsdp"), ())))
@@ -138,7 +138,7 @@ def on_automatic_axes(
     """A function of one device's parts, mapped over the axes left to the compiler.
 
     Args:
-        function: takes and gives the parts that one device has.
+        function: Takes and gives the parts that one device has.
         mesh: Mesh of devices, or the abstract one inside ``shard_map``.
         inputs, outputs: PartitionSpecs over these axes.
     """

@@ -21,11 +21,11 @@ def check_kind(name: str, beside: ClusterData | None) -> None:
     """Refuses a name that a kind cannot have in a file.
 
     Args:
-        name: the name.
+        name: The name.
         beside: Contents of the file, if they are to stay.
 
     Raises:
-        WhaleError: the name is malformed, or another kind's.
+        WhaleError: The name is malformed, or another kind's.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise WhaleError(
@@ -48,7 +48,7 @@ def check_replaced(name: str, there: ClusterData) -> None:
         there: Contents of the file.
 
     Raises:
-        WhaleError: kinds of other names.
+        WhaleError: Kinds of other names.
     """
     if {kind.name for kind in there.kinds} - {name}:
         raise WhaleError(
@@ -63,7 +63,7 @@ def renamed(cluster: ClusterData, name: str) -> ClusterData:
 
     Args:
         cluster: Cluster of one kind.
-        name: the kind's.
+        name: The kind's.
 
     Example:
         >>> from whalejax.meshes import cluster
@@ -81,11 +81,11 @@ def check_joined(first: ClusterData, platform: str) -> None:
     """Refuses clusters to which no devices of a platform can be joined.
 
     Args:
-        first: the cluster.
+        first: The cluster.
         platform: Platform of the other devices.
 
     Raises:
-        WhaleError: a torus or links between single devices, which a network does not
+        WhaleError: A torus or links between single devices, which a network does not
             join; another platform.
     """
     if first.links or any(level.torus for level in first.levels):
@@ -113,7 +113,7 @@ def merge_clusters(
         network: Network between hosts like the second's, where it is known.
 
     Raises:
-        WhaleError: a torus or links between single devices, which a network does not
+        WhaleError: A torus or links between single devices, which a network does not
             join; kinds of two platforms.
 
     Example:

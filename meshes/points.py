@@ -22,7 +22,7 @@ class Source:
     """Source of one number.
 
     Attributes:
-        field: the number, such as ``"flops_per_second.bf16"``; ``"*"`` for all.
+        field: The number, such as ``"flops_per_second.bf16"``; ``"*"`` for all.
         url: Address of the document; ``"measured: ..."`` names the command that
             measured it and ``"assumption: ..."`` says what stands in for an unpublished
             number.
@@ -123,7 +123,7 @@ def wide_rates(
 
     Args:
         points: Measured points.
-        least: seconds of each that are not counted in the rates.
+        least: Seconds of each that are not counted in the rates.
     """
     rates: dict[str, list[tuple[float, float]]] = {}
     long = HARDLY_MORE * least_seconds(points)
@@ -144,7 +144,7 @@ class TimedModel:
     Attributes:
         weights: ``Plan.weights_hash`` of the model.
         samples: Number of samples of the micro-batch.
-        seconds: measured, forward and backward.
+        seconds: Measured, forward and backward.
         predicted_seconds: Planner's expectation for this device at the time.
         title: Name of the model.
     """

@@ -36,8 +36,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
         path: Path of a regular file: pipes and devices may never answer, or never end.
 
     Raises:
-        OSError: it is not there, or cannot be opened.
-        Unreadable: it is no regular file, too large, or no UTF-8.
+        OSError: It is not there, or cannot be opened.
+        Unreadable: It is no regular file, too large, or no UTF-8.
     """
     try:
         with open(path, "rb", opener=_at_once) as file:
@@ -67,7 +67,7 @@ def parse_json(text: str) -> Any:
     """The data of a JSON text.
 
     Raises:
-        Unreadable: it is no JSON, holds ``NaN`` or ``Infinity`` or a number beyond
+        Unreadable: It is no JSON, holds ``NaN`` or ``Infinity`` or a number beyond
             them, says a key twice, or nests too deep.
 
     >>> parse_json('{"a": [1, 2.5]}')
@@ -88,7 +88,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """The data of a TOML text.
 
     Raises:
-        Unreadable: it is no TOML, or nests too deep.
+        Unreadable: It is no TOML, or nests too deep.
     """
     data: dict[str, Any] = _parsed(text, tomllib.loads)
     return data
@@ -115,7 +115,7 @@ def check_depth(data: Any) -> None:
         data: Data of JSON or TOML.
 
     Raises:
-        Unreadable: it nests deeper than ``MOST_DEPTH``, or holds itself.
+        Unreadable: It nests deeper than ``MOST_DEPTH``, or holds itself.
     """
     level = [data]
     for _ in range(MOST_DEPTH + 1):

@@ -46,8 +46,8 @@ def visible(text: str, keep: str = "") -> str:
     r"""The text with every hidden character as its escape.
 
     Args:
-        text: any.
-        keep: characters that stay as they are.
+        text: Any.
+        keep: Characters that stay as they are.
 
     >>> visible("a\x1b[31mb")
     'a\\x1b[31mb'

@@ -34,13 +34,13 @@ class Level:
     Attributes:
         name: Name of the link, such as ``"nvlink"``.
         size: Number of groups that are joined; the sizes multiply to the devices.
-        bandwidth_bytes_per_second: per device, one direction. On a ring of a torus
+        bandwidth_bytes_per_second: Per device, one direction. On a ring of a torus
             it is that of both links of the axis together.
         latency_seconds: Latency of one all-gather over the whole level.
-        torus: the level is one axis of a torus; adjoining ones form one torus.
+        torus: The level is one axis of a torus; adjoining ones form one torus.
         slowdown: (collective, factor) pairs by which it was measured to differ from
             the formula; names as in ``"all-to-all"``.
-        shared: the members are threads over one memory, as virtual CPU devices are:
+        shared: The members are threads over one memory, as virtual CPU devices are:
             each of them reads and writes the payload, however many there are.
         peers: Number of other members to which each has a link of its own, as four GPUs
             without a switch have; the bandwidth is that of all these links, and a
@@ -109,53 +109,53 @@ class CompilerProfile:
     """Treatment of partial sums by a platform's compiler.
 
     Attributes:
-        merge_partials: adds partial sums up before it reduces them over devices once,
+        merge_partials: Adds partial sums up before it reduces them over devices once,
             over the axes of several dimensions at a time.
-        reduce_scatter: emits reduce-scatter where the result is sharded, instead of an
+        reduce_scatter: Emits reduce-scatter where the result is sharded, instead of an
             all-reduce and a slice.
-        reduces_in_parts: reduces a gradient that is sharded over some of the axes that
+        reduces_in_parts: Reduces a gradient that is sharded over some of the axes that
             it is summed over by scattering it over these and reducing the parts over
             the others, not by reducing the whole over all and cutting it.
-        copies_kernels: turns kernels and images of convolutions round in memory, and
+        copies_kernels: Turns kernels and images of convolutions round in memory, and
             keeps the kernel that it turned for the gradient of the input; see
             ``KERNEL_TURNS``.
-        fuses_products: computes what a product reads inside it, so that the results of
+        fuses_products: Computes what a product reads inside it, so that the results of
             elementwise operations before it need not stand in memory.
-        fuses_normalizations: makes one kernel of a softmax or a norm of rows, so that
+        fuses_normalizations: Makes one kernel of a softmax or a norm of rows, so that
             what its passes hand each other does not cross memory.
-        repeats: computes what is elementwise and cheap again in every fusion that reads
+        repeats: Computes what is elementwise and cheap again in every fusion that reads
             it, rather than keep its result.
-        widens: computes what is of 16 bits in float32, and keeps it so.
-        reduces_at_end: reduces gradients when all are there, each into memory of its
+        widens: Computes what is of 16 bits in float32, and keeps it so.
+        reduces_at_end: Reduces gradients when all are there, each into memory of its
             own; all at once, or one by one where they are cut into shards afterwards.
-        gathers_first: gathers all parameters before it computes with any, each in every
+        gathers_first: Gathers all parameters before it computes with any, each in every
             form in which it is read.
-        narrow_products: multiplies float32 as bfloat16, as JAX's default precision lets
+        narrow_products: Multiplies float32 as bfloat16, as JAX's default precision lets
             it, and moves and keeps what only products read in that type.
-        keeps_masks: masks that are drawn at random are kept for the backward pass, a
+        keeps_masks: Masks that are drawn at random are kept for the backward pass, a
             byte each; if not, they are drawn again.
-        merges_regions: takes what a checkpointed region computes again from the forward
+        merges_regions: Takes what a checkpointed region computes again from the forward
             pass, where the region is given the same values. A collective that the
             compiler made itself is not merged, nor what follows from it.
-        groups_rows: multiplies rows that are sorted by group by the matrix of their
+        groups_rows: Multiplies rows that are sorted by group by the matrix of their
             own group alone. If not, it multiplies all rows by the matrices of all
             groups and masks what is not asked for; so do all compilers for the
             gradient of the matrices.
-        lanes: memory holds arrays in tiles, of which one side is this long; 1 where
+        lanes: Memory holds arrays in tiles, of which one side is this long; 1 where
             it holds them as they are.
-        scatters_whole_torus: reduce-scatters over all chips of a torus at once. If
+        scatters_whole_torus: Reduce-scatters over all chips of a torus at once. If
             not, it reduces the whole and cuts it where the torus has three lengths
             above 1, or two equal ones of 4 or more.
-        scatters_beyond_torus: reduce-scatters over chips of a torus and of others at
+        scatters_beyond_torus: Reduce-scatters over chips of a torus and of others at
             once. If not, it reduces the whole and cuts it.
-        gathers_whole_torus: all-gathers over all chips of a torus at once. If not, it
+        gathers_whole_torus: All-gathers over all chips of a torus at once. If not, it
             puts together by an all-reduce where the torus has three lengths of 4 or
             more, and what is smaller than 32 MiB where it has two of 8 or more.
-        hides_updates: gathers parameters that replicas updated in shards inside
+        hides_updates: Gathers parameters that replicas updated in shards inside
             products, on the kinds in ``HIDES_UPDATES_ON``. Products of weights'
             gradients, outside loops and of one micro-batch, wait for that to the end
             of the backward pass, as long as memory holds what they read.
-        scatters_odd_tiles: reduce-scatters 16-bit values whose last dimension is left
+        scatters_odd_tiles: Reduce-scatters 16-bit values whose last dimension is left
             with an odd number of tiles. If not, it reduces the whole and cuts it.
     """
 

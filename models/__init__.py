@@ -80,7 +80,7 @@ def widened(name: str, overrides: Mapping[str, Any]) -> dict[str, int]:
     """Sizes that go with another width, where that alone is given.
 
     Args:
-        name: one of ``available()``.
+        name: One of ``available()``.
         overrides: Changes of the configuration, by name.
 
     Returns:
@@ -113,7 +113,7 @@ def job(name: str, **overrides: Any) -> "Job":
     """The job of a reference model: its loss, model, batches and optimizer.
 
     Args:
-        name: one of ``available()``.
+        name: One of ``available()``.
         overrides: ``batch_size``, ``learning_rate`` and ``seed``, and any field of the
             model's configuration, such as ``layers=2`` or ``annotated=False``.
 
@@ -121,7 +121,7 @@ def job(name: str, **overrides: Any) -> "Job":
         What ``whalejax train`` runs.
 
     Raises:
-        WhaleError: no model has that name, or the model has no such option.
+        WhaleError: No model has that name, or the model has no such option.
 
     >>> job("mlp", batch_size=64).batch_size
     64

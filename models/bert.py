@@ -49,18 +49,18 @@ class BertConfig:
     """Sizes and switches of a BERT; the defaults are BERT-base's.
 
     Attributes:
-        vocab: different tokens.
-        positions: longest sequence that positions are learned for.
-        sequence: tokens in a training sequence.
-        embed: width of the residual stream.
-        heads: attention heads; divides ``embed``.
-        mlp: width inside the feed-forward layers.
-        layers: number of encoder layers.
-        dropout_rate: after embeddings, attention weights and before each addition.
-        logical_names: put Flax's logical partitioning metadata on the kernels.
-        annotated: put the marks in.
-        dtype: compute dtype; follows parameters and inputs where None.
-        param_dtype: dtype of the parameters.
+        vocab: Different tokens.
+        positions: Longest sequence that positions are learned for.
+        sequence: Tokens in a training sequence.
+        embed: Width of the residual stream.
+        heads: Attention heads; divides ``embed``.
+        mlp: Width inside the feed-forward layers.
+        layers: Number of encoder layers.
+        dropout_rate: After embeddings, attention weights and before each addition.
+        logical_names: Put Flax's logical partitioning metadata on the kernels.
+        annotated: Put the marks in.
+        dtype: Compute dtype; follows parameters and inputs where None.
+        param_dtype: Dtype of the parameters.
     """
 
     vocab: int = 30_522
@@ -137,7 +137,7 @@ class Bert(nn.Module):
             tokens: ``int32[batch, sequence]``.
             padding: ``bool[batch, sequence]``, true where a token is real; no position
                 attends to the others.
-            deterministic: leave dropout out; otherwise give a ``dropout`` key.
+            deterministic: Leave dropout out; otherwise give a ``dropout`` key.
 
         Returns:
             ``[batch, sequence, vocab]``.
@@ -217,8 +217,8 @@ def make_loss(
     """The masked-word loss of one configuration.
 
     Args:
-        config: the model's configuration.
-        deterministic: leave dropout out; the key is then not used.
+        config: The model's configuration.
+        deterministic: Leave dropout out; the key is then not used.
 
     Returns:
         ``loss_fn(variables, batch, rng)``, where the batch holds ``tokens`` and
@@ -263,16 +263,16 @@ def job(
     """Masked-word training of a BERT on made-up, padded sequences.
 
     Args:
-        size: one of ``SIZES``.
-        batch_size: sequences in a global batch; 32, at test size 16.
-        learning_rate: reached after the warm-up, then constant.
-        warmup_steps: steps over which the learning rate rises.
-        deterministic: leave dropout out.
+        size: One of ``SIZES``.
+        batch_size: Sequences in a global batch; 32, at test size 16.
+        learning_rate: Reached after the warm-up, then constant.
+        warmup_steps: Steps over which the learning rate rises.
+        deterministic: Leave dropout out.
         seed: Seed of the sequence of batches.
-        changes: fields of ``BertConfig``.
+        changes: Fields of ``BertConfig``.
 
     Raises:
-        WhaleError: unknown size or field.
+        WhaleError: Unknown size or field.
 
     >>> sorted(job("test").batch_at(0))
     ['padding', 'predicted', 'targets', 'tokens']

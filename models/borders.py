@@ -36,9 +36,9 @@ class Bottleneck(nnx.Module):
         Args:
             width: Width of the model, in values a token.
             factor: Factor by which the sent tensor is narrower; divides ``width``.
-            eight_bit: the model is trained with what blockwise int8 makes of what is
+            eight_bit: The model is trained with what blockwise int8 makes of what is
                 sent; its derivative is that of the identity.
-            rngs: for the parameters.
+            rngs: For the parameters.
         """
         narrow = _narrow("Bottleneck", width, factor)
         self.eight_bit = eight_bit
@@ -81,10 +81,10 @@ class Maxout(nnx.Module):
 
         Args:
             width: Width of the model, in values a token.
-            factor: values of which the largest is sent; divides ``width``.
+            factor: Values of which the largest is sent; divides ``width``.
             eight_bit: Whether the sent tensor is rounded to int8, like
                 ``Bottleneck``'s.
-            rngs: for the parameters.
+            rngs: For the parameters.
         """
         narrow = _narrow("Maxout", width, factor)
         self.eight_bit, self.factor = eight_bit, factor
@@ -112,8 +112,8 @@ def rounded(x: jax.Array, block: int = BLOCK) -> jax.Array:
     """Rounds a tensor to blockwise int8, with the derivative of the identity.
 
     Args:
-        x: floats of any shape.
-        block: values that share a scale.
+        x: Floats of any shape.
+        block: Values that share a scale.
     """
     sent: Any = dequantize(quantize(x, block)).astype(x.dtype)
     same: jax.Array = x + jax.lax.stop_gradient(sent - x)

@@ -154,7 +154,7 @@ class Flights:
             size: Number of flights.
 
         Raises:
-            WhaleError: there are no more.
+            WhaleError: There are no more.
         """
         return self.window(step * size, (step + 1) * size)
 
@@ -162,7 +162,7 @@ class Flights:
         """Flights ``first`` to ``last - 1``.
 
         Raises:
-            WhaleError: there are fewer.
+            WhaleError: There are fewer.
         """
         if not 0 <= first < last <= self.size:
             raise WhaleError(
@@ -181,7 +181,7 @@ def flights() -> Flights:
     known before departure: distance, the time of day and the day of the week.
 
     Raises:
-        WhaleError: the package is not installed.
+        WhaleError: The package is not installed.
     """
     table = _read_flights()
     arrival = np.array(
@@ -242,7 +242,7 @@ def area_under_curve(labels: Sequence[int], scores: Sequence[float]) -> float:
         scores: Any increasing function of the probability of 1; ties count half.
 
     Raises:
-        WhaleError: all labels are equal.
+        WhaleError: All labels are equal.
 
     >>> area_under_curve([0, 1, 1], [0.1, 0.2, 0.1])
     0.75

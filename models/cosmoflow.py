@@ -35,15 +35,15 @@ class CosmoFlowConfig:
     """Sizes and switches; the defaults are those for volumes of 128³.
 
     Attributes:
-        extent: depth, height and width of a volume, in voxels.
-        inputs: channels of a volume.
+        extent: Depth, height and width of a volume, in voxels.
+        inputs: Channels of a volume.
         channels: Number of channels of each convolution; each halves the volume behind
             it.
-        hidden: widths of the dense layers before the last.
-        outputs: numbers that are read off.
-        batch_norm: a batch normalisation behind each convolution.
-        dtype: compute dtype; follows the parameters where None.
-        param_dtype: dtype of the parameters.
+        hidden: Widths of the dense layers before the last.
+        outputs: Numbers that are read off.
+        batch_norm: A batch normalisation behind each convolution.
+        dtype: Compute dtype; follows the parameters where None.
+        param_dtype: Dtype of the parameters.
     """
 
     extent: int = 128
@@ -120,7 +120,7 @@ def loss_fn(model: CosmoFlow, batch: Mapping[str, Any]) -> Array:
     """Mean squared error.
 
     Args:
-        model: the model.
+        model: The model.
         batch: ``volumes`` ``float[batch, depth, height, width, inputs]`` and
             ``targets`` ``float[batch, outputs]``.
     """
@@ -139,14 +139,14 @@ def job(
     """Training of a CosmoFlow on random fields whose spectral index it is to tell.
 
     Args:
-        size: one of ``SIZES``; the test size has two convolutions.
-        batch_size: volumes in a global batch; 64, at test size 16.
+        size: One of ``SIZES``; the test size has two convolutions.
+        batch_size: Volumes in a global batch; 64, at test size 16.
         learning_rate: Learning rate of Adam.
         seed: Seed of the sequence of batches.
-        changes: fields of ``CosmoFlowConfig``.
+        changes: Fields of ``CosmoFlowConfig``.
 
     Raises:
-        WhaleError: unknown size or field, or a volume that cannot be halved so often.
+        WhaleError: Unknown size or field, or a volume that cannot be halved so often.
 
     >>> job("test").batch_at(0)["volumes"].shape
     (16, 16, 16, 16, 2)

@@ -41,15 +41,15 @@ class DLRMConfig:
     The defaults are the published ones for the Criteo-Kaggle data.
 
     Attributes:
-        rows: rows of each table, one table a categorical feature.
+        rows: Rows of each table, one table a categorical feature.
         scale: Factor of the table sizes; a table keeps at least three rows.
-        bags: ids of each feature in a sample; one number for each table.
-        embed: width of the tables, and of the bottom network's result.
-        dense: dense features of a sample.
-        bottom: widths of the bottom network's hidden layers.
-        top: widths of the top network's hidden layers.
-        skew: exponent of the power law of made-up ids; 0 makes them uniform.
-        param_dtype: dtype of the parameters; dense features are cast to it.
+        bags: Ids of each feature in a sample; one number for each table.
+        embed: Width of the tables, and of the bottom network's result.
+        dense: Dense features of a sample.
+        bottom: Widths of the bottom network's hidden layers.
+        top: Widths of the top network's hidden layers.
+        skew: Exponent of the power law of made-up ids; 0 makes them uniform.
+        param_dtype: Dtype of the parameters; dense features are cast to it.
     """
 
     rows: tuple[int, ...] = KAGGLE_ROWS
@@ -129,7 +129,7 @@ def sum_bags(table: nnx.Embed, ids: Array) -> Array:
     """The sum of the rows of each sample's bag, ``[batch, width]``.
 
     Args:
-        table: the table.
+        table: The table.
         ids: ``int32[batch]`` or ``int32[batch, bag]``; -1 is no id.
     """
     ids = ids.reshape(len(ids), -1)
@@ -242,14 +242,14 @@ def job(
     """Training on made-up clicks that follow a hidden model of small rank.
 
     Args:
-        size: one of ``SIZES``.
-        batch_size: samples in a global batch; 2,048, at test size 16.
+        size: One of ``SIZES``.
+        batch_size: Samples in a global batch; 2,048, at test size 16.
         learning_rate: Learning rate of Adagrad.
         seed: Seed of the sequence of batches, and of the hidden model.
-        changes: fields of ``DLRMConfig``.
+        changes: Fields of ``DLRMConfig``.
 
     Raises:
-        WhaleError: unknown size or field.
+        WhaleError: Unknown size or field.
 
     >>> job("test").batch_at(0)["c1"].shape
     (16, 3)

@@ -64,18 +64,18 @@ class GNMTConfig:
     """Sizes and switches of a GNMT; the defaults are those of GNMT v2.
 
     Attributes:
-        vocab: different tokens of both languages, with the one that begins, ends and
+        vocab: Different tokens of both languages, with the one that begins, ends and
             pads.
-        source_length: tokens of a padded source sequence.
-        target_length: tokens of a padded target sequence, with the one that ends it.
-        embed: width of the embedding.
-        hidden: width of every layer and of the attention.
+        source_length: Tokens of a padded source sequence.
+        target_length: Tokens of a padded target sequence, with the one that ends it.
+        embed: Width of the embedding.
+        hidden: Width of every layer and of the attention.
         layers: Number of layers of the encoder and of the decoder, at least 2.
-        dropout_rate: before every layer; its keys come from the loss's.
-        label_smoothing: the share of a target that is spread over the vocabulary.
-        annotated: put the marks in.
-        dtype: compute dtype; follows parameters and inputs where None.
-        param_dtype: dtype of the parameters.
+        dropout_rate: Before every layer; its keys come from the loss's.
+        label_smoothing: The share of a target that is spread over the vocabulary.
+        annotated: Put the marks in.
+        dtype: Compute dtype; follows parameters and inputs where None.
+        param_dtype: Dtype of the parameters.
     """
 
     vocab: int = 32_320
@@ -185,7 +185,7 @@ class GNMT(nnx.Module):
 
         Args:
             source, real, target: Arguments of a call, unchanged.
-            rng: the key of dropout; there is none without it.
+            rng: The key of dropout; there is none without it.
         """
         with when(self.config.annotated, wh.replicate()):
             drop = _dropout(self.config.dropout_rate, rng)
@@ -213,8 +213,8 @@ def make_loss(
     """The translation loss of one configuration, in nats of a real target token.
 
     Args:
-        config: the model's configuration.
-        deterministic: leave dropout out; the key is then not used.
+        config: The model's configuration.
+        deterministic: Leave dropout out; the key is then not used.
 
     Returns:
         ``loss_fn(model, batch, rng)``, where the batch holds ``source``
@@ -268,16 +268,16 @@ def job(
     """Training of a GNMT to translate made-up, padded sequences word by word.
 
     Args:
-        size: one of ``SIZES``.
-        batch_size: pairs of sequences in a global batch; 128, at test size 16.
-        learning_rate: reached after the warm-up, then constant.
-        warmup_steps: steps over which the learning rate rises.
-        deterministic: leave dropout out.
+        size: One of ``SIZES``.
+        batch_size: Pairs of sequences in a global batch; 128, at test size 16.
+        learning_rate: Reached after the warm-up, then constant.
+        warmup_steps: Steps over which the learning rate rises.
+        deterministic: Leave dropout out.
         seed: Seed of the sequence of batches.
-        changes: fields of ``GNMTConfig``.
+        changes: Fields of ``GNMTConfig``.
 
     Raises:
-        WhaleError: unknown size or field, or fewer than two layers.
+        WhaleError: Unknown size or field, or fewer than two layers.
 
     >>> sorted(job("test").batch_at(0))
     ['source', 'source_mask', 'target', 'target_mask']

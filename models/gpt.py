@@ -43,23 +43,23 @@ class GPTConfig:
     """Sizes and switches of a GPT; the defaults are the quick start's.
 
     Attributes:
-        vocab: different tokens; 256 reads bytes.
-        sequence: longest sequence, in tokens.
-        embed: width of the residual stream.
-        heads: attention heads; divides ``embed``.
-        mlp: width inside the feed-forward layers.
-        layers: number of blocks that the residual stream passes.
-        shared_layers: consecutive layers that use the weights of one block, as ALBERT's
+        vocab: Different tokens; 256 reads bytes.
+        sequence: Longest sequence, in tokens.
+        embed: Width of the residual stream.
+        heads: Attention heads; divides ``embed``.
+        mlp: Width inside the feed-forward layers.
+        layers: Number of blocks that the residual stream passes.
+        shared_layers: Consecutive layers that use the weights of one block, as ALBERT's
             do; divides ``layers``. 1 shares none.
-        dropout_rate: after the embedding and before each residual addition; its keys
+        dropout_rate: After the embedding and before each residual addition; its keys
             live in the model as NNX RNG state.
-        tied_embedding: the head is the embedding table, transposed.
-        fused_qkv: one attention kernel for query, key and value.
-        scan_layers: stack the blocks' parameters and scan over them.
+        tied_embedding: The head is the embedding table, transposed.
+        fused_qkv: One attention kernel for query, key and value.
+        scan_layers: Stack the blocks' parameters and scan over them.
         remat: Recomputation of each block in the backward pass: none, dots or full.
-        annotated: put the marks in.
-        dtype: compute dtype; follows parameters and inputs where None.
-        param_dtype: dtype of the parameters.
+        annotated: Put the marks in.
+        dtype: Compute dtype; follows parameters and inputs where None.
+        param_dtype: Dtype of the parameters.
     """
 
     vocab: int = text_data.BYTES
@@ -251,7 +251,7 @@ def loss_fn(model: GPT, batch: Mapping[str, Any]) -> Array | wh.WeightedLoss:
     """Mean cross-entropy of the next token, in nats.
 
     Args:
-        model: the GPT.
+        model: The GPT.
         batch: ``tokens`` ``int32[batch, sequence + 1]`` and, where sequences are
             padded, ``mask`` ``[batch, sequence]``, true where the target is real.
 
@@ -285,16 +285,16 @@ def job(
     """Training of a GPT: on the standard library's bytes, or on made-up tokens.
 
     Args:
-        size: one of ``SIZES``.
-        batch_size: sequences in a global batch; 32, at test size 16.
-        learning_rate: reached after the warm-up, then constant.
-        warmup_steps: steps over which the learning rate rises.
-        padded: sequences of differing length with a ``mask`` in the batch.
+        size: One of ``SIZES``.
+        batch_size: Sequences in a global batch; 32, at test size 16.
+        learning_rate: Reached after the warm-up, then constant.
+        warmup_steps: Steps over which the learning rate rises.
+        padded: Sequences of differing length with a ``mask`` in the batch.
         seed: Seed of the sequence of batches.
-        changes: fields of ``GPTConfig``.
+        changes: Fields of ``GPTConfig``.
 
     Raises:
-        WhaleError: unknown size or field.
+        WhaleError: Unknown size or field.
 
     >>> job("test").batch_at(0)["tokens"].shape
     (16, 25)

@@ -43,14 +43,14 @@ class HSTUConfig:
     """Sizes of a sequential recommender.
 
     Attributes:
-        rows: rows of each table, in the order of ``FEATURES``.
-        embed: width of tables and layers.
-        heads: attention heads.
-        head_dim: width of a head's queries, keys and values.
+        rows: Rows of each table, in the order of ``FEATURES``.
+        embed: Width of tables and layers.
+        heads: Attention heads.
+        head_dim: Width of a head's queries, keys and values.
         layers: Number of HSTU layers.
-        sequence: events of the longest history.
-        skew: exponent of the power law of made-up ids.
-        param_dtype: dtype of the parameters.
+        sequence: Events of the longest history.
+        skew: Exponent of the power law of made-up ids.
+        param_dtype: Dtype of the parameters.
     """
 
     rows: tuple[int, ...] = tuple(DLRM_V4_ROWS.values())
@@ -100,7 +100,7 @@ class HSTULayer(nnx.Module):
         """One layer over ``x`` ``[batch, sequence, embed]``.
 
         Args:
-            x: vectors of events.
+            x: Vectors of events.
             mask: ``bool[batch, sequence, sequence]``, which events see which.
         """
         batch, sequence, _ = x.shape
@@ -149,7 +149,7 @@ class HSTU(nnx.Module):
         """Logits ``[batch]``.
 
         Args:
-            batch: ids by the name of their table, ``int32[batch, sequence]`` or, of
+            batch: Ids by the name of their table, ``int32[batch, sequence]`` or, of
                 users, ``int32[batch]``; ``length`` ``int32[batch]``.
         """
         user = self.tables["user"](jnp.asarray(batch["user"]))
@@ -186,9 +186,9 @@ def history_batch(config: HSTUConfig, step: int, size: int, *, seed: int) -> Bat
     """Made-up histories of unlike lengths; liked is what follows an item like itself.
 
     Args:
-        config: sizes.
+        config: Sizes.
         step: Number of the batch.
-        size: histories in it.
+        size: Histories in it.
         seed: Seed of the sequence of batches.
 
     >>> history_batch(SIZES["test"], 0, 2, seed=0)["item"].shape
@@ -221,14 +221,14 @@ def job(
     """Training to tell whether a history's last artist occurred before.
 
     Args:
-        size: one of ``SIZES``.
-        batch_size: histories in a global batch; 8,192, at test size 16.
+        size: One of ``SIZES``.
+        batch_size: Histories in a global batch; 8,192, at test size 16.
         learning_rate: Learning rate of Adagrad.
         seed: Seed of the sequence of batches.
-        changes: fields of ``HSTUConfig``.
+        changes: Fields of ``HSTUConfig``.
 
     Raises:
-        WhaleError: unknown size or field.
+        WhaleError: Unknown size or field.
 
     >>> job("test").batch_at(0)["user"].shape
     (16,)

@@ -35,18 +35,18 @@ class LlamaConfig:
     """Sizes and switches of a Llama; the defaults are the test size.
 
     Attributes:
-        vocab: different tokens.
-        sequence: longest sequence, in tokens.
-        embed: width of the residual stream.
-        heads: attention heads; divides ``embed``.
-        kv_heads: heads of keys and values; divides ``heads``.
-        mlp: width inside the feed-forward layers.
-        layers: number of blocks.
-        rope_base: wavelength of the slowest rotation, over 2 pi.
-        scan_layers: stack the blocks' parameters and scan over them.
+        vocab: Different tokens.
+        sequence: Longest sequence, in tokens.
+        embed: Width of the residual stream.
+        heads: Attention heads; divides ``embed``.
+        kv_heads: Heads of keys and values; divides ``heads``.
+        mlp: Width inside the feed-forward layers.
+        layers: Number of blocks.
+        rope_base: Wavelength of the slowest rotation, over 2 pi.
+        scan_layers: Stack the blocks' parameters and scan over them.
         remat: Recomputation of each block in the backward pass: none, dots or full.
-        dtype: compute dtype; follows parameters and inputs where None.
-        param_dtype: dtype of the parameters.
+        dtype: Compute dtype; follows parameters and inputs where None.
+        param_dtype: Dtype of the parameters.
     """
 
     vocab: int = 512
@@ -150,7 +150,7 @@ def rotated(x: Array, base: float) -> Array:
 
     Args:
         x: ``[batch, sequence, heads, head_dim]``; ``head_dim`` even.
-        base: wavelength of the slowest rotation, over 2 pi.
+        base: Wavelength of the slowest rotation, over 2 pi.
 
     Returns:
         The same shape and dtype.
@@ -225,7 +225,7 @@ def loss_fn(model: Llama, batch: Mapping[str, Any]) -> Array:
     """Mean cross-entropy of the next token, in nats.
 
     Args:
-        model: the Llama.
+        model: The Llama.
         batch: ``tokens`` ``int32[batch, sequence + 1]``.
 
     >>> model = Llama(SIZES["test"], rngs=nnx.Rngs(0))
@@ -248,15 +248,15 @@ def job(
     """Training of a Llama on made-up tokens.
 
     Args:
-        size: one of ``SIZES``.
-        batch_size: sequences in a global batch; 32, at test size 16.
-        learning_rate: reached after the warm-up, then constant.
-        warmup_steps: steps over which the learning rate rises.
+        size: One of ``SIZES``.
+        batch_size: Sequences in a global batch; 32, at test size 16.
+        learning_rate: Reached after the warm-up, then constant.
+        warmup_steps: Steps over which the learning rate rises.
         seed: Seed of the sequence of batches.
-        changes: fields of ``LlamaConfig``.
+        changes: Fields of ``LlamaConfig``.
 
     Raises:
-        WhaleError: unknown size or field.
+        WhaleError: Unknown size or field.
 
     >>> job("test").batch_at(0)["tokens"].shape
     (16, 25)

@@ -56,7 +56,7 @@ class M6Config(Seq2SeqConfig):
 
     Attributes:
         patches: Number of patches of an image.
-        patch_dim: numbers in a patch.
+        patch_dim: Numbers in a patch.
     """
 
     patches: int = 16
@@ -123,7 +123,7 @@ class M6(nn.Module):
                 attends to the others.
             before: ``int32[batch, targets]``, the token before each: a start token
                 and the text; padding follows what is real.
-            deterministic: leave dropout out; otherwise give a ``dropout`` key.
+            deterministic: Leave dropout out; otherwise give a ``dropout`` key.
 
         Returns:
             ``[batch, targets, vocab]``.
@@ -179,8 +179,8 @@ def make_loss(
     """The loss of one configuration: the mean over the real targets.
 
     Args:
-        config: the model's configuration.
-        deterministic: leave dropout out; the key is then not used.
+        config: The model's configuration.
+        deterministic: Leave dropout out; the key is then not used.
 
     Returns:
         ``loss_fn(variables, batch, rng)``, where the batch holds what T5's does and
@@ -207,17 +207,17 @@ def job(
     """Training of an M6 to find the hidden spans of made-up texts with images.
 
     Args:
-        size: one of ``SIZES``.
-        batch_size: texts in a global batch; 128, at test size 16.
+        size: One of ``SIZES``.
+        batch_size: Texts in a global batch; 128, at test size 16.
         learning_rate: Learning rate of Adafactor, relative to the size of what is
             updated.
-        constant_steps: steps before it falls with the root of the step.
-        deterministic: leave dropout out.
+        constant_steps: Steps before it falls with the root of the step.
+        deterministic: Leave dropout out.
         seed: Seed of the sequence of batches.
-        changes: fields of ``M6Config``.
+        changes: Fields of ``M6Config``.
 
     Raises:
-        WhaleError: unknown size or field.
+        WhaleError: Unknown size or field.
 
     >>> job("test").batch_at(0)["image"].shape
     (16, 8, 28)

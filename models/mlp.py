@@ -35,11 +35,11 @@ class MLPConfig:
     """Sizes of an MLP.
 
     Attributes:
-        inputs: features of a sample.
-        hidden: width of each hidden layer.
-        classes: width of the last layer.
-        annotated: the job uses ``annotated_loss_fn``.
-        param_dtype: dtype of the parameters; inputs are cast to it.
+        inputs: Features of a sample.
+        hidden: Width of each hidden layer.
+        classes: Width of the last layer.
+        annotated: The job uses ``annotated_loss_fn``.
+        param_dtype: Dtype of the parameters; inputs are cast to it.
     """
 
     inputs: int = 784
@@ -125,14 +125,14 @@ def job(
     """Training of an MLP to copy a fixed random linear classifier.
 
     Args:
-        size: one of ``SIZES``.
-        batch_size: samples in a global batch; 128, at test size 16.
+        size: One of ``SIZES``.
+        batch_size: Samples in a global batch; 128, at test size 16.
         learning_rate: Learning rate of Adam.
         seed: Seed of the sequence of batches, and of the classifier.
-        changes: fields of ``MLPConfig``.
+        changes: Fields of ``MLPConfig``.
 
     Raises:
-        WhaleError: unknown size or field.
+        WhaleError: Unknown size or field.
 
     >>> job("test").batch_at(0)["inputs"].shape
     (16, 24)

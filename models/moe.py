@@ -79,26 +79,26 @@ class MoEConfig:
     experts in the examples of Whale's release; the number of experts is our own.
 
     Attributes:
-        vocab: different tokens; 256 reads bytes.
-        sequence: longest sequence, in tokens; also the tokens of a gating group.
-        embed: width of the residual stream.
-        heads: attention heads; divides ``embed``.
-        mlp: width inside each expert.
-        experts: experts in each layer.
-        layers: number of blocks.
+        vocab: Different tokens; 256 reads bytes.
+        sequence: Longest sequence, in tokens; also the tokens of a gating group.
+        embed: Width of the residual stream.
+        heads: Attention heads; divides ``embed``.
+        mlp: Width inside each expert.
+        experts: Experts in each layer.
+        layers: Number of blocks.
         gating: ``"top_2"`` or ``"switch"``.
         routing: ``"capacity"`` drops tokens without a place; ``"dropless"`` serves them
             in further passes.
-        capacity_factor: places at the experts over what an even spread would need; of
+        capacity_factor: Places at the experts over what an even spread would need; of
             each pass, if dropless.
         balance_weight: Weight of the balance loss.
-        logical_names: name the experts' dimensions by Flax metadata.
-        annotated: put the mark in; needs ``logical_names`` for its ``axis``.
-        scan_layers: stack the blocks' parameters and scan over them; their dimensions
+        logical_names: Name the experts' dimensions by Flax metadata.
+        annotated: Put the mark in; needs ``logical_names`` for its ``axis``.
+        scan_layers: Stack the blocks' parameters and scan over them; their dimensions
             then bear no names.
         remat: Recomputation of each block in the backward pass: none, dots or full.
-        dtype: compute dtype; follows parameters and inputs where None.
-        param_dtype: dtype of the parameters.
+        dtype: Compute dtype; follows parameters and inputs where None.
+        param_dtype: Dtype of the parameters.
     """
 
     vocab: int = text_data.BYTES
@@ -169,8 +169,8 @@ class Load:
 
     Attributes:
         balance: 1 where all experts are used alike and more where not.
-        dropped: fraction of choices that found no place; 0 if dropless.
-        max_load: choices of the busiest expert over those of the mean one.
+        dropped: Fraction of choices that found no place; 0 if dropless.
+        max_load: Choices of the busiest expert over those of the mean one.
         passes: Number of runs of the experts; 1 unless dropless.
     """
 
@@ -384,7 +384,7 @@ def loss_fn(model: MoE, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Arra
     """Mean cross-entropy of the next token in nats, plus the weighted balance loss.
 
     Args:
-        model: the sparse transformer.
+        model: The sparse transformer.
         batch: ``tokens`` ``int32[batch, sequence + 1]``.
 
     Returns:
@@ -422,15 +422,15 @@ def job(
     """Training of a sparse transformer, on bytes of real text or on made-up tokens.
 
     Args:
-        size: one of ``SIZES``.
-        batch_size: sequences in a global batch.
-        learning_rate: reached after the warm-up, then constant.
-        warmup_steps: steps over which the learning rate rises.
+        size: One of ``SIZES``.
+        batch_size: Sequences in a global batch.
+        learning_rate: Reached after the warm-up, then constant.
+        warmup_steps: Steps over which the learning rate rises.
         seed: Seed of the sequence of batches.
-        changes: fields of ``MoEConfig``.
+        changes: Fields of ``MoEConfig``.
 
     Raises:
-        WhaleError: unknown size, field, gating or routing, or no places at experts.
+        WhaleError: Unknown size, field, gating or routing, or no places at experts.
 
     >>> job("test", gating="switch").batch_at(0)["tokens"].shape
     (32, 25)

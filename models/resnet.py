@@ -42,14 +42,14 @@ class ResNetConfig:
     """Sizes and switches of a ResNet; the defaults are ResNet-50's.
 
     Attributes:
-        blocks: bottleneck blocks of each stage; a stage halves the image and doubles
+        blocks: Bottleneck blocks of each stage; a stage halves the image and doubles
             the channels, except the first.
-        width: channels inside the first stage's blocks; four times that come out.
-        classes: width of the classifier.
-        image_size: height and width of the images in the job's batches, in pixels.
-        annotated: put the marks in.
-        dtype: compute dtype; follows the parameters where None.
-        param_dtype: dtype of the parameters.
+        width: Channels inside the first stage's blocks; four times that come out.
+        classes: Width of the classifier.
+        image_size: Height and width of the images in the job's batches, in pixels.
+        annotated: Put the marks in.
+        dtype: Compute dtype; follows the parameters where None.
+        param_dtype: Dtype of the parameters.
     """
 
     blocks: tuple[int, ...] = (3, 4, 6, 3)
@@ -183,7 +183,7 @@ def loss_fn(model: ResNet, batch: Mapping[str, Any]) -> Array:
     """Mean cross-entropy of the class, in nats; updates the running statistics.
 
     Args:
-        model: the ResNet, in training mode.
+        model: The ResNet, in training mode.
         batch: ``images`` ``float[batch, height, width, 3]`` and ``labels``
             ``int32[batch]``.
 
@@ -209,14 +209,14 @@ def job(
     """Training of a ResNet on made-up images whose brightness tells the class.
 
     Args:
-        size: one of ``SIZES``.
-        batch_size: images in a global batch; 64, at test size 16.
+        size: One of ``SIZES``.
+        batch_size: Images in a global batch; 64, at test size 16.
         learning_rate: Learning rate of SGD with momentum 0.9.
         seed: Seed of the sequence of batches.
-        changes: fields of ``ResNetConfig``, such as ``classes=100_000``.
+        changes: Fields of ``ResNetConfig``, such as ``classes=100_000``.
 
     Raises:
-        WhaleError: unknown size or field.
+        WhaleError: Unknown size or field.
 
     >>> job("test").batch_at(0)["images"].shape
     (16, 20, 20, 3)

@@ -98,7 +98,7 @@ class T5(nn.Module):
                 attends to the others.
             before: ``int32[batch, targets]``, the token before each: a start token
                 and the text; padding follows what is real.
-            deterministic: leave dropout out; otherwise give a ``dropout`` key.
+            deterministic: Leave dropout out; otherwise give a ``dropout`` key.
 
         Returns:
             ``[batch, targets, vocab]``.
@@ -135,8 +135,8 @@ def make_loss(
     """The loss of one configuration: the mean over the real targets.
 
     Args:
-        config: the model's configuration.
-        deterministic: leave dropout out; the key is then not used.
+        config: The model's configuration.
+        deterministic: Leave dropout out; the key is then not used.
 
     Returns:
         ``loss_fn(variables, batch, rng)``, where the batch holds ``inputs``
@@ -167,17 +167,17 @@ def job(
     Adafactor, its learning rate and the batch are the published ones of pre-training.
 
     Args:
-        size: one of ``SIZES``.
-        batch_size: texts in a global batch; 128, at test size 16.
+        size: One of ``SIZES``.
+        batch_size: Texts in a global batch; 128, at test size 16.
         learning_rate: Learning rate of Adafactor, relative to the size of what is
             updated.
-        constant_steps: steps before it falls with the root of the step.
-        deterministic: leave dropout out.
+        constant_steps: Steps before it falls with the root of the step.
+        deterministic: Leave dropout out.
         seed: Seed of the sequence of batches.
-        changes: fields of ``T5Config``.
+        changes: Fields of ``T5Config``.
 
     Raises:
-        WhaleError: unknown size or field.
+        WhaleError: Unknown size or field.
 
     >>> sorted(job("test").batch_at(0))
     ['input_padding', 'inputs', 'target_padding', 'targets']

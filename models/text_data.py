@@ -33,8 +33,8 @@ class Text:
     """Windows of a byte sequence, chosen by a counter.
 
     Attributes:
-        data: the whole text, uint8.
-        sequence: bytes that a model sees at once; windows hold one more.
+        data: The whole text, uint8.
+        sequence: Bytes that a model sees at once; windows hold one more.
         seed: Seed of the sequence of batches.
     """
 
@@ -55,7 +55,7 @@ class Text:
 
         Args:
             step: Number of the batch, from 0.
-            size: windows in it.
+            size: Windows in it.
 
         Returns:
             ``{"tokens": int32[size, sequence + 1]}``; the first rows do not depend on
@@ -81,13 +81,13 @@ def standard_library(
     """The Python standard library's source, as text to train on.
 
     Args:
-        sequence: bytes that a model sees at once.
+        sequence: Bytes that a model sees at once.
         seed: Seed of the sequence of batches.
-        max_bytes: read this much at most, files in the order of their paths.
-        root: the folder to read; the running interpreter's library where left out.
+        max_bytes: Read this much at most, files in the order of their paths.
+        root: The folder to read; the running interpreter's library where left out.
 
     Raises:
-        WhaleError: the folder holds no source file, or too little text.
+        WhaleError: The folder holds no source file, or too little text.
 
     >>> standard_library(128).batch(0, 4)["tokens"].shape
     (4, 129)
@@ -100,11 +100,11 @@ def tokens(vocab: int, sequence: int, step: int, size: int, *, seed: int) -> Bat
     """Sequences for a model of the next token, whatever its vocabulary.
 
     Args:
-        vocab: different tokens; 256 gives bytes of the standard library, any other
+        vocab: Different tokens; 256 gives bytes of the standard library, any other
             count made-up sequences that follow a rule.
-        sequence: tokens that a model sees at once.
+        sequence: Tokens that a model sees at once.
         step: Number of the batch, from 0.
-        size: sequences in it.
+        size: Sequences in it.
         seed: Seed of the sequence of batches.
 
     Returns:

@@ -33,15 +33,15 @@ class UNet3DConfig:
     """Sizes and switches; the defaults are those of the paper.
 
     Attributes:
-        extent: depth, height and width of a volume, in voxels.
-        inputs: channels of a volume.
+        extent: Depth, height and width of a volume, in voxels.
+        inputs: Channels of a volume.
         channels: Number of channels at each resolution; the volume is halved between
             them.
         groups: Number of groups of channels, each of which is normalised in a sample.
-        batch_norm: each channel is normalised over the batch instead.
+        batch_norm: Each channel is normalised over the batch instead.
         classes: Number of classes of a voxel.
-        dtype: compute dtype; follows the parameters where None.
-        param_dtype: dtype of the parameters.
+        dtype: Compute dtype; follows the parameters where None.
+        param_dtype: Dtype of the parameters.
     """
 
     extent: int = 128
@@ -141,7 +141,7 @@ def loss_fn(model: UNet3D, batch: Mapping[str, Any]) -> Array:
     """Mean cross-entropy of the voxels, in nats.
 
     Args:
-        model: the model.
+        model: The model.
         batch: ``volumes`` ``float[batch, depth, height, width, inputs]`` and ``labels``
             ``int32[batch, depth, height, width]``.
     """
@@ -160,14 +160,14 @@ def job(
     """Training of a 3-D U-Net on random fields, whose large structures are its labels.
 
     Args:
-        size: one of ``SIZES``; the test size has two resolutions.
-        batch_size: volumes in a global batch; 8, at test size 16.
+        size: One of ``SIZES``; the test size has two resolutions.
+        batch_size: Volumes in a global batch; 8, at test size 16.
         learning_rate: Learning rate of Adam.
         seed: Seed of the sequence of batches.
-        changes: fields of ``UNet3DConfig``.
+        changes: Fields of ``UNet3DConfig``.
 
     Raises:
-        WhaleError: unknown size or field, or a volume that cannot be halved so often.
+        WhaleError: Unknown size or field, or a volume that cannot be halved so often.
 
     >>> job("test").batch_at(0)["labels"].shape
     (16, 16, 16, 16)

@@ -47,13 +47,13 @@ class VGGConfig:
         channels: Number of channels of each group of convolutions; a group halves the
             image behind it.
         convolutions: Number of convolutions in each group.
-        hidden: width of the two dense layers before the last.
-        classes: width of the last.
-        image_size: height and width of the images, in pixels.
-        dropout_rate: behind both hidden dense layers; its keys come from the loss's.
-        annotated: put the marks in.
-        dtype: compute dtype; follows the parameters where None.
-        param_dtype: dtype of the parameters.
+        hidden: Width of the two dense layers before the last.
+        classes: Width of the last.
+        image_size: Height and width of the images, in pixels.
+        dropout_rate: Behind both hidden dense layers; its keys come from the loss's.
+        annotated: Put the marks in.
+        dtype: Compute dtype; follows the parameters where None.
+        param_dtype: Dtype of the parameters.
     """
 
     channels: tuple[int, ...] = (64, 128, 256, 512, 512)
@@ -137,8 +137,8 @@ class VGG(nnx.Module):
         """Logits ``[batch, classes]`` of the features.
 
         Args:
-            features: from ``features``.
-            rng: the key of dropout; there is none without it.
+            features: From ``features``.
+            rng: The key of dropout; there is none without it.
         """
         keys = (None, None) if rng is None else jax.random.split(rng)
         x = self._drop(jax.nn.relu(self.first(features)), keys[0])
@@ -160,8 +160,8 @@ def make_loss(
     """The loss of one configuration: mean cross-entropy of the class, in nats.
 
     Args:
-        config: the model's configuration.
-        deterministic: leave dropout out; the key is then not used.
+        config: The model's configuration.
+        deterministic: Leave dropout out; the key is then not used.
 
     Returns:
         ``loss_fn(model, batch, rng)``, where the batch holds ``images``
@@ -192,15 +192,15 @@ def job(
     """Training of a VGG on made-up images whose brightness tells the class.
 
     Args:
-        size: one of ``SIZES``; the test size has three groups with five convolutions.
-        batch_size: images in a global batch; 64, at test size 16.
+        size: One of ``SIZES``; the test size has three groups with five convolutions.
+        batch_size: Images in a global batch; 64, at test size 16.
         learning_rate: Learning rate of SGD with momentum 0.9.
-        deterministic: leave dropout out.
+        deterministic: Leave dropout out.
         seed: Seed of the sequence of batches.
-        changes: fields of ``VGGConfig``.
+        changes: Fields of ``VGGConfig``.
 
     Raises:
-        WhaleError: unknown size or field, or images that the groups halve to nothing.
+        WhaleError: Unknown size or field, or images that the groups halve to nothing.
 
     >>> job("test").batch_at(0)["images"].shape
     (16, 32, 32, 3)

@@ -52,17 +52,17 @@ class TimeTerms:
     """Predicted seconds of one step; they add up to it.
 
     Attributes:
-        compute_seconds: products and memory traffic, forward and backward.
-        launch_seconds: fixed costs of starting kernels.
-        gradient_seconds: exposed part of the gradient reduction.
-        parameter_seconds: exposed part of gathering parameters.
-        activation_seconds: collectives on activations inside TaskGraphs.
-        border_seconds: changes of layout between TaskGraphs and at cuts.
-        update_seconds: the optimizer.
-        allocation_seconds: first touch of the memory that a step gets anew from its
+        compute_seconds: Products and memory traffic, forward and backward.
+        launch_seconds: Fixed costs of starting kernels.
+        gradient_seconds: Exposed part of the gradient reduction.
+        parameter_seconds: Exposed part of gathering parameters.
+        activation_seconds: Collectives on activations inside TaskGraphs.
+        border_seconds: Changes of layout between TaskGraphs and at cuts.
+        update_seconds: The optimizer.
+        allocation_seconds: First touch of the memory that a step gets anew from its
             host, on devices that keep none of their own.
         bubble_seconds: Waits of pipeline stages for each other.
-        offload_seconds: exposed part of moving to host memory and back.
+        offload_seconds: Exposed part of moving to host memory and back.
     """
 
     compute_seconds: float = 0.0
@@ -115,14 +115,14 @@ class MemoryTerms:
     """Predicted bytes on the fullest device; all but the host's add up to its peak.
 
     Attributes:
-        params_bytes: stored parameters (the master copy).
-        gradients_bytes: gradients, as accumulated.
-        optimizer_bytes: optimizer state.
+        params_bytes: Stored parameters (the master copy).
+        gradients_bytes: Gradients, as accumulated.
+        optimizer_bytes: Optimizer state.
         state_bytes: Bytes of state that is neither trained nor computed (batch
             statistics, keys).
-        batch_bytes: the device's part of the global batch.
+        batch_bytes: The device's part of the global batch.
         activations_bytes: Bytes of values that are saved for the backward pass.
-        working_bytes: gathered parameters, casts and the largest temporaries.
+        working_bytes: Gathered parameters, casts and the largest temporaries.
         host_bytes: Bytes in host memory for each device.
     """
 
@@ -165,7 +165,7 @@ def precision_words(precisions: Chosen, whole: str = "f32") -> list[str]:
 
     Args:
         precisions: (TaskGraph, precision) pairs.
-        whole: the precision of the whole model, where TaskGraphs do not differ.
+        whole: The precision of the whole model, where TaskGraphs do not differ.
 
     >>> precision_words((), "f16")
     ['f16']

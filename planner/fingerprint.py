@@ -89,7 +89,7 @@ def part_digests(plan: Any, also: Mapping[str, object]) -> dict[str, str]:
     """A short text for each part of a plan, by its name in words.
 
     Args:
-        plan: the plan.
+        plan: The plan.
         also: Further values that must be equal in all processes, by name.
     """
     data = program_data(plan)
@@ -105,7 +105,7 @@ def told_apart(told: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
 
     Args:
         told: Reports of the processes, as ``part_digests`` returns them.
-        others: numbers of those whose plan is another one.
+        others: Numbers of those whose plan is another one.
 
     Example:
         >>> told_apart([{"zero": "0"}, {"zero": "1"}], others=[1])

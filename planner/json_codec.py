@@ -49,13 +49,13 @@ def decode(kind: Any, data: Any, path: str = "") -> Any:
     """Rebuilds a value of the annotated type from plain data.
 
     Args:
-        kind: a type as written in an annotation: a dataclass, a tuple, a union with
+        kind: A type as written in an annotation: a dataclass, a tuple, a union with
             None, a Literal or a plain type.
-        data: from ``json.loads``.
+        data: From ``json.loads``.
         path: Path of the data, for messages.
 
     Raises:
-        DataError: names the entry, what stood there and what was expected.
+        DataError: Names the entry, what stood there and what was expected.
     """
     if type(data) is kind and kind in _PLAIN:
         return _checked(data, path)

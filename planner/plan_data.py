@@ -57,8 +57,8 @@ class StagesData:
     """A pipeline.
 
     Attributes:
-        schedule: one of ``schedules.NAMES``.
-        chunks: parts of the model on each stage.
+        schedule: One of ``schedules.NAMES``.
+        chunks: Parts of the model on each stage.
         layers: Layers of each part, along the model; empty where parts are no whole
             layers.
         executor: ``"spmd"``, one program in which all stages run one loop, or
@@ -67,7 +67,7 @@ class StagesData:
             stages have programs of their own; empty where ``stage`` marks define the
             parts.
         plans: Plan of each such stage on its own devices.
-        kinds: device kind of each stage, where they differ.
+        kinds: Device kind of each stage, where they differ.
         blocks: Number of each such stage's part of the devices, in node order; empty
             where they are in order.
         turns, ahead, back: Turns of a step where stages run in lockstep, and the turns
@@ -75,8 +75,8 @@ class StagesData:
         stash: Saved values of a micro-batch in flight where stages run in lockstep:
             ``"inputs"``, and the backward pass recomputes the layers, or
             ``"residuals"``, all that their derivative reads.
-        paces: predictions for each part along the model, in its order.
-        handed_seconds: predicted, from one part to the next on another stage.
+        paces: Predictions for each part along the model, in its order.
+        handed_seconds: Predicted, from one part to the next on another stage.
     """
 
     schedule: str
@@ -287,11 +287,11 @@ class PlanData(StepOptions):
         """The plan of one parameter.
 
         Args:
-            path: dotted; a ``*`` in place of a layer's number, as plans are printed,
+            path: Dotted; a ``*`` in place of a layer's number, as plans are printed,
                 takes the first.
 
         Raises:
-            PlanError: no parameter has that path; the nearest are named.
+            PlanError: No parameter has that path; the nearest are named.
         """
         for leaf in self.leaves if isinstance(path, str) else ():
             if path in (leaf.path, starred(leaf.path)):
@@ -328,7 +328,7 @@ class PlanData(StepOptions):
         """The ``jax.sharding.Mesh`` of the plan.
 
         Args:
-            devices: the devices to use, in node order; all of them if left out. The
+            devices: The devices to use, in node order; all of them if left out. The
                 plan's ``device_order`` is taken of them.
         """
         from whalejax.meshes.jax_mesh import build_mesh

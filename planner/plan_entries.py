@@ -47,18 +47,18 @@ class LeafPlan:
     """One parameter.
 
     Attributes:
-        path: dotted path in the model.
+        path: Dotted path in the model.
         shape, dtype: Shape and dtype of the global leaf.
-        roles: name of the logical dimensions of each dimension, major atom first.
-        compute_spec: layout in which the forward pass uses it.
-        param_spec: layout in which it is stored.
-        gradient_spec: layout in which its gradient is accumulated.
-        optimizer_spec: layout of the optimizer's copies of it.
+        roles: Name of the logical dimensions of each dimension, major atom first.
+        compute_spec: Layout in which the forward pass uses it.
+        param_spec: Layout in which it is stored.
+        gradient_spec: Layout in which its gradient is accumulated.
+        optimizer_spec: Layout of the optimizer's copies of it.
         hosted: Whether it is stored in host memory and comes to the device a layer at a
             time.
         gathers: Number of gathers in a micro-batch, where it is stored in shards that
             no computation has.
-        summed: mesh axes over which its gradient is summed.
+        summed: Mesh axes over which its gradient is summed.
         note: Reason why something about it stays whole, or empty.
         trained: Whether it has a gradient and an optimizer. Others are stored and read
             like it; their ``gradient_spec`` and ``optimizer_spec`` have no meaning.
@@ -114,8 +114,8 @@ class RegionTable:
     """Compute table of one TaskGraph: mesh axis to the names of its roles.
 
     Attributes:
-        task_graph: its name.
-        marks: the user's marks on it, as text.
+        task_graph: Its name.
+        marks: The user's marks on it, as text.
         axes: (axis, roles) pairs; an axis that is absent shards nothing there.
     """
 
@@ -135,8 +135,8 @@ class Candidate:
 
     Attributes:
         layout: Layout such as ``"data 2 × tensor 4, ZeRO-1"``.
-        time, memory: predictions by term.
-        fits: its memory is within the device's.
+        time, memory: Predictions by term.
+        fits: Its memory is within the device's.
         verdict: Reason why it was not chosen.
     """
 
@@ -193,8 +193,8 @@ class VirtualStagePrediction:
             action of its own; else 0, and it is in the backward pass.
         handed_bytes: Bytes that other parts transfer to each of its devices, where
             stages have programs of their own.
-        returned_bytes: the same of cotangents, which it hands back to their devices.
-        copied_bytes: there, what each of its devices is given once in a step of
+        returned_bytes: The same of cotangents, which it hands back to their devices.
+        copied_bytes: There, what each of its devices is given once in a step of
             parameters that lie on other stages; their gradients go back.
     """
 
@@ -211,10 +211,10 @@ class UnsupportedFeatures:
     """Features of a plan that this version does not run.
 
     Attributes:
-        attention: over ``context``: ``"all-gather"`` of keys and values, or ``"ring"``.
+        attention: Over ``context``: ``"all-gather"`` of keys and values, or ``"ring"``.
         shares: (device kind, micro-batches) that a replica takes at most, where
             replicas differ.
-        covered: plans that the search chose among.
+        covered: Plans that the search chose among.
         gap: Largest fraction of its time by which a plan among these could be better.
     """
 
@@ -239,14 +239,14 @@ class Collective:
     """A collective of the step, folded.
 
     Attributes:
-        kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
-        axes: mesh axes it runs over.
-        phase: forward, backward or update; turn for what is handed from stage to stage.
-        what: gradient, activation, parameter, border, ring for what goes round while
+        kind: All-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
+        axes: Mesh axes it runs over.
+        phase: Forward, backward or update; turn for what is handed from stage to stage.
+        what: Gradient, activation, parameter, border, ring for what goes round while
             something is computed, or halo for what windows need of neighbours.
-        payload_bytes: bytes on one device, each time.
+        payload_bytes: Bytes on one device, each time.
         count: Number of executions in one micro-batch (in one step for the update).
-        scope: one place of the model.
+        scope: One place of the model.
     """
 
     kind: CollectiveKind

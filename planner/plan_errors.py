@@ -23,7 +23,7 @@ class NothingFits(PlanError):
     Attributes:
         lacks_bytes: Bytes that the nearest plan lacks on one device.
         of_bytes: Memory of one device.
-        nearest: layout of that plan, in words.
+        nearest: Layout of that plan, in words.
         what: ``"device memory"`` or ``"host memory"``.
     """
 

@@ -42,13 +42,13 @@ class UserOptions:
     Attributes:
         remat: ``"none"``, ``"dots"``, ``"named"`` or ``"full"``; or a policy for each
             TaskGraph by its name.
-        offload: some of ``"optimizer"``, ``"activations"`` and ``"params"`` (and, in
+        offload: Some of ``"optimizer"``, ``"activations"`` and ``"params"`` (and, in
             estimates, ``"gradients"``) that are in host memory; ``"none"`` or ``()``
             is nothing.
-        sequence_parallel: whether ``tensor`` shards the sequence between products.
+        sequence_parallel: Whether ``tensor`` shards the sequence between products.
         attention: ``"ring"`` or ``"gather"``; or one for each TaskGraph by its name.
-        loss_chunks: parts of a device's tokens whose logits are made one at a time.
-        combine: one of ``COMBINATIONS``.
+        loss_chunks: Parts of a device's tokens whose logits are made one at a time.
+        combine: One of ``COMBINATIONS``.
     """
 
     remat: str | Mapping[str, str] | None = None
@@ -66,9 +66,9 @@ class FixedOptions:
     Attributes:
         remat: Rematerialisation policy of each TaskGraph.
         offload: State in host memory, in the order of ``OFFLOADS``.
-        sequence_parallel: whether ``tensor`` shards the sequence between products.
+        sequence_parallel: Whether ``tensor`` shards the sequence between products.
         attention: Variant of attention, by TaskGraph.
-        loss_chunks: parts of the tokens whose logits are made one at a time.
+        loss_chunks: Parts of the tokens whose logits are made one at a time.
         combine: Combination of gradients over the ranks of ``data``.
     """
 
@@ -83,7 +83,7 @@ class FixedOptions:
         """Values of all options for a candidate: fixed ones, else those of no effect.
 
         Args:
-            decided: options that the candidate decides.
+            decided: Options that the candidate decides.
         """
         own = {name: getattr(self, name) for name in options_of(StepOptions())}
         fixed = {name: value for name, value in own.items() if value is not None}
@@ -135,7 +135,7 @@ class StepOptions:
             other dimensions it shards.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where
             not as the model computes it; ``"*"`` stands for the others.
-        loss_chunks: parts of a device's tokens whose logits are made one at a time.
+        loss_chunks: Parts of a device's tokens whose logits are made one at a time.
         combine: Combination of the ranks of ``data``, each with its own samples:
             ``"mean"`` of gradients, ``"adasum"`` of them, ``"adasum_nodes"`` of their
             means over the ranks of a node, or ``"adasum_updates"`` of the updates by
@@ -199,7 +199,7 @@ def options_off(*keep: str) -> dict[str, Any]:
     """Options that have no effect, for models of which others decide.
 
     Args:
-        keep: names of options that are left as they are.
+        keep: Names of options that are left as they are.
     """
     return {k: v for k, v in options_of(StepOptions()).items() if k not in keep}
 

@@ -46,7 +46,7 @@ def wire_bytes(values: int, wire: str) -> int:
 
     Args:
         values: Number of values.
-        wire: one of ``WIRES`` or ``SUM_WIRES``.
+        wire: One of ``WIRES`` or ``SUM_WIRES``.
 
     >>> wire_bytes(1024, "f32"), wire_bytes(1024, "bf16"), wire_bytes(1024, "int8")
     (4096, 2048, 1040)
@@ -66,14 +66,14 @@ class SwarmStage:
         backward_seconds: Seconds of a backward, with the forward that it recomputes.
         forward_bytes: Bytes that the peer receives and sends for a forward, on the
             wire.
-        backward_bytes: the same for a backward.
-        state_bytes: parameters and optimizer state, which a newcomer downloads.
+        backward_bytes: The same for a backward.
+        state_bytes: Parameters and optimizer state, which a newcomer downloads.
         gradient_bytes: Bytes of gradients that the stage's peers reduce in each step.
         memory_bytes: Predicted memory of a peer's device: two states while an update is
             applied, gradients and the temporaries of a call.
-        apart: gradients of micro-batches are kept apart until a step is committed, as
+        apart: Gradients of micro-batches are kept apart until a step is committed, as
             all peers do.
-        deadline_seconds: after which a call is given up.
+        deadline_seconds: After which a call is given up.
         host_bytes: Predicted memory of a peer's host: inputs and results of its
             micro-batches in a step, a gradient of each, sums, and a copy of the state.
     """
@@ -113,16 +113,16 @@ class Swarm:
     """Plan of training by a swarm.
 
     Attributes:
-        wire: format of activations and their gradients between stages.
+        wire: Format of activations and their gradients between stages.
         bytes_per_second: Rate of each peer's link, either way.
-        latency_seconds: one way.
+        latency_seconds: One way.
         peers: Number of peers of all stages.
         stages: Stages in order.
-        step_seconds: predicted, with all peers there.
-        samples_per_second: predicted.
-        utilization: part of the time that peers compute.
+        step_seconds: Predicted, with all peers there.
+        samples_per_second: Predicted.
+        utilization: Part of the time that peers compute.
         reasons: Pairs of (choice, reason), for ``plan.why``.
-        sum_wire: format of gradients while the peers of a stage add them up.
+        sum_wire: Format of gradients while the peers of a stage add them up.
     """
 
     wire: str
@@ -157,7 +157,7 @@ def sum_bytes(gradient_bytes: int, peers: int, wire: str = "f32") -> int:
     Args:
         gradient_bytes: Bytes of a stage's gradients of one micro-batch, in float32.
         peers: Number of peers of the stage.
-        wire: one of ``SUM_WIRES``. Each peer's part of an array has scales of its own
+        wire: One of ``SUM_WIRES``. Each peer's part of an array has scales of its own
             in int8; those of parts that are no whole blocks are not counted.
 
     >>> sum_bytes(1024, peers=4), sum_bytes(1024, peers=1)
@@ -174,7 +174,7 @@ def sum_seconds(stage: SwarmStage, swarm: Swarm) -> float:
 
     Args:
         stage: Stage of the swarm.
-        swarm: with its links and formats.
+        swarm: With its links and formats.
     """
     if stage.peers < 2:
         return 0.0

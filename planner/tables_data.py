@@ -27,7 +27,7 @@ class TablesData:
         """The data of a file, which is checked where it is used.
 
         Raises:
-            DataError: it is no object.
+            DataError: It is no object.
         """
         if not isinstance(data, dict) or "placement" not in data:
             raise DataError("tables is no object with a placement")

@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        argv: the words after the program's name; those of the process when ``None``.
+        argv: The words after the program's name; those of the process when ``None``.
 
     Returns:
         The exit status of the process.

@@ -189,7 +189,7 @@ def is_kept(equation: Any, policy: Any) -> bool:
     """Whether a checkpoint policy keeps an equation's results.
 
     Args:
-        equation: inside the checkpointed region.
+        equation: Inside the checkpointed region.
         policy: Policy of the region; None saves nothing.
     """
     if policy is None:
@@ -230,9 +230,9 @@ def scan_residuals(
     Weights, and what depends on them alone, are left out: they are kept elsewhere.
 
     Args:
-        equation: the scan.
+        equation: The scan.
         run: Function that runs the scan, where that is not as it was traced.
-        flowing: for each operand, whether a gradient flows through it; through every
+        flowing: For each operand, whether a gradient flows through it; through every
             number of floating point if left out.
 
     Returns:
@@ -247,7 +247,7 @@ def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
     inputs.
 
     Args:
-        equation: a scan.
+        equation: A scan.
 
     Returns:
         As ``scan_residuals``; None where that takes a derivative to tell.
@@ -277,7 +277,7 @@ def _multiplies(one: Any, flags: Sequence[bool], others: Sequence[bool]) -> bool
     """Whether a call multiplies what depends on some operands with what does on others.
 
     Args:
-        one: a call-like equation; calls inside are not looked into.
+        one: A call-like equation; calls inside are not looked into.
         flags, others: Whether each operand is one of them.
     """
     body, _ = open_jaxpr(inner_jaxprs(one)[0])
@@ -373,8 +373,8 @@ def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
     """Returns which results of a jaxpr depend on the flagged inputs, inside calls too.
 
     Args:
-        jaxpr: open or closed.
-        flags: for each input.
+        jaxpr: Open or closed.
+        flags: For each input.
     """
     body, _ = open_jaxpr(jaxpr)
     data = {var for var, flag in zip(body.invars, flags, strict=True) if flag}
@@ -462,7 +462,7 @@ def passing_on(jaxpr: Any, inputs: Mapping[int, int]) -> Any:
 
     Args:
         jaxpr: Jaxpr as it was traced.
-        inputs: number of a result to that of an input of its type.
+        inputs: Number of a result to that of an input of its type.
     """
     body, constants = open_jaxpr(jaxpr)
     outputs = [
@@ -671,8 +671,8 @@ def run_flowing(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """Runs a jaxpr in which tangents flow through ``stop_gradient`` too.
 
     Args:
-        jaxpr: open or closed.
-        values: its inputs.
+        jaxpr: Open or closed.
+        values: Its inputs.
     """
     body, constants = open_jaxpr(jaxpr)
     known = dict(zip(body.constvars, constants, strict=True))
@@ -710,9 +710,9 @@ def bind(equation: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
     """Runs one equation as it is, with its own derivative rule where it has one.
 
     Args:
-        equation: the equation.
-        values: its operands.
-        changed: parameters that are other than as traced.
+        equation: The equation.
+        values: Its operands.
+        changed: Parameters that are other than as traced.
     """
     params = equation.primitive.get_bind_params({**equation.params, **changed})
     result = equation.primitive.bind(*values, **params)
@@ -724,8 +724,8 @@ def equation_context(equation: Any, *, skip: int = 0) -> Iterator[None]:
     """Keeps an equation's name stack and source line on what is traced inside.
 
     Args:
-        equation: the equation.
-        skip: outermost scopes of its stack that are left out.
+        equation: The equation.
+        skip: Outermost scopes of its stack that are left out.
     """
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack[skip:]
@@ -749,8 +749,8 @@ def scope_inside(equation: Any, around: Scope | None = None) -> Scope:
     """The scope of what stands inside a call.
 
     Args:
-        equation: the call.
-        around: the scope of the call itself; None outside of all calls.
+        equation: The call.
+        around: The scope of the call itself; None outside of all calls.
     """
     info = equation.source_info
     if around is None:
@@ -777,7 +777,7 @@ def checkpoint_equation(policy: Any, *, prevent_cse: bool) -> Any:
 
     Args:
         policy: Policy of the checkpoint; None saves nothing.
-        prevent_cse: the compiler must not take what it keeps from the first pass.
+        prevent_cse: The compiler must not take what it keeps from the first pass.
     """
     region = jax.checkpoint(lambda x: x, prevent_cse=prevent_cse, policy=policy)
     body, _ = open_jaxpr(trace(region, [abstract((), jnp.float32)]))
@@ -793,9 +793,9 @@ def checkpointed(
 
     Args:
         equations: Equations in an order in which they can run.
-        given: variables that they read and do not make.
-        taken: variables that they make and others read.
-        like: from ``checkpoint_equation``.
+        given: Variables that they read and do not make.
+        taken: Variables that they make and others read.
+        like: From ``checkpoint_equation``.
     """
     stacks = [equation.source_info.name_stack for equation in equations]
     depth = _common_depth(stacks)
@@ -844,10 +844,10 @@ def with_equations(
     """A closed jaxpr with the inputs of another.
 
     Args:
-        jaxpr: the other, of which the effects are those of the equations.
+        jaxpr: The other, of which the effects are those of the equations.
         equations: Equations of the new jaxpr.
-        results: atoms that it gives, as many as the other.
-        constants: values of its ``constvars``.
+        results: Atoms that it gives, as many as the other.
+        constants: Values of its ``constvars``.
     """
     body, _ = open_jaxpr(jaxpr)
     changed = {

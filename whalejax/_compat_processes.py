@@ -21,7 +21,7 @@ def tell_processes(key: str, text: str, *, again: bool = False) -> None:
     """Leaves a text where all processes of this program can read it.
 
     Args:
-        key: a new one, if not ``again``.
+        key: A new one, if not ``again``.
         text: Text to publish.
         again: Whether it replaces an earlier text under the key.
     """
@@ -103,7 +103,7 @@ def listen_at(host: str) -> None:
     JAX leaves it to Gloo, which takes the address of this machine's name.
 
     Args:
-        host: the address, in numbers.
+        host: The address, in numbers.
     """
     if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "gloo":
         return

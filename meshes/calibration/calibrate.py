@@ -60,15 +60,15 @@ def calibrate(
     """The local devices as one node, measured or from the cache.
 
     Args:
-        budget_seconds: stop measuring after about this long; the least that a plan
+        budget_seconds: Stop measuring after about this long; the least that a plan
             needs is measured even if it takes longer. A cached result counts if its
             budget was no smaller.
         use_cache: False measures in any case. Results are stored either way.
-        clock: seconds, rising.
-        today: the date to put into the sources; None asks the system.
+        clock: Seconds, rising.
+        today: The date to put into the sources; None asks the system.
 
     Raises:
-        WhaleError: a budget of zero or less.
+        WhaleError: A budget of zero or less.
     """
     if not is_number(budget_seconds) or budget_seconds <= 0:
         raise WhaleError(
@@ -104,12 +104,12 @@ def measured(
 
     Args:
         budget_seconds: Budget of ``calibrate``, in seconds.
-        kind: the name of their kind; that of the device if left out.
+        kind: The name of their kind; that of the device if left out.
         beside: Contents of the file, if they are to stay.
         instead: Contents of the file, if they are to go.
 
     Raises:
-        WhaleError: before anything is measured: no such name can be given, these
+        WhaleError: Before anything is measured: no such name can be given, these
             devices cannot be joined to those, or others would be lost.
     """
     devices = jax.local_devices()

@@ -24,8 +24,8 @@ class CollectiveTime:
         group_size: Number of devices that take part; all others do the same among
             themselves at the same time.
         payload_bytes: Bytes on one device of the reduced, gathered or exchanged array.
-        seconds: one collective.
-        shared: among threads over one memory; see ``Level``.
+        seconds: One collective.
+        shared: Among threads over one memory; see ``Level``.
     """
 
     collective: str

@@ -38,10 +38,10 @@ class TimingPlan:
     """Number and duration of a program's runs.
 
     Attributes:
-        clock: seconds, rising.
-        target_seconds: about how long one timed run shall take.
-        repeats: timed runs, of which the median counts.
-        fewest: iterations at least. What a run costs however long it is varies by
+        clock: Seconds, rising.
+        target_seconds: About how long one timed run shall take.
+        repeats: Timed runs, of which the median counts.
+        fewest: Iterations at least. What a run costs however long it is varies by
             several milliseconds, which few long iterations do not outweigh.
     """
 
@@ -94,8 +94,8 @@ def _looped(
 
     Args:
         body: Function of one device's arrays.
-        mesh: over whose axes all devices lie.
-        arguments: the first is the loop's state; each device gets a copy of all.
+        mesh: Over whose axes all devices lie.
+        arguments: The first is the loop's state; each device gets a copy of all.
         repeated: Number of repeats in an iteration of the loop, each apart from the
             last.
     """
@@ -160,10 +160,10 @@ def matmul_run(
     """(m, k) × (k, n) and back, (m, n) × (n, k): two products an iteration.
 
     Args:
-        devices: all of which do it at once.
-        dtype: a key of ``JAX_DTYPES``.
-        m, k, n: powers of two.
-        batch: so many products at once, each with matrices of its own.
+        devices: All of which do it at once.
+        dtype: A key of ``JAX_DTYPES``.
+        m, k, n: Powers of two.
+        batch: So many products at once, each with matrices of its own.
     """
     there = _orthogonal(k, n, JAX_DTYPES[dtype])
     x = np.random.default_rng(0).standard_normal((m, k)).astype(there.dtype)
@@ -185,8 +185,8 @@ def convolution_run(
     No loop on the device: in one, the CPU's convolutions are many times slower.
 
     Args:
-        devices: all of which do it at once.
-        batch: images on each.
+        devices: All of which do it at once.
+        batch: Images on each.
         side: Side of the images, in pixels; the result has the same.
         channels: Number of input and of output channels.
     """
@@ -306,8 +306,8 @@ def collective_run(
     """One collective an iteration, in groups of neighbours, all groups at once.
 
     Args:
-        devices: a multiple of ``group_size``.
-        collective: a key of ``COLLECTIVES``.
+        devices: A multiple of ``group_size``.
+        collective: A key of ``COLLECTIVES``.
         group_size: Size of a group, at least 2.
         payload_bytes: Payload, as ``CollectiveTime`` defines it; a multiple of ``4 *
             group_size``.

@@ -73,7 +73,7 @@ def parse(text: str) -> ClusterData:
     """The cluster that a text such as ``h100:4x8`` describes.
 
     Raises:
-        WhaleError: with every problem of the text, and the grammar.
+        WhaleError: With every problem of the text, and the grammar.
     """
     stripped = text.strip()
     problems = Problems(f"cluster {quoted(text)}")
@@ -363,9 +363,9 @@ def _merge_links(
     """The level of some links, as fast as the slowest of them.
 
     Args:
-        delivered: one or more links, each with what it delivers of its bandwidth.
+        delivered: One or more links, each with what it delivers of its bandwidth.
         size, hops: Size of the level, and its number of hops.
-        wait: beside the links' own latency.
+        wait: Beside the links' own latency.
     """
     links = [link for link, _ in delivered]
     names = dict.fromkeys(link.name for link in links)
@@ -395,8 +395,8 @@ def torus_levels(
     An axis that wraps around is a ring of twice the bandwidth and half the hops.
 
     Args:
-        found: the kind.
-        torus: its torus.
+        found: The kind.
+        torus: Its torus.
         lengths: Lengths of the axes, outermost first.
         slices: Number of such tori that the network joins.
         names: Names of the axes, one letter each, outermost first.

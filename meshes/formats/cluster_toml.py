@@ -127,7 +127,7 @@ def from_data(data: Mapping[str, Any], title: str) -> ClusterData:
         title: Subject of the reading, for the message.
 
     Raises:
-        WhaleError: with every problem.
+        WhaleError: With every problem.
     """
     problems = Problems(title)
     try:

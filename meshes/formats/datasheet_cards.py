@@ -17,10 +17,10 @@ class DatasheetCard:
 
     Attributes:
         words: Regular expressions of names that mean it.
-        like: entry whose family's efficiency, node and network stand in.
+        like: Entry whose family's efficiency, node and network stand in.
         half, eight, single: TFLOP/s in 16 bits, in 8 (0 where it has none), in float32.
-        memory: gigabytes, and how many of them a second.
-        cores: streaming multiprocessors or compute units.
+        memory: Gigabytes, and how many of them a second.
+        cores: Streaming multiprocessors or compute units.
     """
 
     words: tuple[str, ...]
@@ -68,7 +68,7 @@ def is_word(word: str, name: str) -> bool:
     """A name says it, and does not go on with a number, or begin with another word.
 
     Args:
-        word: a regular expression.
+        word: A regular expression.
         name: Name in small letters.
     """
     return re.search(rf"(?<![a-z0-9]){word}(?![0-9])", name) is not None

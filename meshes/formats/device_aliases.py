@@ -30,8 +30,8 @@ class AliasedDevice:
             these are not the catalogue's.
         count: Number of devices, where the name gives it.
         notes: Notes on the mapping.
-        others: the name has devices of other kinds, too.
-        knows_memory: the catalogue or the name says how much memory it has.
+        others: The name has devices of other kinds, too.
+        knows_memory: The catalogue or the name says how much memory it has.
     """
 
     entry: CatalogueEntry
@@ -125,10 +125,10 @@ def read_device(text: str, *, guess: bool = False) -> AliasedDevice:
     Args:
         text: Name such as ``"A100-80GB-SXM"``, ``"a100_40gb"``, ``"DGX-H100"``, ``"TPU
             v5e"`` or ``"4xV100-16+4xT4"``.
-        guess: take what no family is known of for ``UNKNOWN``, and say so.
+        guess: Take what no family is known of for ``UNKNOWN``, and say so.
 
     Raises:
-        WhaleError: no family of the catalogue is in it, unless it may be guessed.
+        WhaleError: No family of the catalogue is in it, unless it may be guessed.
 
     >>> read_device("a100_40gb").entry.kind.name
     'a100-40'
@@ -241,7 +241,7 @@ def _memory_of(name: str, *, bare: bool = True) -> int | None:
 
     Args:
         name: Name in small letters.
-        bare: a number without a unit is one too; behind a TPU's name it is how many
+        bare: A number without a unit is one too; behind a TPU's name it is how many
             of them there are.
     """
     for word, size in _SIZES:

@@ -95,7 +95,7 @@ def load(path: str | os.PathLike[str]) -> ClusterData:
         path: Path of the file.
 
     Raises:
-        WhaleError: no such file, no JSON, or a description with problems; all at once.
+        WhaleError: No such file, no JSON, or a description with problems; all at once.
     """
     name = os.fspath(path)
     try:
@@ -120,7 +120,7 @@ def from_data(data: Any, title: str) -> ClusterData:
         title: Subject of the reading, for the message.
 
     Raises:
-        WhaleError: with every problem.
+        WhaleError: With every problem.
     """
     problems = Problems(title)
     try:

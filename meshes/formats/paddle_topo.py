@@ -32,7 +32,7 @@ def topo_machines(top: FileTable) -> list[FileTable] | None:
     """The machines of a ``topo``, with numbers of devices that no others have.
 
     Args:
-        top: the whole description.
+        top: The whole description.
 
     Returns:
         None where the description is not of this form.
@@ -109,7 +109,7 @@ def join_topo(
     """Gives every machine a network card, and joins the cards.
 
     Args:
-        machines: numbers of the devices of each.
+        machines: Numbers of the devices of each.
         links: Links, extended by those of the cards.
 
     Returns:

@@ -64,9 +64,9 @@ def chain_tokens(
 
     Args:
         step: Number of the batch.
-        size: sequences in it.
-        length: tokens in a sequence.
-        vocab: number of different tokens.
+        size: Sequences in it.
+        length: Tokens in a sequence.
+        vocab: Number of different tokens.
         seed: Seed of the sequence of batches.
 
     Returns:
@@ -115,9 +115,9 @@ def labelled_images(
 
     Args:
         step: Number of the batch.
-        size: images in it.
-        side: their height and width, in pixels.
-        classes: number of different labels.
+        size: Images in it.
+        side: Their height and width, in pixels.
+        classes: Number of different labels.
         seed: Seed of the sequence of batches.
 
     Returns:
@@ -148,10 +148,10 @@ def denoising_batch(
 
     Args:
         step: Number of the batch.
-        size: texts in it.
-        inputs: tokens of a corrupted text, padded.
-        targets: tokens of the spans, padded, without the one that starts them.
-        vocab: number of different tokens: 0 pads and starts, 1 ends, the last are the
+        size: Texts in it.
+        inputs: Tokens of a corrupted text, padded.
+        targets: Tokens of the spans, padded, without the one that starts them.
+        vocab: Number of different tokens: 0 pads and starts, 1 ends, the last are the
             sentinels.
         seed: Seed of the sequence of batches.
 
@@ -161,7 +161,7 @@ def denoising_batch(
         ``bool[size, inputs]`` and ``target_padding`` ``bool[size, targets]``.
 
     Raises:
-        WhaleError: not even one segment has a place.
+        WhaleError: Not even one segment has a place.
 
     >>> batch = denoising_batch(0, 2, inputs=40, targets=16, vocab=512, seed=0)
     >>> sorted(batch), batch["targets"].shape
@@ -220,9 +220,9 @@ def smooth_fields(
 
     Args:
         step: Number of the batch.
-        size: samples in it.
-        extent: depth, height and width of a field, in voxels.
-        channels: fields in a sample, of a spectral index each.
+        size: Samples in it.
+        extent: Depth, height and width of a field, in voxels.
+        channels: Fields in a sample, of a spectral index each.
         seed: Seed of the sequence of batches.
 
     Returns:
@@ -262,8 +262,8 @@ def shaped(
     """White noise with a falling spectrum, of mean 0 and variance 1.
 
     Args:
-        noise: a cube.
-        wave: from ``wave_numbers``.
+        noise: A cube.
+        wave: From ``wave_numbers``.
         index: Exponent of the wave number in the spectrum's power.
     """
     spectrum = np.fft.rfftn(noise) * wave ** np.float32(-index / 2)
@@ -279,7 +279,7 @@ def regression_volumes(
 
     Args:
         step, size, extent, channels, seed: Arguments of ``smooth_fields``, unchanged.
-        outputs: targets of a sample, those of its first channels, in turn.
+        outputs: Targets of a sample, those of its first channels, in turn.
 
     Returns:
         ``{"volumes": float32[size, extent, extent, extent, channels], "targets":
@@ -309,7 +309,7 @@ def segmented_volumes(
 
     Args:
         step, size, extent, channels, seed: Arguments of ``smooth_fields``, unchanged.
-        classes: number of different labels.
+        classes: Number of different labels.
 
     Returns:
         ``{"volumes": float32[size, extent, extent, extent, channels], "labels":

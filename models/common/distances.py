@@ -24,7 +24,7 @@ def bucket_starts(buckets: int, longest_distance: int) -> tuple[int, ...]:
             buckets.
 
     Raises:
-        WhaleError: the longest distance is too short for that many buckets.
+        WhaleError: The longest distance is too short for that many buckets.
 
     >>> bucket_starts(8, 64)
     (1, 2, 3, 4, 8, 16, 32)
@@ -60,11 +60,11 @@ def relative_buckets(
     """Returns the bucket of each pair of positions.
 
     Args:
-        queries: number of positions that look.
-        keys: number of positions that are looked at.
+        queries: Number of positions that look.
+        keys: Number of positions that are looked at.
         buckets: Number of buckets.
         longest_distance: Distance that the last bucket of a direction would reach.
-        bidirectional: later keys have the upper half of the buckets; otherwise they
+        bidirectional: Later keys have the upper half of the buckets; otherwise they
             are in the bucket of distance 0.
 
     Returns:

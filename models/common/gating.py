@@ -31,13 +31,13 @@ class Queues:
     """Queues of tokens for experts: order, and use of the experts.
 
     Attributes:
-        picks: for each choice ``[groups, tokens, experts]``, one where a token asks.
-        places: for each choice ``int32[groups, tokens]``, how many of its group asked
+        picks: For each choice ``[groups, tokens, experts]``, one where a token asks.
+        places: For each choice ``int32[groups, tokens]``, how many of its group asked
             the same expert before it.
-        weights: for each choice ``[groups, tokens]``, with which an answer counts.
+        weights: For each choice ``[groups, tokens]``, with which an answer counts.
         lengths: ``[groups, 1, experts]``, tokens in each queue.
-        balance: scalar, 1 where all experts are used alike and more where not.
-        max_load: scalar, choices of the busiest expert over those of the mean one.
+        balance: Scalar, 1 where all experts are used alike and more where not.
+        max_load: Scalar, choices of the busiest expert over those of the mean one.
     """
 
     picks: tuple[Array, ...]
@@ -56,7 +56,7 @@ class Routing:
     Attributes:
         dispatch: ``[groups, tokens, experts, capacity]``, one where a token takes a
             place at an expert and zero elsewhere.
-        combine: the same shape; the weight with which that expert's answer counts.
+        combine: The same shape; the weight with which that expert's answer counts.
     """
 
     dispatch: Array
@@ -67,10 +67,10 @@ def capacity(tokens: int, experts: int, choices: int, factor: float) -> int:
     """Places at each expert for one group of tokens.
 
     Args:
-        tokens: tokens of a group.
-        experts: number of experts.
-        choices: experts that a token asks for.
-        factor: places over what an even spread would need.
+        tokens: Tokens of a group.
+        experts: Number of experts.
+        choices: Experts that a token asks for.
+        factor: Places over what an even spread would need.
 
     >>> capacity(tokens=24, experts=16, choices=2, factor=1.5)
     5
@@ -87,7 +87,7 @@ def queue(scores: Array, *, choices: int) -> Queues:
 
     Args:
         scores: ``[groups, tokens, experts]``, before the softmax.
-        choices: experts per token: 1 is "switch", 2 is "top-2".
+        choices: Experts per token: 1 is "switch", 2 is "top-2".
 
     Returns:
         The queues, in float32 or wider. Their numbers of load are taken over all
@@ -142,8 +142,8 @@ def seats(queues: Queues, *, places: int, first: int | Array = 0) -> Routing:
     """Gives the places of one pass to those whose turn it is.
 
     Args:
-        queues: from ``queue``.
-        places: tokens that an expert takes from one group in a pass.
+        queues: From ``queue``.
+        places: Tokens that an expert takes from one group in a pass.
         first: Number of each queue's tokens that earlier passes served.
 
     Returns:
@@ -171,7 +171,7 @@ def longest(queues: Queues) -> Array:
     """Tokens in the longest queue of any group, an ``int32`` scalar.
 
     Args:
-        queues: from ``queue``.
+        queues: From ``queue``.
     """
     return jnp.max(queues.lengths).astype(jnp.int32)
 
@@ -180,8 +180,8 @@ def dropped(queues: Queues, *, places: int) -> Array:
     """The fraction of choices without a place in one pass, a scalar over all groups.
 
     Args:
-        queues: from ``queue``.
-        places: tokens that an expert takes from one group.
+        queues: From ``queue``.
+        places: Tokens that an expert takes from one group.
 
     >>> float(dropped(queue(jnp.zeros((1, 4, 2)), choices=1), places=3))
     0.25

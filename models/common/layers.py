@@ -85,8 +85,8 @@ def causal_attention(query: Array, key: Array, value: Array) -> Array:
 
     Args:
         query: ``[batch, sequence, heads, head_dim]``.
-        key: the same shape.
-        value: the same shape.
+        key: The same shape.
+        value: The same shape.
 
     Returns:
         ``[batch, sequence, heads, head_dim]`` in the dtype of ``value``.
@@ -159,12 +159,12 @@ def rematted(call: Callable[..., Any], remat: str | bool) -> Callable[..., Any]:
     """A block's call, computed again in the backward pass.
 
     Args:
-        call: takes the block first.
+        call: Takes the block first.
         remat: ``"none"``; ``"dots"`` keeps the results of products with weights;
             ``"full"`` keeps what the block is given. True and False mean full and none.
 
     Raises:
-        WhaleError: any other text.
+        WhaleError: Any other text.
     """
     policy = ("none", "full")[remat] if isinstance(remat, bool) else remat
     if policy not in REMATS:
@@ -184,7 +184,7 @@ def stacked_blocks(
 
     Args:
         layers: Number of layers.
-        make: one block, from its random numbers.
+        make: One block, from its random numbers.
         rngs: Random keys of all of them.
     """
 

@@ -26,11 +26,11 @@ def pick(name: str, choices: Mapping[str, Choice], what: str) -> Choice:
 
     Args:
         name: Name that the user gave.
-        choices: everything there is, by name.
+        choices: Everything there is, by name.
         what: Noun for the choices, for the error.
 
     Raises:
-        WhaleError: there is none; the text gives the nearest names and all of them.
+        WhaleError: There is none; the text gives the nearest names and all of them.
 
     >>> pick("b", {"a": 1, "b": 2}, "size")
     2
@@ -67,12 +67,12 @@ def change(
     """A copy of a configuration with some of its fields changed.
 
     Args:
-        config: an instance of a frozen dataclass.
-        changes: new values by field name.
+        config: An instance of a frozen dataclass.
+        changes: New values by field name.
         options: Further keywords of the caller, which the error names.
 
     Raises:
-        WhaleError: the configuration has no field of that name, or the value is none
+        WhaleError: The configuration has no field of that name, or the value is none
             for it; all such are listed, with the nearest fields.
 
     >>> @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         options: Options by name; those of no job are left to their callers.
 
     Raises:
-        WhaleError: some value is none for its option; all such are listed.
+        WhaleError: Some value is none for its option; all such are listed.
     """
     problems = Problems()
     for name, value in options.items():

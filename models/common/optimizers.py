@@ -21,10 +21,10 @@ def warmed_adamw(
     """AdamW behind a clipping of the global norm at 1, with a linear warm-up.
 
     Args:
-        learning_rate: reached after the warm-up, then constant.
-        warmup_steps: steps over which it rises, at least 1.
-        b2: decay of the second moment.
-        weight_decay: decoupled, times the learning rate.
+        learning_rate: Reached after the warm-up, then constant.
+        warmup_steps: Steps over which it rises, at least 1.
+        b2: Decay of the second moment.
+        weight_decay: Decoupled, times the learning rate.
 
     Returns:
         An optax gradient transformation.
@@ -49,8 +49,8 @@ def slowing_adafactor(learning_rate: float, constant_steps: int) -> Any:
     columns of the squares, and not the squares.
 
     Args:
-        learning_rate: relative to the size of what is updated.
-        constant_steps: steps before it falls, at least 1.
+        learning_rate: Relative to the size of what is updated.
+        constant_steps: Steps before it falls, at least 1.
 
     Returns:
         An optax gradient transformation.

@@ -37,7 +37,7 @@ class Encoder(nn.Module):
         Args:
             x: ``[batch, sequence, embed]``.
             padding: ``bool[batch, sequence]``, true where a position is real.
-            deterministic: leave dropout out.
+            deterministic: Leave dropout out.
 
         Returns:
             ``[batch, sequence, embed]``.
@@ -70,7 +70,7 @@ class Decoder(nn.Module):
             x: ``[batch, targets, embed]``, of the tokens before each target.
             memory: Output of the encoder, ``[batch, inputs, embed]``.
             padding: ``bool[batch, inputs]``, true where a position is real.
-            deterministic: leave dropout out.
+            deterministic: Leave dropout out.
 
         Returns:
             ``[batch, targets, embed]``.
@@ -101,11 +101,11 @@ def through_layers(
     """The residual stream after all layers of a stack.
 
     Args:
-        layer: the class of the layers.
-        config: the model's configuration.
-        x: the residual stream, ``[batch, sequence, embed]``.
+        layer: The class of the layers.
+        config: The model's configuration.
+        x: The residual stream, ``[batch, sequence, embed]``.
         context: Further arguments of every layer.
-        deterministic: leave dropout out.
+        deterministic: Leave dropout out.
     """
     if not config.scan_layers:
         for i in range(config.layers):
@@ -155,9 +155,9 @@ def loss_over(
     """The loss of a model: the mean of its cross-entropy over the real targets.
 
     Args:
-        module: the model, with its configuration as ``config``.
+        module: The model, with its configuration as ``config``.
         names: Names of the encoder's inputs in a batch, in order.
-        deterministic: leave dropout out; the key is then not used.
+        deterministic: Leave dropout out; the key is then not used.
 
     Returns:
         ``loss_fn(variables, batch, rng)``, where the batch holds what is named,

@@ -26,23 +26,23 @@ class Seq2SeqConfig:
     """Sizes and switches of an encoder and a decoder; the defaults are T5-base's.
 
     Attributes:
-        vocab: different tokens.
-        inputs: tokens in a sequence that the encoder reads.
-        targets: tokens in a sequence that the decoder makes.
-        embed: width of the residual stream.
-        heads: attention heads.
-        head_dim: width of a head; ``heads * head_dim`` need not be ``embed``.
-        mlp: width inside the feed-forward layers.
+        vocab: Different tokens.
+        inputs: Tokens in a sequence that the encoder reads.
+        targets: Tokens in a sequence that the decoder makes.
+        embed: Width of the residual stream.
+        heads: Attention heads.
+        head_dim: Width of a head; ``heads * head_dim`` need not be ``embed``.
+        mlp: Width inside the feed-forward layers.
         layers: Number of layers of the encoder, and of the decoder.
         buckets: Number of buckets of relative distances, even; the encoder uses one
             half for each direction.
         longest_distance: Distance that the last bucket of a direction would reach.
-        dropout_rate: after embeddings and last norms, on attention weights, inside the
+        dropout_rate: After embeddings and last norms, on attention weights, inside the
             feed-forward layers and before each addition.
-        scan_layers: stack the parameters of a stack's layers and scan over them.
-        annotated: put the marks in.
-        dtype: compute dtype; follows parameters and inputs where None.
-        param_dtype: dtype of the parameters.
+        scan_layers: Stack the parameters of a stack's layers and scan over them.
+        annotated: Put the marks in.
+        dtype: Compute dtype; follows parameters and inputs where None.
+        param_dtype: Dtype of the parameters.
     """
 
     vocab: int = 32_128
@@ -111,8 +111,8 @@ class Attention(nn.Module):
             memory: ``[batch, keys, embed]``; ``x`` itself in self-attention.
             seen: ``bool``, broadcasts to ``[batch, heads, queries, keys]``; every
                 query sees a key.
-            bias: added to the scores, ``[1, heads, queries, keys]``.
-            deterministic: leave dropout out.
+            bias: Added to the scores, ``[1, heads, queries, keys]``.
+            deterministic: Leave dropout out.
 
         Returns:
             ``[batch, queries, embed]``.
@@ -208,12 +208,12 @@ class DecoderLayer(nn.Module):
         """One layer over ``x`` ``[batch, targets, embed]``.
 
         Args:
-            x: the residual stream.
+            x: The residual stream.
             memory: Output of the encoder, ``[batch, inputs, embed]``.
             remembered: Mask of its real tokens, ``bool[batch, 1, 1, inputs]``.
             earlier: Mask of self-attention, ``bool[1, 1, targets, targets]``.
             bias: Bias of self-attention's scores, ``[1, heads, targets, targets]``.
-            deterministic: leave dropout out.
+            deterministic: Leave dropout out.
         """
         config = self.config
         y = norm(config, "attention_norm")(x)

@@ -18,9 +18,9 @@ def layer_options(
     """Arguments that every layer of Flax NNX takes.
 
     Args:
-        dtype: compute dtype; follows the parameters where None.
-        param_dtype: dtype of the parameters.
-        rngs: random keys of the parameters.
+        dtype: Compute dtype; follows the parameters where None.
+        param_dtype: Dtype of the parameters.
+        rngs: Random keys of the parameters.
     """
     return {
         "dtype": None if dtype is None else jnp.dtype(dtype),
@@ -38,7 +38,7 @@ def check_extent(extent: int, halvings: int, why: str) -> None:
         why: Part that halves it, for the error.
 
     Raises:
-        WhaleError: the extent is no multiple of 2 to the power of ``halvings``.
+        WhaleError: The extent is no multiple of 2 to the power of ``halvings``.
 
     >>> check_extent(16, 2, "two poolings halve it")
     """

@@ -25,7 +25,7 @@ def weights_hash(leaves: Iterable[_Leaf]) -> str:
     """Short hash of a model's parameters, by which its timings are found again.
 
     Args:
-        leaves: parameters with paths and shapes; the order does not matter. Neither
+        leaves: Parameters with paths and shapes; the order does not matter. Neither
             the batch nor the precision is part of it.
     """
     text = json.dumps(sorted((leaf.path, leaf.shape) for leaf in leaves))

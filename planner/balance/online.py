@@ -44,7 +44,7 @@ class Rebalance:
     """Shares of replicas, by what a micro-batch takes on each.
 
     Attributes:
-        shares: micro-batches of each replica, for the next step.
+        shares: Micro-batches of each replica, for the next step.
         seconds: Current estimate of a micro-batch's seconds on each replica; 0 where
             not known.
     """
@@ -53,7 +53,7 @@ class Rebalance:
         """Starts with the given shares.
 
         Args:
-            given: micro-batches of each replica.
+            given: Micro-batches of each replica.
             most: Largest share that the memory of each holds; None for no bound.
         """
         self.shares = tuple(given)

@@ -29,7 +29,7 @@ class Device:
         name: Name such as ``"v100-32"``.
         seconds: Seconds of one piece on it, measured or predicted.
         memory_bytes: Memory of the device.
-        static_bytes: parameters, gradients, optimizer state and whatever else does not
+        static_bytes: Parameters, gradients, optimizer state and whatever else does not
             grow with its share.
         piece_bytes: Bytes of every piece: its activations.
     """
@@ -69,7 +69,7 @@ class Balance:
     Attributes:
         devices: Devices that take shares.
         pieces: Number of pieces of each.
-        even: pieces of each, were all alike to the planner; within memory.
+        even: Pieces of each, were all alike to the planner; within memory.
     """
 
     devices: tuple[Device, ...]
@@ -131,8 +131,8 @@ def idle_note(
     Args:
         what: Name of the takers, such as ``"replicas"``.
         pieces: Number of pieces of each.
-        seconds: when each would be done with one.
-        pace: when the last is done.
+        seconds: When each would be done with one.
+        pace: When the last is done.
 
     >>> idle_note("replicas", (3, 0), (1.0, 2.0), 3.0)
     'replicas 1 take no micro-batch: shares asks for that, or their memory does'
@@ -170,12 +170,12 @@ def balance(total: int, devices: Sequence[Device]) -> Balance:
     Exact: of all shares in whole pieces that fit, none is done earlier.
 
     Args:
-        total: pieces.
+        total: Pieces.
         devices: Devices to divide the pieces among. A device may get none, if it is
             slow.
 
     Raises:
-        PlanError: some device holds not one piece, or all together too few; it says by
+        PlanError: Some device holds not one piece, or all together too few; it says by
             how many bytes.
 
     >>> found = balance(
@@ -201,11 +201,11 @@ def room_of(total: int, devices: Sequence[Device]) -> list[int]:
     """Pieces that every device holds.
 
     Args:
-        total: pieces that there are.
+        total: Pieces that there are.
         devices: Devices that are to hold them.
 
     Raises:
-        PlanError: some device holds not one, or all together too few.
+        PlanError: Some device holds not one, or all together too few.
     """
     problems = Problems("memory for shares", PlanError)
     most = [device.most(total) for device in devices]
@@ -235,11 +235,11 @@ def check_pieces(pieces: Sequence[int], total: int, devices: Sequence[Device]) -
 
     Args:
         pieces: Number of pieces of each device.
-        total: pieces that there are.
+        total: Pieces that there are.
         devices: Devices that are to take them.
 
     Raises:
-        PlanError: a wrong number of shares or of pieces, or more than a device holds.
+        PlanError: A wrong number of shares or of pieces, or more than a device holds.
     """
     problems = Problems("shares", PlanError)
     if len(pieces) != len(devices):
@@ -273,12 +273,12 @@ def water_fill(
     ``Σ |L_i − w_i / Σw|``, these are also done first.
 
     Args:
-        weights: speed of each device, in any unit.
-        most: the largest share that each device's memory holds.
+        weights: Speed of each device, in any unit.
+        most: The largest share that each device's memory holds.
         total: Sum of the shares.
 
     Raises:
-        PlanError: the bounds do not hold the total, or a number is none.
+        PlanError: The bounds do not hold the total, or a number is none.
 
     >>> [round(x, 4) for x in water_fill([2.0, 1.0], [1.0, 1.0])]
     [0.6667, 0.3333]
@@ -319,7 +319,7 @@ def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     """Whole pieces in proportion to weights; what is left over goes by remainders.
 
     Args:
-        total: pieces.
+        total: Pieces.
         weights: Weight of each device. Of equal remainders the first gets more.
 
     >>> largest_remainder(12, [2.0, 1.0])
@@ -358,15 +358,15 @@ def shares(
     optimal for pieces of one size. Of equal devices the first takes more.
 
     Args:
-        total: pieces (micro-batches), at least 0.
+        total: Pieces (micro-batches), at least 0.
         seconds: Seconds of one piece on each device.
-        most: pieces that each device can hold, or None for no bound.
+        most: Pieces that each device can hold, or None for no bound.
 
     Returns:
         Pieces for each device; they add up to ``total``. A device may get none.
 
     Raises:
-        PlanError: the bounds hold fewer pieces than there are, or a number is none.
+        PlanError: The bounds hold fewer pieces than there are, or a number is none.
 
     >>> shares(12, [1.0, 2.0])
     (8, 4)

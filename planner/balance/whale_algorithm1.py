@@ -35,7 +35,7 @@ def formula_1(loads: Sequence[float], weights: Sequence[float]) -> float:
     """Computes the objective of Formula 1: Σ |L_i − DF_i / ΣDF|.
 
     Args:
-        loads: share of each device; they add up to 1.
+        loads: Share of each device; they add up to 1.
         weights: FLOP/s, or speed, of each.
 
     >>> round(formula_1([4 / 9, 5 / 9], [2.0, 1.0]), 4)
@@ -49,14 +49,14 @@ def algorithm_1(total: int, devices: Sequence[Device]) -> tuple[int, ...]:
     """Memory-constraint load balancing, as printed; see the module for its gaps.
 
     Args:
-        total: samples of the global batch.
+        total: Samples of the global batch.
         devices: Devices of one TaskGraph. Their FLOP/s are one over ``seconds``.
 
     Returns:
         Samples of each device.
 
     Raises:
-        PlanError: the devices do not hold the batch; by how many bytes.
+        PlanError: The devices do not hold the batch; by how many bytes.
 
     >>> def device(flops, gigabytes):
     ...     return Device(
@@ -101,7 +101,7 @@ class Shards:
         sizes: Size of each device's shard; the sizes add up to the dimension.
         padded: Stored size on every device: all shards of one program have one shape.
         gain: Speed-up over even shards, collectives aside.
-        bound: the most that any shards could gain.
+        bound: The most that any shards could gain.
     """
 
     sizes: tuple[int, ...]
@@ -116,10 +116,10 @@ def uneven_shards(size: int, seconds: Sequence[float], *, multiple: int = 1) -> 
     Args:
         size: Size of the dimension.
         seconds: Seconds of each device for the whole of it, or for any equal part.
-        multiple: shard sizes are multiples of it, such as a head's width.
+        multiple: Shard sizes are multiples of it, such as a head's width.
 
     Raises:
-        PlanError: the dimension is no multiple, or a number is none.
+        PlanError: The dimension is no multiple, or a number is none.
 
     >>> uneven_shards(12, [1.0, 2.0])
     Shards(sizes=(8, 4), padded=8, gain=1.5, bound=1.5)

@@ -42,11 +42,11 @@ class Part:
     """Part of one parameter on one device of a rank.
 
     Attributes:
-        slices: layers that the parameter stacks along its first dimension, each a
+        slices: Layers that the parameter stacks along its first dimension, each a
             tensor of its own; 1 where it stacks none.
         here: Number of its tensors that the device holds.
         numbers: Elements of one of them on the device.
-        columns: into which its part of one is laid out, each of ``COLUMN`` numbers.
+        columns: Into which its part of one is laid out, each of ``COLUMN`` numbers.
     """
 
     slices: int
@@ -62,9 +62,9 @@ class Part:
 
         Args:
             shape: Shape of the parameter.
-            spec: its layout on the axes beside ``data``.
-            slices: layers that it stacks.
-            mesh: axis sizes.
+            spec: Its layout on the axes beside ``data``.
+            slices: Layers that it stacks.
+            mesh: Axis sizes.
         """
         stacked = slices > 1
         here = slices // shards(spec[:1], mesh) if stacked else 1
@@ -83,9 +83,9 @@ def node_size(mesh: Mapping[str, int], cluster: Cluster, combine: str) -> int:
     """Ranks of ``data`` that are averaged first, under a way to combine.
 
     Args:
-        mesh: axis sizes, outermost first.
-        cluster: the machine.
-        combine: the way.
+        mesh: Axis sizes, outermost first.
+        cluster: The machine.
+        combine: The way.
     """
     if combine != "adasum_nodes":
         return 1
@@ -117,8 +117,8 @@ def combining(
 
     Args:
         parts: Parts of all trained parameters.
-        mesh: axis sizes.
-        node: ranks that are averaged first.
+        mesh: Axis sizes.
+        node: Ranks that are averaged first.
         itemsize_bytes: Bytes of a combined element.
     """
     ranks = mesh[DATA]

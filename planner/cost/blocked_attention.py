@@ -51,10 +51,10 @@ def block_seconds(
     """Attention on one device: seconds forward and backward, and kernels of both.
 
     Args:
-        local: rows, depth, columns and count of its product on one device; the columns
+        local: Rows, depth, columns and count of its product on one device; the columns
             are those of all devices. Arrays give arrays.
-        product: its share and type.
-        kind: the device.
+        product: Its share and type.
+        kind: The device.
     """
     rows, depth, columns, count = local
     height, width, share = _block_shapes(product, rows, columns)

@@ -40,10 +40,10 @@ def axis_parts(
     """Cuts mesh axes at the levels of the topology, innermost first.
 
     Args:
-        axes: the axes a collective runs over.
-        mesh: sizes of all mesh axes, outermost first; the devices are numbered in
+        axes: The axes a collective runs over.
+        mesh: Sizes of all mesh axes, outermost first; the devices are numbered in
             this order, the last axis fastest.
-        cluster: the machine.
+        cluster: The machine.
     """
     parts: list[AxisPart] = []
     stride = 1
@@ -128,10 +128,10 @@ def runs_as(
     """The collective that the compiler makes of one, by where it runs.
 
     Args:
-        kind: the collective that is asked for.
-        parts: from ``axis_parts``.
-        cluster: the machine, with what its compiler does.
-        payload_bytes: bytes on one device; as of a large one if left out.
+        kind: The collective that is asked for.
+        parts: From ``axis_parts``.
+        cluster: The machine, with what its compiler does.
+        payload_bytes: Bytes on one device; as of a large one if left out.
 
     >>> from whalejax.meshes import cluster
     >>> for text in ("v5e:4x4", "v5e:4x8"):
@@ -191,9 +191,9 @@ def collective_seconds(
     """A collective over several levels, hierarchically.
 
     Args:
-        kind: the collective.
-        payload_bytes: bytes on one device (see the module).
-        parts: from ``axis_parts``, innermost first.
+        kind: The collective.
+        payload_bytes: Bytes on one device (see the module).
+        parts: From ``axis_parts``, innermost first.
     """
     if kind == "collective-permute":
         # Every device sends at once, so the slowest link and the longest wait decide.
@@ -229,11 +229,11 @@ def spans_of(
     """``axis_parts`` for arrays of sizes; a piece that a mesh lacks has size 1.
 
     Args:
-        axes: the axes a collective runs over.
+        axes: The axes a collective runs over.
         ordered: Index into ``names`` of the axis at each place of each mesh's order,
             with its size there, innermost first.
         names: Names of the axes.
-        cluster: the machine.
+        cluster: The machine.
     """
     wanted = np.array([name in axes for name in names])
     spans: Spans = []

@@ -22,8 +22,8 @@ class HaloExchange:
     """One strip that every device sends to a neighbour.
 
     Attributes:
-        axis: the mesh axis.
-        phase: forward or backward.
+        axis: The mesh axis.
+        phase: Forward or backward.
         payload_bytes: Bytes of one exchange.
         count: Number of exchanges in one execution of the operation.
     """
@@ -50,10 +50,10 @@ class BackwardHalo:
     """Needs of an operation's backward pass.
 
     Attributes:
-        image: a gradient flows to the operand.
-        merges: the compiler takes what a checkpointed region exchanges again from the
+        image: A gradient flows to the operand.
+        merges: The compiler takes what a checkpointed region exchanges again from the
             forward pass, where the region receives the same values.
-        narrow: the compiler exchanges what products read in half the bytes.
+        narrow: The compiler exchanges what products read in half the bytes.
     """
 
     image: bool
@@ -74,8 +74,8 @@ def exchanges(
 
     Args:
         windows: Windows of the operation.
-        axes: number of a window to the mesh axis that shards its dimension.
-        mesh: axis sizes.
+        axes: Number of a window to the mesh axis that shards its dimension.
+        mesh: Axis sizes.
         extents: Unsharded extents of operand and result, by dimension.
         nbytes: Bytes of the operand on one device.
         repeats: Loops and checkpointed regions around the operation.

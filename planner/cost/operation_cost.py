@@ -52,10 +52,10 @@ class RowCost:
     """Cost of one row in one micro-batch, forward and backward.
 
     Attributes:
-        compute_seconds: matrix products and memory traffic.
+        compute_seconds: Matrix products and memory traffic.
         collectives: Collectives of the row.
         launches: Number of separate kernels, for the fixed cost of launching.
-        covers_seconds: the part of the computing while which something goes round.
+        covers_seconds: The part of the computing while which something goes round.
     """
 
     compute_seconds: float
@@ -69,10 +69,10 @@ class CostSetting:
     """Setting in which rows are evaluated.
 
     Attributes:
-        mesh: sizes of the axes; arrays stand for many meshes at once.
-        num_micro_batches: parts of the batch, or an array of them.
-        cluster: the machine.
-        dims: the model's logical dimensions.
+        mesh: Sizes of the axes; arrays stand for many meshes at once.
+        num_micro_batches: Parts of the batch, or an array of them.
+        cluster: The machine.
+        dims: The model's logical dimensions.
         batch_roles: Roles of the batch.
         like: One of the meshes, where ``mesh`` holds arrays and all shard the same
             roles. Without it, the sharded roles differ from mesh to mesh.
@@ -115,8 +115,8 @@ class CostSetting:
         """Returns the shard counts of a tensor on the mesh, or on each mesh.
 
         Args:
-            layout, sizes: atoms of each dimension.
-            table: the TaskGraph's table.
+            layout, sizes: Atoms of each dimension.
+            table: The TaskGraph's table.
             fused: Sharding of a fused parameter.
         """
         if self.has_unlike_meshes:
@@ -189,10 +189,10 @@ def row_seconds(
     """One operation of a row on one device: forward, backward and its kernels.
 
     Args:
-        row: its sizes.
-        hits: mesh axis to the role that it shards.
-        s: mesh and micro-batches; arrays give arrays.
-        kind: the device.
+        row: Its sizes.
+        hits: Mesh axis to the role that it shards.
+        s: Mesh and micro-batches; arrays give arrays.
+        kind: The device.
 
     Returns:
         Seconds forward and backward, without what is computed again, and how many
@@ -501,9 +501,9 @@ def flow_cost(
     the readers are reduced, one by one or added up first, and brought back.
 
     Args:
-        flow: the value.
-        tables: compute table of each TaskGraph.
-        s: mesh, micro-batches and the compiler's profile.
+        flow: The value.
+        tables: Compute table of each TaskGraph.
+        s: Mesh, micro-batches and the compiler's profile.
     """
     slot, table = flow.source, tables[flow.task_graph]
     source = lying(slot.layout, slot.sizes, flow.fused, table, s.shape)
@@ -646,7 +646,7 @@ def as_run(collective: Collective, s: CostSetting) -> tuple[Collective, float]:
 
     Args:
         collective: Collective that the plan asks for.
-        s: mesh and cluster.
+        s: Mesh and cluster.
 
     Returns:
         The collective that runs, and the seconds of all its repetitions in one

@@ -228,11 +228,11 @@ def reduced_whole(
     """Whether a sharded gradient is reduced whole and cut, rather than scattered.
 
     Args:
-        group: the parameter.
+        group: The parameter.
         cuts: Shard counts of the gradient.
-        table: compute table of the TaskGraph that reads it first.
-        s: meshes and cluster.
-        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+        table: Compute table of the TaskGraph that reads it first.
+        s: Meshes and cluster.
+        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
     """
     compiler = s.cluster.compiler
     if not compiler.reduce_scatter:

@@ -44,9 +44,9 @@ def build_rows(graph: Graph, dims: Dimensions, *, fuses: bool = True) -> Operati
     """Folds a graph's operations into rows.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
-        fuses: a compiler fuses elementwise neighbours; otherwise every operation that
+        graph: The captured loss.
+        dims: Its logical dimensions.
+        fuses: A compiler fuses elementwise neighbours; otherwise every operation that
             is in no kernel writes its result.
     """
     return Views(graph, dims, fuses=fuses).rows(graph)
@@ -62,11 +62,11 @@ class _Value:
 
     Attributes:
         kind: Kind of its maker.
-        home: the operation in whose TaskGraph it is made, or None.
-        uses: kinds of its readers, each with its operation; None is that of ``home``.
-        calm: only a reader in another TaskGraph makes it move.
+        home: The operation in whose TaskGraph it is made, or None.
+        uses: Kinds of its readers, each with its operation; None is that of ``home``.
+        calm: Only a reader in another TaskGraph makes it move.
         trip: Number of its transfers.
-        scope: one place where it is read or made.
+        scope: One place where it is read or made.
     """
 
     kind: int
@@ -142,7 +142,7 @@ class Views:
         """Folds the operations of a graph into rows.
 
         Args:
-            graph: the same, but for the TaskGraphs of its operations.
+            graph: The same, but for the TaskGraphs of its operations.
         """
         ops, flows = self._op_rows(graph), self._flows(graph)
         return OperationRows(

@@ -21,16 +21,16 @@ class FewSamples:
     """Values that a step keeps and works with only where there are few samples.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
         lanes: Lanes of the compiler; without lanes there are no such buffers.
-        is_value: whether a tensor is computed from data.
+        is_value: Whether a tensor is computed from data.
         entry: Function from a tensor to its entry.
 
     Attributes:
         kept: Saved values by operation. A convolution's operand is saved in two forms.
             A normalisation by statistics of samples saves the mean, the factor and what
             that is multiplied with, each as large as its result.
-        convolves: there is a convolution that may be moved so.
+        convolves: There is a convolution that may be moved so.
     """
 
     def __init__(

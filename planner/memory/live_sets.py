@@ -29,23 +29,23 @@ class SpanLiveSets:
     """Live tensors of each span: of the forward pass, then of the backward pass.
 
     Attributes:
-        kinds: the different tensors.
-        saved: for each span, how many of each kind are kept.
+        kinds: The different tensors.
+        saved: For each span, how many of each kind are kept.
         postponed: Tensors that live longer where products of weights' gradients are
             postponed to the end of the backward pass.
         working: Temporaries of spans, by kind: one of a span's rows at a time, before
             the gradients that the span itself makes.
-        making: the same while it makes them.
+        making: The same while it makes them.
         starts: First row of each span, of both.
-        gradients: for each span, how many parameters of each group have their gradient.
-        held: for each span and group, whether it computes with such a parameter, which
+        gradients: For each span, how many parameters of each group have their gradient.
+        held: For each span and group, whether it computes with such a parameter, which
             is there whole at a time if it lies in shards.
-        made: for each span and group, whether it makes such a parameter's gradient.
-        reread: for each span and group, how many such parameters products in a loop
+        made: For each span and group, whether it makes such a parameter's gradient.
+        reread: For each span and group, how many such parameters products in a loop
             read, all of each in every turn. They are there from before the loop.
-        turns: for each group, by how many turns of a loop its parameters are shared
+        turns: For each group, by how many turns of a loop its parameters are shared
             out, one part to each.
-        cast: for each group, how many of its parameters are there in the type that
+        cast: For each group, how many of its parameters are there in the type that
             they are computed with, all the time: all beside loops over layers, and
             those that checkpointed regions are given. Others are cast where they are
             read.
@@ -71,30 +71,30 @@ class StepLiveness:
     """The course of a step, wherever its operations stand.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
-        weight: for every tensor, whether it depends on parameters alone.
+        graph: The captured loss.
+        dims: Its logical dimensions.
+        weight: For every tensor, whether it depends on parameters alone.
         compiler: Model of the compiler: fused computations and their types.
-        waiting: copies of values that wait in host memory, by tensor.
-        regathers: products gather their weights again for their backward pass.
+        waiting: Copies of values that wait in host memory, by tensor.
+        regathers: Products gather their weights again for their backward pass.
         uses: Makers and readers of the tensors, where they are known.
 
     Attributes:
-        entries: the different tensors by layout, bytes, the operation whose TaskGraph
+        entries: The different tensors by layout, bytes, the operation whose TaskGraph
             lays it out and least samples, in order of appearance.
-        layouts: the different layouts, with the sizes of their atoms, by number.
-        saved: for each span, forward and then backward, how many of each are kept.
-        postponed: for each, how many more are kept where products of weights'
+        layouts: The different layouts, with the sizes of their atoms, by number.
+        saved: For each span, forward and then backward, how many of each are kept.
+        postponed: For each, how many more are kept where products of weights'
             gradients are put off.
-        works: for each, what it may work with, before and while it makes gradients.
+        works: For each, what it may work with, before and while it makes gradients.
         waits: Number of each tensor that is offloaded to host memory.
-        used: for each span of the forward pass and each parameter, whether a product
+        used: For each span of the forward pass and each parameter, whether a product
             computes with it (2) or something else (1).
-        ahead: the same, with the spans until which a product's result is written.
-        waited: for each such span and parameter, whether its gradient is there while
+        ahead: The same, with the spans until which a product's result is written.
+        waited: For each such span and parameter, whether its gradient is there while
             the backward pass is in it.
-        given: for each parameter, whether checkpointed regions compute with it.
-        reread: for each span of the forward pass and each parameter, whether a product
+        given: For each parameter, whether checkpointed regions compute with it.
+        reread: For each span of the forward pass and each parameter, whether a product
             in a loop reads all of it in every turn.
     """
 
@@ -190,8 +190,8 @@ def moments(graph: Graph, facts: LeafFacts, course: StepLiveness) -> SpanLiveSet
     """Finds what memory holds.
 
     Args:
-        graph: the captured loss.
-        facts: the parameters.
+        graph: The captured loss.
+        facts: The parameters.
         course: Liveness of the same loss.
     """
     kinds = _Kinds(graph, course)

@@ -77,8 +77,8 @@ def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
     into one has to be in memory: no fusion makes it again behind the region's border.
 
     Args:
-        graph: the captured loss.
-        weight: for every tensor, whether it depends on parameters alone.
+        graph: The captured loss.
+        weight: For every tensor, whether it depends on parameters alone.
     """
     operands: set[int] = set()
     for op in graph.ops:
@@ -95,22 +95,22 @@ class TensorUses:
     again, so that all that is asked of one program shares it.
 
     Args:
-        graph: the captured loss.
-        weight: for every tensor, whether it depends on parameters alone.
+        graph: The captured loss.
+        weight: For every tensor, whether it depends on parameters alone.
         compiler: Model of the compiler: fused computations and their types.
 
     Attributes:
-        maker: for each tensor that an operation makes, that operation's number.
+        maker: For each tensor that an operation makes, that operation's number.
         readers: Number of operations that read each tensor.
-        reader: the last of them.
+        reader: The last of them.
         masks: Random tensors that are saved.
-        data: for every tensor, whether it depends on the batch, or on such masks.
-        value: for every tensor, whether it is computed from data: no leaf of the
+        data: For every tensor, whether it depends on the batch, or on such masks.
+        value: For every tensor, whether it is computed from data: no leaf of the
             program and no weight.
-        narrow: for every tensor, whether products read it in a narrower type.
-        leaving: values that are put together out of chunks.
-        homes: the operation where each tensor is at home.
-        regions: numbers of the operations of each checkpointed region.
+        narrow: For every tensor, whether products read it in a narrower type.
+        leaving: Values that are put together out of chunks.
+        homes: The operation where each tensor is at home.
+        regions: Numbers of the operations of each checkpointed region.
         spans: Spans of operations, in program order.
         last: Number of each parameter's last reader; -1 without one.
         users: Readers of each parameter that are no weights' own operations.
@@ -211,7 +211,7 @@ class TensorUses:
         """Returns the use of each parameter by each span; see ``StepLiveness.used``.
 
         Args:
-            until: operations to that for which their result is written, if later.
+            until: Operations to that for which their result is written, if later.
         """
         result = np.zeros((len(self.spans), len(self.users)), int)
         ends = [span.end for span in self.spans]
@@ -252,11 +252,11 @@ class Timeline:
     It does not depend on the TaskGraphs of operations.
 
     Args:
-        graph: the captured loss.
-        weight: for every tensor, whether it depends on parameters alone.
+        graph: The captured loss.
+        weight: For every tensor, whether it depends on parameters alone.
         compiler: Model of the compiler: fused computations and their types.
-        waiting: copies of values that wait in host memory, by tensor.
-        regathers: products gather their weights again for their backward pass.
+        waiting: Copies of values that wait in host memory, by tensor.
+        regathers: Products gather their weights again for their backward pass.
         uses: Makers and readers of the tensors, where they are known.
     """
 
@@ -349,8 +349,8 @@ class Timeline:
         A sum of several is not taken apart: what adds them up would grow with depth.
 
         Args:
-            tensor: the value.
-            region: do not go beyond this checkpointed region.
+            tensor: The value.
+            region: Do not go beyond this checkpointed region.
         """
         stack = [tensor]
         while stack:
@@ -411,8 +411,8 @@ class Timeline:
         """Returns the bytes without what is computed again from saved values.
 
         Args:
-            kept: tensor to the number of the first operation that reads it.
-            region: the checkpointed region they are in, or None.
+            kept: Tensor to the number of the first operation that reads it.
+            region: The checkpointed region they are in, or None.
         """
         ops = self.graph.ops
 
@@ -795,7 +795,7 @@ class Timeline:
         weights, which nothing else there waits for.
 
         Args:
-            at: number of the operation.
+            at: Number of the operation.
             span: Span of the attention.
         """
         op = self.graph.ops[at]

@@ -30,7 +30,7 @@ class Tables:
     """Bytes on one device of the tables that are looked up, by case.
 
     Attributes:
-        groups: for each group of parameters, whether it holds such tables that stand
+        groups: For each group of parameters, whether it holds such tables that stand
             unsharded after their gradients are made.
         gathered: Bytes of all tables that are gathered for their lookups, as they are
             and with their columns in lanes.
@@ -59,12 +59,12 @@ def tables_of(
     """Finds the tables; None where there are none.
 
     Args:
-        facts: the parameters.
+        facts: The parameters.
         cuts: Shard counts of each of their groups.
-        counts: for each group and case, how many lie on a device.
-        gathered: for each group, of one that is put together; 0 where none is.
-        whole: for each group, of one gradient as it is made.
-        s: meshes and compiler.
+        counts: For each group and case, how many lie on a device.
+        gathered: For each group, of one that is put together; 0 where none is.
+        whole: For each group, of one gradient as it is made.
+        s: Meshes and compiler.
     """
     lanes, number = s.cluster.compiler.lanes, gathered.shape[1]
     looked_up = np.array([g.looked_up and g.trained for g, _ in facts.groups], bool)
@@ -116,7 +116,7 @@ def _updated(
     Args:
         group: Group of equal parameters.
         sizes: Sizes of one of them on a device.
-        gradient: bytes of its gradient there.
+        gradient: Bytes of its gradient there.
         lanes: Lanes of the compiler.
 
     Returns:

@@ -115,13 +115,13 @@ class _ParameterBytes:
         params, state: Bytes of all parameters and of the optimizer's state, as stored.
         casts: Bytes of the parameters that are there in the computing type.
         summed: Bytes of all gradients, as accumulated.
-        gradients: for each group, of one gradient as it waits for the optimizer; 0 of
+        gradients: For each group, of one gradient as it waits for the optimizer; 0 of
             what is not trained.
-        gathered: for each group, of one parameter that is put together.
-        fresh: for each group, of one gradient that is there before it is scattered.
-        summing: for each group, of one gradient as the turns of a loop add it up.
+        gathered: For each group, of one parameter that is put together.
+        fresh: For each group, of one gradient that is there before it is scattered.
+        summing: For each group, of one gradient as the turns of a loop add it up.
         host: Bytes of all parameters in host memory.
-        fetched: for each group, of what comes from there for a layer and the next.
+        fetched: For each group, of what comes from there for a layer and the next.
         updating: Bytes of all gradients during an update in host memory.
         reduced: Bytes of all gradients before they are reduced, and after; zero where
             the compiler does not wait for all of them.
@@ -316,8 +316,8 @@ def _gathered_weight_bytes(
     first loop that runs backward.
 
     Args:
-        c: the cases.
-        leaves: the parameters.
+        c: The cases.
+        leaves: The parameters.
         first: Number of each group's parameters that are gathered before anything is
             computed.
     """

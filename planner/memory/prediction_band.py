@@ -22,7 +22,7 @@ class MemoryBand:
     Attributes:
         low: Lower end.
         high: Upper end; the excess over 1 is the margin that a plan leaves free.
-        unmeasured: names of the program's patterns that no compiled program had.
+        unmeasured: Names of the program's patterns that no compiled program had.
     """
 
     low: float
@@ -54,7 +54,7 @@ def memory_band(platform: str, graph: Graph) -> MemoryBand:
 
     Args:
         platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
-        graph: the captured loss.
+        graph: The captured loss.
     """
     return band_of(
         platform, in_a_loop=graph.layers_in_a_loop, unmeasured=unmeasured(graph)
@@ -68,8 +68,8 @@ def band_of(
 
     Args:
         platform: Name of the platform, as in ``memory_band``.
-        in_a_loop: layers are computed by a loop, not written out one by one.
-        unmeasured: patterns of the program that no compiled one had.
+        in_a_loop: Layers are computed by a loop, not written out one by one.
+        unmeasured: Patterns of the program that no compiled one had.
     """
     if unmeasured and platform in _FOREIGN:
         return replace(_FOREIGN[platform], unmeasured=unmeasured)

@@ -37,7 +37,7 @@ def patterns(graph: Graph) -> frozenset[str]:
     """Names of the unusual parts of a program.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
 
     Returns:
         Names, such as ``"2-D convolutions"`` or ``"sorts"``; empty for layers of

@@ -74,9 +74,9 @@ class TensorEntry(NamedTuple):
 
     Attributes:
         tensor: Number of the tensor.
-        nbytes: its bytes, unsharded.
-        home: the operation whose TaskGraph lays it out.
-        least_samples: see ``SavedTensorGroup.least_samples``.
+        nbytes: Its bytes, unsharded.
+        home: The operation whose TaskGraph lays it out.
+        least_samples: See ``SavedTensorGroup.least_samples``.
     """
 
     tensor: int
@@ -90,7 +90,7 @@ class SavedTensorGroup:
     """Equal tensors that memory must hold, counted.
 
     Attributes:
-        layout, sizes: atoms of each dimension.
+        layout, sizes: Atoms of each dimension.
         nbytes: Bytes of one of them, unsharded.
         task_graph: TaskGraph whose table lays it out.
         count: Number of equal tensors.
@@ -120,10 +120,10 @@ class Residents:
     """Tensors that a forward and backward pass holds, folded.
 
     Attributes:
-        saved: kept from forward to backward.
-        rebuilt: for each different checkpointed region, what it saves inside when it
+        saved: Kept from forward to backward.
+        rebuilt: For each different checkpointed region, what it saves inside when it
             runs again; one at a time is alive.
-        largest: the largest temporaries of single operations.
+        largest: The largest temporaries of single operations.
     """
 
     saved: tuple[SavedTensorGroup, ...]
@@ -141,10 +141,10 @@ def residents(
     """Finds what the backward pass needs.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
-        weight: for every tensor, whether it depends on parameters alone.
-        copies_kernels: see ``meshes.CompilerProfile``.
+        graph: The captured loss.
+        dims: Its logical dimensions.
+        weight: For every tensor, whether it depends on parameters alone.
+        copies_kernels: See ``meshes.CompilerProfile``.
     """
     finder = _MaterializedTensors(graph, weight)
     saved: dict[int, tuple[int, int]] = {}
@@ -282,9 +282,9 @@ def fold_kept(
     """Folds tensors that memory must hold.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
-        entries: tensor id to how many there are and the TaskGraph that lays it out.
+        graph: The captured loss.
+        dims: Its logical dimensions.
+        entries: Tensor id to how many there are and the TaskGraph that lays it out.
         made: Value of ``SavedTensorGroup.made`` for some tensors.
     """
     counts: Counter[tuple[Layout, Layout, int, int, str]] = Counter()

@@ -27,9 +27,9 @@ class GraphBuilder:
     """Collects tensors and operations, all of one type.
 
     Attributes:
-        here: index of the TaskGraph that operations join.
+        here: Index of the TaskGraph that operations join.
         trip: Executions of the operations, as in the layers of a scanned stack.
-        remat: id of the checkpointed region that operations join, or None.
+        remat: Id of the checkpointed region that operations join, or None.
         kernels: Number of fused kernels.
     """
 
@@ -95,8 +95,8 @@ class GraphBuilder:
         """Operations inside are one kernel, as those of flash attention are.
 
         Args:
-            fused: otherwise they stay apart.
-            share: part of their work that is done.
+            fused: Otherwise they stay apart.
+            share: Part of their work that is done.
         """
         before = self._kernel, self._share
         if fused:

@@ -40,11 +40,11 @@ class _Edge(NamedTuple):
     """A tie between two atoms.
 
     Attributes:
-        order: sort key; ties are made in rising order.
-        op, slot, dim, part: operation, operand or result of it, dimension and atom of
+        order: Sort key; ties are made in rising order.
+        op, slot, dim, part: Operation, operand or result of it, dimension and atom of
             that: what is cut if the tie is refused.
-        wanted: the atom that the operation needs in that place.
-        atom: the atom that stands there.
+        wanted: The atom that the operation needs in that place.
+        atom: The atom that stands there.
     """
 
     order: tuple[int, int, int, int]
@@ -61,9 +61,9 @@ class _Classes:
 
     Attributes:
         union: Union-find of atoms by class.
-        holds: for each class, by its representative, the tensors it stands in.
-        refused: the ties that would have put one class twice into a tensor.
-        turned: products of two activations were tied in the opposite order.
+        holds: For each class, by its representative, the tensors it stands in.
+        refused: The ties that would have put one class twice into a tensor.
+        turned: Products of two activations were tied in the opposite order.
     """
 
     def __init__(self, atoms: Atoms, *, turned: bool = False) -> None:
@@ -270,7 +270,7 @@ def analyse(graph: Graph) -> Dimensions:
     """Finds the logical dimensions of a captured loss.
 
     Args:
-        graph: the captured forward loss.
+        graph: The captured forward loss.
 
     Returns:
         Roles, the layout of every tensor in roles, and the cuts. The cost is about

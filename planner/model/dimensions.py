@@ -14,11 +14,11 @@ class RefusedTie:
     """A refused tie: operand ``slot`` of an operation is laid out differently there.
 
     Attributes:
-        op: index into ``Graph.ops``.
-        slot: operand or result of the operation.
-        dim: dimension of that tensor.
-        nbytes: size of the tensor, unsharded.
-        other_nbytes: the least that would have to change layout there instead.
+        op: Index into ``Graph.ops``.
+        slot: Operand or result of the operation.
+        dim: Dimension of that tensor.
+        nbytes: Size of the tensor, unsharded.
+        other_nbytes: The least that would have to change layout there instead.
     """
 
     op: int
@@ -43,8 +43,8 @@ def op_roles(index: int, op: Op, dims: Dimensions) -> frozenset[int]:
 
     Args:
         index: Index of the operation in its graph.
-        op: the operation.
-        dims: the graph's dimensions.
+        op: The operation.
+        dims: The graph's dimensions.
     """
     slots = op.operands + op.results
     layouts = (dims.seen.get((index, s), dims.layouts[t]) for s, t in enumerate(slots))
@@ -56,12 +56,12 @@ class Dimensions:
     """Result of ``analyse``.
 
     Attributes:
-        roles: the logical dimensions.
-        layouts: for every tensor, the roles of its dimensions.
-        sizes: for every tensor, the sizes of the atoms, in the same places.
-        seen: for (op, slot) where a cut changed it, the layout as that operation
+        roles: The logical dimensions.
+        layouts: For every tensor, the roles of its dimensions.
+        sizes: For every tensor, the sizes of the atoms, in the same places.
+        seen: For (op, slot) where a cut changed it, the layout as that operation
             needs it; elsewhere the operation sees ``layouts``.
-        cuts: the refused ties.
+        cuts: The refused ties.
         whole: Tensors of ``seen`` whose operation has all of a sequence that others
             shard.
     """

@@ -26,8 +26,8 @@ def expert_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     """Roles that are a batch dimension of a product of values with weights.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
+        graph: The captured loss.
+        dims: Its logical dimensions.
     """
     weight = graph.weight_tensors()
     roles: set[int] = set()
@@ -46,8 +46,8 @@ def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:
     """Gives unmarked expert products a TaskGraph of their own.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
+        graph: The captured loss.
+        dims: Its logical dimensions.
 
     Returns:
         The same graph where there are no experts outside marks.
@@ -77,8 +77,8 @@ def check_task_graphs(given: Iterable[str], graph: Graph, problems: Problems) ->
     """Notes every name that is none of a TaskGraph.
 
     Args:
-        given: names, ``"*"`` for all others among them.
-        graph: the captured loss.
+        given: Names, ``"*"`` for all others among them.
+        graph: The captured loss.
         problems: Collector of the errors.
     """
     names = [*given]
@@ -117,8 +117,8 @@ def weight_homes(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
     """The TaskGraph that first computes with each parameter, through casts.
 
     Args:
-        graph: the captured loss.
-        weight: for every tensor, whether it depends on parameters alone.
+        graph: The captured loss.
+        weight: For every tensor, whether it depends on parameters alone.
 
     Returns:
         Tensor id to TaskGraph index, for parameters and what is made of them alone.

@@ -74,7 +74,7 @@ class Mark:
 
     Attributes:
         kind: Name of the primitive, one of four.
-        attributes: its arguments as (name, text) pairs, sorted by name; arguments
+        attributes: Its arguments as (name, text) pairs, sorted by name; arguments
             that were left out are absent.
     """
 
@@ -101,17 +101,17 @@ class Tensor:
     """A value of the traced program; ``Graph.tensors[id]`` is the tensor ``id``.
 
     Attributes:
-        id: its index in ``Graph.tensors``.
-        shape: dimensions, unsharded.
-        dtype: the numpy name, such as ``"float32"``.
-        itemsize_bytes: bytes of one element.
-        kind: a leaf of the program (param, state, batch, rng), a constant, or a
+        id: Its index in ``Graph.tensors``.
+        shape: Dimensions, unsharded.
+        dtype: The numpy name, such as ``"float32"``.
+        itemsize_bytes: Bytes of one element.
+        kind: A leaf of the program (param, state, batch, rng), a constant, or a
             value computed on the way.
-        path: the leaf's path such as ``"blocks.0.mlp.up.kernel"``; empty for values.
-        names: the user's logical name of each dimension (Flax metadata) or None.
-        pinned: mesh axes that the user's metadata fixes for each dimension, or None.
-        called: the model's own names of these mesh axes, in the same order.
-        differentiable: a gradient flows through it (it is a trained parameter, or an
+        path: The leaf's path such as ``"blocks.0.mlp.up.kernel"``; empty for values.
+        names: The user's logical name of each dimension (Flax metadata) or None.
+        pinned: Mesh axes that the user's metadata fixes for each dimension, or None.
+        called: The model's own names of these mesh axes, in the same order.
+        differentiable: A gradient flows through it (it is a trained parameter, or an
             inexact value that depends on one); of parameters, that they are trained.
     """
 
@@ -170,31 +170,31 @@ class Op:
     """An operation of the forward loss.
 
     Attributes:
-        kind: the primitive's name, such as ``"dot_general"``.
+        kind: The primitive's name, such as ``"dot_general"``.
         position: Position of the equation: indices of equations and of the inner jaxprs
             between, outermost first. Lowering finds the equation by it.
-        operands: tensor ids.
-        results: tensor ids.
-        factors: its index letters. A dimension above size 1 that stands in no factor
+        operands: Tensor ids.
+        results: Tensor ids.
+        factors: Its index letters. A dimension above size 1 that stands in no factor
             is free: it is neither tied to another nor forbidden to shard.
-        reshape: the operation only regroups dimensions in row-major order; operand 0
+        reshape: The operation only regroups dimensions in row-major order; operand 0
             and result 0 hold the same elements in the same order.
-        elementwise: the result needs one pass over the operands and fuses.
-        flops: floating-point operations of one execution, unsharded, forward; only
+        elementwise: The result needs one pass over the operands and fuses.
+        flops: Floating-point operations of one execution, unsharded, forward; only
             matrix products and convolutions count.
         matmul: (m, k, n, batch) of the product, unsharded, or None.
-        saves: slots whose values the backward pass reads.
+        saves: Slots whose values the backward pass reads.
         trip: Executions in one forward pass (the product of scan lengths).
-        task_graph: index into ``Graph.task_graphs``.
-        remat: id of the innermost checkpointed region around it, or None.
+        task_graph: Index into ``Graph.task_graphs``.
+        remat: Id of the innermost checkpointed region around it, or None.
         kept: Whether that region's policy saves its results for the backward pass.
-        scope: name stack as text, for reports.
-        unknown: no rule is known for the primitive; all its dimensions stay whole.
-        kernel: id of the fused kernel it is part of, or None. Values between the
+        scope: Name stack as text, for reports.
+        unknown: No rule is known for the primitive; all its dimensions stay whole.
+        kernel: Id of the fused kernel it is part of, or None. Values between the
             operations of one stay on chip and are computed again for the backward pass.
-        share: part of its work that is done, below 1 where a causal mask skips some.
-        chunks: into how many parts its tokens are cut, one part in memory at a time.
-        zigzag: attention whose mask is causal, so that rows are dealt out in zig-zag
+        share: Part of its work that is done, below 1 where a causal mask skips some.
+        chunks: Into how many parts its tokens are cut, one part in memory at a time.
+        zigzag: Attention whose mask is causal, so that rows are dealt out in zig-zag
             order.
         windows: Windows along spatial dimensions of operand 0 and result 0.
     """
@@ -247,8 +247,8 @@ def makes_weights(op: Op, weight: Sequence[bool]) -> bool:
     """Whether an operation gives something, and nothing that depends on data.
 
     Args:
-        op: the operation.
-        weight: for every tensor, whether it depends on parameters alone.
+        op: The operation.
+        weight: For every tensor, whether it depends on parameters alone.
     """
     weights = op.results
     return bool(weights) and weight[weights[0]] and all(weight[t] for t in weights)
@@ -262,12 +262,12 @@ class TaskGraph:
     TaskGraph; ``Op.task_graph`` says which operations belong to it.
 
     Attributes:
-        index: its place in ``Graph.task_graphs``; 0 is what no mark covers.
-        marks: the marks around it, outermost first; empty for what is unmarked.
-        name: a unique short name, such as ``"split"`` or ``"split.2"``.
+        index: Its place in ``Graph.task_graphs``; 0 is what no mark covers.
+        marks: The marks around it, outermost first; empty for what is unmarked.
+        name: A unique short name, such as ``"split"`` or ``"split.2"``.
         scope: Name stack of the region in the model, for reports.
         repeats: Number of separate places of the program that it stands for.
-        path: the indices of the enclosing mark instances, outermost first; two
+        path: The indices of the enclosing mark instances, outermost first; two
             TaskGraphs inside one ``pipeline`` share a prefix.
     """
 
@@ -294,11 +294,11 @@ class LoopResidual:
     The loop's own differentiation decides what is kept, and compilers keep it as it is.
 
     Attributes:
-        tensor: id of a tensor of the loop's body with the same dimensions.
+        tensor: Id of a tensor of the loop's body with the same dimensions.
         nbytes: Bytes of one iteration's value, unsharded.
         trip: Number of iterations.
         multiplied: Whether it is float32 and products alone read it.
-        gathered: products alone read it, so that it is kept as they read it.
+        gathered: Products alone read it, so that it is kept as they read it.
     """
 
     tensor: int
@@ -313,18 +313,18 @@ class Graph:
     """A captured forward loss.
 
     Attributes:
-        tensors: every tensor; a tensor's id is its index.
-        ops: operations in program order, calls inlined, scan bodies once.
-        task_graphs: regions; index 0 is what no mark covers.
-        loss: id of the scalar loss (its total, where the user gave a weight).
-        batch_size: size of the batch dimension that was traced.
+        tensors: Every tensor; a tensor's id is its index.
+        ops: Operations in program order, calls inlined, scan bodies once.
+        task_graphs: Regions; index 0 is what no mark covers.
+        loss: Id of the scalar loss (its total, where the user gave a weight).
+        batch_size: Size of the batch dimension that was traced.
         batch_dims: (tensor id, dimension) of the batch dimension of each batch leaf.
-        num_micro_batches: into how many parts the global batch was cut before tracing.
-        weighted: the user divides by a weight of their own (``WeightedLoss``).
-        model_hash: short hash of leaf paths, shapes and dtypes, batch and marks.
-        unknown_primitives: names of primitives without a rule, each once.
-        undeclared_marks: text of marks that were entered and cover no operation.
-        whole: ids of what the loss gives beside itself (statistics, metrics); every
+        num_micro_batches: Into how many parts the global batch was cut before tracing.
+        weighted: The user divides by a weight of their own (``WeightedLoss``).
+        model_hash: Short hash of leaf paths, shapes and dtypes, batch and marks.
+        unknown_primitives: Names of primitives without a rule, each once.
+        undeclared_marks: Text of marks that were entered and cover no operation.
+        whole: Ids of what the loss gives beside itself (statistics, metrics); every
             device holds all of it.
         stacked: Values that loops save for the backward pass.
     """

@@ -25,13 +25,13 @@ class Repeats:
     """Loops and checkpointed regions around one operation with windows.
 
     Attributes:
-        runs_again: the backward pass computes it again.
-        reads_operand: its own backward pass reads what the windows reach.
+        runs_again: The backward pass computes it again.
+        reads_operand: Its own backward pass reads what the windows reach.
         in_loop: Whether it runs several times in one forward pass.
         in_region: Whether it is in a checkpointed region.
         around_loop: Whether that region holds its whole loop, which then runs again
             before the loop of the backward pass does.
-        mergeable: the region is given all that the operand is made of, or makes it
+        mergeable: The region is given all that the operand is made of, or makes it
             without a sum over devices that is left to the compiler.
     """
 
@@ -53,10 +53,10 @@ def repeats(
     """Returns the loops and regions around one operation.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
-        maker: for every tensor, the operation that makes it.
-        again: for every operation, whether the backward pass computes it again.
+        graph: The captured loss.
+        dims: Its logical dimensions.
+        maker: For every tensor, the operation that makes it.
+        again: For every operation, whether the backward pass computes it again.
         index: Index of the operation.
     """
     op = graph.ops[index]

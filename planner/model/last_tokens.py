@@ -19,7 +19,7 @@ def last_tokens_cut(graph: Graph) -> frozenset[tuple[int, ...]]:
     """Positions of slices that cut some of a sequence's tokens off values.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
     """
     slices = {
         index: op.position
@@ -50,7 +50,7 @@ def gathered_bytes(graph: Graph) -> int:
     sharded sequence.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
     """
     dims, count = analyse(graph), 0
     for index, slot in dims.whole:

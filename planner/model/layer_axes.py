@@ -37,9 +37,9 @@ class LayerAxes:
     """Division of a parameter into layers.
 
     Attributes:
-        sizes: its dimensions, of which one that counts layers and more is written as
+        sizes: Its dimensions, of which one that counts layers and more is written as
             several.
-        sources: for each of these the dimension that it is, or is a part of.
+        sources: For each of these the dimension that it is, or is a part of.
         layers: Indices of the dimensions in ``sizes`` that count layers.
     """
 
@@ -71,7 +71,7 @@ class LayerAxes:
         """Arrays of all ranks, with their layers along the dimension behind theirs.
 
         Args:
-            of_ranks: the parameter's shape, behind a dimension of ranks.
+            of_ranks: The parameter's shape, behind a dimension of ranks.
         """
         cut = of_ranks.reshape(-1, *self.sizes)
         moved = cut.transpose(0, *(1 + i for i in self.order))
@@ -81,7 +81,7 @@ class LayerAxes:
         """An array in the parameter's shape again.
 
         Args:
-            stacked: the shape with all layers along the first dimension.
+            stacked: The shape with all layers along the first dimension.
         """
         cut = stacked.reshape(*(self.sizes[i] for i in self.order))
         places = range(len(self.order))
@@ -95,7 +95,7 @@ class LayerAxes:
 
         Args:
             spec: Spec of the parameter.
-            mesh: axis sizes.
+            mesh: Axis sizes.
         """
         stacked_spec: list[tuple[str, ...]] = []
         for place, source in enumerate(self.sources):
@@ -112,10 +112,10 @@ class _Atom:
     """Elements of one dimension of a parameter, ``step`` apart; or of none (-1).
 
     Attributes:
-        dim: the dimension.
+        dim: The dimension.
         size: Number of elements.
         step: Stride between elements.
-        cut: the value holds only some of them, or holds others besides.
+        cut: The value holds only some of them, or holds others besides.
     """
 
     dim: int
@@ -132,10 +132,10 @@ class _View:
     """A value that is made of one parameter, and perhaps of others.
 
     Attributes:
-        param: its tensor.
-        dims: atoms of each dimension.
-        taken: atoms of which it holds a single element.
-        counted: dimensions whose element a loop told.
+        param: Its tensor.
+        dims: Atoms of each dimension.
+        taken: Atoms of which it holds a single element.
+        counted: Dimensions whose element a loop told.
     """
 
     param: int
@@ -167,7 +167,7 @@ def layer_axes(graph: Graph) -> dict[int, LayerAxes | None]:
     reads the parameter takes one.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
 
     Returns:
         Parameter's tensor to its layers, or to None where it is taken in blocks that
@@ -198,7 +198,7 @@ def layers_by_path(graph: Graph) -> dict[str, LayerAxes]:
     """Returns the division into layers of stacked parameters, by path.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
     """
     layers = layer_axes(graph).items()
     return {graph.tensors[t].path: axes for t, axes in layers if axes is not None}

@@ -24,20 +24,20 @@ class Role:
     """A logical dimension of the model, folded over equal layers.
 
     Attributes:
-        index: its place in ``Dimensions.roles``.
-        name: the Flax logical name where there is one, ``"batch"``, or the first leaf
+        index: Its place in ``Dimensions.roles``.
+        name: The Flax logical name where there is one, ``"batch"``, or the first leaf
             that holds it, as in ``"blocks.*.mlp.up.kernel[1]"``.
-        size: length, unsharded.
-        aliases: every name by which a user may pin it.
+        size: Length, unsharded.
+        aliases: Every name by which a user may pin it.
         unshardable: Reason why it must stay whole, or empty.
         is_batch: Whether it is the batch dimension.
-        of_weights: some parameter holds it.
+        of_weights: Some parameter holds it.
         copies: Number of classes that were folded into it.
-        space: the mesh axis that may shard it though windows slide along it: one of
+        space: The mesh axis that may shard it though windows slide along it: one of
             ``SPACES``, or empty.
         common: Common divisor of its extents at every resolution of the model where
             windows slide along it, ``size`` being that of the highest; else 0.
-        unshared: the axis that could shard it, or several joined by "and", and why
+        unshared: The axis that could shard it, or several joined by "and", and why
             it cannot, or empty.
     """
 
@@ -67,7 +67,7 @@ def fold(
     Args:
         atoms: Atoms of the graph.
         classes: Union-find of atoms by class.
-        holds: for each class, by its representative, the tensors it stands in.
+        holds: For each class, by its representative, the tensors it stands in.
 
     Returns:
         Representative of a class to the index of its role, and the roles.

@@ -16,8 +16,8 @@ def rereads(graph: Graph, weight: Sequence[bool]) -> tuple[int, ...]:
     """Returns how many executions in a row of each operation read the same weights.
 
     Args:
-        graph: the captured loss.
-        weight: for every tensor, whether it depends on parameters alone.
+        graph: The captured loss.
+        weight: For every tensor, whether it depends on parameters alone.
     """
     if all(op.trip == 1 for op in graph.ops):
         return (1,) * len(graph.ops)

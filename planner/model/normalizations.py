@@ -30,7 +30,7 @@ class Dataflow:
     """Makers and readers of the tensors of a graph.
 
     Attributes:
-        graph: the operations.
+        graph: The operations.
         maker: Operation that makes each tensor, or None.
         readers: Operations that read each tensor, and as which operand.
     """

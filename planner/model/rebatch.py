@@ -31,7 +31,7 @@ def rebatch_graph(graph: Graph, batch_size: int) -> Graph | None:
 
     Args:
         graph: Graph of a trace.
-        batch_size: samples of a micro-batch of the other one.
+        batch_size: Samples of a micro-batch of the other one.
 
     Returns:
         None where it cannot be told without a trace: samples are looped over, picked
@@ -210,7 +210,7 @@ def _place(op: Op, slots: frozenset[int]) -> int:
     """Returns the position of a product's index in its (m, k, n, batch).
 
     Args:
-        op: the product.
+        op: The product.
         slots: Slots that have the index.
     """
     left, right = 0 in slots, 1 in slots

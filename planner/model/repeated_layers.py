@@ -21,7 +21,7 @@ def layer_starts(graph: Graph) -> tuple[int, ...]:
     last one.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
 
     Returns:
         Numbers of operations: the first that reads a layer's weights, for each layer,
@@ -40,7 +40,7 @@ def stacked_loop(graph: Graph) -> tuple[int, ...] | None:
     """The position of the scan over slices of weights that does most work, or None.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
     """
     return next(iter(stacked_loops(graph)), None)
 
@@ -52,7 +52,7 @@ def stacked_loops(graph: Graph) -> list[tuple[int, ...]]:
     are layers all the same.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
     """
     weight = graph.weight_tensors()
     slicing: set[tuple[int, ...]] = set()

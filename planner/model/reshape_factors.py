@@ -27,9 +27,9 @@ class Regrouping:
     """One run of dimensions of a reshape.
 
     Attributes:
-        op: index of the reshape.
-        operand, result: tensor ids.
-        ins, outs: dimensions of the operand and of the result that hold the same
+        op: Index of the reshape.
+        operand, result: Tensor ids.
+        ins, outs: Dimensions of the operand and of the result that hold the same
             elements; size-1 dimensions are left out.
     """
 
@@ -97,9 +97,9 @@ class Atoms:
         graph: Graph that was refined.
         regroupings: Regroupings of all reshapes.
         barriers: Reshapes that no refinement explains.
-        sizes: for each dimension, the sizes of its atoms, major first.
-        first: for each dimension, the number of its first atom.
-        owners: for each atom, the tensor it stands in.
+        sizes: For each dimension, the sizes of its atoms, major first.
+        first: For each dimension, the number of its first atom.
+        owners: For each atom, the tensor it stands in.
     """
 
     def __init__(self, graph: Graph) -> None:

@@ -42,8 +42,8 @@ def meeting_in_values(
     """Roles that meet themselves in products of values with values.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
+        graph: The captured loss.
+        dims: Its logical dimensions.
         weight: Whether each tensor depends on parameters alone.
     """
     meeting = attended(graph, dims)
@@ -58,8 +58,8 @@ def with_whole_operations(graph: Graph, dims: Dimensions) -> Dimensions:
     """Lets operations that need the sequence whole have it so, and no others.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions, where one such operation forbids the role to all.
+        graph: The captured loss.
+        dims: Its logical dimensions, where one such operation forbids the role to all.
 
     Returns:
         Dimensions in which these operations see the sequence unsharded, and its role
@@ -131,9 +131,9 @@ def run_whole(
     """The operations that run on all of a sharded sequence, by its role.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
-        sharded: roles that some axis shards.
+        graph: The captured loss.
+        dims: Its logical dimensions.
+        sharded: Roles that some axis shards.
     """
     whole: dict[int, dict[int, None]] = defaultdict(dict)
     for index, slot in sorted(dims.whole):
@@ -153,9 +153,9 @@ def whole_notes(graph: Graph, dims: Dimensions, sharded: Collection[int]) -> lis
     elsewhere.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
-        sharded: roles that some axis shards.
+        graph: The captured loss.
+        dims: Its logical dimensions.
+        sharded: Roles that some axis shards.
     """
     notes = []
     for role, ops in sorted(run_whole(graph, dims, sharded).items()):

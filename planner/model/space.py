@@ -44,8 +44,8 @@ class Spatial:
     """Classes of dimensions that are one spatial dimension.
 
     Attributes:
-        number: tells it from others.
-        space: the mesh axis that may shard it.
+        number: Tells it from others.
+        space: The mesh axis that may shard it.
         unshared: Reason why it cannot be sharded all the same, or empty.
     """
 
@@ -57,7 +57,7 @@ class Spatial:
         """A role of these classes.
 
         Args:
-            role: without what is said of space.
+            role: Without what is said of space.
             sizes: Sizes of the classes.
         """
         return replace(
@@ -77,7 +77,7 @@ def spatial(
     Args:
         atoms: Atoms of the graph.
         classes: Union-find of atoms by class.
-        holds: for each class, by its representative, the tensors it stands in.
+        holds: For each class, by its representative, the tensors it stands in.
 
     Returns:
         By representative the classes that are space; and of others along which

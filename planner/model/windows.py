@@ -24,13 +24,13 @@ class Window:
     """Window of an operation along one spatial dimension.
 
     Attributes:
-        dim, out: the dimension of operand 0 and that of result 0.
-        space: one of ``SPACES`` where the operation tells (a convolution does), or
+        dim, out: The dimension of operand 0 and that of result 0.
+        space: One of ``SPACES`` where the operation tells (a convolution does), or
             empty.
-        span: elements from the first to the last that one window reads.
-        stride: elements of the operand from one window to the next.
-        low: elements of padding before the first.
-        spread: elements of the result that one of the operand gives: above 1 for a
+        span: Elements from the first to the last that one window reads.
+        stride: Elements of the operand from one window to the next.
+        low: Elements of padding before the first.
+        spread: Elements of the result that one of the operand gives: above 1 for a
             transposed convolution, whose windows then do not overlap.
         refused: Reason why devices cannot share the dimension here, or empty.
     """
@@ -48,9 +48,9 @@ class Window:
         """Elements that a device receives from below and from above.
 
         Args:
-            size: elements of the operand along the dimension, of all devices.
-            result: elements of the result.
-            parts: devices.
+            size: Elements of the operand along the dimension, of all devices.
+            result: Elements of the result.
+            parts: Devices.
 
         >>> Window(dim=1, out=1, span=3, low=1).halo(16, 16, 4)
         (1, 1)
@@ -96,7 +96,7 @@ class Window:
 
         Args:
             size, result, parts: Arguments of ``halo``, unchanged.
-            part: number of the device, which may be traced.
+            part: Number of the device, which may be traced.
         """
         before, _ = self.reach(size, result, parts)
         step = result // parts * self.stride - size // parts

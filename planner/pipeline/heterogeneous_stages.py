@@ -43,7 +43,7 @@ class StageDevices:
 
     Attributes:
         block: Devices of the part, in node order.
-        cluster: its devices.
+        cluster: Its devices.
         ratio: Measured over predicted time of the model there.
     """
 
@@ -63,13 +63,13 @@ def grounds(
     """The parts of a cluster that stages lie on.
 
     Args:
-        graph: the captured loss, whose timings are looked for.
-        cluster: all devices.
+        graph: The captured loss, whose timings are looked for.
+        cluster: All devices.
         devices: Number of devices of a stage.
         stages: Number of stages.
 
     Raises:
-        PlanError: links join no such number, or a stage would lie on several kinds.
+        PlanError: Links join no such number, or a stage would lie on several kinds.
     """
     first = devices_of_stage(cluster, devices, stages)
     each = [node.kind for node in cluster.nodes for _ in range(node.count)]
@@ -111,11 +111,11 @@ class HeterogeneousPlacement:
     """A chain of layers on unlike devices.
 
     Attributes:
-        placed: the order of the devices, and the cut.
+        placed: The order of the devices, and the cut.
         work: Seconds that each stage computes for a micro-batch.
         seconds: Step time under the schedule, transfers included.
-        equal_seconds: the same, were it cut as for devices alike, in node order.
-        equal_fits: so cut it would fit the memory.
+        equal_seconds: The same, were it cut as for devices alike, in node order.
+        equal_fits: So cut it would fit the memory.
         least_seconds: Step time if all devices computed all the time, could layers be
             cut.
         needs_bytes: Bytes that a device of each stage needs, as the cut counts them.
@@ -143,14 +143,14 @@ def allot(
     Args:
         chains: Layers of the model as the devices of each kind run them, by its name,
             in equal layouts; their memory is taken from the first.
-        found: the devices of the stages, in node order.
-        table: the schedule, of one part of the model on each stage.
+        found: The devices of the stages, in node order.
+        table: The schedule, of one part of the model on each stage.
         reserved: Bytes of a device that belong to no layer, by kind.
         hidden: Whether transfers overlap with computing; else they take time of both
             stages.
 
     Raises:
-        PlanError: fewer layers than stages, or no cut fits in any order.
+        PlanError: Fewer layers than stages, or no cut fits in any order.
     """
     layers = next(iter(chains.values()))
     devices = [
@@ -255,8 +255,8 @@ def notes(
     """Yields the notes of a plan whose stages run on unlike kinds.
 
     Args:
-        found: their devices, in node order.
-        graph: the captured loss.
+        found: Their devices, in node order.
+        graph: The captured loss.
         one: Placement of the model on them.
     """
     kinds = [ground.kind for ground in found]

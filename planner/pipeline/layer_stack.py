@@ -35,9 +35,9 @@ class StackedLayers:
 
     Attributes:
         position: Position of the scan.
-        paths: parameters that it slices.
+        paths: Parameters that it slices.
         length: Number of layers.
-        carried: ids of the tensors that a layer hands to the next.
+        carried: Ids of the tensors that a layer hands to the next.
         others: Further scans that estimates divide alike.
     """
 
@@ -52,11 +52,11 @@ class StackedLayers:
         """The layers of a model.
 
         Args:
-            graph: the captured loss.
+            graph: The captured loss.
             every: Whether stages divide every scan of layers: no executor does.
 
         Raises:
-            PlanError: they are no scan over stacked parameters.
+            PlanError: They are no scan over stacked parameters.
         """
         positions = stacked_loops(graph)
         if not positions:
@@ -118,7 +118,7 @@ class StackedLayers:
         """The model of one stage: as many layers as it holds.
 
         Args:
-            graph: the captured loss.
+            graph: The captured loss.
             layers: Number of those layers.
         """
         for other in self.others:
@@ -188,10 +188,10 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
     Args:
         devices: Number of devices in all.
         stages: Number of stages.
-        most: stages that there can be.
+        most: Stages that there can be.
 
     Raises:
-        PlanError: the numbers, and those that would do.
+        PlanError: The numbers, and those that would do.
     """
     if devices % stages == 0:
         return
@@ -214,12 +214,12 @@ def devices_of_stage(cluster: Cluster, devices: int, stages: int) -> Cluster:
     """The devices of one stage.
 
     Args:
-        cluster: all devices.
+        cluster: All devices.
         devices: Number of devices of a stage.
         stages: Number of stages.
 
     Raises:
-        PlanError: links join no such number.
+        PlanError: Links join no such number.
     """
     try:
         return cluster.part(devices)

@@ -42,13 +42,13 @@ class Unit:
 
     Attributes:
         position: Position of the equation.
-        reads: the values that it reads, each once.
-        writes: the values that it gives.
-        tensors: their ids in the graph; None for scalar constants.
-        sizes: bytes of each.
+        reads: The values that it reads, each once.
+        writes: The values that it gives.
+        tensors: Their ids in the graph; None for scalar constants.
+        sizes: Bytes of each.
         cheap: Whether it has no products and no loops.
         line: Source line of the user's.
-        kind: name of the operation.
+        kind: Name of the operation.
     """
 
     position: Position
@@ -67,12 +67,12 @@ class Units:
 
     Attributes:
         units: Units that something depends on, in order.
-        params: dotted paths of the trained parameters, which are the first inputs.
-        frozen: numbers of the inputs behind them that are weights too.
-        results: the loss and what it is reported with; values or None for constants.
+        params: Dotted paths of the trained parameters, which are the first inputs.
+        frozen: Numbers of the inputs behind them that are weights too.
+        results: The loss and what it is reported with; values or None for constants.
         fresh: Value that replaces a non-trainable input after a micro-batch, by its
             number.
-        others: dotted paths of what is not trained, the inputs that follow.
+        others: Dotted paths of what is not trained, the inputs that follow.
         counters: Increment of a non-trainable counter in each micro-batch, by its
             number.
     """
@@ -197,7 +197,7 @@ class Units:
         """Returns the number of the stage into which marks put each unit, if any does.
 
         Raises:
-            PlanError: a stage is marked inside a loop, whose line is named, or does
+            PlanError: A stage is marked inside a loop, whose line is named, or does
                 nothing that the loss needs.
         """
         result: list[set[int | None]] = [set() for _ in self.units]
@@ -247,11 +247,11 @@ class PlacePart:
     """Units of one virtual stage.
 
     Attributes:
-        units: numbers of its units, in order.
-        inputs: numbers of the program's inputs that they read.
-        imports: values that earlier places hand it, in their order.
-        exports: values that it hands to later places.
-        fresh: inputs of which it makes the value after a step.
+        units: Numbers of its units, in order.
+        inputs: Numbers of the program's inputs that they read.
+        imports: Values that earlier places hand it, in their order.
+        exports: Values that it hands to later places.
+        fresh: Inputs of which it makes the value after a step.
     """
 
     units: tuple[int, ...]
@@ -266,9 +266,9 @@ class Division:
     """A program in parts.
 
     Attributes:
-        units: the program.
+        units: The program.
         parts: Part of each virtual stage.
-        made_at: the place that makes each value that another one reads.
+        made_at: The place that makes each value that another one reads.
         starts: Cut points of the parts but the first; empty where marks define them.
     """
 
@@ -297,12 +297,12 @@ def divide_program(units: Units, starts: Sequence[str]) -> Division:
     """Cuts a program at borders.
 
     Args:
-        units: the program.
+        units: The program.
         starts: Parameters whose first reading begins every part but the first, as in
             ``Units.borders``.
 
     Raises:
-        PlanError: no border has that name, or they are not in the program's order.
+        PlanError: No border has that name, or they are not in the program's order.
     """
     unknown = [name for name in starts if name not in units.borders]
     if unknown:
@@ -327,11 +327,11 @@ def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
     reads parameters and data alone, to the first that reads it.
 
     Args:
-        units: the program.
-        labels: for each unit the number of its stage, or None.
+        units: The program.
+        labels: For each unit the number of its stage, or None.
 
     Raises:
-        PlanError: a stage reads what a later one makes; both lines are named.
+        PlanError: A stage reads what a later one makes; both lines are named.
     """
     stages = 1 + max((n for n in labels if n is not None), default=0)
     homes: list[int | None] = list(labels)

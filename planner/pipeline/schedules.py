@@ -49,11 +49,11 @@ class ScheduleRow(NamedTuple):
     """One action of a stage.
 
     Attributes:
-        tick: when, if every action took one tick and transfers none.
+        tick: When, if every action took one tick and transfers none.
         stage: Number of the stage that acts; each stage has devices of its own.
         chunk: Number of the stage's part of the model, 0 where it has one.
         micro_batch: Number of the micro-batch.
-        action: forward, backward, or weight. Where a schedule splits the backward,
+        action: Forward, backward, or weight. Where a schedule splits the backward,
             ``backward`` is the gradient of the input alone and ``weight`` that of the
             parameters; elsewhere ``backward`` is both.
     """
@@ -70,11 +70,11 @@ class Schedule:
     """A table of rows.
 
     Attributes:
-        name: one of ``NAMES``.
-        num_stages, num_micro_batches: its size.
-        num_chunks: parts of the model on each stage.
-        splits_backward: the gradient of the parameters is an action of its own.
-        turn_ticks: ticks of a turn, at whose end all stages wait for each other; what
+        name: One of ``NAMES``.
+        num_stages, num_micro_batches: Its size.
+        num_chunks: Parts of the model on each stage.
+        splits_backward: The gradient of the parameters is an action of its own.
+        turn_ticks: Ticks of a turn, at whose end all stages wait for each other; what
             one makes another takes in a later turn. 0 where each goes on by itself.
         rows: Rows by tick, then stage.
     """
@@ -149,14 +149,14 @@ def schedule(
     """Builds a schedule.
 
     Args:
-        name: one of ``NAMES``.
+        name: One of ``NAMES``.
         num_stages: Number of stages, 1 or more.
         num_micro_batches: Number of micro-batches, 1 or more; a multiple of the stages
             where interleaved.
-        num_chunks: parts of the model on each stage; above 1 only where interleaved.
+        num_chunks: Parts of the model on each stage; above 1 only where interleaved.
 
     Raises:
-        PlanError: the numbers make no such schedule; all problems are listed.
+        PlanError: The numbers make no such schedule; all problems are listed.
 
     >>> [(r.action, r.micro_batch) for r in schedule("1f1b", 2, 2).of_stage(1)]
     [('forward', 0), ('backward', 0), ('forward', 1), ('backward', 1)]
@@ -173,7 +173,7 @@ class Columns(NamedTuple):
 
     Attributes:
         tick, stage, chunk, micro_batch: Fields of ``ScheduleRow``, one array each.
-        action: index into the actions of the table.
+        action: Index into the actions of the table.
     """
 
     tick: np.ndarray
@@ -246,8 +246,8 @@ def most_in_flight(
     ``Schedule.in_flight``.
 
     Args:
-        name: one of ``NAMES``.
-        num_stages, stage, num_micro_batches, num_chunks: numbers, or arrays of them.
+        name: One of ``NAMES``.
+        num_stages, stage, num_micro_batches, num_chunks: Numbers, or arrays of them.
 
     >>> int(most_in_flight("1f1b", 4, 0, 8))
     4
@@ -332,10 +332,10 @@ def _earliest(empty: Schedule, action: np.ndarray, index: np.ndarray) -> Columns
 
     Args:
         empty: Schedule whose keys and dependencies are used.
-        action, index: each stage's order.
+        action, index: Each stage's order.
 
     Raises:
-        ValueError: the orders wait for each other in a circle.
+        ValueError: The orders wait for each other in a circle.
     """
     stages, number = action.shape
     everyone = np.arange(stages)

@@ -34,9 +34,9 @@ class ScheduleTimeline:
     """A schedule in seconds.
 
     Attributes:
-        step_seconds: until the last action ends.
-        ends_seconds: when each row ends, in the schedule's order.
-        busy_seconds: work of each stage.
+        step_seconds: Until the last action ends.
+        ends_seconds: When each row ends, in the schedule's order.
+        busy_seconds: Work of each stage.
     """
 
     step_seconds: float
@@ -61,17 +61,17 @@ def simulate(
     """Runs a schedule in time.
 
     Args:
-        table: the schedule.
+        table: The schedule.
         forward_seconds, backward_seconds: Seconds of one micro-batch on each virtual
             stage (stages × chunks, in the model's order).
-        transfer_seconds: from one place to the next, where that is another stage;
+        transfer_seconds: From one place to the next, where that is another stage;
             sending does not keep a stage from its next action.
         weight_seconds: Seconds of the gradients of parameters on each virtual stage.
             Given where the schedule splits the backward, and only there;
             ``backward_seconds`` are then those of the gradients of inputs.
 
     Raises:
-        PlanError: times for another number of places, or for actions that the
+        PlanError: Times for another number of places, or for actions that the
             schedule does not have; all problems are listed.
 
     >>> from whalejax.planner.pipeline.schedules import schedule
@@ -113,10 +113,10 @@ class _TickRows:
     """Rows of several stages at one tick; they do not wait for one another.
 
     Attributes:
-        together: all stages wait for each other before.
+        together: All stages wait for each other before.
         stages, places, actions: Fields of the rows, one array each.
-        reads, waits: slots that rows take in, and which rows those are.
-        writes, leaves: slots that rows leave, and which rows those are.
+        reads, waits: Slots that rows take in, and which rows those are.
+        writes, leaves: Slots that rows leave, and which rows those are.
     """
 
     together: bool
@@ -134,9 +134,9 @@ class Compiled:
     """A schedule as steps over arrays, for many times at once.
 
     Attributes:
-        table: the schedule; without rows, if it was compiled from its columns.
-        beats: its rows, those of a tick together.
-        slots: results that are on their way at most.
+        table: The schedule; without rows, if it was compiled from its columns.
+        beats: Its rows, those of a tick together.
+        slots: Results that are on their way at most.
     """
 
     table: Schedule
@@ -154,13 +154,13 @@ class Compiled:
         """Returns the step time of many cases, each by the rules of ``simulate``.
 
         Args:
-            forward, backward: seconds at each place along the pipeline, (place, case).
-            transfer: seconds from one place to the next, (case,).
+            forward, backward: Seconds at each place along the pipeline, (place, case).
+            transfer: Seconds from one place to the next, (case,).
             weight: Seconds of the gradients of parameters, shaped like ``backward``;
                 where the schedule splits the backward, and only there.
 
         Raises:
-            PlanError: as ``simulate``.
+            PlanError: As ``simulate``.
         """
         table = self.table
         given = _by_action(table, forward, backward, weight)
@@ -187,8 +187,8 @@ def compiled(table: Schedule, columns: Columns | None = None) -> Compiled:
     """A schedule whose rows are looked at once.
 
     Args:
-        table: a legal schedule.
-        columns: its rows, where the table has none.
+        table: A legal schedule.
+        columns: Its rows, where the table has none.
 
     >>> from whalejax.planner.pipeline.schedules import schedule
     >>> steps = compiled(schedule("gpipe", 2, 3))
@@ -243,9 +243,9 @@ def _window(
     """Returns the number of micro-batches after which every place has read the first.
 
     Args:
-        table: the schedule.
-        keys, ticks: its rows, and when they are.
-        needs, needed: rows that others read, and when those are.
+        table: The schedule.
+        keys, ticks: Its rows, and when they are.
+        needs, needed: Rows that others read, and when those are.
     """
     shape = len(table.actions) * table.num_places, table.num_micro_batches
     made, read = np.zeros(math.prod(shape)), np.full(math.prod(shape), -1)

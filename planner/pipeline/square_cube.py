@@ -17,8 +17,8 @@ class StageWork:
 
     Attributes:
         flops: FLOPs of products, forward and backward.
-        compute_seconds: forward, and backward that computes forward again.
-        received_bytes, sent_bytes: over the peer's link, either way.
+        compute_seconds: Forward, and backward that computes forward again.
+        received_bytes, sent_bytes: Over the peer's link, either way.
     """
 
     flops: float
@@ -41,7 +41,7 @@ class StageOverLink:
     """A stage over a link of some bandwidth.
 
     Attributes:
-        stage: its number.
+        stage: Its number.
         bytes_per_second: Bandwidth of the link.
         compute_seconds, wire_seconds: Compute and transfer times of a micro-batch.
     """
@@ -81,7 +81,7 @@ class StageOverLink:
         """The stage at another width and number of layers, by the square-cube law.
 
         Args:
-            width: relative to the stage's own.
+            width: Relative to the stage's own.
             layers: Number of layers, relative to the stage's own.
         """
         return replace(

@@ -21,9 +21,9 @@ class Layer:
     """One link of the chain; all for one micro-batch, on the devices of one stage.
 
     Attributes:
-        seconds: forward and backward, at speed 1.
-        static_bytes: parameters, gradients and optimizer state.
-        activation_bytes: kept from forward to backward.
+        seconds: Forward and backward, at speed 1.
+        static_bytes: Parameters, gradients and optimizer state.
+        activation_bytes: Kept from forward to backward.
         transfer_seconds: Time to transfer its result to another stage, and a cotangent
             back.
     """
@@ -41,7 +41,7 @@ class Stage:
     Attributes:
         speed: Speed relative to the devices that the layers were timed on.
         memory_bytes: Memory of one device.
-        in_flight: micro-batches whose activations it holds at most.
+        in_flight: Micro-batches whose activations it holds at most.
         seconds: Measured seconds of each layer on these devices, used in place of
             ``speed``; or None.
         kind: Name of the devices' kind.
@@ -59,8 +59,8 @@ class ChainCut:
     """A chain in stages.
 
     Attributes:
-        counts: layers of each stage, in order.
-        seconds: time of each stage for one micro-batch, transfers into it included.
+        counts: Layers of each stage, in order.
+        seconds: Time of each stage for one micro-batch, transfers into it included.
     """
 
     counts: tuple[int, ...]
@@ -83,7 +83,7 @@ def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> ChainCut:
         stages: Stages in the order of the pipeline.
 
     Raises:
-        PlanError: fewer layers than stages, or no cut fits the memory.
+        PlanError: Fewer layers than stages, or no cut fits the memory.
 
     >>> found = cut([Layer(seconds=s) for s in (1, 1, 2, 4)], [Stage(), Stage()])
     >>> found.counts, found.slowest_seconds
@@ -123,10 +123,10 @@ def interval_seconds(layers: Sequence[Layer], stage: Stage) -> np.ndarray:
 
     Args:
         layers: Layers in the model's order.
-        stage: its devices.
+        stage: Its devices.
 
     Raises:
-        PlanError: the stage has times of another number of layers.
+        PlanError: The stage has times of another number of layers.
 
     >>> interval_seconds([Layer(seconds=2.0), Layer(seconds=4.0)], Stage(speed=2.0))
     array([[inf,  1.,  3.],

@@ -16,10 +16,10 @@ def stage_graph(
     """The model of one stage: its operations, and what it is handed as inputs.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
+        graph: The captured loss.
+        dims: Its logical dimensions.
         division: Division of the model into parts.
-        places: the parts of the stage.
+        places: The parts of the stage.
     """
     units = division.units
     inside = {index for place in places for index in division.parts[place].units}

@@ -30,8 +30,8 @@ class StageAssignment:
     """Devices in the order of the pipeline, and the model cut for them.
 
     Attributes:
-        order: for each stage, the index of its devices among those that were given.
-        stages: the devices of each stage, with the activations that it holds there.
+        order: For each stage, the index of its devices among those that were given.
+        stages: The devices of each stage, with the activations that it holds there.
         cut: Cut of the model.
     """
 
@@ -64,12 +64,12 @@ def in_order(
     Args:
         layers: Layers in the model's order.
         devices: Devices of each stage; their ``in_flight`` is replaced.
-        in_flight: micro-batches whose activations each stage holds, in the order of
+        in_flight: Micro-batches whose activations each stage holds, in the order of
             the pipeline, as ``Schedule.in_flight`` has them.
-        order: for each stage, the index of its devices.
+        order: For each stage, the index of its devices.
 
     Raises:
-        PlanError: no cut fits the memory.
+        PlanError: No cut fits the memory.
     """
     stages = tuple(
         replace(devices[i], in_flight=held)
@@ -90,11 +90,11 @@ def place(
     Args:
         layers: Layers in the model's order.
         devices: Devices of each stage, in any order; their ``in_flight`` is replaced.
-        in_flight: micro-batches whose activations each stage holds, in the order of
+        in_flight: Micro-batches whose activations each stage holds, in the order of
             the pipeline.
 
     Raises:
-        PlanError: fewer layers than stages, or no cut fits in any order.
+        PlanError: Fewer layers than stages, or no cut fits in any order.
 
     >>> fast = Stage(kind="v100-32", speed=2.0, memory_bytes=32.0)
     >>> slow = Stage(kind="p100-16", speed=1.0, memory_bytes=16.0)

@@ -24,7 +24,7 @@ class Timed:
 
     Attributes:
         row: Row of the schedule.
-        start_seconds, end_seconds: since the step began.
+        start_seconds, end_seconds: Since the step began.
     """
 
     row: ScheduleRow
@@ -37,7 +37,7 @@ class TimedSchedule:
     """A schedule in seconds.
 
     Attributes:
-        table: the schedule.
+        table: The schedule.
         rows: Rows with their times, in the schedule's order.
     """
 
@@ -52,7 +52,7 @@ def table_of(plan: PlanData) -> Schedule:
         plan: Plan with stages.
 
     Raises:
-        PlanError: it has none.
+        PlanError: It has none.
     """
     stages = plan.stages
     if stages is None:
@@ -72,7 +72,7 @@ def time_schedule(plan: PlanData) -> TimedSchedule:
         plan: Plan with stages.
 
     Raises:
-        PlanError: it has none.
+        PlanError: It has none.
     """
     table, stages = table_of(plan), plan.stages
     assert stages is not None
@@ -110,7 +110,7 @@ def paced_beside(plan: PlanData) -> list[TimedSchedule]:
         one that takes none has no rows.
 
     Raises:
-        PlanError: it has no stages.
+        PlanError: It has no stages.
     """
     if not plan.pipelines:
         return [time_schedule(plan)]

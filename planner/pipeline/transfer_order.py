@@ -20,7 +20,7 @@ class ScheduledTransfer:
 
     Attributes:
         micro_batch: Number of the micro-batch.
-        source, target: places along the pipeline.
+        source, target: Places along the pipeline.
         action: ``forward`` hands on values, ``backward`` their cotangents.
     """
 
@@ -60,13 +60,13 @@ def issue_order(
     begin at the same time.
 
     Args:
-        table: the schedule.
-        ahead: pairs of places, one of which hands values to the other.
-        back: pairs, one of which hands cotangents to the other.
+        table: The schedule.
+        ahead: Pairs of places, one of which hands values to the other.
+        back: Pairs, one of which hands cotangents to the other.
         seconds: Seconds of each action on each virtual stage.
 
     Raises:
-        ValueError: rows and hand-overs wait for each other in a circle.
+        ValueError: Rows and hand-overs wait for each other in a circle.
     """
     return _Order(table, ahead, back, seconds).issued()
 

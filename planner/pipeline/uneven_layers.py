@@ -31,7 +31,7 @@ class LayerSplit:
     """Layers as stages have them.
 
     Attributes:
-        length: layers in all.
+        length: Layers in all.
         stages: Number of stages.
         seconds: Seconds of a layer, and of the last stage's work after the layers.
     """
@@ -70,9 +70,9 @@ def layers_of(length: int, stages: int, behind: float = 0.0) -> tuple[int, ...]:
     one at least each.
 
     Args:
-        length: layers in all.
+        length: Layers in all.
         stages: Number of stages.
-        behind: time of what stands behind the layers, in that of a layer, as far as the
+        behind: Time of what stands behind the layers, in that of a layer, as far as the
             last stage alone computes it.
 
     >>> layers_of(6, 4)
@@ -98,9 +98,9 @@ def seconds_of(
     batch.
 
     Args:
-        graph: the captured loss.
-        shared: its layers.
-        cluster: devices, each of which computes it alone.
+        graph: The captured loss.
+        shared: Its layers.
+        cluster: Devices, each of which computes it alone.
         num_micro_batches: Number of micro-batches in a step.
 
     Returns:
@@ -142,8 +142,8 @@ def stored_apart(leaf: LeafPlan, mesh: Mapping[str, int]) -> LeafPlan:
     """A stack of layers of which each stage stores a part of every layer.
 
     Args:
-        leaf: all layers, laid out as one stage's are.
-        mesh: sizes of the axes, with that of the stages.
+        leaf: All layers, laid out as one stage's are.
+        mesh: Sizes of the axes, with that of the stages.
 
     Returns:
         The leaf with its stored layouts extended by ``stage`` in the dimension that
@@ -179,8 +179,8 @@ def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collec
 
     Args:
         leaf: Parameter as it is stored.
-        most: layers of the fullest stage.
-        mesh: sizes of the axes, with that of the stages.
+        most: Layers of the fullest stage.
+        mesh: Sizes of the axes, with that of the stages.
     """
     size = most * mesh[STAGE] * math.prod(leaf.shape[1:])
     stored = itemsize_bytes(leaf.dtype)
@@ -213,7 +213,7 @@ def unequal_notes(dealt: LayerSplit, *, alone: bool) -> list[str]:
 
     Args:
         dealt: Assignment of layers to stages.
-        alone: a stage is one device.
+        alone: A stage is one device.
     """
     if dealt.equal:
         return []
@@ -234,7 +234,7 @@ def with_layers(plan: P, layers: tuple[int, ...]) -> P:
     """A plan whose stages have other numbers of layers; predictions stay as they were.
 
     Args:
-        plan: with stages that have equally many.
+        plan: With stages that have equally many.
         layers: Number of layers of each stage, 1 or more; their sum stays.
     """
     assert plan.stages is not None

@@ -55,12 +55,12 @@ def build_plan(
     """The plan of the first of some scored ones; the others are its candidates.
 
     Args:
-        analysed: the graph that was searched.
-        search: the search.
-        weighed: its plans.
+        analysed: The graph that was searched.
+        search: The search.
+        weighed: Its plans.
         cluster, request: Cluster and options of the question.
-        precision: noted in the plan.
-        batch: leaves of the global batch.
+        precision: Noted in the plan.
+        batch: Leaves of the global batch.
         gap: Part of the step by which another plan may be faster, if that is known.
     """
     chosen = weighed[0]
@@ -335,8 +335,8 @@ def _torus_notes(search: Search, best: LayoutCandidate) -> list[str]:
     """Storage axes over whose piece of the torus the compiler reduces whole.
 
     Args:
-        search: with the cluster.
-        best: the plan.
+        search: With the cluster.
+        best: The plan.
     """
     axes = ["fsdp", *(["data"] if best.zero >= 2 else [])]
     torus_notes = []

@@ -34,8 +34,8 @@ class Policy:
         nodes: Number of nodes that a run wants.
         step_seconds: Duration of an undisturbed step.
         interval: Work between snapshots, for a restart.
-        snapshot: cost of one.
-        restart: from a process's start to its first step.
+        snapshot: Cost of one.
+        restart: From a process's start to its first step.
         recovery: Time that all lose when one node is lost or joins, elastically.
         speeds: Relative speed of a step with 0, 1, … nodes; 1 with all.
     """
@@ -57,7 +57,7 @@ def read_trace(path: Path) -> list[Event]:
             (``down`` or ``up``).
 
     Raises:
-        WhaleError: it cannot be read, with every line that is wrong.
+        WhaleError: It cannot be read, with every line that is wrong.
     """
     try:
         text = read_text(path)
@@ -134,7 +134,7 @@ def simulated(
         events: Events in order of time; nodes that none names never fail.
         seconds: Length of the trace.
         how: ``"restart"`` or ``"elastic"``.
-        spares: nodes of the trace beyond those that the run wants.
+        spares: Nodes of the trace beyond those that the run wants.
     """
     if seconds <= 0:
         return 1.0

@@ -57,17 +57,17 @@ class Goodput(GoodputDisplay):
     """Useful time over wall time, by how a run goes on after a failure.
 
     Attributes:
-        restart: all start again from the last snapshot.
-        elastic: the others go on; the lost node joins again when it is back.
-        spares: a spare steps in for it at once.
+        restart: All start again from the last snapshot.
+        elastic: The others go on; the lost node joins again when it is back.
+        spares: A spare steps in for it at once.
         num_spares: Number of spare nodes.
         nodes: Number of nodes that can fail, one by one.
         step_seconds: Duration of an undisturbed step.
-        failure_seconds: mean time between failures of any node of the run.
-        snapshot_every: steps between snapshots for ``restart``, as given or the best.
-        best_snapshot_seconds: the best time between snapshots, by Daly.
-        young_seconds: the same by Young, √(2 · cost · mean time between failures).
-        lost_restart, lost_elastic: seconds that a failure costs on average.
+        failure_seconds: Mean time between failures of any node of the run.
+        snapshot_every: Steps between snapshots for ``restart``, as given or the best.
+        best_snapshot_seconds: The best time between snapshots, by Daly.
+        young_seconds: The same by Young, √(2 · cost · mean time between failures).
+        lost_restart, lost_elastic: Seconds that a failure costs on average.
         trace: Goodput over the trace, where one was given.
 
     >>> from whalejax.planner.plan.goodput import goodput_of
@@ -139,24 +139,24 @@ def goodput(
 
     Args:
         plan: Plan whose predicted step time is used.
-        mtbf: mean time between failures of one node.
-        restart: from the start of a process to its first step: imports, compilation,
+        mtbf: Mean time between failures of one node.
+        restart: From the start of a process to its first step: imports, compilation,
             reading a snapshot.
-        snapshot_every: steps between snapshots, for a restart; the best if left out.
-        spares: nodes that stand by.
+        snapshot_every: Steps between snapshots, for a restart; the best if left out.
+        spares: Nodes that stand by.
         snapshot: Seconds that a step waits for a snapshot.
         recovery: Seconds that the others lose when a node is lost or joins,
             elastically.
-        repair: after which a lost node can be started again; 0 for a process that
+        repair: After which a lost node can be started again; 0 for a process that
             only crashed.
         nodes: Number of nodes that fail one by one; default: those of the plan's
             cluster.
-        trace: a CSV file with columns ``time,node,event``, where an event is ``down``
+        trace: A CSV file with columns ``time,node,event``, where an event is ``down``
             or ``up``. Of the nodes that it names, in the order n1, n2, … n10, the
             first are those of the run, and what is left are its spares.
 
     Raises:
-        WhaleError: every argument that cannot be used, or the trace cannot be.
+        WhaleError: Every argument that cannot be used, or the trace cannot be.
     """
     problems = Arguments("wh.goodput")
     if not hasattr(plan, "cluster"):
@@ -195,7 +195,7 @@ def goodput_of(
 
     Args:
         step_seconds: Duration of an undisturbed step.
-        micro_batches: whole ones are shared: fewer nodes may be slower than in
+        micro_batches: Whole ones are shared: fewer nodes may be slower than in
             proportion; None shares evenly.
         nodes, mtbf, restart, snapshot_every, spares, snapshot: Arguments of
             ``goodput``, unchanged.
@@ -264,7 +264,7 @@ def daly_seconds(cost: float, between: float) -> float:
 
     Args:
         cost: Seconds of a snapshot.
-        between: mean time between failures.
+        between: Mean time between failures.
 
     >>> round(daly_seconds(10.0, 10_000.0))
     441
@@ -283,8 +283,8 @@ def restart_goodput(interval: float, cost: float, away: float, between: float) -
     Args:
         interval: Seconds of work between two snapshots.
         cost: Seconds of a snapshot.
-        away: until the world is back after a failure, in which it may fail again.
-        between: mean time between failures.
+        away: Until the world is back after a failure, in which it may fail again.
+        between: Mean time between failures.
     """
     exponent = (interval + cost) / between
     if exponent + away / between > 700:  # Practically never comes to a snapshot.
@@ -300,8 +300,8 @@ def elastic_goodput(
 
     Args:
         speeds: Relative speed of a step with 0, 1, … nodes; 1 with all.
-        spares: nodes that stand by.
-        mtbf: mean time between failures of one node.
+        spares: Nodes that stand by.
+        mtbf: Mean time between failures of one node.
         away: Seconds until a lost node is back.
         recovery: Seconds that all lose at a loss, and again when a node joins.
 
@@ -329,7 +329,7 @@ def alive_parts(nodes: int, mtbf: float, away: float) -> Iterator[float]:
 
     Args:
         nodes: Number of nodes in all.
-        mtbf: mean time between failures of one of them.
+        mtbf: Mean time between failures of one of them.
         away: Seconds until a lost node is back.
 
     >>> [round(part, 4) for part in alive_parts(2, 90.0, 10.0)]
@@ -349,8 +349,8 @@ def speed(alive: int, nodes: int, micro_batches: int | None) -> float:
     """Returns the speed of a step with fewer nodes over that with all.
 
     Args:
-        alive: nodes that take part.
-        nodes: all.
+        alive: Nodes that take part.
+        nodes: All.
         micro_batches: Micro-batches of a step, which are assigned whole; None for an
             even division.
 

@@ -103,15 +103,15 @@ def decide_mpmd(
     Args:
         graph, cluster, request, precision, batch: Arguments of ``decide``; the mesh
             that the request fixes is that of one stage.
-        piped: the pipeline that is asked for.
-        traced: the loss with what is computed again.
+        piped: The pipeline that is asked for.
+        traced: The loss with what is computed again.
         marked: ``stage`` marks say where to cut.
         again: Unused.
         known_seconds: Step time of a known plan; plans that cannot be faster are not
             tried.
 
     Raises:
-        PlanError: it cannot be, nothing fits, or nothing is faster.
+        PlanError: It cannot be, nothing fits, or nothing is faster.
     """
     del again
     stages = piped.mesh[STAGE]
@@ -183,7 +183,7 @@ def _least_steps(
 
     Args:
         graph, cluster, request, stages: Arguments of the search, unchanged.
-        counts: numbers of micro-batches.
+        counts: Numbers of micro-batches.
     """
     if len(counts) < 2 or not cluster.is_uniform:
         return dict.fromkeys(counts, 0.0)
@@ -269,12 +269,12 @@ class _Ask:
     Attributes:
         cluster, request: Cluster and options of the question.
         stages: Number of stages.
-        schedule: its name.
-        program: the loss.
+        schedule: Its name.
+        program: The loss.
         cuts: Cuts of the program into parts.
         remat: Rematerialisation policy.
-        count: micro-batches.
-        batch: leaves of the global batch.
+        count: Micro-batches.
+        batch: Leaves of the global batch.
     """
 
     cluster: Cluster
@@ -412,12 +412,12 @@ class _MpmdCandidate:
     Attributes:
         ask: Question that it answers.
         table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
-        found: the model in parts.
-        chosen: the layout of each stage.
+        found: The model in parts.
+        chosen: The layout of each stage.
         turns: Costs of a micro-batch on each virtual stage.
-        time, memory: predictions of a step.
-        fullest: the stage whose memory it is, that of all which lacks most.
-        fits: every stage's memory is within its device's.
+        time, memory: Predictions of a step.
+        fullest: The stage whose memory it is, that of all which lacks most.
+        fits: Every stage's memory is within its device's.
     """
 
     def __init__(
@@ -588,10 +588,10 @@ class _MpmdCandidate:
 
         Args:
             request: Options of the question.
-            precision: noted in the plan.
-            batch: leaves of the global batch.
+            precision: Noted in the plan.
+            batch: Leaves of the global batch.
             graph: Graph of the whole model.
-            weighed: all that were, for the plan to remember.
+            weighed: All that were, for the plan to remember.
         """
         plans = [
             replace(

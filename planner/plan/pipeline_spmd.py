@@ -93,12 +93,12 @@ def decide_stages(
     Args:
         graph, cluster, request, precision, batch, again: Arguments of ``decide``; the
             mesh that the request fixes is that of one stage.
-        piped: the pipeline that is asked for.
+        piped: The pipeline that is asked for.
         known_seconds: Step time of a known plan; plans that cannot be faster are not
             tried.
 
     Raises:
-        PlanError: it cannot be, nothing fits, or nothing is faster.
+        PlanError: It cannot be, nothing fits, or nothing is faster.
     """
     shared = StackedLayers.of(graph, every=request.estimate)
     stages = piped.mesh[STAGE]
@@ -154,9 +154,9 @@ def _least_steps(
     """A lower bound on the seconds of a step, by the number of micro-batches.
 
     Args:
-        graph, shared, cluster, request, stages: the whole model, its layers and what is
+        graph, shared, cluster, request, stages: The whole model, its layers and what is
             asked.
-        counts: numbers of micro-batches.
+        counts: Numbers of micro-batches.
     """
     if len(counts) < 2 or shared.length % stages:
         return dict.fromkeys(counts, 0.0)
@@ -181,7 +181,7 @@ def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | Non
 
     Args:
         request: Options of the question.
-        able: policies of remat can be laid on the layers.
+        able: Policies of remat can be laid on the layers.
 
     Yields:
         The fastest first.
@@ -201,8 +201,8 @@ def _of_one_stage(
     """Returns the request for the search of one stage's model.
 
     Args:
-        graph, shared, stages, request: the whole model, its layers and what is asked.
-        count: micro-batches of a step.
+        graph, shared, stages, request: The whole model, its layers and what is asked.
+        count: Micro-batches of a step.
     """
     equal, optimizer = shared.length % stages == 0, request.optimizer
     cut = {
@@ -262,13 +262,13 @@ class _LockstepCandidate:
     """One number of micro-batches: the plan of a stage, and what all stages make of it.
 
     Attributes:
-        decided: the search of one stage's model.
+        decided: The search of one stage's model.
         dealt: Assignment of layers to stages.
         stash: Stash of a micro-batch in flight; see ``Stages``.
         table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
         turn: Costs of a micro-batch on a stage.
-        stages: all of it, as plans keep it.
-        time, memory: predictions of a step.
+        stages: All of it, as plans keep it.
+        time, memory: Predictions of a step.
         collectives: Collectives of a stage, transfers between stages included.
     """
 
@@ -471,10 +471,10 @@ class _LockstepCandidate:
 
         Args:
             request: Options of the question.
-            precision: noted in the plan.
-            batch: leaves of the global batch.
+            precision: Noted in the plan.
+            batch: Leaves of the global batch.
             model_hash: Hash of the whole model.
-            weighed: all numbers of micro-batches, for the plan to remember.
+            weighed: All numbers of micro-batches, for the plan to remember.
         """
         decided = self.decided
         plan = build_plan(

@@ -63,35 +63,35 @@ class Plan(PlanDisplay):
     Attributes:
         version: Version of the file format.
         model_hash: Hash of the model, the batch and the marks that it was made for.
-        cluster: the machine it was made for.
-        axes: mesh axes and sizes, outermost first; sizes of 1 are left out.
-        device_order: for each place of the mesh, the number of its device in the
+        cluster: The machine it was made for.
+        axes: Mesh axes and sizes, outermost first; sizes of 1 are left out.
+        device_order: For each place of the mesh, the number of its device in the
             cluster; empty for the cluster's own order.
-        num_micro_batches: parts of the global batch, one after the other.
+        num_micro_batches: Parts of the global batch, one after the other.
         zero: Stage of ZeRO over ``data``: 1 shards optimizer state, 2 gradients too.
             Over ``fsdp`` parameters are always sharded (ZeRO-3).
         precision: ``"f32"`` (as the model says), ``"bf16"`` or ``"f16"``.
         precisions: (TaskGraph, precision) where only some compute in 16 bits; ``"*"``
             stands for the others.
-        default: the strategy of what no mark covers, as text, or empty.
-        roles: the logical dimensions.
-        compute: one table for each TaskGraph.
-        storage: for the axes that shard storage only, roles in order of preference.
-        leaves: every parameter; those that are trained first, in their tree's order.
-        batch: every leaf of the batch.
-        batch_tree: the containers around them, as text.
+        default: The strategy of what no mark covers, as text, or empty.
+        roles: The logical dimensions.
+        compute: One table for each TaskGraph.
+        storage: For the axes that shard storage only, roles in order of preference.
+        leaves: Every parameter; those that are trained first, in their tree's order.
+        batch: Every leaf of the batch.
+        batch_tree: The containers around them, as text.
         collectives: Collectives of one step, folded.
-        time, memory: predictions by term.
+        time, memory: Predictions by term.
         candidates: Other evaluated plans, best first.
         notes: Notes for the user.
         product_flops: FLOPs of matrix products on one device in one step; 0 in
             estimates.
-        optimizer_bytes: state that the planned optimizer keeps of all parameters,
+        optimizer_bytes: State that the planned optimizer keeps of all parameters,
             whole; None where that is not known.
         work: Size of the model and FLOPs of a step, before anything is sharded; None in
             files of older versions.
-        stages: the pipeline, if there is one.
-        shares: micro-batches of each rank of ``data``, where ranks are unlike and each
+        stages: The pipeline, if there is one.
+        shares: Micro-batches of each rank of ``data``, where ranks are unlike and each
             takes whole micro-batches; empty where every rank has a part of each.
         pipelines: Plan of each pipeline with all its micro-batches, where pipelines run
             in parallel; ``stages`` are then those of the first.
@@ -143,13 +143,13 @@ class Plan(PlanDisplay):
         """The samples that a node takes of every global batch, with shares as planned.
 
         Args:
-            node: its number; a process runs one node.
+            node: Its number; a process runs one node.
 
         Returns:
             A slice for each of its micro-batches, to be taken one behind the other.
 
         Raises:
-            PlanError: there is no such node, or every device takes a part of each
+            PlanError: There is no such node, or every device takes a part of each
                 micro-batch.
         """
         return slices_of(self, node)
@@ -158,11 +158,11 @@ class Plan(PlanDisplay):
         """Explains a parameter's layout, with the alternatives and their costs.
 
         Args:
-            path: dotted path of a parameter; of a swarm also ``"wire"``, ``"stages"``,
+            path: Dotted path of a parameter; of a swarm also ``"wire"``, ``"stages"``,
                 ``"micro-batches"``, ``"gradients"`` or ``"synchronous"``.
 
         Raises:
-            PlanError: no parameter has that path.
+            PlanError: No parameter has that path.
         """
         reasons = dict(self.swarm.reasons) if self.swarm is not None else {}
         if isinstance(path, str) and path in reasons:
@@ -187,7 +187,7 @@ class Plan(PlanDisplay):
                 ``cluster``; a note says so.
 
         Raises:
-            PlanError: the plan was read from a file, which holds no model; or there is
+            PlanError: The plan was read from a file, which holds no model; or there is
                 no such plan.
         """
         what_if: Plan = self._require_question("what_if").replan(**changes)
@@ -204,16 +204,16 @@ class Plan(PlanDisplay):
         Args:
             topology: Topology such as ``"v5p:4x4x4"``, ``"h100:2x8"`` or ``"local"``;
                 default: the plan's own cluster.
-            timeout_seconds: the compiler is stopped after so long.
+            timeout_seconds: The compiler is stopped after so long.
 
         Returns:
             A ``whalejax.verification.comparison.Verification``: ``print`` shows memory,
             traffic and products, predicted and compiled.
 
         Raises:
-            PlanError: the plan was read from a file, which holds no model, cannot run,
+            PlanError: The plan was read from a file, which holds no model, cannot run,
                 or is for another number of devices.
-            WhaleError: the topology or its compiler is not to be had, or the compiler
+            WhaleError: The topology or its compiler is not to be had, or the compiler
                 died or took too long.
         """
         question = self._require_question("verify")
@@ -234,7 +234,7 @@ class Plan(PlanDisplay):
             step_seconds: Measured seconds of a step; None takes the predicted ones.
 
         Raises:
-            PlanError: the plan is from a file that does not say its model's work, or
+            PlanError: The plan is from a file that does not say its model's work, or
                 the seconds are not above 0.
 
         >>> import jax, jax.numpy as jnp
@@ -270,7 +270,7 @@ class Plan(PlanDisplay):
         """Returns the changes from this plan to another, with their costs.
 
         Args:
-            other: a plan of the same model or of another one, on any cluster.
+            other: A plan of the same model or of another one, on any cluster.
 
         Returns:
             Settings, parameters, traffic and terms that differ; ``print`` shows them.
@@ -284,7 +284,7 @@ class Plan(PlanDisplay):
             (dimension, axes) pairs; None for one that stays whole.
 
         Raises:
-            PlanError: one table cannot say what the plan does; every dimension with
+            PlanError: One table cannot say what the plan does; every dimension with
                 two meanings is listed.
         """
         return export.flax_rules(self)
@@ -364,7 +364,7 @@ class Plan(PlanDisplay):
         """Returns the page of ``print(plan)``, on demand with all rows.
 
         Args:
-            all_rows: every kind of parameter, not only those that hold most.
+            all_rows: Every kind of parameter, not only those that hold most.
 
         Returns:
             Lines as wide as the terminal or ``COLUMNS``; whole ones without either.
@@ -382,7 +382,7 @@ class Plan(PlanDisplay):
         """Writes the plan as JSON; the file appears whole or not at all.
 
         Raises:
-            PlanError: the file cannot be written there.
+            PlanError: The file cannot be written there.
         """
         _check_path("Plan.save", path)
         plan_file.write(self, path)
@@ -396,7 +396,7 @@ class Plan(PlanDisplay):
             name: Name of the document in errors.
 
         Raises:
-            PlanError: it is no plan, is damaged, was edited, or has another format.
+            PlanError: It is no plan, is damaged, was edited, or has another format.
         """
         problems = Arguments("Plan.from_document", PlanError)
         problems.of("document", document, dict, "what Plan.document gave")
@@ -409,7 +409,7 @@ class Plan(PlanDisplay):
         """Reads a plan. Nothing that the file names is run or imported.
 
         Raises:
-            PlanError: the file is no plan, is damaged, was edited, or has another
+            PlanError: The file is no plan, is damaged, was edited, or has another
                 format.
         """
         _check_path("Plan.load", path)

@@ -59,7 +59,7 @@ def write(plan: PlanData, path: str | os.PathLike[str]) -> None:
     """Writes a plan as JSON; the file appears whole or not at all.
 
     Raises:
-        PlanError: the file cannot be written there.
+        PlanError: The file cannot be written there.
     """
     target = Path(path)
     # Not a temporary file of the library's: those only their owner can read.
@@ -79,7 +79,7 @@ def read(cls: type[P], path: str | os.PathLike[str]) -> P:
     """The plan of a file.
 
     Raises:
-        PlanError: the file is no plan, is damaged, was edited, or has another format.
+        PlanError: The file is no plan, is damaged, was edited, or has another format.
     """
     try:
         data = parse_json(read_text(path))
@@ -104,12 +104,12 @@ def from_document(cls: type[P], document: Any, name: str) -> P:
     """The plan that ``document_of`` wrote.
 
     Args:
-        cls: the class of plans.
+        cls: The class of plans.
         document: Document as JSON has it; it is not changed.
         name: Name of the document in errors.
 
     Raises:
-        PlanError: it is no plan, is damaged, was edited, or has another format.
+        PlanError: It is no plan, is damaged, was edited, or has another format.
     """
     if not isinstance(document, dict) or _VERSION not in document:
         raise PlanError(f"{name} is not a plan: it has no entry {_VERSION!r}")

@@ -33,18 +33,18 @@ def decide(
     """Chooses how to run a model on a cluster.
 
     Args:
-        graph: the captured loss.
-        cluster: the machine.
-        request: optimizer state, micro-batches and the default strategy.
-        precision: noted in the plan.
-        batch: leaves of the GLOBAL batch, in the order of ``graph.batch_dims``; their
+        graph: The captured loss.
+        cluster: The machine.
+        request: Optimizer state, micro-batches and the default strategy.
+        precision: Noted in the plan.
+        batch: Leaves of the GLOBAL batch, in the order of ``graph.batch_dims``; their
             layouts are filled in here.
-        again: the graph with TaskGraphs computed again in the backward pass, and with
+        again: The graph with TaskGraphs computed again in the backward pass, and with
             attention in blocks; without it nothing is.
         known: Results of other searches of the same loss.
 
     Raises:
-        PlanError: the marks cannot be obeyed, or no plan fits; every problem that was
+        PlanError: The marks cannot be obeyed, or no plan fits; every problem that was
             found is listed.
     """
     request = by_marks(graph, request)

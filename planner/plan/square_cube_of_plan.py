@@ -31,9 +31,9 @@ class SquareCube(SquareCubeDisplay):
     """The square-cube law on the stages of a plan; ``print`` shows a table.
 
     Attributes:
-        wire: format on the wire.
+        wire: Format on the wire.
         stages: Stages of the plan, for one micro-batch.
-        rows: each stage over each link.
+        rows: Each stage over each link.
     """
 
     head: ClassVar[tuple[str, ...]] = (
@@ -55,7 +55,7 @@ class SquareCube(SquareCubeDisplay):
 
         Args:
             bytes_per_second: Bandwidth of the link.
-            overlap: whether devices compute while their links work.
+            overlap: Whether devices compute while their links work.
         """
         utilization = [r for r in self.rows if r.bytes_per_second == bytes_per_second]
         if not utilization:
@@ -110,7 +110,7 @@ def square_cube(
     that the first stage is given are not counted.
 
     Args:
-        plan: a pipeline whose stages have programs of their own.
+        plan: A pipeline whose stages have programs of their own.
         bandwidths: Bandwidths of links, such as ``"200Mb/s"`` or ``"1GB/s"``, or bytes
             per second.
         wire: ``"f32"``, ``"bf16"`` or ``"int8"``.
@@ -120,7 +120,7 @@ def square_cube(
         link keeps devices busy.
 
     Raises:
-        WhaleError: what was given is no such plan, bandwidth or format.
+        WhaleError: What was given is no such plan, bandwidth or format.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -163,11 +163,11 @@ def stage_works(plan: Plan, wire: str) -> tuple[StageWork, ...]:
     """One micro-batch at each stage of a plan.
 
     Args:
-        plan: with stages that have programs of their own, one part on each.
-        wire: format on the wire.
+        plan: With stages that have programs of their own, one part on each.
+        wire: Format on the wire.
 
     Raises:
-        PlanError: it has none.
+        PlanError: It has none.
     """
     stages = plan.stages
     if stages is None or not stages.plans or len(stages.paces) != len(stages.plans):
@@ -205,9 +205,9 @@ def border_bytes(
     The last stage has one call for both, which is the backward.
 
     Args:
-        plan: with stages.
+        plan: With stages.
         number: Number of the stage.
-        wire: format on the wire.
+        wire: Format on the wire.
     """
     assert plan.stages is not None
     paces = plan.stages.paces
@@ -232,7 +232,7 @@ def bytes_per_second(rate: object, name: str = "bandwidth") -> float:
         name: Name of the argument, for the error.
 
     Raises:
-        PlanError: it is none.
+        PlanError: It is none.
 
     >>> bytes_per_second("200Mb/s"), bytes_per_second("25 MB/s"), bytes_per_second(10)
     (25000000.0, 25000000.0, 10.0)

@@ -50,11 +50,11 @@ def check_stages(
     Args:
         request: Options of the question.
         stages: Number of stages.
-        most: stages that there can be.
-        estimated: options that no executor runs in stages, and estimates may have.
+        most: Stages that there can be.
+        estimated: Options that no executor runs in stages, and estimates may have.
 
     Raises:
-        PlanError: what it is, and the remedy.
+        PlanError: What it is, and the remedy.
     """
     check_devices(request.num_devices, stages, most=most)
     refused = request.refused_by_stages()
@@ -67,7 +67,7 @@ def merged_pipelines_note(graph: Graph) -> str:
     """Returns the note on several marked pipelines, which make one.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
     """
     result: dict[int, set[str]] = {}
     for task_graph in graph.task_graphs:
@@ -96,7 +96,7 @@ def uncut(graph: Graph, plan: Plan) -> str:
     an empty text.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
         plan: Plan whose stages have programs of their own.
     """
     said = _lopsided(plan)
@@ -169,7 +169,7 @@ def batch_of(
 
     Args:
         plans: Plan of each stage.
-        batch: its leaves, without layouts.
+        batch: Its leaves, without layouts.
     """
     result: dict[str, BatchLeaf] = {}
     for plan in plans:
@@ -187,8 +187,8 @@ def candidates(
     """Plans in stages for a plan to remember, best first.
 
     Args:
-        weighed: all of them.
-        best: the one that is taken.
+        weighed: All of them.
+        best: The one that is taken.
     """
     order = sorted(weighed, key=lambda one: (not one.fits, one.time.step_seconds))
     alike = {one.layout: one for one in reversed(order)} | {best.layout: best}

@@ -58,7 +58,7 @@ class _Pipeline:
     """One pipeline, and what its table says of other numbers of micro-batches.
 
     Attributes:
-        plan: with all micro-batches.
+        plan: With all micro-batches.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -100,7 +100,7 @@ class _ParallelPipelines:
 
     Attributes:
         plans: Plan of each pipeline.
-        shares: micro-batches of each.
+        shares: Micro-batches of each.
         exchange: Combined arrays of all pipelines, with the seconds that takes.
     """
 
@@ -174,17 +174,17 @@ def decide_pipelines(
     """Chooses how pipelines side by side run a model, and who takes how much of it.
 
     Args:
-        graph: the captured loss.
-        cluster: the machine.
+        graph: The captured loss.
+        cluster: The machine.
         request: Options of the question, over all devices; its mesh lacks ``stage``.
         stages: Number of stages of each pipeline.
-        asked: the shares that the user wants, in node order, or None.
-        decide: makes the plan of one pipeline.
+        asked: The shares that the user wants, in node order, or None.
+        decide: Makes the plan of one pipeline.
         known_seconds: Step time of a known plan. Where pipelines are far slower, more
             of them are not tried.
 
     Raises:
-        PlanError: it cannot be, or nothing fits.
+        PlanError: It cannot be, or nothing fits.
     """
     _check(graph, request, stages, asked)
     result: list[_ParallelPipelines] = []
@@ -228,8 +228,8 @@ def _while_faster(
     Where the fewest do not fit, the most are weighed first: fewer are larger ones.
 
     Args:
-        weigh: weighs one number.
-        several: the numbers, the fewest first.
+        weigh: Weighs one number.
+        several: The numbers, the fewest first.
         problems: List that receives the errors of others.
     """
     best, lacking = math.inf, False

@@ -85,19 +85,19 @@ def decide_shares(
     """Chooses how replicas of unlike devices run a model, and who takes how much of it.
 
     Args:
-        graph: the captured loss.
-        cluster: the machine.
+        graph: The captured loss.
+        cluster: The machine.
         request: Options of the question; the axis ``data`` is what is left to choose.
-        asked: the shares that the user wants, in node order, or None.
-        even: the user wants the same for all.
-        decide: searches for the plan of one replica.
+        asked: The shares that the user wants, in node order, or None.
+        even: The user wants the same for all.
+        decide: Searches for the plan of one replica.
         options: Further options of that search.
 
     Returns:
         The plan, with ``shares``.
 
     Raises:
-        PlanError: shares that cannot be, or no plan fits.
+        PlanError: Shares that cannot be, or no plan fits.
     """
     _check(graph, cluster, request, asked)
     options = {"known": ProgramCache(), **options}
@@ -187,8 +187,8 @@ class _Tries:
         """Weighs replicas of some size.
 
         Args:
-            size: devices of a replica.
-            several: numbers of micro-batches, the most first.
+            size: Devices of a replica.
+            several: Numbers of micro-batches, the most first.
         """
         request = self.request
         for zero in (0, 1) if request.zero is None else (request.zero,):
@@ -203,8 +203,8 @@ class _Tries:
         """Weighs replicas of some size in the fewest micro-batches that fit.
 
         Args:
-            size: devices of a replica.
-            several: numbers of micro-batches, the fewest first.
+            size: Devices of a replica.
+            several: Numbers of micro-batches, the fewest first.
         """
         if not several:
             return
@@ -357,10 +357,10 @@ def counts(
     """Numbers of micro-batches that there may be, the fewest first.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
         request, asked: Options of the question, and the shares that it fixes.
-        least: micro-batches that keep everybody busy.
-        even: everybody shall have the same number.
+        least: Micro-batches that keep everybody busy.
+        even: Everybody shall have the same number.
     """
     fixed = sum(asked) if asked is not None else request.num_micro_batches
     if fixed is not None:

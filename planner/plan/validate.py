@@ -52,7 +52,7 @@ def check_plan(plan: PlanData) -> None:
     """Raises if a plan has numbers that none can have.
 
     Raises:
-        PlanError: every problem, with its place.
+        PlanError: Every problem, with its place.
     """
     problems = Problems("numbers that no plan has", PlanError)
     _check(plan, "", problems)

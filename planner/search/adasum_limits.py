@@ -45,13 +45,13 @@ def check_combine(
 
     Args:
         request: Options of the question.
-        graph: the captured loss.
-        cluster: the machine.
+        graph: The captured loss.
+        cluster: The machine.
         shares: Micro-batches that the replicas are asked to take.
-        others: problems of the same request that are known besides.
+        others: Problems of the same request that are known besides.
 
     Raises:
-        PlanError: every problem, with its numbers and a remedy.
+        PlanError: Every problem, with its numbers and a remedy.
     """
     if request.combine == "mean":
         return
@@ -193,9 +193,9 @@ class CombiningCosts:
 
     Args:
         graph, dims: Graph of the loss and its logical dimensions.
-        facts: its parameters.
-        cluster: the machine.
-        combine: the way.
+        facts: Its parameters.
+        cluster: The machine.
+        combine: The way.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class CombiningCosts:
 
         Args:
             layouts: Layout of each group of parameters.
-            mesh: axis sizes.
+            mesh: Axis sizes.
         """
         if self._combine == "mean":
             return GradientCombineCost()

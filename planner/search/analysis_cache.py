@@ -21,13 +21,13 @@ class AnalysedProgram:
     """The operations of one captured loss.
 
     Args:
-        graph: the loss.
-        dims: its logical dimensions.
+        graph: The loss.
+        dims: Its logical dimensions.
         compiler: Model of the compiler's treatment of the operations.
-        views: the operations in roles, where they are known.
+        views: The operations in roles, where they are known.
 
     Attributes:
-        views: the operations in roles.
+        views: The operations in roles.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class AnalysedProgram:
         """Returns the live tensors of each span of a step.
 
         Args:
-            apart: activations wait in host memory.
-            regathers: products gather their weights again for their backward pass.
+            apart: Activations wait in host memory.
+            regathers: Products gather their weights again for their backward pass.
         """
         key = apart, regathers and self.regathered
         if key not in self._courses:

@@ -117,9 +117,9 @@ def meshes(
     """Every factorisation into data, fsdp, expert and tensor, outermost first.
 
     Args:
-        num_devices: the product of all axes.
-        context: the size of that axis, a divisor of it.
-        space: sizes of spatial axes; those that are 1 are left out of the meshes.
+        num_devices: The product of all axes.
+        context: The size of that axis, a divisor of it.
+        space: Sizes of spatial axes; those that are 1 are left out of the meshes.
     """
     sizes = divisors(num_devices)
     spatial = {a: (space or {}).get(a, 1) for a in SPATIAL_AXES}
@@ -152,10 +152,10 @@ class WideHalo:
     """An operation that needs more of a dimension than a neighbour has.
 
     Attributes:
-        axis: the spatial axis.
-        row: the operation.
-        halo: elements that it needs of neighbours on one side.
-        size: elements of the dimension, of all devices.
+        axis: The spatial axis.
+        row: The operation.
+        halo: Elements that it needs of neighbours on one side.
+        size: Elements of the dimension, of all devices.
     """
 
     axis: str
@@ -169,7 +169,7 @@ class _Layouts:
     """Layouts that a search evaluates.
 
     Attributes:
-        cases: with as few micro-batches as there can be.
+        cases: With as few micro-batches as there can be.
         counts: Possible numbers of micro-batches of each layout in the grid, rising.
         meshes: Axis sizes of each layout in the grid.
     """
@@ -236,7 +236,7 @@ class KnownLayouts:
     Attributes:
         key, options: Program and options that they follow from.
         layouts: Layouts that searches found.
-        refused: for each reason, how many meshes it ruled out.
+        refused: For each reason, how many meshes it ruled out.
     """
 
     key: object
@@ -250,27 +250,27 @@ class Search:
 
     Attributes:
         graph, dims, rows: Graph of the loss, its logical dimensions and its rows.
-        program: its operations, wherever they stand.
+        program: Its operations, wherever they stand.
         hosting: State that may be kept in host memory.
         split: Whether the graph separates what stands between products, for sequence
             parallelism; the options are then those of the search ``beside`` without.
-        grids: layouts that searches of other programs have made, too.
+        grids: Layouts that searches of other programs have made, too.
         sizes: Axis sizes of the meshes to evaluate; None for all meshes.
-        named_axes: mesh axes that metadata names.
-        scored: every plan that was evaluated, after ``run``; of very many meshes, those
+        named_axes: Mesh axes that metadata names.
+        scored: Every plan that was evaluated, after ``run``; of very many meshes, those
             that fit, or the nearest to that.
         weighed: Number of evaluated layouts.
-        follows: there are very many meshes, of which only what is near the best is
+        follows: There are very many meshes, of which only what is near the best is
             evaluated.
-        least_lacking: seconds of the fastest layout that lacks memory with as few
+        least_lacking: Seconds of the fastest layout that lacks memory with as few
             micro-batches as there can be.
         least_skipped: Least seconds of layouts that were not looked at.
-        best: step time of the best plan that others have found.
+        best: Step time of the best plan that others have found.
         slack: Largest time of a layout worth its evaluation, as a multiple of the best;
             for very many meshes at most ``NEAR``.
-        bound: step time above which a plan is not worth its evaluation; of very many
+        bound: Step time above which a plan is not worth its evaluation; of very many
             meshes it follows the best that is found.
-        refused: for each reason, how many meshes it ruled out.
+        refused: For each reason, how many meshes it ruled out.
     """
 
     def __init__(
@@ -501,9 +501,9 @@ class Search:
         the user's ``mesh`` allow at once.
 
         Args:
-            context: the size of that axis; None for the one that the user fixed.
-            space: sizes of the spatial axes; None for those that the user fixed.
-            devices: number of devices of a mesh; all if left out.
+            context: The size of that axis; None for the one that the user fixed.
+            space: Sizes of the spatial axes; None for those that the user fixed.
+            devices: Number of devices of a mesh; all if left out.
         """
         fixed = self.request.mesh or {}
         result = [
@@ -631,7 +631,7 @@ class Search:
         Then another extent changes all of the model's resolutions by the same factor.
 
         Args:
-            mesh: sizes of the axes asked about.
+            mesh: Sizes of the axes asked about.
         """
         shared = ((w, axis, ends) for _, w, axis, ends in self._shared_windows(mesh))
         # Beside attention some operations see the whole of what the axis shards.
@@ -737,7 +737,7 @@ class Search:
         """Evaluates the layouts that were put off until more is known.
 
         Args:
-            best: step time of the best plan of all searches.
+            best: Step time of the best plan of all searches.
         """
         slack = min(self.slack, NEAR) if self.follows else self.slack
         self.bound = min(self.bound, best * slack)
@@ -855,7 +855,7 @@ class Search:
         So are those that fit, but with more micro-batches than memory would ask for.
 
         Args:
-            best: step time of the best plan of all searches.
+            best: Step time of the best plan of all searches.
         """
         self.resume(best)
         for layouts, times, lacking in self._lacking:
@@ -1322,7 +1322,7 @@ class Search:
         """Returns the memory of a plan with the activations of several micro-batches.
 
         Args:
-            scored: one of this search.
+            scored: One of this search.
             in_flight: Number of micro-batches in flight.
         """
         case, offload = self._case(scored), scored.offload
@@ -1335,7 +1335,7 @@ class Search:
         gradients off: it does so while memory holds what they read, and else for none.
 
         Args:
-            scored: one of this search.
+            scored: One of this search.
         """
         cluster, result = self.cluster, scored.memory
         hides = cluster.compiler.hides_updates and scored.fits
@@ -1356,8 +1356,8 @@ class Search:
         """Returns the cost setting of rows on a mesh with ``count`` micro-batches.
 
         Args:
-            mesh: sizes of the axes; arrays are of many meshes.
-            count: micro-batches, or an array of them.
+            mesh: Sizes of the axes; arrays are of many meshes.
+            count: Micro-batches, or an array of them.
         """
         return self.evaluator.setting(mesh, count)
 

@@ -42,9 +42,9 @@ class HostMemoryLimits:
 
     Attributes:
         program: Program that is planned.
-        cluster: the machine.
+        cluster: The machine.
         request: Options that the user fixed.
-        facts: the parameters.
+        facts: The parameters.
     """
 
     program: AnalysedProgram
@@ -234,12 +234,12 @@ class HostMemoryLimits:
         Arrays are over cases.
 
         Args:
-            state: bytes of optimizer state on one device.
-            params: bytes of parameters on one device, which each pass reads.
-            waiting: bytes of activations of one micro-batch on one device.
+            state: Bytes of optimizer state on one device.
+            params: Bytes of parameters on one device, which each pass reads.
+            waiting: Bytes of activations of one micro-batch on one device.
             passes: Seconds that a forward and a backward pass of one micro-batch
                 compute.
-            count: micro-batches in a step.
+            count: Micro-batches in a step.
         """
         link = min(k.host_link_bytes_per_second or 0.0 for k in self.cluster.kinds)
         if not link:

@@ -50,7 +50,7 @@ def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError
 
     Args:
         searches: Searches of all programs, none of which has a plan that fits.
-        open_remat: the user left it to the planner what is computed again.
+        open_remat: The user left it to the planner what is computed again.
     """
     search = min(searches[::-1], key=_lacks)
     if search.hosting.nothing == NOTHING_WAITS:

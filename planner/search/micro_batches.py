@@ -28,7 +28,7 @@ def samples_at_a_time(plan: PlanData) -> float:
     under ``tensor`` that see four samples does the work of one.
 
     Args:
-        plan: the batch is dimension 0 of its leaves.
+        plan: The batch is dimension 0 of its leaves.
     """
     mesh = dict(plan.axis_sizes)
     for one in plan.stage_plans[:1]:
@@ -43,7 +43,7 @@ def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
     """Returns the note on a number of micro-batches that means several sizes.
 
     Args:
-        asked: the number.
+        asked: The number.
         samples: Samples per micro-batch and device, by the name of the cluster.
 
     Returns:
@@ -73,8 +73,8 @@ def with_samples_note(before: PlanData, after: P, changes: Mapping[str, Any]) ->
     """A plan on another cluster, with what is to be said of its micro-batches.
 
     Args:
-        before: the plan that was asked what would be.
-        after: the answer.
+        before: The plan that was asked what would be.
+        after: The answer.
         changes: Changes that were asked for.
     """
     asked = getattr(before.question, "num_micro_batches", None)

@@ -31,8 +31,8 @@ def best_first(
 
     Args:
         plans: Plans in any order.
-        seconds: step time of one.
-        ties: memory and communication of one.
+        seconds: Step time of one.
+        ties: Memory and communication of one.
         most: Number of plans to rank; the rest is in order of time alone.
     """
     left = sorted(plans, key=seconds)

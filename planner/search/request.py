@@ -23,8 +23,8 @@ class OffloadableState:
     """State that an optimizer updates in chunks, so that it may be in host memory.
 
     Attributes:
-        state: bytes of its state, by the path of the parameter that it follows.
-        params: paths of parameters that may lie there themselves.
+        state: Bytes of its state, by the path of the parameter that it follows.
+        params: Paths of parameters that may lie there themselves.
     """
 
     state: Mapping[str, int] = field(default_factory=dict)
@@ -45,31 +45,31 @@ class Request(FixedOptions):
     """Question of a search, beside the graph and the cluster; extends ``FixedOptions``.
 
     Attributes:
-        optimizer: bytes of its state.
-        state_bytes: bytes that are neither trained nor computed.
+        optimizer: Bytes of its state.
+        state_bytes: Bytes that are neither trained nor computed.
         batch_bytes: Bytes of each leaf of the global batch.
-        num_micro_batches: fixed by the user, or None for the search to choose.
-        default: strategy kind of unmarked operations (``"replicate"`` or ``"split"``),
+        num_micro_batches: Fixed by the user, or None for the search to choose.
+        default: Strategy kind of unmarked operations (``"replicate"`` or ``"split"``),
             or None to leave them to the search.
-        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
-        narrowed: only some TaskGraphs compute in 16 bits; of what is read in them, the
+        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
+        narrowed: Only some TaskGraphs compute in 16 bits; of what is read in them, the
             graph says it.
-        num_devices: devices to use.
-        mesh: axis sizes that the user fixed; others are searched.
+        num_devices: Devices to use.
+        mesh: Axis sizes that the user fixed; others are searched.
         zero: ZeRO level over ``data`` that the user fixed, or None.
         policies: Remat policies to choose from, the one that saves most first.
         hosted: Function that returns the state that the optimizer can update in chunks,
             so that it may be in host memory; called where it matters.
-        sliced: paths of parameters whose optimizer state is updated element by element,
+        sliced: Paths of parameters whose optimizer state is updated element by element,
             so that each replica can keep a slice; asked for where it matters.
-        in_flight: micro-batches whose activations are kept at once, as in a stage of a
+        in_flight: Micro-batches whose activations are kept at once, as in a stage of a
             pipeline.
         copies: Least number of copies of the model, by the marks: ``data`` × ``fsdp`` ×
             ``context`` is a multiple of it.
         estimate: Whether the plan may use features that no executor of this version
             runs.
         one_part: A stage has one part of the model: no schedule interleaves several.
-        is_part: devices are those of a stage or a replica, which hold more than a
+        is_part: Devices are those of a stage or a replica, which hold more than a
             search of them alone sees.
     """
 
@@ -108,16 +108,16 @@ class LayoutCandidate(StepOptions):
     """One evaluated plan: its ``StepOptions``, and what they come with.
 
     Attributes:
-        mesh: axis sizes, outermost first, all axes present.
+        mesh: Axis sizes, outermost first, all axes present.
         zero: ZeRO level over ``data``.
-        num_micro_batches: parts of the batch.
-        tables: compute table of each TaskGraph.
-        facts: the parameters.
-        details: works out ``layouts`` and ``collectives``.
-        time, memory: predictions.
-        wire_bytes: payload of all collectives in a step, for breaking ties.
-        fits: memory is within the device's.
-        roomy: so it is with as few micro-batches as there can be.
+        num_micro_batches: Parts of the batch.
+        tables: Compute table of each TaskGraph.
+        facts: The parameters.
+        details: Works out ``layouts`` and ``collectives``.
+        time, memory: Predictions.
+        wire_bytes: Payload of all collectives in a step, for breaking ties.
+        fits: Memory is within the device's.
+        roomy: So it is with as few micro-batches as there can be.
         sequence_parallel_seconds: Likely and least seconds of a step of this layout
             with the sequence sharded over ``tensor`` between products.
     """

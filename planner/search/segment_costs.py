@@ -40,11 +40,11 @@ class SegmentOperations:
     """A model's operations by segment, whatever their layout.
 
     Attributes:
-        units: the program.
-        analysed: the same with its logical dimensions.
-        borders: names of the parameters whose reading begins each segment but the
+        units: The program.
+        analysed: The same with its logical dimensions.
+        borders: Names of the parameters whose reading begins each segment but the
             first, in order.
-        at: the unit that each of these begins with.
+        at: The unit that each of these begins with.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Segments:
     """A model's segments in one layout.
 
     Attributes:
-        folded: its operations by segment.
-        search, scored: the layout, and the search that found it.
-        handed: seconds in which so many bytes reach the next stage.
+        folded: Its operations by segment.
+        search, scored: The layout, and the search that found it.
+        handed: Seconds in which so many bytes reach the next stage.
     """
 
     def __init__(

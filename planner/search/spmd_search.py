@@ -48,8 +48,8 @@ def analysed_for(plan: PlanData, graph: Graph) -> GraphAnalysis:
     """A graph with the TaskGraphs of a plan.
 
     Args:
-        plan: made for the same model.
-        graph: a trace of it.
+        plan: Made for the same model.
+        graph: A trace of it.
     """
     analysed = analyse_graph(graph)
     if not plan.sequence_parallel:
@@ -88,7 +88,7 @@ class ProgramCache(
     a compiler; None where there is no such program.
 
     Attributes:
-        grids: layouts that the last searches of some of them have made.
+        grids: Layouts that the last searches of some of them have made.
     """
 
     def __init__(self) -> None:
@@ -102,9 +102,9 @@ class SpmdDecision:
     """Result of a search.
 
     Attributes:
-        analysed: the graph that was searched.
-        search: the search.
-        weighed: its plans, of which the first is taken.
+        analysed: The graph that was searched.
+        search: The search.
+        weighed: Its plans, of which the first is taken.
         gap: Part of the step by which another plan of one program may be faster; None
             for a stage or a replica.
         on_paper: A clearly faster plan of one program that no executor runs, or None.
@@ -130,7 +130,7 @@ def decided_on(
         graph, cluster, request, again, known: Arguments of ``decide``, unchanged.
 
     Raises:
-        PlanError: no plan fits.
+        PlanError: No plan fits.
     """
     every = searches(graph, cluster, request, again, known)
     searched = every.found
@@ -324,7 +324,7 @@ class ProgramSearches:
         """Puts more in host memory, where with enough memory a plan may be the best.
 
         Args:
-            pairs: searches that have looked at their layouts.
+            pairs: Searches that have looked at their layouts.
         """
         plain = [pair for pair in pairs if pair[1].split is None]
         others = [pair for pair in pairs if pair[1].split is not None]
@@ -462,8 +462,8 @@ class ProgramSearches:
         """Returns searches that also shard the sequence, for a search's best plans.
 
         Args:
-            analysed, plain: the program, and its search.
-            every: all that may be the best plan, not only the likeliest.
+            analysed, plain: The program, and its search.
+            every: All that may be the best plan, not only the likeliest.
         """
         options, asked = plain.options, self.request.sequence_parallel
         if asked is False or not options.sequence or plain.has_one_sample:
@@ -578,13 +578,13 @@ def check_marks(graph: Graph, num_devices: int, stages: int = 1) -> None:
     """Refuses marks that nothing can obey.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
         num_devices: Number of devices to use.
         stages: Number of stages of a pipeline in which no stage is marked, where that
             is known.
 
     Raises:
-        PlanError: every problem is listed.
+        PlanError: Every problem is listed.
     """
     problems = Problems("the marks cannot be obeyed", DeviceCountError)
     for text in graph.undeclared_marks:
@@ -602,12 +602,12 @@ def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
     """Returns the question with the devices that marks give one copy of the model.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
         request: Other options of the question.
         stages: Number of stages of a pipeline in which no stage is marked.
 
     Raises:
-        PlanError: nothing can obey the marks; every problem is listed.
+        PlanError: Nothing can obey the marks; every problem is listed.
     """
     count = request.num_devices
     check_marks(graph, count, stages)

@@ -45,9 +45,9 @@ class StageLayout:
     """A model, or a stage's part of it, in one layout.
 
     Attributes:
-        analysed: the model.
+        analysed: The model.
         search: Search that found the layout.
-        scored: the layout.
+        scored: The layout.
     """
 
     analysed: GraphAnalysis
@@ -64,7 +64,7 @@ def laid_out(
         graph, cluster, request, known: Arguments of ``decide``, unchanged.
 
     Raises:
-        PlanError: there is none.
+        PlanError: There is none.
     """
     roomy = cluster.with_memory(ROOM * cluster.memory_bytes)
     pairs = searches(graph, roomy, request, None, known).found
@@ -83,10 +83,10 @@ class DivisibleProgram:
     """One program that may be cut, and what all plans in stages share of it.
 
     Attributes:
-        graph: the captured loss.
-        units: the same in units.
+        graph: The captured loss.
+        units: The same in units.
         known: Results of earlier searches.
-        stages: the model of each stage by where it is cut, and what searches have
+        stages: The model of each stage by where it is cut, and what searches have
             found of that.
     """
 
@@ -127,9 +127,9 @@ class ModelCut:
 
     Attributes:
         division: Operations of each part.
-        paces: about how long each takes for a micro-batch.
-        graphs: the model of each stage, and what searches have found of it.
-        grounds: the devices of each stage.
+        paces: About how long each takes for a micro-batch.
+        graphs: The model of each stage, and what searches have found of it.
+        grounds: The devices of each stage.
         allotted: Placement of the model on unlike devices; None where they are alike.
     """
 
@@ -150,8 +150,8 @@ class ModelCuts:
     """Cuts of one program, found once for each number of parts.
 
     Attributes:
-        whole: the program.
-        cluster: all devices.
+        whole: The program.
+        cluster: All devices.
         marked: ``stage`` marks say where to cut.
     """
 
@@ -172,7 +172,7 @@ class ModelCuts:
         """The model in the parts of a schedule.
 
         Args:
-            table: the schedule.
+            table: The schedule.
             request: Question for the whole model on the devices of one stage.
             reserved: Bytes of a device that belong to no layer, by the name of its
                 kind.
@@ -180,8 +180,8 @@ class ModelCuts:
                 take time of both.
 
         Raises:
-            TooFewParts: it has fewer parts.
-            PlanError: devices of unlike kinds have no whole stages.
+            TooFewParts: It has fewer parts.
+            PlanError: Devices of unlike kinds have no whole stages.
         """
         reserved = reserved or {}
         key: tuple[object, ...] = table.num_stages, table.num_chunks, hidden

@@ -32,10 +32,10 @@ class MicroBatchCost:
     """One micro-batch, and what is done once in a step.
 
     Attributes:
-        ahead: its forward pass.
-        both: forward and backward.
-        once: the update.
-        weight_share: part of the backward pass that makes gradients of parameters and
+        ahead: Its forward pass.
+        both: Forward and backward.
+        once: The update.
+        weight_share: Part of the backward pass that makes gradients of parameters and
             can be put off.
     """
 
@@ -57,7 +57,7 @@ def turn_of(
 
     Args:
         search: Search of its model.
-        scored: its layout.
+        scored: Its layout.
         ahead_rows: Rows of its forward pass; default: all of the model.
     """
     time, count = scored.time, scored.num_micro_batches
@@ -143,10 +143,10 @@ def handed_bytes(
     """Returns the bytes of some values of a micro-batch on a device of a stage.
 
     Args:
-        analysed: the model that makes or reads them.
-        scored: its layout.
-        tensors: their ids.
-        parts: micro-batches in what the model was captured with.
+        analysed: The model that makes or reads them.
+        scored: Its layout.
+        tensors: Their ids.
+        parts: Micro-batches in what the model was captured with.
     """
     graph, dims, mesh = analysed.graph, analysed.dims, scored.mesh
     homes = graph.homes() if tensors else {}
@@ -164,8 +164,8 @@ def handed_seconds(nbytes: float, mesh: Mapping[str, int], cluster: Cluster) -> 
 
     Args:
         nbytes: Bytes that each of them transfers.
-        mesh: axis sizes, with that of the stages.
-        cluster: the machine.
+        mesh: Axis sizes, with that of the stages.
+        cluster: The machine.
     """
     parts = axis_parts((STAGE,), mesh, cluster)
     return float(collective_seconds("collective-permute", int(nbytes), parts))

@@ -20,7 +20,7 @@ def copied_bytes(division: Division, chosen: Sequence[StageLayout]) -> list[int]
 
     Args:
         division: Division of the model into parts.
-        chosen: the layout of each stage.
+        chosen: The layout of each stage.
     """
     stages = len(chosen)
     result = [0.0] * stages
@@ -61,10 +61,10 @@ def exposed(
     gradients when its last one has gone.
 
     Args:
-        table: the schedule.
-        line: the same in time.
-        ahead: seconds of a forward pass at each place along the pipeline.
-        copied: seconds in which what every stage is given reaches it, and as many
+        table: The schedule.
+        line: The same in time.
+        ahead: Seconds of a forward pass at each place along the pipeline.
+        copied: Seconds in which what every stage is given reaches it, and as many
             for the gradients to go back.
     """
     before = after = 0.0

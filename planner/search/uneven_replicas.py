@@ -23,9 +23,9 @@ class SharesCase:
     """Case to evaluate: a replica of each kind, and their number.
 
     Attributes:
-        size: devices of a replica.
-        count: micro-batches of all.
-        zero: level over replicas: 1 where each keeps a slice of the optimizer's state.
+        size: Devices of a replica.
+        count: Micro-batches of all.
+        zero: Level over replicas: 1 where each keeps a slice of the optimizer's state.
     """
 
     size: int
@@ -43,11 +43,11 @@ class Replicas:
             least memory would run it alone.
         kinds: Kinds of each replica's devices.
         seconds: Seconds of a micro-batch on each replica.
-        after: seconds of a replica's update.
+        after: Seconds of a replica's update.
         exchange: Exchange between replicas, with its seconds.
         slices: Slices of the optimizer's state; None where each replica keeps all of
             it.
-        shares: micro-batches of each.
+        shares: Micro-batches of each.
     """
 
     case: SharesCase
@@ -154,7 +154,7 @@ def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> Plan
 
     Args:
         found: Evaluated replicas.
-        asked: the shares that the user wants, or None.
+        asked: The shares that the user wants, or None.
     """
     nearest = min(found, key=lambda one: one.lacks_bytes)
     if asked is not None and min(nearest.most) > 0:

@@ -16,7 +16,7 @@ class PipelineConstraints:
     """Pipeline options that the user fixed, by arguments and by ``pipeline`` marks.
 
     Attributes:
-        mesh: sizes of axes.
+        mesh: Sizes of axes.
         num_micro_batches: Number of micro-batches of one pipeline, or None.
         schedule: Pipeline schedule, or None for any.
     """
@@ -32,12 +32,12 @@ class PipelineConstraints:
         """Joins arguments and marks.
 
         Args:
-            graph: the captured loss, with its marks.
-            request: the arguments.
-            known: schedules that can be had.
+            graph: The captured loss, with its marks.
+            request: The arguments.
+            known: Schedules that can be had.
 
         Raises:
-            PlanError: two of them contradict each other, every pair is listed; or a
+            PlanError: Two of them contradict each other, every pair is listed; or a
                 pipeline asks for a schedule that cannot be had, or for micro-batches
                 into which the batch does not divide.
         """

@@ -24,14 +24,14 @@ def check_shares(
     """Refuses shares that cannot be.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
         request: Other options of the question.
-        asked: micro-batches of each replica, or of each pipeline.
+        asked: Micro-batches of each replica, or of each pipeline.
         num_devices: Number of devices of the whole mesh.
         stages: Number of stages of each pipeline; 1 for replicas without stages.
 
     Raises:
-        PlanError: they are no counts, or the devices or the batch do not divide so.
+        PlanError: They are no counts, or the devices or the batch do not divide so.
     """
     one = "replica" if stages == 1 else "pipeline"
     data, size = dict(request.mesh or {}).get(DATA), graph.batch_size
@@ -67,10 +67,10 @@ def said_of(what: str) -> Iterator[None]:
     """Says of what a problem is, where it is only that of a part of the devices.
 
     Args:
-        what: the part, in words that others may follow.
+        what: The part, in words that others may follow.
 
     Raises:
-        PlanError: as it was raised, with these words before it.
+        PlanError: As it was raised, with these words before it.
     """
     try:
         yield

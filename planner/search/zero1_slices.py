@@ -31,10 +31,10 @@ class Slices:
     """Slices of the optimizer's state.
 
     Attributes:
-        leaves: the parameters, with the layout of their state.
+        leaves: The parameters, with the layout of their state.
         state_bytes: Bytes of the optimizer's state on a device.
-        whole_bytes: the same, if every replica kept all of it.
-        gather: the parameters, gathered, and how long that takes.
+        whole_bytes: The same, if every replica kept all of it.
+        gather: The parameters, gathered, and how long that takes.
     """
 
     leaves: tuple[LeafPlan, ...]
@@ -68,7 +68,7 @@ def check_zero(request: Request) -> None:
         request: Options of the question.
 
     Raises:
-        PlanError: gradients in slices, or an optimizer or host memory that leaves
+        PlanError: Gradients in slices, or an optimizer or host memory that leaves
             nothing to cut.
     """
     if not request.zero:
@@ -116,10 +116,10 @@ def sliced(plan: PlanData, cluster: Cluster, replicas: int, request: Request) ->
         plan: Plan of one replica.
         cluster: Cluster of all replicas.
         replicas: Number of replicas.
-        request: with the bytes of the whole state.
+        request: With the bytes of the whole state.
 
     Raises:
-        PlanError: no parameter has a dimension that so many divide.
+        PlanError: No parameter has a dimension that so many divide.
     """
     mesh = {DATA: replicas, **plan.axis_sizes}
     paths = sliceable(request)

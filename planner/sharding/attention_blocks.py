@@ -28,11 +28,11 @@ def checked_attention(
     """Returns the user's choices as (TaskGraph, kind) pairs; None where there are none.
 
     Args:
-        asked: a kind for all TaskGraphs, or by the name of a TaskGraph.
-        graph: the captured loss.
+        asked: A kind for all TaskGraphs, or by the name of a TaskGraph.
+        graph: The captured loss.
 
     Raises:
-        PlanError: there is no such kind or TaskGraph; all of them.
+        PlanError: There is no such kind or TaskGraph; all of them.
     """
     if asked is None:
         return None
@@ -60,13 +60,13 @@ def check_rings(
     """Refuses what was asked for if no attention can run so.
 
     Args:
-        graph: the loss with the attention that can.
+        graph: The loss with the attention that can.
         attention: Choices of the user's.
         reasons: Reasons why the other attentions cannot run so.
-        everywhere: gives the loss with all attention that can, asked for or not.
+        everywhere: Gives the loss with all attention that can, asked for or not.
 
     Raises:
-        PlanError: there is none in blocks.
+        PlanError: There is none in blocks.
     """
     if "ring" not in dict(attention).values():
         return
@@ -99,7 +99,7 @@ def ringed(graph: Graph, kinds: Mapping[str, str]) -> frozenset[tuple[int, ...]]
     and none of them is made of parameters alone.
 
     Args:
-        graph: the captured loss, all attention as one operation each.
+        graph: The captured loss, all attention as one operation each.
         kinds: Kinds of ``KINDS``, by the name of a TaskGraph or ``"*"``.
     """
     analysed = analyse_graph(graph)

@@ -66,7 +66,7 @@ def traffic_bytes(plan: PlanData) -> Matrix:
     that, a permute all of it; an all-to-all a part to each.
 
     Args:
-        plan: with its collectives.
+        plan: With its collectives.
 
     Returns:
         ``[ranks, ranks]``, bytes from each to each.

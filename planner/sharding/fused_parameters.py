@@ -29,8 +29,8 @@ class FusedLayout:
     """Sharding of a fused parameter.
 
     Attributes:
-        inner: roles that only its readers can name, with their sizes.
-        others: roles of its dimensions that are not fused; those that storage prefers
+        inner: Roles that only its readers can name, with their sizes.
+        others: Roles of its dimensions that are not fused; those that storage prefers
             first.
     """
 
@@ -43,11 +43,11 @@ class ParameterForms:
     """Forms in which the parameters are read.
 
     Attributes:
-        weight: for every tensor, whether it depends on parameters alone.
+        weight: For every tensor, whether it depends on parameters alone.
         fused: Sharding of each fused parameter and of values made of it alone, by
             tensor id.
-        minor: roles that some reader finds only as the minor part of a dimension.
-        storage: shardable roles of the parameters, those that cover most bytes first.
+        minor: Roles that some reader finds only as the minor part of a dimension.
+        storage: Shardable roles of the parameters, those that cover most bytes first.
     """
 
     weight: tuple[bool, ...]
@@ -60,8 +60,8 @@ def reading(graph: Graph, dims: Dimensions) -> ParameterForms:
     """Finds out in which forms the parameters are read.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
+        graph: The captured loss.
+        dims: Its logical dimensions.
     """
     weight = graph.weight_tensors()
     source, read = _forms(graph, weight)
@@ -101,7 +101,7 @@ def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
     (query, key, value) and no product sums over it.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
 
     Returns:
         Number of an input to its cuts: dimension to the number of parts.
@@ -124,7 +124,7 @@ def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
     rows in one dimension hide the batch: nothing that reads them so can be sharded.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
 
     Returns:
         Their positions, and how many operations find a dimension as a minor part alone
@@ -159,9 +159,9 @@ def computed_whole(
     """Operations that find a sharded dimension as a minor part alone.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
-        sharded: roles that some axis shards.
+        graph: The captured loss.
+        dims: Its logical dimensions.
+        sharded: Roles that some axis shards.
 
     Returns:
         Role to the first of these operations, and how many there are.
@@ -275,11 +275,11 @@ def lying(
     """The layout of a parameter that computation asks for, as it can be stored.
 
     Args:
-        layout: roles of each dimension, major atom first.
-        sizes: sizes of the same atoms.
+        layout: Roles of each dimension, major atom first.
+        sizes: Sizes of the same atoms.
         fused: Sharding of the fused parameter, or None where its own dimensions serve.
-        table: the TaskGraph's table.
-        mesh: sizes of the mesh axes.
+        table: The TaskGraph's table.
+        mesh: Sizes of the mesh axes.
 
     Returns:
         Its layout under the table; of a fused one, with the axes that shard what only

@@ -85,9 +85,9 @@ def axis_roles(
     """The role that each mesh axis shards among those present.
 
     Args:
-        present: roles that stand in the tensor or the operation.
-        table: the TaskGraph's table.
-        mesh: sizes of the mesh axes, outermost first.
+        present: Roles that stand in the tensor or the operation.
+        table: The TaskGraph's table.
+        mesh: Sizes of the mesh axes, outermost first.
 
     Returns:
         Axis to role, for axes above size 1 that found one.
@@ -106,7 +106,7 @@ def major_dims(layout: Layout) -> Mapping[int, int]:
     """The dimension whose major atom each role is, the first where there are several.
 
     Args:
-        layout: roles of each dimension, major atom first.
+        layout: Roles of each dimension, major atom first.
     """
     places = reversed(list(enumerate(layout)))
     return {atoms[0]: dim for dim, atoms in places if atoms}
@@ -121,10 +121,10 @@ def spec_of(
     dimension (a PartitionSpec cannot name a minor one) and that it divides.
 
     Args:
-        layout: roles of each dimension, major atom first.
-        sizes: sizes of the same atoms.
-        table: the TaskGraph's table.
-        mesh: sizes of the mesh axes, outermost first.
+        layout: Roles of each dimension, major atom first.
+        sizes: Sizes of the same atoms.
+        table: The TaskGraph's table.
+        mesh: Sizes of the mesh axes, outermost first.
     """
     spec: list[tuple[str, ...]] = [()] * len(layout)
     major = major_dims(layout)
@@ -167,11 +167,11 @@ def extend_spec(
     """Shards one more dimension for storage, if any of the dimensions divides.
 
     Args:
-        spec: the layout so far.
-        shape: the whole tensor's shape.
-        axis: the mesh axis to add.
-        mesh: sizes of the mesh axes.
-        dims: dimensions to try, best first.
+        spec: The layout so far.
+        shape: The whole tensor's shape.
+        axis: The mesh axis to add.
+        mesh: Sizes of the mesh axes.
+        dims: Dimensions to try, best first.
 
     Returns:
         The layout with the axis behind those of the first dimension that it divides,

@@ -49,7 +49,7 @@ class AxisConstraint:
     """One dimension that the user asks an axis to shard.
 
     Attributes:
-        role: the logical dimension.
+        role: The logical dimension.
         axis: ``"tensor"`` or ``"expert"`` where metadata names it; None where a mark
             asks for a dimension and leaves the axis open.
         where: Place of the user's request, for messages.
@@ -79,8 +79,8 @@ class Limits:
     """Roles that no model axis can shard, beside the batch and unshardable ones.
 
     Attributes:
-        minor: roles that some reader of a parameter finds only as a minor atom.
-        itself: roles that meet themselves, as the sequence does in attention.
+        minor: Roles that some reader of a parameter finds only as a minor atom.
+        itself: Roles that meet themselves, as the sequence does in attention.
     """
 
     minor: frozenset[int]
@@ -113,10 +113,10 @@ def mark_pins(
     """The dimensions that ``split(axis=…)`` asks for.
 
     Args:
-        task_graph: the marked region.
-        graph: the captured loss.
-        dims: the logical dimensions.
-        present: roles that stand in the region.
+        task_graph: The marked region.
+        graph: The captured loss.
+        dims: The logical dimensions.
+        present: Roles that stand in the region.
         limits: Roles that cannot be sharded.
         problems: Collector of names that cannot be obeyed.
     """
@@ -226,9 +226,9 @@ def metadata_pins(
     computed with in shards.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
-        homes: the TaskGraph that computes with each parameter, by tensor id.
+        graph: The captured loss.
+        dims: Its logical dimensions.
+        homes: The TaskGraph that computes with each parameter, by tensor id.
         limits: Roles that cannot be sharded.
         meet: Roles that meet in one operation, by TaskGraph.
         problems: Collector of contradictions.
@@ -285,7 +285,7 @@ def _kept_pins(
     decide storage.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
         places_of: (tensor id, dimension, who asks) of each pin.
         meet: Roles that meet in one operation.
         stored: Dictionary that receives the others.
@@ -341,7 +341,7 @@ def check_together(
     """Reports pins of one region that no layout can obey together.
 
     Args:
-        pins: all of the region's.
+        pins: All of the region's.
         meet: Roles that meet in one operation.
         problems: Collector of contradictions.
     """
@@ -367,8 +367,8 @@ def unplanned_pins(
     """Notes on axes in the metadata that shard nothing because their size is 1.
 
     Args:
-        graph: the captured loss.
-        mesh: axis sizes.
+        graph: The captured loss.
+        mesh: Axis sizes.
         stages: Whether to look at the axis of the stages alone, or at all others.
     """
     idle: dict[str, list[str]] = {}

@@ -49,7 +49,7 @@ def waiting_values(graph: Graph) -> dict[int, int]:
     so does what no region is around.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
 
     Returns:
         How many copies wait there, by the tensor's id: one for each region that is
@@ -89,7 +89,7 @@ def sliced_leaves(graph: Graph) -> frozenset[int]:
     compilers cannot do of host memory.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
 
     Returns:
         Ids of their tensors.

@@ -21,10 +21,10 @@ class Slot:
     """An operand or result as its operation sees it.
 
     Attributes:
-        layout, sizes: roles and sizes of the atoms of each dimension.
-        nbytes: bytes of the whole tensor.
-        itemsize_bytes: bytes of one element.
-        differentiable: a gradient flows through it.
+        layout, sizes: Roles and sizes of the atoms of each dimension.
+        nbytes: Bytes of the whole tensor.
+        itemsize_bytes: Bytes of one element.
+        differentiable: A gradient flows through it.
         weight: Whether it depends on parameters alone.
     """
 
@@ -46,13 +46,13 @@ class Product:
     """A matrix product in roles: which of them are rows, columns and so on.
 
     Attributes:
-        m, k, n, batch: sizes, unsharded.
-        m_roles, k_roles, n_roles, batch_roles: the roles behind each.
-        dtype: numpy name of the operands' type.
+        m, k, n, batch: Sizes, unsharded.
+        m_roles, k_roles, n_roles, batch_roles: The roles behind each.
+        dtype: Numpy name of the operands' type.
         left_gradient, right_gradient: Whether that operand needs a gradient, which is
             one more product of the same FLOPs in the backward pass.
-        share: part of it that is done, below 1 where a mask hides some.
-        turned: slot of what is turned round for its weight's gradient; see
+        share: Part of it that is done, below 1 where a mask hides some.
+        turned: Slot of what is turned round for its weight's gradient; see
             ``Graph.turned``.
         zigzag: Whether rows of blockwise attention are assigned in zig-zag order.
         groups: Number of matrices of which each row meets one.
@@ -88,18 +88,18 @@ class Row:
     """Equal operations, counted.
 
     Attributes:
-        kind: the primitive.
+        kind: The primitive.
         task_graph: TaskGraph of the operations.
-        count: executions in one forward pass.
+        count: Executions in one forward pass.
         operands, results: Slots that it reads and writes.
-        product: the matrix product, or None.
-        reads, writes: slots that cross main memory when elementwise neighbours fuse.
-        reads_in_kernel, writes_in_kernel: the same where a compiler also makes one
+        product: The matrix product, or None.
+        reads, writes: Slots that cross main memory when elementwise neighbours fuse.
+        reads_in_kernel, writes_in_kernel: The same where a compiler also makes one
             kernel of a normalization of rows.
-        transcendental: every element of its result costs an exp, tanh or the like.
+        transcendental: Every element of its result costs an exp, tanh or the like.
         remat: Whether it runs again in the backward pass.
         fused: Whether it is part of a kernel that recomputes it in the backward pass.
-        scope: one place in the model, for reports.
+        scope: One place in the model, for reports.
         windows: Windows along spatial dimensions; see ``Op.windows``.
         repeats: Loops and checkpointed regions around an operation with windows, or
             None.
@@ -144,9 +144,9 @@ class Use:
     """One kind of reader of a value.
 
     Attributes:
-        view: the value as the reader sees it.
+        view: The value as the reader sees it.
         task_graph: TaskGraph of the reader.
-        present: every role of the reading operation.
+        present: Every role of the reading operation.
         readers: Number of such operations.
     """
 
@@ -161,19 +161,19 @@ class Flow:
     """Equal values on their way from what makes them to all who read them.
 
     Attributes:
-        source: the value as it is made, or as its first reader sees a leaf.
+        source: The value as it is made, or as its first reader sees a leaf.
         task_graph: TaskGraph of the value's maker.
-        present: every role of the operation that makes it; empty for a leaf.
-        reduced: roles that this operation sums over.
-        parameter: the operation computes with parameters alone.
-        uses: its readers, in program order.
+        present: Every role of the operation that makes it; empty for a leaf.
+        reduced: Roles that this operation sums over.
+        parameter: The operation computes with parameters alone.
+        uses: Its readers, in program order.
         fused: Sharding of a fused value before it is read, where that is another
             layout; or None.
         count: Number of such values in one forward pass.
-        remat: the operation runs again in the backward pass.
-        read_remat: a reader does, so that bringing the value there is repeated.
+        remat: The operation runs again in the backward pass.
+        read_remat: A reader does, so that bringing the value there is repeated.
         multiplied: Whether it is float32 and products alone read it.
-        scope: one place where it is read or made.
+        scope: One place where it is read or made.
     """
 
     source: Slot
@@ -209,10 +209,10 @@ class OperationRows:
     """All of a model's rows.
 
     Attributes:
-        ops: operations.
-        flows: values that some layout moves or sums, between operations.
+        ops: Operations.
+        flows: Values that some layout moves or sums, between operations.
         reading: Forms in which the parameters are read.
-        op_kinds, flow_kinds: a number for each of them, which those of the same
+        op_kinds, flow_kinds: A number for each of them, which those of the same
             ``Views`` share that differ in their TaskGraphs alone.
     """
 

@@ -49,9 +49,9 @@ class OptimizerBytes:
     """Optimizer state: bytes that follow a parameter, by its path, and the rest.
 
     Attributes:
-        by_path: bytes that follow a parameter.
-        other_bytes: all others.
-        operations: roots, quotients and the like that an update evaluates for each
+        by_path: Bytes that follow a parameter.
+        other_bytes: All others.
+        operations: Roots, quotients and the like that an update evaluates for each
             element of a parameter, where they take time beside memory: on CPUs.
     """
 
@@ -73,11 +73,11 @@ class LeafGroup:
 
     Attributes:
         shape: Shape of each parameter.
-        layout, sizes: their atoms.
+        layout, sizes: Their atoms.
         fused: Sharding where products see more of them than they can name, or None.
-        home: the TaskGraph that computes with them first.
-        order: dimensions that storage may shard, best first.
-        pinned: the dimension that metadata puts on ``fsdp``, or None.
+        home: The TaskGraph that computes with them first.
+        order: Dimensions that storage may shard, best first.
+        pinned: The dimension that metadata puts on ``fsdp``, or None.
         gathers: Number of gathers in a micro-batch, where they are stored in shards:
             once for each form in which the forward pass reads them, and again where the
             backward pass needs them.
@@ -87,7 +87,7 @@ class LeafGroup:
         uses: Number of operations that read all of it, slices in proportion; each has a
             gradient of its own for what it reads.
         multiplied: Whether they are float32 and products alone read them.
-        narrowed: bytes of one of them as it is read, over its stored bytes and over
+        narrowed: Bytes of one of them as it is read, over its stored bytes and over
             what ``Request.cast_bytes`` says of all: where only some TaskGraphs
             compute in 16 bits, where it is no float32, and where it is quantised; else
             1.
@@ -95,13 +95,13 @@ class LeafGroup:
         trained: Whether they have gradients and an optimizer.
         held: (dimension, mesh axis) of what metadata has stored in shards, and is
             computed with as a whole.
-        slices: a loop reads one of so many slices at a time, along the first
+        slices: A loop reads one of so many slices at a time, along the first
             dimension, and each is gathered by itself; 1 where none does.
-        looked_up: operations take some of their rows, and nothing else reads them.
-        chunked: their gradient is added up over chunks of tokens, as wide as they are
+        looked_up: Operations take some of their rows, and nothing else reads them.
+        chunked: Their gradient is added up over chunks of tokens, as wide as they are
             stored.
-        optimizer_bytes: optimizer state that follows one of them.
-        operations: roots and the like in its update; see ``OptimizerBytes``.
+        optimizer_bytes: Optimizer state that follows one of them.
+        operations: Roots and the like in its update; see ``OptimizerBytes``.
     """
 
     shape: tuple[int, ...]
@@ -144,7 +144,7 @@ class LeafGroup:
 
         Args:
             compiler: Compiler of the program.
-            selected: whether its rows are in shards; or arrays of that. What is looked
+            selected: Whether its rows are in shards; or arrays of that. What is looked
                 up among them is selected before anything multiplies it, and moves as
                 wide as it is.
         """
@@ -175,14 +175,14 @@ class LeafFacts:
     """Facts about the parameters that the search needs, computed once.
 
     Attributes:
-        tensors: the parameters.
+        tensors: The parameters.
         groups: (group, how many parameters it stands for).
-        group_of: for each parameter, the index of its group.
-        role_names: for each parameter, names of the roles of each dimension.
-        storage: roles in the order in which storage tries them.
-        common: roles that values have and parameters lack: of the batch, and those
+        group_of: For each parameter, the index of its group.
+        role_names: For each parameter, names of the roles of each dimension.
+        storage: Roles in the order in which storage tries them.
+        common: Roles that values have and parameters lack: of the batch, and those
             that meet themselves, as a sequence does.
-        optimizer_other_bytes: optimizer state that follows no parameter.
+        optimizer_other_bytes: Optimizer state that follows no parameter.
     """
 
     tensors: tuple[Tensor, ...]
@@ -212,11 +212,11 @@ class LeafFacts:
         """Collects the facts.
 
         Args:
-            graph: the captured loss.
-            dims: its logical dimensions.
+            graph: The captured loss.
+            dims: Its logical dimensions.
             reading: Forms in which the parameters are read.
-            optimizer: bytes of its state.
-            narrowed: only some TaskGraphs compute in 16 bits.
+            optimizer: Bytes of its state.
+            narrowed: Only some TaskGraphs compute in 16 bits.
             cast_bytes: Bytes of a float32 parameter in the computing type, over its
                 own.
         """
@@ -274,7 +274,7 @@ class LeafFacts:
         """The same parameters, where other TaskGraphs compute with them.
 
         Args:
-            homes: from ``weight_homes``.
+            homes: From ``weight_homes``.
         """
         pairs = zip(self.tensors, self.group_of, strict=True)
         groups, group_of = _count_equal_groups(
@@ -308,8 +308,8 @@ class LeafFacts:
 
         Args:
             layouts: Layout of each group.
-            tables: compute table of each TaskGraph.
-            mesh: axis sizes.
+            tables: Compute table of each TaskGraph.
+            mesh: Axis sizes.
         """
         summed = [
             summed_over(group, layout, tables[group.home], mesh, self.common)
@@ -348,11 +348,11 @@ def summed_over(
     """Mesh axes over which the gradient of a parameter is summed, outermost first.
 
     Args:
-        group: the parameter.
-        layout: its layouts.
-        table: compute table of the TaskGraph that reads it first.
-        mesh: axis sizes.
-        common: roles of all values: of the batch, and of the sequence.
+        group: The parameter.
+        layout: Its layouts.
+        table: Compute table of the TaskGraph that reads it first.
+        mesh: Axis sizes.
+        common: Roles of all values: of the batch, and of the sequence.
     """
     if not group.trained:
         return ()
@@ -494,7 +494,7 @@ def looked_up_tables(graph: Graph, readers: Readers | None = None) -> set[int]:
     """Ids of the parameters of which operations take some rows, and read nothing else.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
         readers: Readers of each parameter, where they are known.
     """
     if readers is None:
@@ -512,8 +512,8 @@ def are_most(some: Collection[int], params: Sequence[Tensor]) -> bool:
     """Whether some parameters hold at least half of all bytes.
 
     Args:
-        some: their ids.
-        params: all of them.
+        some: Their ids.
+        params: All of them.
     """
     here = sum(t.nbytes for t in params if t.id in some)
     return bool(some) and 2 * here >= sum(t.nbytes for t in params)
@@ -558,10 +558,10 @@ def batch_specs(
     """Layouts of the leaves of the batch, as the operations that read them first want.
 
     Args:
-        homes: from ``batch_homes``.
-        dims: the model's logical dimensions.
-        tables: compute table of each TaskGraph.
-        mesh: axis sizes.
+        homes: From ``batch_homes``.
+        dims: The model's logical dimensions.
+        tables: Compute table of each TaskGraph.
+        mesh: Axis sizes.
     """
     first = next(iter(tables))
     return tuple(
@@ -585,9 +585,9 @@ def lay_out(
 
     Args:
         facts: Facts about the parameters.
-        tables: compute table of each TaskGraph.
-        mesh: axis sizes.
-        zero: level over ``data``: 0, 1 or 2.
+        tables: Compute table of each TaskGraph.
+        mesh: Axis sizes.
+        zero: Level over ``data``: 0, 1 or 2.
     """
     out = []
     for group, _ in facts.groups:

@@ -30,14 +30,14 @@ def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
     """Returns the user's choices as (TaskGraph, precision) pairs.
 
     Args:
-        asked: a precision by the name of a TaskGraph; ``"*"`` stands for the others.
-        graph: the captured loss.
+        asked: A precision by the name of a TaskGraph; ``"*"`` stands for the others.
+        graph: The captured loss.
 
     Returns:
         Pairs of what is not ``f32``, and of exceptions from ``"*"``.
 
     Raises:
-        PlanError: there is no such precision or TaskGraph; all of them.
+        PlanError: There is no such precision or TaskGraph; all of them.
     """
     problems = Problems("precision", PlanError)
     given = dict(asked)
@@ -56,8 +56,8 @@ def read_bytes(graph: Graph, weight: Sequence[bool]) -> dict[int, float]:
     """Returns the bytes of every parameter in the widest type in which it is read.
 
     Args:
-        graph: the captured loss.
-        weight: for every tensor, whether it depends on parameters alone.
+        graph: The captured loss.
+        weight: For every tensor, whether it depends on parameters alone.
 
     Returns:
         Tensor id to a multiple of the stored bytes: above 1 where quantised weights are

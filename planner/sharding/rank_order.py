@@ -40,7 +40,7 @@ def place(traffic_bytes: Any, seconds_per_byte: Any) -> tuple[int, ...]:
         to eight devices, the first in order.
 
     Raises:
-        WhaleError: matrices that are not square, not alike, or not of finite numbers
+        WhaleError: Matrices that are not square, not alike, or not of finite numbers
             from zero up.
 
     >>> far, near = 1.0, 0.1
@@ -67,9 +67,9 @@ def cost(order: Any, traffic_bytes: Any, seconds_per_byte: Any) -> float:
     """The seconds of all that is sent, one after the other.
 
     Args:
-        order: the device of each rank.
+        order: The device of each rank.
         traffic_bytes: Bytes that each rank sends to each, as in ``place``.
-        seconds_per_byte: the same.
+        seconds_per_byte: The same.
 
     >>> cost([1, 0], [[0, 3], [0, 0]], [[0, 1], [2, 0]])
     6.0

@@ -31,8 +31,8 @@ class Region:
     """Equations that are computed again together.
 
     Attributes:
-        prefix: position of the jaxpr that holds them.
-        first, end: a half-open range of its equations.
+        prefix: Position of the jaxpr that holds them.
+        first, end: A half-open range of its equations.
         policy: Policy of the values that are saved inside.
     """
 
@@ -63,12 +63,12 @@ def checked_policies(
     """Returns the user's choices other than ``none`` as (TaskGraph, policy) pairs.
 
     Args:
-        remat: a policy for all TaskGraphs, or by the name of a TaskGraph.
-        graph: the captured loss.
-        names: checkpoint names that the model gives to values.
+        remat: A policy for all TaskGraphs, or by the name of a TaskGraph.
+        graph: The captured loss.
+        names: Checkpoint names that the model gives to values.
 
     Raises:
-        PlanError: there is no such policy, TaskGraph or checkpoint name; all of them.
+        PlanError: There is no such policy, TaskGraph or checkpoint name; all of them.
     """
     problems = Problems("remat", PlanError)
     if remat is not None and not isinstance(remat, str | Mapping):
@@ -110,7 +110,7 @@ def regions(graph: Graph, policies: Mapping[str, str]) -> tuple[Region, ...]:
     """Finds the regions to checkpoint.
 
     Args:
-        graph: the captured loss.
+        graph: The captured loss.
         policies: Policy by the name of a TaskGraph; none for absent ones.
 
     Returns:
@@ -137,9 +137,9 @@ class _Level:
     """The jaxpr in which the layers stand side by side, or whose turns they are.
 
     Attributes:
-        prefix: its position.
-        ops: for each of its equations that computes values, the operations inside.
-        starts: the equation with which each layer begins, and the end of the last.
+        prefix: Its position.
+        ops: For each of its equations that computes values, the operations inside.
+        starts: The equation with which each layer begins, and the end of the last.
         parts: Whether the parts belong to a model without layers.
     """
 

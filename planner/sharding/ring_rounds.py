@@ -31,9 +31,9 @@ class Ring:
     """The rounds of an attention over some devices.
 
     Attributes:
-        size: devices.
+        size: Devices.
         row_size, column_size: Size of one block.
-        rows, columns: for each device the blocks that it holds, in their order there.
+        rows, columns: For each device the blocks that it holds, in their order there.
         zigzag: Whether the order of blocks is zig-zag, not that of the sequence.
         seen: ``bool[rows, columns]``: the pairs of blocks that no mask hides.
         counts: ``[device, round]``: how many of them a device computes.
@@ -74,9 +74,9 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
     """Assigns the blocks of an attention to rounds.
 
     Args:
-        num_rows, num_columns: lengths of the sequence of queries and of that of keys;
+        num_rows, num_columns: Lengths of the sequence of queries and of that of keys;
             ``size`` divides them.
-        size: devices.
+        size: Devices.
         hidden: Function that tells which blocks a mask hides.
 
     >>> causal = ring(16, 16, 2, lambda a, b: ~np.tri(a, b, dtype=bool))
@@ -115,7 +115,7 @@ def busiest_share(
 
     Args:
         num_rows, num_columns, size: Arguments of ``ring``, unchanged.
-        causal: the mask hides what comes later; if not, there is none.
+        causal: The mask hides what comes later; if not, there is none.
 
     >>> busiest_share(16, 16, 2, causal=True)
     (4, 4, 0.625)

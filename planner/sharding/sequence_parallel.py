@@ -28,9 +28,9 @@ class SequenceSplit:
     """A graph whose TaskGraphs are split in two.
 
     Attributes:
-        graph: the same operations; new TaskGraphs stand behind the others.
+        graph: The same operations; new TaskGraphs stand behind the others.
         parents: TaskGraph between products to the one that it is part of.
-        shared: the roles that ``tensor`` shards in the products.
+        shared: The roles that ``tensor`` shards in the products.
     """
 
     graph: Graph
@@ -44,7 +44,7 @@ class SequenceSplit:
 
         Args:
             tables: Tables of the other TaskGraphs.
-            batch: the batch roles.
+            batch: The batch roles.
             sequence: Roles that ``tensor`` shards between products.
         """
         result = dict(tables)
@@ -67,9 +67,9 @@ def split_between(
     """Separates operations on the batch that hold none of some roles.
 
     Args:
-        graph: the captured loss, experts set apart.
-        dims: its logical dimensions.
-        shared: the roles.
+        graph: The captured loss, experts set apart.
+        dims: Its logical dimensions.
+        shared: The roles.
     """
     return next(splits_between(graph, dims, [shared]))
 
@@ -81,7 +81,7 @@ def splits_between(
 
     Args:
         graph, dims: Arguments of ``split_between``, unchanged.
-        several: the sets.
+        several: The sets.
     """
     several = [*several]
     if not several:

@@ -54,9 +54,9 @@ class Choice:
         task_graph: Number of the TaskGraph.
         strategy: ``replicate``, ``split`` or None where it is free.
         devices: Number of devices that a ``split`` asks for, or None.
-        sets: sets of roles that one axis may shard together, best guess first.
-        experts: roles that the ``expert`` axis may shard here.
-        pins: dimensions that the user asks for.
+        sets: Sets of roles that one axis may shard together, best guess first.
+        experts: Roles that the ``expert`` axis may shard here.
+        pins: Dimensions that the user asks for.
     """
 
     task_graph: int
@@ -87,13 +87,13 @@ class Options:
 
     Attributes:
         choices: Choices by the index of the TaskGraph.
-        batch: the batch roles.
-        sequence: roles that the ``context`` axis shards: those that meet themselves.
+        batch: The batch roles.
+        sequence: Roles that the ``context`` axis shards: those that meet themselves.
         space: Roles that each spatial axis may shard.
-        minor: roles that some reader of a parameter finds only as a minor atom; no
+        minor: Roles that some reader of a parameter finds only as a minor atom; no
             PartitionSpec can name them there.
         sizes: Sizes of all roles, by index.
-        homes: the TaskGraph that computes with each parameter, by tensor id.
+        homes: The TaskGraph that computes with each parameter, by tensor id.
         stored: Stored (dimension, mesh axis) pairs of tensors whose operations need all
             of them, by tensor id.
     """
@@ -150,9 +150,9 @@ class Options:
         that this axis would divide, where it cannot. Others use the axis.
 
         Args:
-            tables: one for each TaskGraph.
-            mesh: axis sizes.
-            batch: samples of a micro-batch.
+            tables: One for each TaskGraph.
+            mesh: Axis sizes.
+            batch: Samples of a micro-batch.
 
         Returns:
             The tables, or None where there are none.
@@ -212,8 +212,8 @@ def sharded_by_split(options: Options, mesh: Mapping[str, int]) -> str:
     """Returns the reason why a mesh cannot serve the marks, or an empty text.
 
     Args:
-        options: the choices.
-        mesh: axis sizes.
+        options: The choices.
+        mesh: Axis sizes.
     """
     model = mesh["tensor"] * mesh["expert"]
     free = [c for c in options.choices.values() if c.strategy != "replicate"]
@@ -239,13 +239,13 @@ def choices(
     """Work out what each TaskGraph may do.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
-        rows: its cost rows.
-        default: strategy of unmarked operations, or None.
+        graph: The captured loss.
+        dims: Its logical dimensions.
+        rows: Its cost rows.
+        default: Strategy of unmarked operations, or None.
 
     Raises:
-        PlanError: a ``split`` names a dimension that does not exist there, or hints
+        PlanError: A ``split`` names a dimension that does not exist there, or hints
             contradict each other; every problem is listed.
     """
     problems = Problems("the hints cannot be obeyed", PlanError)

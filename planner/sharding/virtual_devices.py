@@ -27,8 +27,8 @@ class VirtualDevice:
     """The devices of one TaskGraph.
 
     Attributes:
-        task_graph: its name.
-        replicas: for each replica of the TaskGraph, the physical device numbers.
+        task_graph: Its name.
+        replicas: For each replica of the TaskGraph, the physical device numbers.
     """
 
     task_graph: str
@@ -40,9 +40,9 @@ class _Places:
     """One model replica: which of its devices each stage has.
 
     Attributes:
-        needed: devices of one replica.
-        starts: first device of each stage inside the replica.
-        widths: devices of each stage; under the empty key, of what stands in none: the
+        needed: Devices of one replica.
+        starts: First device of each stage inside the replica.
+        widths: Devices of each stage; under the empty key, of what stands in none: the
             whole replica, or one stage where none is marked.
     """
 
@@ -57,15 +57,15 @@ def virtual_devices(
     """Assigns devices to TaskGraphs in sequence.
 
     Args:
-        task_graphs: the marked TaskGraphs, in program order.
-        num_devices: physical devices.
+        task_graphs: The marked TaskGraphs, in program order.
+        num_devices: Physical devices.
 
     Returns:
         One entry for each TaskGraph, in the same order. A TaskGraph that asks for fewer
         devices than the stage or model replica around it is repeated inside it.
 
     Raises:
-        PlanError: more devices asked than there are, or a count that does not divide
+        PlanError: More devices asked than there are, or a count that does not divide
             them; every problem is listed.
     """
     problems = Problems("the marks do not fit the devices", PlanError)
@@ -95,8 +95,8 @@ def check_devices(
     """Reports device counts that are not available.
 
     Args:
-        task_graphs: the marked TaskGraphs, in program order.
-        num_devices: physical devices.
+        task_graphs: The marked TaskGraphs, in program order.
+        num_devices: Physical devices.
         problems: Collector of the errors.
         stages: Number of stages of a pipeline in which no stage is marked, where that
             is known.
@@ -150,8 +150,8 @@ def copies(task_graphs: Sequence[TaskGraph], num_devices: int, stages: int = 1) 
     """Returns the least number of copies of the model that the marks allow.
 
     Args:
-        task_graphs: the marked TaskGraphs; ``check_devices`` finds no fault with them.
-        num_devices: physical devices.
+        task_graphs: The marked TaskGraphs; ``check_devices`` finds no fault with them.
+        num_devices: Physical devices.
         stages: Number of stages of a pipeline in which no stage is marked.
 
     Returns:

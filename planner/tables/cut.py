@@ -192,7 +192,7 @@ def choose_cut(
         device_bytes: Memory for tables of all devices of the dense part.
 
     Raises:
-        NothingFits: both sections together cannot hold the tables.
+        NothingFits: Both sections together cannot hold the tables.
     """
     found: dict[int, tuple[float, tuple[TableCost, ...]]] = {}
     size = sum(cost.nbytes for cost in costs)

@@ -89,7 +89,7 @@ def place_tables(
         seconds: Time after which the integer program gives the best placement so far.
 
     Raises:
-        PlanError: nothing fits, pins contradict each other, or an argument is wrong.
+        PlanError: Nothing fits, pins contradict each other, or an argument is wrong.
 
     >>> tables = [Table(name="user", rows=1_000_000, width=64),
     ...           Table(name="item", rows=50_000, width=64)]

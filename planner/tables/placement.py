@@ -119,7 +119,7 @@ class TablePlacement:
             table: Name of the table.
 
         Raises:
-            PlanError: there is no such table.
+            PlanError: There is no such table.
         """
         found = tuple(shard for shard in self.shards if shard.table == table)
         if not found:
@@ -144,7 +144,7 @@ class TablePlacement:
             table: Name of the table.
 
         Raises:
-            PlanError: there is no such table.
+            PlanError: There is no such table.
         """
         shards = self.shards_of(table)
         number = next(i for i, t in enumerate(self.tables) if t.name == table)

@@ -80,7 +80,7 @@ def placement_of(data: Any) -> TablePlacement:
         data: JSON data.
 
     Raises:
-        PlanError: it is none, or its shards are not those of its tables.
+        PlanError: It is none, or its shards are not those of its tables.
     """
     try:
         record: PlacementRecord = decode(PlacementRecord, data, "tables.placement")

@@ -113,7 +113,7 @@ def place_in_sections(
         wanted: Settings of the two sections.
 
     Raises:
-        PlanError: nothing fits, or what is asked for contradicts itself.
+        PlanError: Nothing fits, or what is asked for contradicts itself.
     """
     fixed = _fixed(tables, devices, wanted)
     costs = table_costs(tables, processes, devices, batch_size, fixed)

@@ -16,7 +16,7 @@ def abstract_model(job: Job) -> Any:
     """Shapes of a job's model; no array is made and no device is touched.
 
     Args:
-        job: its ``make_model`` takes a key or nothing.
+        job: Its ``make_model`` takes a key or nothing.
     """
 
     def build() -> Any:

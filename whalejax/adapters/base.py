@@ -58,19 +58,19 @@ class Adapter:
 
     Attributes:
         kind: Kind of the user's model.
-        params: pytree of the trained leaves, real or abstract.
-        rest: pytree of all other leaves: statistics, random keys, frozen weights.
-        param_paths: dotted path of each trained leaf, in flatten order.
-        rest_paths: dotted path of each other leaf, in flatten order.
-        names: for each trained leaf, the logical name of each dimension, or None.
-        pinned: for each trained leaf, the mesh axes that the user fixed for each
+        params: Pytree of the trained leaves, real or abstract.
+        rest: Pytree of all other leaves: statistics, random keys, frozen weights.
+        param_paths: Dotted path of each trained leaf, in flatten order.
+        rest_paths: Dotted path of each other leaf, in flatten order.
+        names: For each trained leaf, the logical name of each dimension, or None.
+        pinned: For each trained leaf, the mesh axes that the user fixed for each
             dimension (several joined by ``+``), or None.
-        called: for each trained leaf, the model's own names of those mesh axes.
-        rest_names, rest_pinned, rest_called: the same for each other leaf.
+        called: For each trained leaf, the model's own names of those mesh axes.
+        rest_names, rest_pinned, rest_called: The same for each other leaf.
         short: Number of missing names, by the paths of leaves whose metadata does not
             name all dimensions, whichever these are; the names are at the first
             dimensions.
-        takes_rng: the loss function wants a random key of its own.
+        takes_rng: The loss function wants a random key of its own.
         compute_dtype: Type to which float32 weights, trained or not, and batches are
             cast before the loss sees them; None leaves the model's own types.
     """
@@ -96,17 +96,17 @@ class Adapter:
         """The user's loss.
 
         Args:
-            params: trained leaves, in the structure of ``params``.
-            rest: other leaves, in the structure of ``rest``.
+            params: Trained leaves, in the structure of ``params``.
+            rest: Other leaves, in the structure of ``rest``.
             batch: Batch that the loss function takes.
-            rng: a random key, where the loss function takes one.
+            rng: A random key, where the loss function takes one.
 
         Returns:
             Total and weight as scalar arrays (weight 1 for a plain mean), metrics, and
             the rest as the call left it, in the structure of ``rest``.
 
         Raises:
-            WhaleError: the return value is no loss, or the rest changed its form.
+            WhaleError: The return value is no loss, or the rest changed its form.
         """
         used = rest
         if self.compute_dtype is not None:
@@ -171,8 +171,8 @@ class Adapter:
         """The model in the user's own type, from its two parts.
 
         Args:
-            params, rest: the parts.
-            modes: from ``modes_of``; those of the adapted model if left out.
+            params, rest: The parts.
+            modes: From ``modes_of``; those of the adapted model if left out.
         """
         model = self._form.rebuild(params, rest)
         if modes:
@@ -206,7 +206,7 @@ class Adapter:
                 module.
 
         Raises:
-            WhaleError: it is another model; the first leaf that differs is named.
+            WhaleError: It is another model; the first leaf that differs is named.
         """
         params, rest = self._form.take_apart(model)
         return (
@@ -223,7 +223,7 @@ class Adapter:
 
         Args:
             rest: Non-trainable state, in the structure of ``rest``.
-            number: integer scalar.
+            number: Integer scalar.
         """
         return jax.tree.map(lambda leaf: fold_key(leaf, number), rest)
 
@@ -244,19 +244,19 @@ def adapt(
     """Brings a model and its loss into the one shape.
 
     Args:
-        model: an NNX module, a Linen module's variables (a mapping with ``params``),
+        model: An NNX module, a Linen module's variables (a mapping with ``params``),
             or any pytree; leaves may be abstract.
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
         trainable: Selection of trained parameters, where that is not every
             ``nnx.Param``, every leaf of ``params``, or every floating-point leaf: glob
             patterns of dotted paths, a predicate on the dotted path, or (NNX) a filter.
-        axis_names: the user's names of mesh axes, mapped to ours.
+        axis_names: The user's names of mesh axes, mapped to ours.
 
     Returns:
         The adapter; nothing is computed.
 
     Raises:
-        WhaleError: nothing is trained, a pattern matches nothing, the loss function
+        WhaleError: Nothing is trained, a pattern matches nothing, the loss function
             has another signature, or the metadata names a mesh axis that is not ours.
 
     >>> import jax.numpy as jnp
@@ -373,7 +373,7 @@ def wants_key(make_model: Callable[..., Any]) -> bool:
     """Whether a function that makes a model is to be given a random key.
 
     Args:
-        make_model: takes a key as its one required argument, or under a name such as
+        make_model: Takes a key as its one required argument, or under a name such as
             ``rng`` or ``key``; or nothing.
     """
     # Of a class its own constructor says it, whatever its metaclass takes.

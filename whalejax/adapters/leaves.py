@@ -106,8 +106,8 @@ def cast_back(after: Any, used: Any, before: Any, computed: Any) -> Any:
     Args:
         after: State after a call.
         used: Inputs of the call; state that it left unchanged comes back uncast.
-        before: the same before any cast.
-        computed: the float type of the computation.
+        before: The same before any cast.
+        computed: The float type of the computation.
     """
     given = dict(
         zip(
@@ -161,7 +161,7 @@ def conformed(paths: Sequence[str], before: Any, after: Any) -> Any:
     """``after`` in the very structure of ``before``.
 
     Raises:
-        WhaleError: a leaf is gone, new, or of another shape or dtype.
+        WhaleError: A leaf is gone, new, or of another shape or dtype.
     """
     problems = Problems("model")
     for path, change in differences(paths, before, after):
@@ -176,7 +176,7 @@ def same_model(paths: Sequence[str], before: Any, after: Any) -> Any:
     """Leaves of a model that was built, in the structure of those that were planned.
 
     Raises:
-        WhaleError: a leaf is gone, new, or of another shape or dtype.
+        WhaleError: A leaf is gone, new, or of another shape or dtype.
     """
     refuse_other(" ".join(pair) for pair in differences(paths, before, after))
     return _ordered(paths, before, after)
@@ -186,7 +186,7 @@ def refuse_other(differing: Iterable[str]) -> None:
     """Raises for a model that is not the one that was planned, if anything differs.
 
     Args:
-        differing: leaves with what is the matter with each.
+        differing: Leaves with what is the matter with each.
     """
     first, *others = (*differing, "")
     if first:

@@ -26,9 +26,9 @@ class LeafMetadata:
     """Metadata of one leaf.
 
     Attributes:
-        names: logical name of each dimension, or None.
-        pinned: mesh axes that each dimension is fixed to, joined by ``+``, or None.
-        called: the model's own names of these axes, in the same order.
+        names: Logical name of each dimension, or None.
+        pinned: Mesh axes that each dimension is fixed to, joined by ``+``, or None.
+        called: The model's own names of these axes, in the same order.
     """
 
     names: DimensionTexts
@@ -46,10 +46,10 @@ def read_metadata(
     """Names and pinned axes of the dimensions of every leaf.
 
     Args:
-        paths: dotted paths of the leaves, in flatten order.
-        params: the leaves.
-        metadata: a leaf's box or mapping of metadata by its path, or None.
-        axis_names: the user's names of mesh axes, mapped to ours.
+        paths: Dotted paths of the leaves, in flatten order.
+        params: The leaves.
+        metadata: A leaf's box or mapping of metadata by its path, or None.
+        axis_names: The user's names of mesh axes, mapped to ours.
         problems: Collector of too many names, foreign mesh axes and names that occur
             nowhere.
     """

@@ -93,7 +93,7 @@ class NnxForm:
         """The same with the module in evaluation mode; None where that is no other.
 
         Raises:
-            WhaleError: the module's ``eval`` changes what variables it has.
+            WhaleError: The module's ``eval`` changes what variables it has.
         """
         flat = nnx.from_flat_state([*self._variables.items()])
         model = nnx.merge(self._graph, flat)

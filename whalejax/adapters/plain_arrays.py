@@ -21,11 +21,11 @@ def refuse_arrays_without_values(model: Any, variables: Mapping[Any, Any]) -> No
     """Raises if modules hold arrays without values beside their variables.
 
     Args:
-        model: a module, or a container of some.
-        variables: its variables and arrays, as Flax finds them.
+        model: A module, or a container of some.
+        variables: Its variables and arrays, as Flax finds them.
 
     Raises:
-        WhaleError: every attribute that holds one, and what to give.
+        WhaleError: Every attribute that holds one, and what to give.
     """
     known = {id(value) for value in variables.values()}
     problems = Problems("model")

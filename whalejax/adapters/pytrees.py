@@ -32,7 +32,7 @@ class Form(Protocol):
     """Operations that differ between the three kinds of model.
 
     Attributes:
-        frozen: dotted paths in the rest of weights that ``trainable`` left out.
+        frozen: Dotted paths in the rest of weights that ``trainable`` left out.
     """
 
     frozen: frozenset[str]

@@ -29,7 +29,7 @@ def refuse_training_states(model: Any) -> None:
         model: Model that the user gave.
 
     Raises:
-        WhaleError: every such part, with what to give in its place.
+        WhaleError: Every such part, with what to give in its place.
     """
     problems = Problems("model")
     for path, node in _suspects(model):

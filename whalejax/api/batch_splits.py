@@ -57,8 +57,8 @@ class SplitRules:
         """Refuses what cannot be, before anything is searched.
 
         Raises:
-            PlanError: an option without effect, or that nothing can have.
-            DependentSamplesError: parts are asked for that the loss does not allow.
+            PlanError: An option without effect, or that nothing can have.
+            DependentSamplesError: Parts are asked for that the loss does not allow.
         """
         problems = Problems("the batch", PlanError)
         for text in self._problems():
@@ -106,7 +106,7 @@ class SplitRules:
         """The group that stays together in parts that are proven.
 
         Raises:
-            DependentSamplesError: they are not.
+            DependentSamplesError: They are not.
         """
         proven = self.loss().independence(split.part, self.whole, self.group_size)
         if not proven.proven:
@@ -121,7 +121,7 @@ class SplitRules:
                 is taken alone.
 
         Raises:
-            DependentSamplesError: the loss allows no parts, and none were asked for but
+            DependentSamplesError: The loss allows no parts, and none were asked for but
                 nothing else can be planned; or they were asked for.
         """
         told: dict[int, list[warnings.WarningMessage]] = {}

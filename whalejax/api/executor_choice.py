@@ -75,18 +75,18 @@ def decider(
     """Returns the search for a model's executor, and its request.
 
     Args:
-        programs: the loss, as written and otherwise.
+        programs: The loss, as written and otherwise.
         request: Options of the question.
         runnable: Whether plans that cannot run are excluded.
-        uneven: whether replicas take shares of their own, and which.
-        allow_idle: some devices may be left without work.
+        uneven: Whether replicas take shares of their own, and which.
+        allow_idle: Some devices may be left without work.
 
     Returns:
         The search, and what is asked of it: where there are stages, of the devices of
         one.
 
     Raises:
-        PlanError: what is asked of a pipeline contradicts itself or cannot run.
+        PlanError: What is asked of a pipeline contradicts itself or cannot run.
     """
     known = programs.known
     if not runnable:
@@ -138,9 +138,9 @@ def space_problems(
     """Spatial axes beside what no executor runs with them, and what to leave out.
 
     Args:
-        mesh: axis sizes that are fixed.
-        stages: the model is cut into stages.
-        uneven: replicas take shares of their own.
+        mesh: Axis sizes that are fixed.
+        stages: The model is cut into stages.
+        uneven: Replicas take shares of their own.
     """
     space = fixed_space(mesh)
     given = " × ".join(f"{axis} {size}" for axis, size in space.items())
@@ -213,7 +213,7 @@ def _estimates(
 
     Args:
         programs, graph, cluster, request, options: Arguments of every search.
-        best: the best plan that runs, or None.
+        best: The best plan that runs, or None.
     """
     asked, requested_pipeline = _requested_pipeline(graph, request)
     mesh = dict(asked.mesh)
@@ -317,9 +317,9 @@ class _Staging:
     """Plans in stages, by the executor that can run them.
 
     Attributes:
-        programs: the loss.
-        asked: the pipeline that is asked for.
-        uneven: whether several pipelines side by side may take unlike shares, or those
+        programs: The loss.
+        asked: The pipeline that is asked for.
+        uneven: Whether several pipelines side by side may take unlike shares, or those
             that are asked for.
         known_seconds: Step time of a plan that is known already.
     """
@@ -372,7 +372,7 @@ class _Staging:
         """One program for all devices, or stages where these are clearly faster.
 
         Args:
-            one_program: makes the plan without stages.
+            one_program: Makes the plan without stages.
         """
 
         def plan_with_fewer_idle(
@@ -451,7 +451,7 @@ class _Staging:
         """Replicas, or pipelines where these are clearly faster or all that fits.
 
         Args:
-            shares: makes the plan of replicas.
+            shares: Makes the plan of replicas.
         """
 
         def search_again(
@@ -588,7 +588,7 @@ class _Staging:
         """The fastest plan that obeys most of the axes that the metadata names.
 
         Args:
-            search: makes the plan without stages.
+            search: Makes the plan without stages.
             graph, cluster, request, options: Arguments of every search.
         """
         named = pinned_axes(graph)
@@ -686,7 +686,7 @@ def _fastest(
     """The fastest plan, which remembers the others.
 
     Args:
-        found: the plans.
+        found: The plans.
         problem: Error to raise where there is no plan.
         best: Plan to choose; default: the fastest.
     """

@@ -67,7 +67,7 @@ class Feed:
     an iterator with ``get_state`` and ``set_state``, as grain's have.
 
     Attributes:
-        step: the number of the step that comes next.
+        step: The number of the step that comes next.
 
     Example:
         >>> import numpy as np
@@ -91,7 +91,7 @@ class Feed:
         """Prepares the feed; nothing is read yet.
 
         Args:
-            source: the samples, pytrees of arrays without a batch dimension: by number,
+            source: The samples, pytrees of arrays without a batch dimension: by number,
                 or any iterable of them.
             batch_size: Number of samples in a global batch. What is left of an epoch
                 when no whole batch is left is not seen in that epoch.
@@ -99,17 +99,17 @@ class Feed:
                 batch when the step is about to be called: shares may have changed.
             seed: Seed of the order, another one in every epoch; None keeps the order.
                 An iterable's order is its own.
-            first: the step that comes next, counted from 0, all of this batch size.
-            first_sample: instead of it, how many samples were given before, whatever
+            first: The step that comes next, counted from 0, all of this batch size.
+            first_sample: Instead of it, how many samples were given before, whatever
                 the batch size was then: ``state.samples``, and not None, as a state
                 has it that lost the count. An epoch counts as many as it gives at this
                 batch size; where another one left out more of it or less,
                 ``get_state`` knows the place in a later epoch exactly.
-            epochs: after so many it ends; None goes on for ever, with an iterator that
+            epochs: After so many it ends; None goes on for ever, with an iterator that
                 can be read once until it ends.
 
         Raises:
-            WhaleError: sizes that cannot be; every problem is listed.
+            WhaleError: Sizes that cannot be; every problem is listed.
         """
         problems = Arguments("Feed")
         _check_source(problems, source, seed)
@@ -152,7 +152,7 @@ class Feed:
         state.
 
         Raises:
-            WhaleError: the source's iterator cannot say where it stands.
+            WhaleError: The source's iterator cannot say where it stands.
         """
         if _numbered(self._source):
             epoch, place = self._place()
@@ -178,11 +178,11 @@ class Feed:
         """Goes on where another feed of the same source stood.
 
         Args:
-            state: from ``get_state``; the other feed's batches may have been of another
+            state: From ``get_state``; the other feed's batches may have been of another
                 size.
 
         Raises:
-            WhaleError: it is of a source of another kind, or of none.
+            WhaleError: It is of a source of another kind, or of none.
         """
         if not isinstance(state, Mapping) or "step" not in state:
             raise WhaleError(
@@ -221,7 +221,7 @@ class Feed:
         """A step, and the epoch and the place in it of its first sample.
 
         Args:
-            samples: given before it, all in batches of this size or of another.
+            samples: Given before it, all in batches of this size or of another.
         """
         if not samples or not _numbered(self._source):
             return 0, 0, 0
@@ -379,7 +379,7 @@ def _from_text(state: Any) -> Any:
     """Converts the text of ``_as_text`` back.
 
     Raises:
-        WhaleError: the text is none of bytes.
+        WhaleError: The text is none of bytes.
     """
     if not (isinstance(state, Mapping) and set(state) == {_BYTES}):
         return state

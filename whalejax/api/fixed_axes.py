@@ -30,7 +30,7 @@ def check_axes(mesh: Mapping[str, int] | None) -> None:
         mesh: Mesh axes that the user fixes, or None.
 
     Raises:
-        PlanError: every axis and size that there cannot be.
+        PlanError: Every axis and size that there cannot be.
     """
     if mesh is None:
         return
@@ -63,12 +63,12 @@ def check_mesh(
 
     Args:
         mesh: Mesh axes that the user fixes.
-        num_devices: there are.
-        allow_idle: some may be left without work.
+        num_devices: There are.
+        allow_idle: Some may be left without work.
         axes: Axes that the search gives sizes to where they are left open.
 
     Raises:
-        PlanError: which axis, the numbers, and what would do.
+        PlanError: Which axis, the numbers, and what would do.
     """
     used = math.prod(mesh.values())
     shape = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
@@ -108,7 +108,7 @@ def split_notes(plan: Plan) -> list[str]:
     split.
 
     Args:
-        plan: for devices of one or of several kinds.
+        plan: For devices of one or of several kinds.
     """
     every = [
         plan,
@@ -141,13 +141,13 @@ def uneven_shares(
 
     Args:
         shares: Shares that the user gives; ``plan_settings`` has checked their type.
-        mixed: devices are of several kinds.
+        mixed: Devices are of several kinds.
         runnable: Whether plans that cannot run are excluded.
-        allow_idle: some devices may be left without work.
-        whole: the batch is one micro-batch, because its samples are not independent.
+        allow_idle: Some devices may be left without work.
+        whole: The batch is one micro-batch, because its samples are not independent.
 
     Raises:
-        PlanError: shares that are none, or that something else rules out.
+        PlanError: Shares that are none, or that something else rules out.
     """
     # One program runs on one kind; estimates are set beside what runs.
     if shares is None:

@@ -26,11 +26,11 @@ def first_batch(job: Job, size: int | None) -> Any:
     """A job's first global batch.
 
     Args:
-        job: makes it.
-        size: samples, or None for the job's own number.
+        job: Makes it.
+        size: Samples, or None for the job's own number.
 
     Raises:
-        WhaleError: it has no room in this host's memory.
+        WhaleError: It has no room in this host's memory.
     """
     try:
         return job.batch_at(0, size)
@@ -62,7 +62,7 @@ def make_plan(
         job, model, batch, cluster: Job, model, batch and cluster to plan.
         source: Name of the job on the command line and its options, which the plan
             keeps.
-        settings: others of ``wh.plan``.
+        settings: Others of ``wh.plan``.
     """
     settings = {**split_settings(job), **settings}
     request = PlanRequest(optimizer=job.optimizer, cluster=cluster, **settings)
@@ -88,10 +88,10 @@ def search_plans(
 
     Args:
         job: Job to plan.
-        clusters: their texts.
-        batch: samples of the global batch, or None for the job's own number.
+        clusters: Their texts.
+        batch: Samples of the global batch, or None for the job's own number.
         prices, each: Arguments of ``wh.search``, unchanged.
-        settings: others of ``wh.plan``.
+        settings: Others of ``wh.plan``.
     """
     return find_plans(
         job.loss_fn,

@@ -14,8 +14,8 @@ def loss_notes(captured: Captured, found: Plan) -> list[str]:
     """State that samples change, axes that the loss names, and what is averaged.
 
     Args:
-        captured: the loss.
-        found: its plan.
+        captured: The loss.
+        found: Its plan.
     """
     changing = _changing_note(captured.changing, found.num_micro_batches)
     axes = _axes_note(captured.axes)

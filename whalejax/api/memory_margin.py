@@ -46,8 +46,8 @@ def without_margin(cluster: Cluster, margin: float) -> Cluster:
     """A cluster whose devices have the memory that plans may fill by prediction.
 
     Args:
-        cluster: the devices as they are.
-        margin: part of the predicted memory that is kept free on top; 0 keeps none.
+        cluster: The devices as they are.
+        margin: Part of the predicted memory that is kept free on top; 0 keeps none.
     """
     if not margin:
         return cluster
@@ -68,7 +68,7 @@ def with_margin_said(
 
     Args:
         error: Error of a search in the memory without the margin.
-        cluster: the devices as they are.
+        cluster: The devices as they are.
         margin: Fraction of memory that was left free.
     """
     if not margin or error.what != "device memory":
@@ -143,7 +143,7 @@ def with_devices(plan: Plan, cluster: Cluster) -> Plan:
     """A plan, and those of its stages and pipelines, for devices as they are.
 
     Args:
-        plan: made with a margin.
+        plan: Made with a margin.
         cluster: Cluster whose kinds have all their memory.
     """
     return _with_memory(plan, {k.name: k.memory_bytes for k in cluster.kinds})
@@ -180,12 +180,12 @@ def accepted(
     prediction for the refused one was too low.
 
     Args:
-        plan: the first choice.
-        verify: compiles a plan; gives a ``Verification``.
-        again: plans once more, with a margin.
+        plan: The first choice.
+        verify: Compiles a plan; gives a ``Verification``.
+        again: Plans once more, with a margin.
 
     Raises:
-        PlanError: the plan cannot be compiled, or the compiler refused every plan that
+        PlanError: The plan cannot be compiled, or the compiler refused every plan that
             was made.
     """
     refused: list[str] = []

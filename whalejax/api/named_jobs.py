@@ -56,11 +56,11 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
     """The job that the command line names.
 
     Args:
-        name: a reference model, or ``file.py:function``.
+        name: A reference model, or ``file.py:function``.
         options: Options of the model, or arguments of the function.
 
     Raises:
-        WhaleError: there is no such model, file or function, or it makes no job.
+        WhaleError: There is no such model, file or function, or it makes no job.
 
     >>> find_job("mlp").name
     'mlp'
@@ -99,7 +99,7 @@ def named_values(
         example: Example of a word, for the message.
 
     Raises:
-        WhaleError: a word without ``=``, or a name twice; all of them.
+        WhaleError: A word without ``=``, or a name twice; all of them.
 
     >>> named_values(["layers=2", "annotated=false", "dtype=bfloat16"])
     {'layers': 2, 'annotated': False, 'dtype': 'bfloat16'}

@@ -203,7 +203,7 @@ def plan(
             processes of its own.
         times: Measured times of these two sections, ``step.report().times``. None
             predicts them.
-        in_processes: paths of the tables in these processes, where you fix them; the
+        in_processes: Paths of the tables in these processes, where you fix them; the
             others are then on the devices. None lets the planner choose.
 
     Returns:

@@ -120,20 +120,20 @@ class PlanRequest(PlanSettings):
     Args:
         optimizer, cluster: Optimizer and cluster of the plan; None is no optimizer, and
             the devices of this process.
-        mesh, num_micro_batches, zero, shares, precision, default: choices that are
+        mesh, num_micro_batches, zero, shares, precision, default: Choices that are
             fixed; what is None is left to the planner. So are options of how a step is
             computed, such as what is computed again: the fields of ``UserOptions``.
         allow_idle, runnable: Limits on the plans that are accepted.
         group_size, per_micro_batch, sync_batch_stats: Rules on the division of the
             batch.
         axis_names, trainable, batch_axes: Reading of the model and its batch.
-        compiler_options: options of XLA that the step is compiled with.
-        margin: part of the predicted memory that plans leave free, below 1.
-        verified: the compiler has accepted the plan.
+        compiler_options: Options of XLA that the step is compiled with.
+        margin: Part of the predicted memory that plans leave free, below 1.
+        verified: The compiler has accepted the plan.
 
     Raises:
-        PlanError: settings that no model can be planned with; all of them.
-        WhaleError: a cluster that cannot be read, where nothing else is wrong.
+        PlanError: Settings that no model can be planned with; all of them.
+        WhaleError: A cluster that cannot be read, where nothing else is wrong.
 
     >>> import dataclasses, jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -153,7 +153,7 @@ class PlanRequest(PlanSettings):
             loss_fn, model, batch: Arguments of ``wh.plan``, unchanged.
 
         Raises:
-            WhaleError: what was given cannot be planned; every problem is listed.
+            WhaleError: What was given cannot be planned; every problem is listed.
         """
         return question_about(self, loss_fn, model, batch).plan()
 
@@ -166,13 +166,13 @@ class PlanQuestion:
     """A request about one model and batch, with what answers it.
 
     Attributes:
-        adapter: the model, without its values.
-        batch: the global batch, abstract.
-        cluster: the request's, parsed or detected.
-        request: the settings.
-        traced: captures of the model by what they depend on.
-        beside_swarm: plans over slow links say what a swarm would take.
-        least_margin: part of the predicted memory that plans leave free at least.
+        adapter: The model, without its values.
+        batch: The global batch, abstract.
+        cluster: The request's, parsed or detected.
+        request: The settings.
+        traced: Captures of the model by what they depend on.
+        beside_swarm: Plans over slow links say what a swarm would take.
+        least_margin: Part of the predicted memory that plans leave free at least.
     """
 
     adapter: Adapter
@@ -304,7 +304,7 @@ class PlanQuestion:
             plan: Plan of this model.
             topology: Topology to compile for; the plan's own cluster if None.
             timeout_seconds: Deadline of the compiler.
-            better: look for a plan that fits where this one does not.
+            better: Look for a plan that fits where this one does not.
         """
         from whalejax.verification.checking import check
 
@@ -378,10 +378,10 @@ class PlanQuestion:
         """Returns the request of the search, checked against the model.
 
         Args:
-            programs: the loss.
+            programs: The loss.
 
         Raises:
-            PlanError: a setting that this model cannot have.
+            PlanError: A setting that this model cannot have.
         """
         self._check_mesh()
         request, adapter = self.request, programs.adapter
@@ -429,7 +429,7 @@ class PlanQuestion:
         """Returns the rules on the parts of the batch.
 
         Args:
-            programs: the loss.
+            programs: The loss.
         """
         request = self.request
         marks = {m for g in programs.graph.task_graphs for m in g.marks}
@@ -472,11 +472,11 @@ class PlanQuestion:
         """The best plan of the executors that may run the loss.
 
         Args:
-            programs: the loss and its variants.
+            programs: The loss and its variants.
             wanted: Request of the search.
 
         Raises:
-            PlanError: there is none; what lacks, in bytes where it is memory.
+            PlanError: There is none; what lacks, in bytes where it is memory.
         """
         request, idle = self.request, self.request.allow_idle
         margin = self._margin(programs)
@@ -525,7 +525,7 @@ class PlanQuestion:
 
         Args:
             found: Plan that the search found.
-            programs: the loss.
+            programs: The loss.
             wanted: Request of the search.
         """
         captured, graph = programs.traced.captured, programs.graph
@@ -569,7 +569,7 @@ def question_about(
     """A request about a model, to be answered once or with changes.
 
     Args:
-        request: the settings.
+        request: The settings.
         loss_fn, model, batch: Arguments of ``wh.plan``; no array of them is kept.
     """
     check_order("(loss_fn, model, batch)", loss_fn, model, batch)

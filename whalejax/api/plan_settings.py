@@ -118,8 +118,8 @@ def together(*checks: Callable[[], Any]) -> None:
     """Runs all checks, and then tell what each of them found wrong.
 
     Raises:
-        WhaleError: that of the only check that failed.
-        PlanError: the texts of several.
+        WhaleError: That of the only check that failed.
+        PlanError: The texts of several.
     """
     errors: list[WhaleError] = []
     for check in checks:
@@ -143,7 +143,7 @@ def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
     """A cluster as ``wh.plan`` takes it.
 
     Args:
-        cluster: one, its text, or None for the devices of this process.
+        cluster: One, its text, or None for the devices of this process.
     """
     if cluster is None:
         return Cluster.detect()

@@ -47,7 +47,7 @@ def search(
 
     Args:
         loss_fn, model, batch, optimizer: Arguments of ``wh.plan``, unchanged.
-        clusters: clusters, or their texts such as ``"h100:8"``.
+        clusters: Clusters, or their texts such as ``"h100:8"``.
         prices: Hourly price of one device, by the name of its kind such as ``"h100"``,
             all in one currency; then steps have prices. A kind whose cluster file gives
             ``price_per_hour`` needs none.
@@ -62,8 +62,8 @@ def search(
         nothing fits are listed with what they lack.
 
     Raises:
-        WhaleError: what was given cannot be used; every problem is listed.
-        PlanError: there is no plan on any of the clusters; each says why.
+        WhaleError: What was given cannot be used; every problem is listed.
+        PlanError: There is no plan on any of the clusters; each says why.
 
     >>> import jax, jax.numpy as jnp
     >>> import whalejax as wh
@@ -85,12 +85,12 @@ def search_on(
     """``search`` of what was asked of one cluster, on all of them.
 
     Args:
-        question: its cluster is replaced.
-        places: names and clusters.
+        question: Its cluster is replaced.
+        places: Names and clusters.
         each: Largest number of plans of each cluster.
 
     Raises:
-        PlanError: there is no plan on any of them.
+        PlanError: There is no plan on any of them.
     """
     plans: list[tuple[str, Plan]] = []
     first: list[tuple[str, Plan]] = []
@@ -180,7 +180,7 @@ def mesh_of(candidate: Candidate) -> dict[str, int] | None:
     """The mesh of a plan that was evaluated, as ``wh.plan`` takes it.
 
     Args:
-        candidate: says it in words, such as ``"data 2 × tensor 4, ZeRO-1"``.
+        candidate: Says it in words, such as ``"data 2 × tensor 4, ZeRO-1"``.
 
     Returns:
         The sizes of all axes but ``stage`` where there are no stages; None where
@@ -223,7 +223,7 @@ def named_clusters(
         problems: Collector of further errors.
 
     Raises:
-        WhaleError: every problem of what was given.
+        WhaleError: Every problem of what was given.
     """
     problems = Arguments(function) if problems is None else problems
     known = [f.name for f in dataclasses.fields(PlanRequest)]

@@ -23,10 +23,10 @@ class SearchResult(SearchData):
     A sequence: ``found[0]`` is the best plan. ``print`` shows a table.
 
     Attributes:
-        plans: best first.
+        plans: Best first.
         names: Each plan's cluster, as the user named it.
-        refused: clusters on which there is no plan, those that lack least first.
-        weighed: every plan that was evaluated and is remembered, on all clusters.
+        refused: Clusters on which there is no plan, those that lack least first.
+        weighed: Every plan that was evaluated and is remembered, on all clusters.
         notes: Reasons why the plans cannot be compared as they are.
     """
 
@@ -46,7 +46,7 @@ class SearchResult(SearchData):
             ``altair`` is the chart to be changed.
 
         Raises:
-            WhaleError: the extra is not installed.
+            WhaleError: The extra is not installed.
         """
         return searches.chart(self)
 

@@ -80,7 +80,7 @@ def plan_tables(
         The plan; ``print`` shows it, ``why(path)`` explains it.
 
     Raises:
-        WhaleError: no table was found, nothing fits, or an argument is wrong.
+        WhaleError: No table was found, nothing fits, or an argument is wrong.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -127,7 +127,7 @@ def count_lookups(
         ``int64[rows]`` by the path of each table, for ``counts=`` of ``plan_tables``.
 
     Raises:
-        WhaleError: there is no batch or no table, or an id is out of range.
+        WhaleError: There is no batch or no table, or an id is out of range.
 
     >>> import jax.numpy as jnp
     >>> import whalejax as wh

@@ -110,7 +110,7 @@ def table_request(settings: Mapping[str, Any]) -> TablesRequest:
         settings: All of them but loss, model and batch.
 
     Raises:
-        WhaleError: an argument is wrong, or none that plans with tables obey.
+        WhaleError: An argument is wrong, or none that plans with tables obey.
     """
     defaults = {f.name: f.default for f in dataclasses.fields(PlanRequest)}
     problems = Arguments("wh.plan", PlanError)

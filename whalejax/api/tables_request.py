@@ -86,7 +86,7 @@ class TablesRequest:
             loss_fn, model, batch: Arguments of ``wh.plan_tables``, unchanged.
 
         Raises:
-            WhaleError: no table was found, nothing fits, or an argument is wrong.
+            WhaleError: No table was found, nothing fits, or an argument is wrong.
         """
         sparse, dense_cluster = split_sections(self.cluster)
         _check_sections(sparse, self.staleness, self.in_processes)

@@ -63,7 +63,7 @@ class Volumes:
                 devices hold. None reads whole volumes.
 
         Raises:
-            WhaleError: leaves that the plan does not have, or of unlike lengths; every
+            WhaleError: Leaves that the plan does not have, or of unlike lengths; every
                 problem is listed.
         """
         problems = Problems("Volumes", WhaleError)
@@ -142,7 +142,7 @@ class Volumes:
         """Returns this process's part of a sample.
 
         Raises:
-            WhaleError: there is no such sample, or a file cannot be read, or is of
+            WhaleError: There is no such sample, or a file cannot be read, or is of
                 another shape or type than the plan's.
         """
         if not is_whole(number) or not 0 <= number < self._count:

@@ -34,7 +34,7 @@ def loss_id(results: Sequence[Value]) -> int:
     """The tensor of the loss's total.
 
     Raises:
-        WhaleError: the loss is a constant.
+        WhaleError: The loss is a constant.
     """
     loss = results[0]
     if loss is None:
@@ -65,10 +65,10 @@ def name_inputs(
     """Writes kinds, paths and metadata onto the tensors that are the inputs.
 
     Args:
-        walk: the walked program.
-        adapter: the model.
-        leaves: the batch.
-        still: for each leaf that is not trained, whether a step leaves it as it is.
+        walk: The walked program.
+        adapter: The model.
+        leaves: The batch.
+        still: For each leaf that is not trained, whether a step leaves it as it is.
     """
     kinds: tuple[tuple[TensorKind, Sequence[str]], ...] = (
         ("param", adapter.param_paths),
@@ -117,9 +117,9 @@ def _multiplied(walk: FlatProgram, given: set[int], small: set[int]) -> set[int]
     """Returns the inputs that products multiply values with, through casts and scales.
 
     Args:
-        walk: the walked program.
-        given: the inputs.
-        small: inputs that no step changes and that are too small to be asked about:
+        walk: The walked program.
+        given: The inputs.
+        small: Inputs that no step changes and that are too small to be asked about:
             scales and zero points. What is made of them and of constants alone is
             neither a weight nor a value of the batch.
     """
@@ -176,16 +176,16 @@ def graph_of(
     It lacks what loops keep, which takes a derivative of each: see ``with_stacked``.
 
     Args:
-        walk: the program.
-        loss: id of the loss's total.
-        leaves: the batch.
-        num_micro_batches: into how many parts the batch was cut.
-        weighted: the user gave the loss's weight.
-        entered: marks that were entered while tracing.
+        walk: The program.
+        loss: Id of the loss's total.
+        leaves: The batch.
+        num_micro_batches: Into how many parts the batch was cut.
+        weighted: The user gave the loss's weight.
+        entered: Marks that were entered while tracing.
         others: Other results of the program.
 
     Raises:
-        WhaleError: no parameter reaches the loss, or marks nest in a forbidden way.
+        WhaleError: No parameter reaches the loss, or marks nest in a forbidden way.
     """
     flows = differentiable(walk, loss)
     _check_gradient(walk, flows, loss)
@@ -219,8 +219,8 @@ def with_stacked(graph: Graph, walk: FlatProgram) -> Graph:
     """A graph with what loops keep for the backward pass.
 
     Args:
-        graph: from ``graph_of``.
-        walk: the program that it is of.
+        graph: From ``graph_of``.
+        walk: The program that it is of.
     """
     flows = [tensor.differentiable for tensor in graph.tensors]
     return replace(graph, stacked=walk.scan_residuals(flows)) if walk.kept else graph
@@ -279,7 +279,7 @@ def model_hash(graph: Graph, leaves: Sequence[TracedLeaf]) -> str:
 
     Args:
         graph: Graph of the loss as the user wrote it.
-        leaves: the batch.
+        leaves: The batch.
     """
     model = [
         ("state" if t.frozen else t.kind, t.path, t.shape, t.dtype)

@@ -109,11 +109,11 @@ def check_batch(batch: Any, batch_axes: Any) -> None:
     """Refuses a batch that no loss could be traced with.
 
     Args:
-        batch: arrays or shapes.
-        batch_axes: the batch dimension of its leaves.
+        batch: Arrays or shapes.
+        batch_axes: The batch dimension of its leaves.
 
     Raises:
-        WhaleError: every leaf that is no array, or has other samples than the rest.
+        WhaleError: Every leaf that is no array, or has other samples than the rest.
     """
     batch_leaves(batch, batch_axes, 1)
 
@@ -129,9 +129,9 @@ def resize_batch(batch: Any, batch_axes: Any, size: int) -> Any:
     """The shapes of a batch with another number of samples.
 
     Args:
-        batch: arrays or shapes.
-        batch_axes: the batch dimension of its leaves.
-        size: samples.
+        batch: Arrays or shapes.
+        batch_axes: The batch dimension of its leaves.
+        size: Samples.
     """
     leaves, tree = jax.tree.flatten(batch)
     result = []
@@ -151,8 +151,8 @@ def sequence_length(batch: Any, batch_axes: Any) -> int | None:
     such leaves agree within one element, by which targets may be shifted.
 
     Args:
-        batch: arrays or shapes.
-        batch_axes: the batch dimension of its leaves.
+        batch: Arrays or shapes.
+        batch_axes: The batch dimension of its leaves.
     """
     lengths = {leaf.shape[axis + 1] for leaf, axis in _sequences(batch, batch_axes)}
     return min(lengths) if lengths and max(lengths) - min(lengths) <= 1 else None
@@ -162,12 +162,12 @@ def with_length(batch: Any, batch_axes: Any, size: int) -> Any:
     """The shapes of a batch with sequences of another length.
 
     Args:
-        batch: arrays or shapes.
-        batch_axes: the batch dimension of its leaves.
+        batch: Arrays or shapes.
+        batch_axes: The batch dimension of its leaves.
         size: Length in place of ``sequence_length``.
 
     Raises:
-        WhaleError: the samples are no sequences, or of several lengths.
+        WhaleError: The samples are no sequences, or of several lengths.
     """
     now = sequence_length(batch, batch_axes)
     if now is None:

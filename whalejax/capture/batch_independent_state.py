@@ -25,11 +25,11 @@ class BatchIndependentState:
     """State that changes once a step, and how.
 
     Attributes:
-        leaves: its numbers among what is not trained.
-        advance: from all inputs of the loss, of which it reads parameters and this
+        leaves: Its numbers among what is not trained.
+        advance: From all inputs of the loss, of which it reads parameters and this
             state alone, to the new values.
         avals: Abstract values of these inputs.
-        reads: for each, the numbers of the inputs that it is made of, itself left out.
+        reads: For each, the numbers of the inputs that it is made of, itself left out.
     """
 
     leaves: tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class BatchIndependentState:
         """Returns the non-trainable state at the end of a step.
 
         Args:
-            params: flat parameters, as the step began.
+            params: Flat parameters, as the step began.
             before, rest: Non-trainable state at the beginning of the step and after its
                 micro-batches.
         """
@@ -79,11 +79,11 @@ def held_back(
     """A traced loss that leaves alone what changes once a step.
 
     Args:
-        jaxpr: the traced loss; the last of its outputs are the new leaves.
+        jaxpr: The traced loss; the last of its outputs are the new leaves.
         rest: Non-trainable state.
-        first: number of the input that is its first leaf.
-        size: samples of the micro-batch that was traced.
-        resized: traces the loss with twice as many samples.
+        first: Number of the input that is its first leaf.
+        size: Samples of the micro-batch that was traced.
+        resized: Traces the loss with twice as many samples.
 
     Returns:
         The loss, what it leaves alone, and the numbers of the other leaves that change:
@@ -122,9 +122,9 @@ def left_alone(jaxpr: Any, steady: Sequence[int], first: int, count: int) -> Any
     """A traced loss that gives some of the state as it is given.
 
     Args:
-        jaxpr: the traced loss; the last of its outputs are the new leaves.
-        steady: the numbers of these leaves.
-        first: number of the input that is its first leaf.
+        jaxpr: The traced loss; the last of its outputs are the new leaves.
+        steady: The numbers of these leaves.
+        first: Number of the input that is its first leaf.
         count: Number of leaves.
     """
     start = len(_compat.open_jaxpr(jaxpr)[0].outvars) - count

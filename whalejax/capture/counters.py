@@ -22,8 +22,8 @@ def advances(rest: Any, jaxpr: Any, first: int) -> tuple[int | None, ...]:
 
     Args:
         rest: Non-trainable state.
-        jaxpr: the traced loss; the last of its outputs are the new leaves.
-        first: number of the input that is the first leaf.
+        jaxpr: The traced loss; the last of its outputs are the new leaves.
+        first: Number of the input that is the first leaf.
 
     Returns:
         For each leaf a number: 0 where it stays as it is, as keys do in the end; None
@@ -48,8 +48,8 @@ def _added(jaxpr: Any, atom: Any) -> tuple[int, int] | None:
     """Returns the input and the increment that a value is the sum of, or None.
 
     Args:
-        jaxpr: open or closed.
-        atom: a variable of it.
+        jaxpr: Open or closed.
+        atom: A variable of it.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
     made = {v: (e, slot) for e in body.eqns for slot, v in enumerate(e.outvars)}

@@ -69,11 +69,11 @@ class Context:
     """Surroundings of the equations of one inner jaxpr.
 
     Attributes:
-        prefix: position of the jaxpr.
-        labels, scope, trip, remat, chunks: see ``OpDraft``.
+        prefix: Position of the jaxpr.
+        labels, scope, trip, remat, chunks: See ``OpDraft``.
         policy: Policy of the checkpointed region around it.
-        sorted_rows: the call around it that sorts rows across the batch, or None.
-        depth: length of the position of that call's jaxpr.
+        sorted_rows: The call around it that sorts rows across the batch, or None.
+        depth: Length of the position of that call's jaxpr.
     """
 
     prefix: Position = ()

@@ -18,8 +18,8 @@ def differentiable(walk: FlatProgram, loss: int) -> list[bool]:
     """Returns whether each tensor depends on a trained parameter, and the loss on it.
 
     Args:
-        walk: the walked program, whose inputs say which of them are trained.
-        loss: id of the loss's total.
+        walk: The walked program, whose inputs say which of them are trained.
+        loss: Id of the loss's total.
     """
     reached = _forward(walk)
     needed = _backward(walk, loss, reached)

@@ -47,8 +47,8 @@ class Stack:
 
     Attributes:
         position: Position of the scan.
-        params: numbers of the trained parameters that it slices.
-        frozen: numbers, among what is not trained, of the weights that it slices.
+        params: Numbers of the trained parameters that it slices.
+        frozen: Numbers, among what is not trained, of the weights that it slices.
         length: Number of layers.
         advances: Increment of each non-trainable leaf in one micro-batch.
     """
@@ -64,10 +64,10 @@ def stack_of(captured: Captured) -> Stack:
     """The scan over layers of a traced loss.
 
     Args:
-        captured: the loss.
+        captured: The loss.
 
     Raises:
-        Unshared: there is none whose turns pipeline stages could divide; why.
+        Unshared: There is none whose turns pipeline stages could divide; why.
     """
     position = stacked_loop(captured.graph)
     if position is None:

@@ -34,13 +34,13 @@ def fixed_options(
 
     Args:
         options: Options that the user gave.
-        programs: the loss, as written and otherwise.
-        runnable: the plan is to run.
-        has_optimizer: an optimizer was given.
+        programs: The loss, as written and otherwise.
+        runnable: The plan is to run.
+        has_optimizer: An optimizer was given.
         hosts: Function that returns the offloadable state, called where it matters.
 
     Raises:
-        PlanError: an option that this loss or its optimizer cannot have.
+        PlanError: An option that this loss or its optimizer cannot have.
     """
     remat = checked_policies(options.remat, programs.graph, programs.traced.names)
     return FixedOptions(
@@ -58,7 +58,7 @@ def as_planned(captured: Captured, plan: PlanData) -> Captured:
 
     Args:
         captured: Loss as the user wrote it, in the planned precision.
-        plan: its options and the precision of its TaskGraphs.
+        plan: Its options and the precision of its TaskGraphs.
     """
     result = captured.with_precisions(plan.precisions).with_attention(plan.attention)
     return result.with_chunks(plan.loss_chunks).with_remat(plan.remat)
@@ -108,7 +108,7 @@ def check_runs(
         hosts: Function that returns the offloadable state.
 
     Raises:
-        PlanError: all that cannot.
+        PlanError: All that cannot.
     """
     problems = Problems("offload", PlanError)
     for problem in unhosted(offload or (), hosts, has_optimizer=True):

@@ -30,16 +30,16 @@ class Programs:
     """A loss as it was written, and with attention, logits or layers run otherwise.
 
     Args:
-        adapter: the model and its loss.
-        capture: traces the loss as it was written.
+        adapter: The model and its loss.
+        capture: Traces the loss as it was written.
 
     Attributes:
-        adapter: the model and its loss.
+        adapter: The model and its loss.
         known: Results of earlier searches about the programs.
-        blocks: the loss with attention in blocks, by (TaskGraph, ``"ring"`` or
+        blocks: The loss with attention in blocks, by (TaskGraph, ``"ring"`` or
             ``"gather"``) pairs.
-        cut: the same, and the tokens cut into so many parts where logits are made.
-        again: the graph of that, where the backward pass computes some again, by
+        cut: The same, and the tokens cut into so many parts where logits are made.
+        again: The graph of that, where the backward pass computes some again, by
             (TaskGraph, policy) pairs that come first.
     """
 
@@ -88,10 +88,10 @@ class ResizedPrograms(Programs):
     """A loss with another batch than one that was traced.
 
     Args:
-        like: with the batch that was traced.
-        capture: traces it with this batch; called only where nothing else will do.
-        leaves: the batch.
-        num_micro_batches: into how many parts it is cut.
+        like: With the batch that was traced.
+        capture: Traces it with this batch; called only where nothing else will do.
+        leaves: The batch.
+        num_micro_batches: Into how many parts it is cut.
     """
 
     def __init__(
@@ -154,14 +154,14 @@ class Traces:
         """The programs of a batch.
 
         Args:
-            adapter: the model and its loss; always the same.
-            batch: the GLOBAL batch, abstract.
-            batch_axes: the batch dimension of its leaves; always the same.
-            num_micro_batches: into how many parts it is cut.
+            adapter: The model and its loss; always the same.
+            batch: The GLOBAL batch, abstract.
+            batch_axes: The batch dimension of its leaves; always the same.
+            num_micro_batches: Into how many parts it is cut.
             precision: Precision of the model, or of each TaskGraph.
 
         Raises:
-            WhaleError: the batch cannot be cut so, or the loss cannot be traced.
+            WhaleError: The batch cannot be cut so, or the loss cannot be traced.
         """
         cast = at_precision(adapter, precision if isinstance(precision, str) else "f32")
 

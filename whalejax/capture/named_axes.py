@@ -28,7 +28,7 @@ def traced_with_axes(
     """The jaxpr of a function, and the axes that it names and nobody binds.
 
     Args:
-        trace: makes a jaxpr of a flat function and abstract arguments.
+        trace: Makes a jaxpr of a flat function and abstract arguments.
         function: Function of the user's.
         arguments: Arguments of the function.
     """

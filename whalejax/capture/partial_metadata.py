@@ -26,7 +26,7 @@ def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
     """The graph with such names at the dimensions that they are of.
 
     Args:
-        graph: the captured loss, whose names stand at the first dimensions.
+        graph: The captured loss, whose names stand at the first dimensions.
         short: Number of missing names, by the paths of weights whose metadata does not
             name all dimensions.
 
@@ -34,7 +34,7 @@ def aligned(graph: Graph, short: Mapping[str, int]) -> tuple[Graph, list[str]]:
         The graph, and what a user should know.
 
     Raises:
-        WhaleError: nothing tells which dimensions have no name; every such weight.
+        WhaleError: Nothing tells which dimensions have no name; every such weight.
     """
     if not short:
         return graph, []

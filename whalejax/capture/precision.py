@@ -35,11 +35,11 @@ def at_precision(adapter: Adapter, precision: str) -> Adapter:
     """An adapter whose loss computes at a precision.
 
     Args:
-        adapter: the model.
-        precision: one of ``PRECISIONS``.
+        adapter: The model.
+        precision: One of ``PRECISIONS``.
 
     Raises:
-        WhaleError: another precision.
+        WhaleError: Another precision.
     """
     if precision not in PRECISIONS:
         raise WhaleError(
@@ -62,14 +62,14 @@ def taken_precision(
     as if all TaskGraphs asked for it.
 
     Args:
-        asked: one of ``PRECISIONS``.
-        traced: the programs of the loss at a precision.
+        asked: One of ``PRECISIONS``.
+        traced: The programs of the loss at a precision.
 
     Returns:
         The precision that is planned with, and what a user should know.
 
     Raises:
-        Exception: what the loss raises, where it can be traced in neither way.
+        Exception: What the loss raises, where it can be traced in neither way.
     """
     if asked == "f32":
         return asked, []
@@ -130,7 +130,7 @@ def bf16_note(plan: Plan, graph: Graph) -> list[str]:
 
     Args:
         plan: Plan on any devices.
-        graph: the captured loss.
+        graph: The captured loss.
     """
     products = [op for op in graph.ops if op.matmul is not None]
     types = {graph.tensors[op.operands[0]].dtype for op in products}

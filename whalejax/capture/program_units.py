@@ -25,7 +25,7 @@ def units_of(captured: Captured) -> Units:
     """A traced loss in units.
 
     Args:
-        captured: the loss.
+        captured: The loss.
     """
     units: list[Unit] = []
     acting: set[Position] = set()

@@ -50,11 +50,11 @@ def regions(ops: Sequence[OpDraft], tensors: Sequence[TensorDraft]) -> Regions:
     """Finds the TaskGraphs of a walked program.
 
     Args:
-        ops: operations in program order.
+        ops: Operations in program order.
         tensors: Tensors that the operations compute.
 
     Raises:
-        WhaleError: marks nest in a forbidden way; all of them are listed.
+        WhaleError: Marks nest in a forbidden way; all of them are listed.
     """
     _check_nesting(ops)
     tree = _Tree()

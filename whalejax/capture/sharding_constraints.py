@@ -83,7 +83,7 @@ def mesh_error_text(error: Exception) -> str:
     errors.
 
     Args:
-        error: raised while the loss was traced.
+        error: Raised while the loss was traced.
     """
     given = str(error)
     if any(text in given for text in _OF_EXPLICIT):
@@ -98,7 +98,7 @@ def refuse_explicit_axes(jaxpr: Any) -> None:
         jaxpr: Jaxpr of the loss as the user wrote it.
 
     Raises:
-        WhaleError: the first such value, and the line that makes it.
+        WhaleError: The first such value, and the line that makes it.
     """
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
         for variable in equation.outvars:

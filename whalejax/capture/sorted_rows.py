@@ -56,10 +56,10 @@ def with_sorted_rows(
     """A program in which rows that are sorted across the batch are so in calls.
 
     Args:
-        jaxpr: closed, as captured.
-        other: the same loss with more samples.
+        jaxpr: Closed, as captured.
+        other: The same loss with more samples.
         inputs: Facts about the inputs in both programs.
-        sizes: samples of both.
+        sizes: Samples of both.
 
     Returns:
         The program, and where rows lie in each of its calls, by its name; the program
@@ -91,7 +91,7 @@ def rows_after(
 
     Args:
         rows: Positions of the rows in each call, by its name.
-        before, after: the program, then and now.
+        before, after: The program, then and now.
 
     Returns:
         Without calls in which that is not known any more.
@@ -257,8 +257,8 @@ class _Builder:
         """Writes down where rows lie in the results of an equation and what it calls.
 
         Args:
-            equation: the equation.
-            at, place: its position in the program, and in the call.
+            equation: The equation.
+            at, place: Its position in the program, and in the call.
             known: Facts about its variables.
             sizes: Possible numbers of rows, where nothing is known.
             results: Dictionary that receives the positions.

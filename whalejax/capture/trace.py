@@ -95,27 +95,27 @@ class Captured:
         graph: Graph for the planner.
         jaxpr: Jaxpr of the flat function ``fn(*params, *rest, *batch, [rng])`` which
             gives ``(total, weight, *metrics, *new_rest)``, all leaves in flatten order.
-        adapter: the model that was traced.
-        batch_tree: structure of the batch.
-        out_tree: structure of ``(total, weight, metrics, new_rest)``.
-        outputs: for every equation by position, call-like ones included, the tensor
+        adapter: The model that was traced.
+        batch_tree: Structure of the batch.
+        out_tree: Structure of ``(total, weight, metrics, new_rest)``.
+        outputs: For every equation by position, call-like ones included, the tensor
             ids of its results; None for a scalar constant.
-        results: the same for the flat function's own results.
-        given: for every checkpointed region by position, the tensor ids of its inputs.
-        given_rules: the same for every call with a derivative rule of its own.
-        sorted_rows: calls by position that sort rows across the batch.
-        batch_axes: the batch dimension of each batch leaf; None where it has none.
-        reader: describes another program of the same inputs and results.
+        results: The same for the flat function's own results.
+        given: For every checkpointed region by position, the tensor ids of its inputs.
+        given_rules: The same for every call with a derivative rule of its own.
+        sorted_rows: Calls by position that sort rows across the batch.
+        batch_axes: The batch dimension of each batch leaf; None where it has none.
+        reader: Describes another program of the same inputs and results.
         apart: Combination of reported values over parts of the batch.
         notes: Sentences on work that could not be counted.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
         precisions: (TaskGraph, precision) where only some compute in 16 bits.
-        chunks: into how many parts the tokens are cut where logits are made of them.
-        axes: names of axes that the loss uses and nobody binds: all samples.
+        chunks: Into how many parts the tokens are cut where logits are made of them.
+        axes: Names of axes that the loss uses and nobody binds: all samples.
         steady: State that the program leaves alone because it changes once a step.
-        changing: paths of what else is not trained and changes, with every micro-batch.
+        changing: Paths of what else is not trained and changes, with every micro-batch.
         whole: Position of and reason for each attention that cannot be cut up.
-        independence: proves that parts of a batch compute what the whole does, from
+        independence: Proves that parts of a batch compute what the whole does, from
             their samples and the whole's, and the group that stays together (None for
             whatever the program asks for).
     """
@@ -226,7 +226,7 @@ class Captured:
 
         Args:
             precisions: Precisions that the user asked for.
-            casts: something is cast.
+            casts: Something is cast.
             wide: Number of products that stay in float32, by position.
         """
         words, notes = ", ".join(precision_words(tuple(precisions))), [*self.notes]
@@ -264,7 +264,7 @@ class Captured:
         """The same loss, whose logits are made for some tokens at a time.
 
         Args:
-            count: parts of the tokens of a device; 1 leaves all as it is.
+            count: Parts of the tokens of a device; 1 leaves all as it is.
 
         Returns:
             Itself where no logits can be.
@@ -339,10 +339,10 @@ class _Reader:
         """A program as plain data.
 
         Args:
-            program: its jaxpr.
-            tiled: read slices that cut a value into equal parts as a split.
+            program: Its jaxpr.
+            tiled: Read slices that cut a value into equal parts as a split.
             attention: (TaskGraph, ``"ring"`` or ``"gather"``) of calls that are.
-            chunks: into how many the tokens are cut in calls that make logits.
+            chunks: Into how many the tokens are cut in calls that make logits.
         """
         if not attention:
             walk = FlatProgram(
@@ -427,18 +427,18 @@ def capture(
     """Traces a loss and describe it as plain data.
 
     Args:
-        adapter: the model and its loss.
-        batch: the GLOBAL batch, arrays or anything with a shape and a dtype.
-        rng: a random key like the one that training will use; any key where left out.
-        num_micro_batches: into how many parts the batch is cut; one part is traced.
-        batch_axes: the batch dimension of every leaf, or a pytree of them; None for a
+        adapter: The model and its loss.
+        batch: The GLOBAL batch, arrays or anything with a shape and a dtype.
+        rng: A random key like the one that training will use; any key where left out.
+        num_micro_batches: Into how many parts the batch is cut; one part is traced.
+        batch_axes: The batch dimension of every leaf, or a pytree of them; None for a
             leaf without one.
 
     Returns:
         Graph, jaxpr and what lowering needs to call it.
 
     Raises:
-        WhaleError: the loss is no scalar or depends on no parameter, the batch leaves
+        WhaleError: The loss is no scalar or depends on no parameter, the batch leaves
             disagree or do not divide, annotations nest in a forbidden way, or the loss
             raises for a part of the batch and not for the whole. What it raises for
             the whole is passed on unchanged.
@@ -503,11 +503,11 @@ def _sorting_rows(
     """A program in which rows that are sorted across the batch are so in calls.
 
     Args:
-        jaxpr: closed, as captured.
-        traced: the loss as it was written, with some number of samples.
-        reader: knows the batch, and the model.
+        jaxpr: Closed, as captured.
+        traced: The loss as it was written, with some number of samples.
+        reader: Knows the batch, and the model.
         steady: State that the program leaves alone.
-        inputs: every flat input.
+        inputs: Every flat input.
     """
     size = next(x.micro_shape[x.axis] for x in reader.leaves if x.axis is not None)
     if size == 1 or not holds_sort(jaxpr):
@@ -666,8 +666,8 @@ def _traced(
     """The loss as it was written, and axes that it names and nobody binds.
 
     Args:
-        flat: the loss.
-        arguments: their shapes.
+        flat: The loss.
+        arguments: Their shapes.
         part: Name of the batch's part, for errors; or empty.
     """
     try:
@@ -723,7 +723,7 @@ def _of_a_part(
             unchanged.
 
     Raises:
-        WhaleError: the loss can be computed on the whole batch.
+        WhaleError: The loss can be computed on the whole batch.
     """
     try:
         yield

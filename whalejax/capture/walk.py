@@ -45,9 +45,9 @@ class KeptScan:
     """A scan whose turns keep something for their backward pass.
 
     Attributes:
-        equation: the scan.
-        inputs: tensors that one turn is given: constants, carries, slices.
-        inside: constants, and all tensors of the body.
+        equation: The scan.
+        inputs: Tensors that one turn is given: constants, carries, slices.
+        inside: Constants, and all tensors of the body.
     """
 
     equation: Any
@@ -145,24 +145,24 @@ class FlatProgram:
     """The result of walking, and the state while walking.
 
     Attributes:
-        tiled: read slices that together cut a value into equal parts as a split.
+        tiled: Read slices that together cut a value into equal parts as a split.
         rings: Calls that count as one attention operation, by position; others are
             flattened.
-        chunks: into how many the tokens are cut in calls that make logits; if more than
+        chunks: Into how many the tokens are cut in calls that make logits; if more than
             one, the backward pass computes these again.
         rows: Positions of the rows in calls that sort them across the batch, by name.
         rules: Rules of equations, perhaps found by other walks.
         tensors: Tensors by id; the program's inputs come first.
         ops: Operations in program order.
-        outputs: for every equation by position, call-like ones included, the tensor
+        outputs: For every equation by position, call-like ones included, the tensor
             ids of its results.
-        given: for every checkpointed region by position, the tensor ids of its inputs.
-        given_rules: the same for every call with a derivative rule of its own.
-        sorted_rows: these calls by position.
+        given: For every checkpointed region by position, the tensor ids of its inputs.
+        given_rules: The same for every call with a derivative rule of its own.
+        sorted_rows: These calls by position.
         loops: (carry as produced, carry as consumed) pairs of every loop.
-        ruled: operands and results of calls with a derivative rule of their own, which
+        ruled: Operands and results of calls with a derivative rule of their own, which
             may lead gradients past what has none.
-        kept: outermost scans, whose turns keep something for their backward pass.
+        kept: Outermost scans, whose turns keep something for their backward pass.
         notes: Sentences on work that could not be counted.
     """
 
@@ -568,7 +568,7 @@ class FlatProgram:
         """Returns the residuals of scans, each like a tensor of the scan's body.
 
         Args:
-            flows: for every tensor, whether a gradient flows through it.
+            flows: For every tensor, whether a gradient flows through it.
         """
         data = self._data()
         kept = (self._scan_residuals(scan, flows, data) for scan in self.kept)
@@ -756,7 +756,7 @@ def holds_tiles(jaxpr: Any) -> bool:
     """Whether a program has such slices anywhere.
 
     Args:
-        jaxpr: open or closed.
+        jaxpr: Open or closed.
     """
     equations = _compat.open_jaxpr(jaxpr)[0].eqns
     return bool(tiles(equations)) or any(

@@ -34,13 +34,13 @@ def doctor(command: DoctorCommand) -> int:
     """Checks this host, or several.
 
     Args:
-        command: the options.
+        command: The options.
 
     Returns:
         0; 1 where something would keep processes from running together.
 
     Raises:
-        WhaleError: options contradict each other, or the coordinator is not reached.
+        WhaleError: Options contradict each other, or the coordinator is not reached.
     """
     if command.hosts is not None:
         return _on_all(command, tuple(command.hosts.split(",")))
@@ -101,7 +101,7 @@ def show(met: HostComparison, *, as_json: bool) -> None:
     """Prints what was found.
 
     Args:
-        met: the hosts.
+        met: The hosts.
         as_json: Whether to print one line of JSON.
     """
     verdicts = [check.verdict for _, check in _all(met)]

@@ -25,13 +25,13 @@ def launch_elastic(command: LaunchCommand) -> int:
     """Runs a script as processes that may be lost and come back.
 
     Args:
-        command: the options.
+        command: The options.
 
     Returns:
         0 where all steps were done, 143 where it was asked to end, else 1 or 2.
 
     Raises:
-        WhaleError: options contradict each other.
+        WhaleError: Options contradict each other.
     """
     least, most = least_and_most(command.processes)
     with Problems("whalejax launch") as problems:
@@ -61,13 +61,13 @@ def train_elastically(command: TrainCommand) -> int:
     """Trains a job with processes that may be lost and come back.
 
     Args:
-        command: the options.
+        command: The options.
 
     Returns:
         As for ``launch_elastic``.
 
     Raises:
-        WhaleError: options contradict each other.
+        WhaleError: Options contradict each other.
     """
     assert command.processes is not None
     least, most = least_and_most(command.processes)

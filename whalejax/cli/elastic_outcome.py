@@ -25,7 +25,7 @@ def print_launched(command: LaunchCommand, status: int, seconds: float) -> None:
     """Prints what ``whalejax launch --processes MIN:MAX`` came to.
 
     Args:
-        command: the options.
+        command: The options.
         status: Exit status of the run.
         seconds: Duration of the whole command.
     """
@@ -52,7 +52,7 @@ def launched(run: RunStatus | None, logs: Path, status: int) -> dict[str, Any]:
 
     Args:
         run: Status of the run from its journal; None where there was none.
-        logs: folder of ``--logs``.
+        logs: Folder of ``--logs``.
         status: Exit status of the run.
     """
     result: dict[str, Any] = {"status": status, "failure": None, "ranks": []}
@@ -81,7 +81,7 @@ def print_trained(command: TrainCommand, status: int, seconds: float) -> None:
     """Prints what ``whalejax train --processes`` came to.
 
     Args:
-        command: the options.
+        command: The options.
         status: Exit status of the run.
         seconds: Duration of the whole command.
     """
@@ -122,7 +122,7 @@ def trained(
 
     Args:
         run: Status of the run from its journal; None where there was none.
-        command: the options.
+        command: The options.
         status: Exit status of the run.
         seconds: Duration of the whole command.
     """

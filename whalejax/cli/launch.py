@@ -16,13 +16,13 @@ def launch(command: LaunchCommand) -> int:
     """Runs a script as several processes.
 
     Args:
-        command: the options.
+        command: The options.
 
     Returns:
         0, or the status of the first process that failed.
 
     Raises:
-        WhaleError: there is no such script, or options contradict each other.
+        WhaleError: There is no such script, or options contradict each other.
     """
     if not command.script.is_file():
         raise WhaleError(

@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs a command.
 
     Args:
-        argv: the words after the program's name.
+        argv: The words after the program's name.
 
     Returns:
         0; 1 where a plan that was verified does not fit, one that was checked differs
@@ -207,7 +207,7 @@ def parse_swarm(argv: Sequence[str]) -> SwarmCommand:
     """The command that follows ``whalejax swarm``.
 
     Args:
-        argv: the words after the program's name.
+        argv: The words after the program's name.
     """
     check_words(argv)
     parsed: SwarmCommand = tyro.cli(
@@ -224,7 +224,7 @@ def parse_jobs(argv: Sequence[str]) -> JobsCommand:
     """The command that follows ``whalejax jobs``.
 
     Args:
-        argv: the words after the program's name.
+        argv: The words after the program's name.
     """
     check_words(argv)
     parsed: JobsCommand = tyro.cli(

@@ -35,8 +35,8 @@ def with_timing(
     """Times a micro-batch of a job, and writes it down beside what the planner expects.
 
     Args:
-        cluster: this machine, of devices of one kind, as ``calibrate`` describes it.
-        job: the model and its batches.
+        cluster: This machine, of devices of one kind, as ``calibrate`` describes it.
+        job: The model and its batches.
         samples: Number of samples of the micro-batch; None is the job's own batch.
         precision: Precision of the model, as ``wh.plan`` takes it.
 
@@ -45,8 +45,8 @@ def with_timing(
         and the timing.
 
     Raises:
-        WhaleError: fewer than one sample, or a measurement that says nothing.
-        PlanError: one device does not hold the model with so many samples.
+        WhaleError: Fewer than one sample, or a measurement that says nothing.
+        PlanError: One device does not hold the model with so many samples.
     """
     if samples is not None and samples < 1:
         raise WhaleError(f"samples is {samples}; expected 1 or more, or nothing")
@@ -95,7 +95,7 @@ def timing_words(timed: TimedModel) -> str:
     """A timing beside its prediction, and what it means where they are far apart.
 
     Args:
-        timed: the timing.
+        timed: The timing.
 
     Example:
         >>> one = TimedModel(weights="", samples=4, seconds=0.02,

@@ -94,10 +94,10 @@ def check_words(argv: Sequence[str]) -> None:
     What stands behind the script of ``whalejax launch`` is the script's own.
 
     Args:
-        argv: the words after the program's name.
+        argv: The words after the program's name.
 
     Raises:
-        WhaleError: the first such word, and the option that it stands behind.
+        WhaleError: The first such word, and the option that it stands behind.
 
     >>> check_words(["plan", "gpt", "--cluster", "h100:8"])
     """
@@ -145,7 +145,7 @@ def check_command(command: Any, problems: Problems) -> None:
     """Records options that no command can run with.
 
     Args:
-        command: one of the classes of ``options``.
+        command: One of the classes of ``options``.
         problems: Collector of the errors.
     """
     for field in dataclasses.fields(command):
@@ -165,10 +165,10 @@ def checked(command: Any) -> None:
     """Refuses a command with options that it cannot run with.
 
     Args:
-        command: one of the classes of ``options``.
+        command: One of the classes of ``options``.
 
     Raises:
-        WhaleError: every such option.
+        WhaleError: Every such option.
     """
     if isinstance(command, TrainCommand):
         return  # its session says these beside what contradicts each other
@@ -187,7 +187,7 @@ def word_of(command: type, name: str) -> str:
     """Returns an option's name in the help.
 
     Args:
-        command: the class of the command.
+        command: The class of the command.
         name: Name of its field.
     """
     if name == "model" and command not in _NAMING:
@@ -298,7 +298,7 @@ def row_optimizer(text: str) -> Any:
         text: Kind and learning rate.
 
     Raises:
-        WhaleError: it names none.
+        WhaleError: It names none.
 
     >>> row_optimizer("row_adagrad:0.05").learning_rate
     0.05

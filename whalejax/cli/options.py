@@ -537,7 +537,7 @@ def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
         words: Words of the option; ``wh.plan`` checks the names of the axes.
 
     Raises:
-        WhaleError: a word without ``=``, an axis twice, or a size that is no whole
+        WhaleError: A word without ``=``, an axis twice, or a size that is no whole
             number of 1 or more; all of them.
 
     >>> mesh_sizes(["stage=2", "tensor=4"])
@@ -559,7 +559,7 @@ def share_counts(words: str | None) -> str | tuple[int, ...] | None:
         words: Words of the option; ``wh.plan`` checks them against the plan.
 
     Raises:
-        WhaleError: neither ``even`` nor numbers with commas between them.
+        WhaleError: Neither ``even`` nor numbers with commas between them.
 
     >>> share_counts("5,3")
     (5, 3)
@@ -582,7 +582,7 @@ def prices(words: Sequence[str]) -> dict[str, float]:
         words: Words of the option; ``wh.search`` checks the kinds.
 
     Raises:
-        WhaleError: a word without ``=``, a kind twice, or a price that is no number;
+        WhaleError: A word without ``=``, a kind twice, or a price that is no number;
             all of them.
 
     >>> prices(["h100=2.5", "v100-32=1"])
@@ -632,7 +632,7 @@ def compiler_options(words: Sequence[str]) -> dict[str, Any]:
     """Options of XLA from the words of ``--compiler-options``.
 
     Raises:
-        WhaleError: a word without ``=``, or a name twice; all of them.
+        WhaleError: A word without ``=``, or a name twice; all of them.
 
     >>> compiler_options(["xla_a=true", "xla_b=007", "xla_c=12"])
     {'xla_a': True, 'xla_b': '007', 'xla_c': 12}
@@ -684,10 +684,10 @@ def plan_settings(command: Any) -> dict[str, Any]:
     """The settings of ``wh.plan`` that a command was given; what was left out is not.
 
     Args:
-        command: one of the classes here.
+        command: One of the classes here.
 
     Raises:
-        WhaleError: words that an option cannot have; those of every option.
+        WhaleError: Words that an option cannot have; those of every option.
 
     >>> plan_settings(PlanCommand(model="gpt", precision=("*=bf16", "split=f32")))
     {'precision': {'*': 'bf16', 'split': 'f32'}}
@@ -709,7 +709,7 @@ def given_places(command: TrainCommand) -> list[str]:
     """Options given to a command that say where its processes run.
 
     Args:
-        command: its options.
+        command: Its options.
     """
     default = TrainCommand(model="")
     names = ("hosts", "host", "ray", "port", "remote_shell")
@@ -721,7 +721,7 @@ def given_plan_options(command: TrainCommand) -> list[tuple[str, str]]:
     """(name, words) of the options given to a command that a plan decides.
 
     Args:
-        command: its options.
+        command: Its options.
     """
     options = []
     for name in ("cluster", "batch", *_PLAN_OPTIONS):

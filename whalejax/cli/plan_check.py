@@ -29,7 +29,7 @@ def check(command: CheckCommand) -> int:
     """Checks a plan file, and print what was found.
 
     Args:
-        command: the options.
+        command: The options.
 
     Returns:
         0; 1 where the plan differs from one device.
@@ -60,8 +60,8 @@ def check_before_training(
 
     Args:
         job: Job to train.
-        model: abstract.
-        batch: the first global batch.
+        model: Abstract.
+        batch: The first global batch.
         plan: Plan of the training.
         console: Console to write to.
 
@@ -70,7 +70,7 @@ def check_before_training(
         which is said.
 
     Raises:
-        WhaleError: the plan differs from one device.
+        WhaleError: The plan differs from one device.
     """
     try:
         with Working("checking", quiet=console.quiet):

@@ -38,7 +38,7 @@ def check_source(plan: Plan, name: str) -> None:
         name: Name of its file.
 
     Raises:
-        PlanError: every option that no model of these parameters has.
+        PlanError: Every option that no model of these parameters has.
     """
     shapes = [*(x.shape for x in plan.leaves), *(x.shape for x in plan.batch)]
     sizes = [size for shape in shapes for size in shape]
@@ -65,10 +65,10 @@ def planned_job(
     Args:
         path: Path of the file.
         model: Model of ``--model``, or None for the model that the plan names.
-        settings: options of that model.
+        settings: Options of that model.
 
     Raises:
-        WhaleError: the plan does not say which model it is for, or names a file of
+        WhaleError: The plan does not say which model it is for, or names a file of
             code, which only the user may choose to run.
     """
     from whalejax.planner.plan.plan import Plan

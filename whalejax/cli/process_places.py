@@ -31,8 +31,8 @@ def check_places(
     """Records what is wrong with where processes are to run.
 
     Args:
-        command: the options.
-        most: processes of the run, spares included.
+        command: The options.
+        most: Processes of the run, spares included.
         problems: Collector of the command's errors.
     """
     hosts = _hosts(command)
@@ -60,12 +60,12 @@ def start_agents(
     """Starts the agents that a command asks for; they end with the block.
 
     Args:
-        command: the options.
+        command: The options.
         folder: Folder of the run.
-        most: processes of the run, spares included.
+        most: Processes of the run, spares included.
 
     Raises:
-        WhaleError: an agent cannot be started.
+        WhaleError: An agent cannot be started.
     """
     hosts, host = _hosts(command), command.host
     if host is None and hosts:

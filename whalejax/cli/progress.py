@@ -31,7 +31,7 @@ def remark(console: Console, text: str) -> None:
 
     Args:
         console: Console to write to; a quiet one prints nothing.
-        text: without markup.
+        text: Without markup.
     """
     if not unattended():
         console.print(text, markup=False)
@@ -48,9 +48,9 @@ class Working:
 
     Args:
         title: Title of the whole, such as ``"planning"``.
-        quiet: show nothing.
+        quiet: Show nothing.
         console: Console to write to, if not standard error.
-        clock: seconds, rising.
+        clock: Seconds, rising.
     """
 
     def __init__(

@@ -29,12 +29,12 @@ def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:
 
     Args:
         job: Job to train.
-        model: its model, abstract or real.
-        batch: a global batch of it.
+        model: Its model, abstract or real.
+        batch: A global batch of it.
         plan: Plan of many devices, from which precision and micro-batches are taken.
 
     Raises:
-        WhaleError: the model does not fit on one device.
+        WhaleError: The model does not fit on one device.
     """
     alone = make_plan(
         job,
@@ -82,14 +82,14 @@ def replay(
     """The losses of a few steps.
 
     Args:
-        step: from ``one_device_step``.
+        step: From ``one_device_step``.
         state: State at the beginning of the compared run; its buffers are donated.
-        batches: gives the global batch of a step, counted from 0.
+        batches: Gives the global batch of a step, counted from 0.
         steps: Number of steps.
-        on_step: called with the number of steps replayed.
+        on_step: Called with the number of steps replayed.
 
     Raises:
-        WhaleError: a loss is not finite.
+        WhaleError: A loss is not finite.
     """
     first = int(state.step)
     losses = []

@@ -62,8 +62,8 @@ def plan_table(plan: Plan, *, all_rows: bool = False) -> RenderableType:
     """A plan with its predicted time and memory, parameters and traffic.
 
     Args:
-        plan: the plan.
-        all_rows: show every kind of parameter, not only those that hold most.
+        plan: The plan.
+        all_rows: Show every kind of parameter, not only those that hold most.
 
     Returns:
         Something that ``rich`` prints.

@@ -76,11 +76,11 @@ def serve(command: SwarmServeCommand, find_job: FindJob) -> int:
     """Leads a run.
 
     Args:
-        command: the options.
-        find_job: makes the job of a model's name.
+        command: The options.
+        find_job: Makes the job of a model's name.
 
     Raises:
-        WhaleError: the job cannot be cut, or the run cannot go on.
+        WhaleError: The job cannot be cut, or the run cannot go on.
     """
     _check(command)
     if command.processes:
@@ -208,11 +208,11 @@ def join(command: SwarmJoinCommand, find_job: FindJob) -> int:
     """Serves a stage of a run.
 
     Args:
-        command: the options.
-        find_job: makes the job of a model's name.
+        command: The options.
+        find_job: Makes the job of a model's name.
 
     Raises:
-        WhaleError: the registry cannot be reached, or refuses this peer.
+        WhaleError: The registry cannot be reached, or refuses this peer.
     """
     _check(command)
     from whalejax.swarm_runtime.peer import Peer
@@ -246,11 +246,11 @@ def train(command: SwarmTrainCommand, find_job: FindJob) -> int:
     """Leads a part of the steps of a run.
 
     Args:
-        command: the options.
-        find_job: makes the job of a model's name.
+        command: The options.
+        find_job: Makes the job of a model's name.
 
     Raises:
-        WhaleError: the registry cannot be reached, or refuses this trainer.
+        WhaleError: The registry cannot be reached, or refuses this trainer.
     """
     _check(command)
     from whalejax.swarm_runtime.trainers.secondary_trainer import SecondaryTrainer
@@ -279,7 +279,7 @@ def _terms(
     """The registry's address, its key and its terms, once it listens.
 
     Raises:
-        WhaleError: there is no key or no registry after a while, or another key.
+        WhaleError: There is no key or no registry after a while, or another key.
     """
     address = parsed_address(command.registry)
     begun, waits = time.monotonic(), False
@@ -324,12 +324,12 @@ def _until_over(
     """Runs a process of a swarm until the run is over or it has left.
 
     Args:
-        process: not started yet.
-        started: says what it does, once it does.
-        leaving: said when it is asked to leave.
+        process: Not started yet.
+        started: Says what it does, once it does.
+        leaving: Said when it is asked to leave.
 
     Raises:
-        WhaleError: it cannot start, or has ended otherwise than it should.
+        WhaleError: It cannot start, or has ended otherwise than it should.
     """
     asked = 0
 
@@ -367,10 +367,10 @@ def show(command: SwarmShowCommand) -> int:
     """Shows a run.
 
     Args:
-        command: the options.
+        command: The options.
 
     Raises:
-        WhaleError: the registry cannot be reached.
+        WhaleError: The registry cannot be reached.
     """
     address, key = parsed_address(command.registry), load_key(command.key)
     result = _query_registry(address, key, ShowSwarm()).fields
@@ -385,7 +385,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     """Returns the text of ``whalejax swarm show``.
 
     Args:
-        found: the registry's answer.
+        found: The registry's answer.
     """
     lost = {
         name: "" if found[name] is None else f" (relative error {found[name]:.2g})"
@@ -427,7 +427,7 @@ def parsed_address(text: str) -> Address:
         text: Text that the user gave.
 
     Raises:
-        WhaleError: it is none.
+        WhaleError: It is none.
 
     >>> parsed_address("node-a:8476")
     ('node-a', 8476)
@@ -446,7 +446,7 @@ class _Absent(WhaleError):
     """No registry answers at an address.
 
     Attributes:
-        starts: something listens there, as a registry does while it starts.
+        starts: Something listens there, as a registry does while it starts.
     """
 
     def __init__(self, text: str, *, starts: bool = False) -> None:
@@ -483,7 +483,7 @@ def _check(
     """Refuses numbers that no run can have; all of them.
 
     Raises:
-        WhaleError: which.
+        WhaleError: Which.
     """
     problems = Problems("options")
     if isinstance(command, SwarmServeCommand):

@@ -31,13 +31,13 @@ def serve_with_peers(command: SwarmServeCommand) -> int:
     """Starts a registry and peers, and starts again what is killed.
 
     Args:
-        command: the options, which were checked.
+        command: The options, which were checked.
 
     Returns:
         0 where all steps were done; else the registry's status, or 1.
 
     Raises:
-        WhaleError: options contradict each other.
+        WhaleError: Options contradict each other.
     """
     count, hosts = command.processes, command.hosts.split(",")
     shell, gpus = shell_words(command.remote_shell), visible_gpus()

@@ -16,17 +16,17 @@ class TrainReport:
     """Report of a session; the command line prints it as JSON.
 
     Attributes:
-        model: name of the job.
-        steps: done in this session.
+        model: Name of the job.
+        steps: Done in this session.
         loss_first, loss_last: Loss of its first and last step; None if none was done.
-        max_rel_diff_vs_one_device: largest relative difference between the losses and
+        max_rel_diff_vs_one_device: Largest relative difference between the losses and
             those of one device, or None where nothing was replayed.
-        mesh: mesh axes and sizes.
-        predicted_step_s: seconds of a step, by the plan.
-        measured_step_s: median seconds of a step, or None where too few were done.
+        mesh: Mesh axes and sizes.
+        predicted_step_s: Seconds of a step, by the plan.
+        measured_step_s: Median seconds of a step, or None where too few were done.
         tokens_per_s, samples_per_s: Measured speed; no tokens where the batch has none.
-        seconds: since the command began, everything counted.
-        checked_error: largest error of a gradient or parameter of the plan at reduced
+        seconds: Since the command began, everything counted.
+        checked_error: Largest error of a gradient or parameter of the plan at reduced
             sizes; None where it was not checked.
         parameters: Number of elements of all parameters.
         device_flops_per_s: Measured FLOP/s of one device on average, nothing counted

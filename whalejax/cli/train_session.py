@@ -64,7 +64,7 @@ def run(job: Job, options: TrainCommand, *, started: float) -> TrainReport:
         started: ``time.monotonic()`` when the command began.
 
     Raises:
-        WhaleError: the options contradict each other, no plan fits, the plan is for
+        WhaleError: The options contradict each other, no plan fits, the plan is for
             another machine, or the loss is not finite.
     """
     check_options(options)
@@ -107,7 +107,7 @@ def check_options(options: TrainCommand) -> None:
     """Finds what contradicts itself, before anything takes time.
 
     Raises:
-        WhaleError: every problem, at once.
+        WhaleError: Every problem, at once.
     """
     problems = Problems("whalejax train")
     check_command(options, problems)
@@ -147,7 +147,7 @@ def _unwritable(path: Path) -> str:
     follow its name.
 
     Raises:
-        OSError: the file system cannot even say whether it is there.
+        OSError: The file system cannot even say whether it is there.
     """
     if path.parts and path.parts[0].endswith(":"):
         return (
@@ -241,7 +241,7 @@ class _Session:
     Attributes:
         job, options: Job and options of the command.
         console: Console to write to.
-        model: abstract.
+        model: Abstract.
         plan: Plan of the training.
     """
 

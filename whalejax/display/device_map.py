@@ -44,8 +44,8 @@ class DeviceMap(Picture):
     Attributes:
         path: Path of the parameter.
         shape: Shape of the global array.
-        spec: its layout, mesh axes of each dimension.
-        parts: half-open range of each dimension to the numbers of the devices that
+        spec: Its layout, mesh axes of each dimension.
+        parts: Half-open range of each dimension to the numbers of the devices that
             hold it, in the order of the cluster.
     """
 
@@ -60,9 +60,9 @@ class DeviceMap(Picture):
         """Computes the map.
 
         Args:
-            leaf: the parameter.
-            of: one of ``LAYOUTS``.
-            axes: sizes of the mesh axes of what holds a copy.
+            leaf: The parameter.
+            of: One of ``LAYOUTS``.
+            axes: Sizes of the mesh axes of what holds a copy.
             firsts: Number of the first device of each replica or stage that holds one.
             devices: Number of devices of the whole plan.
         """
@@ -121,9 +121,9 @@ def parts_of(
 
     Args:
         shape: Shape of the global array.
-        spec: mesh axes of each dimension, outermost first.
-        axes: sizes of all mesh axes, outermost first; the last one joins neighbours.
-        first: number of the first device.
+        spec: Mesh axes of each dimension, outermost first.
+        axes: Sizes of all mesh axes, outermost first; the last one joins neighbours.
+        first: Number of the first device.
 
     >>> parts_of((4,), (("tensor",),), {"data": 2, "tensor": 2})
     {((0, 2),): [0, 2], ((2, 4),): [1, 3]}

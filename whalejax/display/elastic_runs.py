@@ -48,7 +48,7 @@ class MemberSpan:
     Attributes:
         name: Name of the member.
         state: State, as ``whalejax status`` names it.
-        start_seconds, end_seconds: since the run began.
+        start_seconds, end_seconds: Since the run began.
         generation: Generation in which it trained, else None.
     """
 
@@ -64,9 +64,9 @@ class StepSpan:
     """A step from the one that was committed before it to its own commit.
 
     Attributes:
-        step: its number.
+        step: Its number.
         generation: Generation that committed it.
-        start_seconds, end_seconds: since the run began.
+        start_seconds, end_seconds: Since the run began.
         again: Whether it had been committed before, by a generation whose state was
             lost.
         waited: Whether it took more than three times the median: a generation was
@@ -159,7 +159,7 @@ def run_timeline(
         The timeline; its ``save`` writes it to a file.
 
     Raises:
-        WhaleError: there is no such run.
+        WhaleError: There is no such run.
     """
     problems = Arguments("wh.run_timeline")
     problems.path("folder", folder, "the folder of a run")
@@ -205,8 +205,8 @@ def _steps(commits: Events, began: float, median: float) -> Iterable[StepSpan]:
 
     Args:
         commits: Commits of the run.
-        began: when it began.
-        median: seconds of a step; 0 where there are too few.
+        began: When it began.
+        median: Seconds of a step; 0 where there are too few.
     """
     newest = 0
     for place, said in enumerate(commits):

@@ -30,7 +30,7 @@ class MemoryChart(Picture):
     """Predicted memory per device, by term.
 
     Attributes:
-        bars: name of a stage, or of the whole, to its terms and what its device has.
+        bars: Name of a stage, or of the whole, to its terms and what its device has.
     """
 
     def __init__(self, plan: PlanData) -> None:

@@ -67,9 +67,9 @@ class Picture:
     """Something to look at: HTML in a notebook, text anywhere else.
 
     Args:
-        html: a fragment, without the style.
-        text: the same in words.
-        svg: the drawing alone, where there is one.
+        html: A fragment, without the style.
+        text: The same in words.
+        svg: The drawing alone, where there is one.
     """
 
     def __init__(self, *, html: str, text: str, svg: str = "") -> None:
@@ -91,11 +91,11 @@ class Picture:
         """Writes it to a file.
 
         Args:
-            path: ends in ``.html`` (a page of its own), ``.svg`` (the drawing, where
+            path: Ends in ``.html`` (a page of its own), ``.svg`` (the drawing, where
                 there is one) or ``.txt``.
 
         Raises:
-            WhaleError: another ending, or the file cannot be written there.
+            WhaleError: Another ending, or the file cannot be written there.
         """
         check_path(path)
         forms = self._forms()
@@ -122,7 +122,7 @@ def check_path(path: object) -> None:
     """Refuses what is no path of a picture.
 
     Raises:
-        WhaleError: it is none.
+        WhaleError: It is none.
     """
     problems = Arguments("save")
     problems.path("path", path, "the name of a file, such as 'plan.html'")
@@ -133,7 +133,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     """Writes a file.
 
     Raises:
-        WhaleError: it cannot be written there.
+        WhaleError: It cannot be written there.
     """
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -187,9 +187,9 @@ def table(
 
     Args:
         names: Names of the columns; none for a table without a head.
-        rows: cells of each, as ``cell`` makes them.
-        caption: above it.
-        kind: a class of the style.
+        rows: Cells of each, as ``cell`` makes them.
+        caption: Above it.
+        kind: A class of the style.
     """
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     head = f"<thead><tr>{head}</tr></thead>" if names else ""
@@ -227,7 +227,7 @@ def drawing(width: float, height: float, label: str, inner: str) -> str:
     Args:
         width, height: Size in units of ``inner``.
         label: Description for readers who cannot see it.
-        inner: its elements.
+        inner: Its elements.
     """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
@@ -248,7 +248,7 @@ def stage_names(each: Sequence[int]) -> tuple[str, ...]:
     """Returns the names of stages' lanes and bars.
 
     Args:
-        each: stages of each pipeline.
+        each: Stages of each pipeline.
 
     >>> stage_names([2]), stage_names([1, 1])
     (('stage 0', 'stage 1'), ('0: stage 0', '1: stage 0'))

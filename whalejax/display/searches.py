@@ -78,8 +78,8 @@ class SearchChart:
     """Step time and peak memory of every plan that was evaluated.
 
     Attributes:
-        altair: the chart as altair has it, to be changed or combined.
-        rows: its data, a dictionary for each point.
+        altair: The chart as altair has it, to be changed or combined.
+        rows: Its data, a dictionary for each point.
     """
 
     def __init__(self, found: SearchData) -> None:
@@ -117,7 +117,7 @@ class SearchChart:
         """Writes it to a file, as a page (``.html``) or a drawing (``.svg``).
 
         Raises:
-            WhaleError: another ending, or the file cannot be written there.
+            WhaleError: Another ending, or the file cannot be written there.
         """
         check_path(path)
         ending = str(path).rpartition(".")[2].lower()

@@ -37,13 +37,13 @@ class Sliders:
     """Controls, and the plan for what they stand at.
 
     Attributes:
-        plan: the plan that was last found.
+        plan: The plan that was last found.
         problem: Reason why there is no plan at the controls' values; "" where there is
             one.
         controls: ``batch``, ``sequence``, ``devices``, ``remat``, ``cluster`` and
             ``search`` to their ipywidgets, those that the plan has; setting the
             ``value`` of one plans again.
-        widget: all of it, to be put among other widgets.
+        widget: All of it, to be put among other widgets.
     """
 
     def __init__(

@@ -188,10 +188,10 @@ def least(
     """Utilization of the stage that waits most, over another link and at a width.
 
     Args:
-        stages: over any link.
-        rate: bytes per second of the link.
+        stages: Over any link.
+        rate: Bytes per second of the link.
         width: Width of the model, relative to its own.
-        overlap: devices compute while their links work.
+        overlap: Devices compute while their links work.
     """
     found = [stage.with_link_speed(rate).at(width) for stage in stages]
     return min(one.overlapped if overlap else one.utilization for one in found)

@@ -40,9 +40,9 @@ class Slice:
     """Something that takes time.
 
     Attributes:
-        lane: its number.
+        lane: Its number.
         kind: ``"forward"``, ``"backward"``, ``"weight"``, or a term of the step.
-        start_seconds, end_seconds: since the step began.
+        start_seconds, end_seconds: Since the step began.
         micro_batch, chunk: Numbers of a schedule's row; else None.
     """
 
@@ -66,11 +66,11 @@ class StepTimeline(Picture):
     """One step of a plan in time, as predicted.
 
     Attributes:
-        lanes: name of each.
+        lanes: Name of each.
         slices: Slices of the step, those of a lane in order.
-        end_seconds: when the last one ends.
-        bubble: part of all lanes' time until then in which they wait.
-        step_seconds: the whole step: what is done once, after the last row, included.
+        end_seconds: When the last one ends.
+        bubble: Part of all lanes' time until then in which they wait.
+        step_seconds: The whole step: what is done once, after the last row, included.
     """
 
     def __init__(self, plan: PlanData) -> None:

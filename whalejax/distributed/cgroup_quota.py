@@ -36,7 +36,7 @@ class Quota:
             root: Mount point of the control groups.
 
         Raises:
-            WhaleError: no percentage above zero, or no group can be made here.
+            WhaleError: No percentage above zero, or no group can be made here.
         """
         self._path: Path | None = None
         check_quota(percent)
@@ -96,7 +96,7 @@ class Quota:
         """Puts a process under the quota; those that it starts later are too.
 
         Raises:
-            WhaleError: there is no such process.
+            WhaleError: There is no such process.
         """
         assert self._path is not None
         try:
@@ -141,7 +141,7 @@ def check_quota(percent: float) -> None:
         percent: Percentage of one core.
 
     Raises:
-        WhaleError: less than 1 or more than all cores have.
+        WhaleError: Less than 1 or more than all cores have.
     """
     if not 1 <= percent <= 100 * (os.cpu_count() or 1):
         raise WhaleError(

@@ -51,7 +51,7 @@ class Check:
     Attributes:
         name: Name of the check.
         found: Value that was found.
-        verdict: whether that will do; a warning is for what only some runs need.
+        verdict: Whether that will do; a warning is for what only some runs need.
         remedy: Remedy; empty where the value will do.
     """
 
@@ -66,7 +66,7 @@ class HostReport:
     """All of one host.
 
     Attributes:
-        host: its name.
+        host: Its name.
         facts: Facts that must be equal on all hosts, by name.
         checks: Results of the checks.
     """

@@ -41,7 +41,7 @@ class HostComparison:
     """Reports of all hosts, and their comparison.
 
     Attributes:
-        hosts: their reports; first that of the coordinator's host.
+        hosts: Their reports; first that of the coordinator's host.
         between: Results of the comparison.
     """
 
@@ -90,11 +90,11 @@ def meet(
         mine: Report of this host.
         coordinator: ``"host:port"``.
         count: Number of all hosts, this one included.
-        timeout_seconds: after which those that have not come are missed.
+        timeout_seconds: After which those that have not come are missed.
         key: Key of this process; None where there is none.
 
     Raises:
-        WhaleError: the coordinator cannot be reached, or something else listens there.
+        WhaleError: The coordinator cannot be reached, or something else listens there.
     """
     end = time.monotonic() + timeout_seconds
     result = _listener(coordinator)

@@ -64,7 +64,7 @@ def launched(
     """Coordinator, number of processes and rank, if a launcher gave them.
 
     Raises:
-        WhaleError: some are missing, or are no numbers.
+        WhaleError: Some are missing, or are no numbers.
 
     >>> launched({})
     >>> launched({COORDINATOR: "a:1", NUM_PROCESSES: "2", PROCESS_ID: "0"})
@@ -98,7 +98,7 @@ def split_address(address: str, parameter: str = "--coordinator") -> tuple[str, 
         parameter: Name of the argument, for the error.
 
     Raises:
-        WhaleError: it is no such address.
+        WhaleError: It is no such address.
 
     >>> split_address("node0:8476"), split_address("[fd00::2]:8476")
     (('node0', 8476), ('fd00::2', 8476))

@@ -34,7 +34,7 @@ def shared_key(environment: Mapping[str, str] = os.environ) -> Key | None:
     """The key that the processes of this run share; None where there is none.
 
     Raises:
-        WhaleError: its file cannot be read, or holds no key of this version.
+        WhaleError: Its file cannot be read, or holds no key of this version.
 
     >>> shared_key({})
     """
@@ -67,8 +67,8 @@ def listen_at(coordinator: str, parameter: str = "coordinator") -> socket.socket
         parameter: Name of the argument, for errors.
 
     Raises:
-        WhaleError: no host has this name.
-        OSError: the address is not of this machine, or the port is in use.
+        WhaleError: No host has this name.
+        OSError: The address is not of this machine, or the port is in use.
     """
     host, port = split_address(coordinator, parameter)
     try:
@@ -104,12 +104,12 @@ def reach(coordinator: str, key: Key | None, end: float) -> Channel:
     Args:
         coordinator: ``"host:port"``.
         key: Key of this process.
-        end: until when to try, as ``time.monotonic`` counts.
+        end: Until when to try, as ``time.monotonic`` counts.
 
     Raises:
-        Closed: nothing listened there.
-        TooLate: what listens there does not answer.
-        WrongKey, OtherProtocol: it is not of this run.
+        Closed: Nothing listened there.
+        TooLate: What listens there does not answer.
+        WrongKey, OtherProtocol: It is not of this run.
     """
     address = split_address(coordinator, "coordinator")
     why = "nothing was tried"

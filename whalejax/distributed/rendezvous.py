@@ -95,8 +95,8 @@ class ProcessPlace:
         coordinator: ``"host:port"`` of process 0.
         count: Number of processes.
         rank: Rank of this one.
-        seconds: after which one that has not come is missed.
-        join_seconds: from then on, in which JAX joins them.
+        seconds: After which one that has not come is missed.
+        join_seconds: From then on, in which JAX joins them.
         key: Key of this process; None where there is none.
     """
 
@@ -138,7 +138,7 @@ def rendezvous(
         What is to be told, with ``mark_joined()``, once JAX has joined them.
 
     Raises:
-        WhaleError: the port is in use, or another process is missing.
+        WhaleError: The port is in use, or another process is missing.
     """
     made = (
         RendezvousServer(place, end)
@@ -173,7 +173,7 @@ class RendezvousServer:
         """Listens at the port that JAX's service will have.
 
         Raises:
-            WhaleError: it cannot be.
+            WhaleError: It cannot be.
         """
         self._place = place
         self._end = end
@@ -196,7 +196,7 @@ class RendezvousServer:
         """Waits until all are there, and tells them.
 
         Raises:
-            Lost: some are not.
+            Lost: Some are not.
         """
         place = self._place
         with self._changed:
@@ -368,8 +368,8 @@ class RendezvousClient:
         """Joins, and waits until all are there.
 
         Raises:
-            Lost: some are not.
-            WhaleError: this one cannot be taken in.
+            Lost: Some are not.
+            WhaleError: This one cannot be taken in.
         """
         deadline = time.monotonic() + self._place.seconds
         channel = self._channel = self._arrive(deadline)

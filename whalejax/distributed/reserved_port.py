@@ -25,11 +25,11 @@ def reserve_port(host: str, port: int = 0) -> int:
     """A port of an address of this machine, held until it is let go.
 
     Args:
-        host: the address.
+        host: The address.
         port: Number of the port; a free one if 0.
 
     Raises:
-        OSError: the address is not of this machine, no port is free, or the one that
+        OSError: The address is not of this machine, no port is free, or the one that
             was asked for is in use.
 
     >>> is_reserved(reserve_port("127.0.0.1"))

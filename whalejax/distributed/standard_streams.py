@@ -126,7 +126,7 @@ class BackgroundLines:
         """Starts the writer without lines.
 
         Args:
-            write: a line, however long that takes; raises OSError where nobody reads.
+            write: A line, however long that takes; raises OSError where nobody reads.
         """
         self._write = write
         self._changed = threading.Condition()
@@ -139,7 +139,7 @@ class BackgroundLines:
         """Writes a line; returns when it is written, or the stream takes nothing.
 
         Args:
-            line: with its end. Behind very many that wait it is left out, and counted.
+            line: With its end. Behind very many that wait it is left out, and counted.
         """
         with self._changed:
             if len(self._lines) >= _MOST_LINES:

@@ -58,10 +58,10 @@ class Saver:
         Args:
             programs: Programs whose states are saved.
             folder: Folder of the checkpoints; None saves none.
-            every: steps between checkpoints.
+            every: Steps between checkpoints.
             keep: Number of newest checkpoints that stay.
             tell: Function that receives ``Saved`` or ``NotSaved``.
-            may_keep: asked before a checkpoint that is written takes its name, so that
+            may_keep: Asked before a checkpoint that is written takes its name, so that
                 a member that was given up puts none in another's place.
         """
         self._programs, self._folder = programs, folder
@@ -84,8 +84,8 @@ class Saver:
 
         Args:
             state: State to copy; it is not donated.
-            step: steps that it has behind it.
-            look: called while an earlier one is waited for; may raise.
+            step: Steps that it has behind it.
+            look: Called while an earlier one is waited for; may raise.
         """
         assert self._folder is not None
         if not self.wait(look):
@@ -106,7 +106,7 @@ class Saver:
         """Waits until what was begun is written; whether it is.
 
         Args:
-            look: called meanwhile; may raise, and what was begun goes on.
+            look: Called meanwhile; may raise, and what was begun goes on.
         """
         end = time.monotonic() + SAVE_SECONDS
         while self._thread is not None:

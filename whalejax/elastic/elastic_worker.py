@@ -36,7 +36,7 @@ def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
     """Returns ``--mesh`` as ``wh.train_elastic`` takes it.
 
     Raises:
-        WhaleError: neither ``auto`` or ``replicas`` nor sizes of axes.
+        WhaleError: Neither ``auto`` or ``replicas`` nor sizes of axes.
 
     >>> mesh_asked(["fsdp=-1", "tensor=2"]), mesh_asked(["auto"]), mesh_asked([])
     ({'fsdp': -1, 'tensor': 2}, 'auto', None)
@@ -110,7 +110,7 @@ def main(words: Sequence[str]) -> int:
     """Trains until the run is over.
 
     Args:
-        words: one, the options of the command as JSON.
+        words: One, the options of the command as JSON.
     """
     from whalejax.api.named_jobs import find_job, named_values
     from whalejax.elastic.refusals import reported_refusals

@@ -65,12 +65,12 @@ def init_distributed(
     one that fails ends them at once.
 
     Args:
-        coordinator: address and port of process 0, ``"host:port"``; an IPv6 address
+        coordinator: Address and port of process 0, ``"host:port"``; an IPv6 address
             in brackets. At a loopback address nothing is open to other machines.
         num_processes: Number of processes.
-        process_id: the number of this one, from 0.
-        timeout_seconds: after which a process that has not come is missed.
-        heartbeat_seconds: after which one that says nothing is gone; Python must get a
+        process_id: The number of this one, from 0.
+        timeout_seconds: After which a process that has not come is missed.
+        heartbeat_seconds: After which one that says nothing is gone; Python must get a
             turn in this time in each.
         preemption: SIGTERM does not end a process but is a notice for
             ``jax.experimental.multihost_utils.reached_preemption_sync_point``, which
@@ -80,7 +80,7 @@ def init_distributed(
         The number of processes. It may be called again, and does nothing then.
 
     Raises:
-        WhaleError: what was given is not enough or contradicts itself; no cluster is
+        WhaleError: What was given is not enough or contradicts itself; no cluster is
             known; the port is in use; or not all processes came in time.
     """
     if coordinator is None and num_processes is None and process_id is None:

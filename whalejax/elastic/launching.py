@@ -50,8 +50,8 @@ class ProcessPlaces:
     Attributes:
         host: Address at which agents join; None where all processes are of this
             machine.
-        port: a free one if None.
-        awaited: names of agents that are started for the run.
+        port: A free one if None.
+        awaited: Names of agents that are started for the run.
     """
 
     host: str | None = None
@@ -76,8 +76,8 @@ def supervise(
         folder: Folder of the run.
         settings: Settings of the supervisor.
         places: Places of the processes; on this machine if None.
-        seconds: for processes to end after the run has.
-        quiet: say what goes wrong, and no progress.
+        seconds: For processes to end after the run has.
+        quiet: Say what goes wrong, and no progress.
         devices: Argument of ``Supervised``, unchanged.
 
     Returns:
@@ -141,10 +141,10 @@ class _SignalForwarder:
     beats for the first time. Ctrl-C for the third time ends the run at once.
 
     Attributes:
-        child: the supervisor.
+        child: The supervisor.
         hears: Whether the supervisor has sent a heartbeat, after which signals do not
             end it.
-        told: this process is to end.
+        told: This process is to end.
         interrupts: Number of times that Ctrl-C has come.
     """
 

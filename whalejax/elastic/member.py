@@ -80,11 +80,11 @@ class Training:
 
     Attributes:
         steps: Number of steps of the whole run.
-        save: folder of checkpoints, or None.
-        save_every, keep: steps between checkpoints, and how many stay.
-        copy_every: steps between copies in memory, of a model over several processes;
+        save: Folder of checkpoints, or None.
+        save_every, keep: Steps between checkpoints, and how many stay.
+        copy_every: Steps between copies in memory, of a model over several processes;
             None finds the best number, 0 makes none.
-        mtbf: seconds between failures, for that.
+        mtbf: Seconds between failures, for that.
     """
 
     steps: int
@@ -111,7 +111,7 @@ class ElasticMember:
             programs: Programs of the replica.
             training: Extent of the training, and its folder.
             address: Address of the supervisor.
-            key_file: path of the key of the run.
+            key_file: Path of the key of the run.
         """
         self._programs, self._training = programs, training
         self._control = Control(address, key_file, self._registers)
@@ -165,8 +165,8 @@ class ElasticMember:
         """The states and metrics of steps, from the one where this member joined.
 
         Raises:
-            WhaleError: the run cannot go on, or this member's part in it is over.
-            SystemExit: it was told to leave, or was a spare that nobody needed.
+            WhaleError: The run cannot go on, or this member's part in it is over.
+            SystemExit: It was told to leave, or was a spare that nobody needed.
         """
         self._control.open()
         check_shared(self._training.save)
@@ -484,10 +484,10 @@ def check_shared(save: Path | None) -> None:
     after a while on some network file systems.
 
     Args:
-        save: the folder; None for no checkpoints.
+        save: The folder; None for no checkpoints.
 
     Raises:
-        WhaleError: the lock is not there.
+        WhaleError: The lock is not there.
     """
     agent = os.environ.get(HELD_BY)
     if save is None or agent is None:

@@ -45,7 +45,7 @@ class Peers:
 
     Attributes:
         host, port: Address of this member for others.
-        generation: the one that it is in.
+        generation: The one that it is in.
     """
 
     def __init__(self, key: Key, host: str = "127.0.0.1") -> None:
@@ -77,13 +77,13 @@ class Peers:
         """Connects to the members of a generation, and leaves the one before.
 
         Args:
-            generation: its number.
+            generation: Its number.
             name: Name of this member.
-            members: names, hosts and ports, by rank.
-            look: called while others are waited for.
+            members: Names, hosts and ports, by rank.
+            look: Called while others are waited for.
 
         Raises:
-            WireError: one does not answer in time; ``broken`` tells which.
+            WireError: One does not answer in time; ``broken`` tells which.
         """
         self._leave(generation)
         self.generation, self._name = generation, name

@@ -50,7 +50,7 @@ def mesh_of(asked: Asked, devices: int) -> dict[str, int] | None:
     """Sizes of mesh axes as ``wh.plan`` takes them; None leaves them to the planner.
 
     Raises:
-        PlanError: what is asked for does not fit on so many devices.
+        PlanError: What is asked for does not fit on so many devices.
 
     >>> mesh_of({"fsdp": -1, "tensor": 2}, 8), mesh_of("auto", 8)
     ({'fsdp': 4, 'tensor': 2}, None)

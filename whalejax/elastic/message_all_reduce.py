@@ -46,20 +46,20 @@ def exchanged(
     """The sum of all parts of all members.
 
     Args:
-        peers: connections to the others.
+        peers: Connections to the others.
         names: Names of the members, by rank.
-        me: this member's.
+        me: This member's.
         step: Number of the step.
         parts: Parts of this member; none where it has no micro-batch in this step.
-        shapes: length and dtype of each buffer.
-        count: micro-batches of a step.
-        look: called while others are waited for.
+        shapes: Length and dtype of each buffer.
+        count: Micro-batches of a step.
+        look: Called while others are waited for.
 
     Returns:
         The buffers, and the micro-batches that each member gave.
 
     Raises:
-        WhaleError: micro-batches are missing, or came twice.
+        WhaleError: Micro-batches are missing, or came twice.
     """
     small = rounds_of(sum(size * dtype.itemsize for size, dtype in shapes)) == 1
     result = [np.empty(size, dtype) for size, dtype in shapes]
@@ -79,7 +79,7 @@ def sent_bytes(size: int, members: int, parts: int) -> float:
     """Returns the bytes that a member sends to reduce a step's buffers.
 
     Args:
-        size: bytes of one set of buffers.
+        size: Bytes of one set of buffers.
         members: Number of members, itself included.
         parts: Number of equally large parts that it contributes.
 
@@ -206,11 +206,11 @@ def check_arrays(
 
     Args:
         said: Message that holds the arrays.
-        expected: length and dtype of each; they have one dimension.
+        expected: Length and dtype of each; they have one dimension.
         other: Name of the sender.
 
     Raises:
-        WhaleError: which came, from whom.
+        WhaleError: Which came, from whom.
     """
     there = [(x.shape, x.dtype) for x in said.arrays]
     if there != [((size,), dtype) for size, dtype in expected]:

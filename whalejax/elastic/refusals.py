@@ -30,7 +30,7 @@ def reported_refusals() -> Iterator[None]:
     """Tells this process's supervisor, if it has one, of an error within the block.
 
     Raises:
-        WhaleError: as raised there.
+        WhaleError: As raised there.
     """
     try:
         yield

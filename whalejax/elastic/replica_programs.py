@@ -65,9 +65,9 @@ class PlannedReplica:
 
     Attributes:
         plan: Plan of the replica alone.
-        model: its shapes.
-        first: the first global batch, of ``size`` samples, or its shapes.
-        count: micro-batches of a step.
+        model: Its shapes.
+        first: The first global batch, of ``size`` samples, or its shapes.
+        count: Micro-batches of a step.
     """
 
     plan: Plan
@@ -90,14 +90,14 @@ def planned_replica(
 
     Args:
         job: Job to train.
-        cluster: the devices of one process.
-        batch: samples of the global batch; the job's own number if left out.
+        cluster: The devices of one process.
+        batch: Samples of the global batch; the job's own number if left out.
         micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
         precision: Precision of the model, as ``wh.plan`` takes it.
-        by_shapes: trace the first batch, where it can be, in place of making it.
+        by_shapes: Trace the first batch, where it can be, in place of making it.
 
     Raises:
-        PlanError: it has no room there, or cannot be planned.
+        PlanError: It has no room there, or cannot be planned.
     """
     make = _shapes_of_batch if by_shapes else job_plans.first_batch
     first = make(job, batch)
@@ -139,10 +139,10 @@ class ReplicaPrograms:
 
     Attributes:
         job: Job that is trained.
-        size: samples of a global batch.
-        step: the compiled step of the replica alone.
-        count: micro-batches of a step.
-        shapes: length and dtype of each buffer of a sum.
+        size: Samples of a global batch.
+        step: The compiled step of the replica alone.
+        count: Micro-batches of a step.
+        shapes: Length and dtype of each buffer of a sum.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class ReplicaPrograms:
 
         Args:
             job: Job to train.
-            batch: samples of the global batch; the job's own number if left out.
+            batch: Samples of the global batch; the job's own number if left out.
             micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
             precision: Precision of the model, as ``wh.plan`` takes it.
             seed: Seed of the run.
@@ -231,7 +231,7 @@ class ReplicaPrograms:
         """The newest whole checkpoint of a folder, or a fresh state.
 
         Args:
-            save: the folder; None has none.
+            save: The folder; None has none.
             tell: Function that receives notes for the user, and ``Recovered``.
         """
         newest = restore_newest(self.step, checkpoints(save) if save else [])
@@ -258,7 +258,7 @@ class ReplicaPrograms:
         """A state of another member's messages.
 
         Raises:
-            WhaleError: they are not those of a state of this job.
+            WhaleError: They are not those of a state of this job.
         """
         pieces: list[np.ndarray] = []
         while True:
@@ -303,7 +303,7 @@ class ReplicaPrograms:
         Args:
             path: Path of the new checkpoint.
             state: State to write; it is not donated.
-            before_it_appears: raises where it may not.
+            before_it_appears: Raises where it may not.
         """
         whole = to_save(state, self.step.abstract_state(), trains=True)
         save(
@@ -327,7 +327,7 @@ class ReplicaPrograms:
         """Flat leaves of the global batch of a step.
 
         Args:
-            step: its number, counted from 0.
+            step: Its number, counted from 0.
             samples: Number of samples of the steps before; default: as many batches as
                 there were steps.
         """
@@ -353,10 +353,10 @@ class ReplicaPrograms:
         Args:
             state: State of the run; it is not donated.
             batch: Global batch of the step.
-            nodes: subtrees of micro-batches.
+            nodes: Subtrees of micro-batches.
             held: Sums by node, extended in place: when ``look`` raises, nothing that
                 was computed is lost.
-            look: called before every micro-batch.
+            look: Called before every micro-batch.
         """
 
         def value(node: Node) -> None:
@@ -412,8 +412,8 @@ def tell_source(state: TrainState, found: RestoredRun | None, tell: Tell) -> Non
     """Says where a state is from, and what is to be known of that.
 
     Args:
-        state: with which a run goes on.
-        found: the checkpoint that it is of; None for a new one.
+        state: With which a run goes on.
+        found: The checkpoint that it is of; None for a new one.
         tell: Function that receives a ``Note`` and ``Recovered``.
     """
     for note in () if found is None else found.notes:
@@ -439,8 +439,8 @@ def _with_fewer(
     """A replica with as many micro-batches as a loss allows that was not asked for any.
 
     Args:
-        planned: plans with a number of them.
-        size: samples of the batch.
+        planned: Plans with a number of them.
+        size: Samples of the batch.
         error: Error that rules out the usual number.
     """
     whole = [n for n in range(2, MICRO_BATCHES) if size % n == 0] if error.unit else []

@@ -71,7 +71,7 @@ def await_placement(
             returns whether it has dealt with one.
 
     Raises:
-        WhaleError: no supervisor answers, or it refuses this process.
+        WhaleError: No supervisor answers, or it refuses this process.
     """
     address = environment.get(SUPERVISOR)
     if address is None:

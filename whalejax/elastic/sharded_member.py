@@ -81,11 +81,11 @@ class SpreadMember:
         """Prepares the member; joins nothing yet.
 
         Args:
-            programs: plans and traces, once the devices of all are known.
+            programs: Plans and traces, once the devices of all are known.
             training: Extent of the training, and its folder.
             facts: Facts that all members must share, compared before anything is
                 planned.
-            supervised: a supervisor says who takes part.
+            supervised: A supervisor says who takes part.
         """
         self._make, self._training, self._facts = programs, training, facts
         self._supervised = supervised
@@ -103,8 +103,8 @@ class SpreadMember:
         """The states and metrics of steps, from the one where this process began.
 
         Raises:
-            WhaleError: there is no plan, or the run cannot go on.
-            SystemExit: it was asked to end.
+            WhaleError: There is no plan, or the run cannot go on.
+            SystemExit: It was asked to end.
         """
         self._join()
         with on_notice(self._leave) if self._supervised else contextlib.nullcontext():
@@ -340,7 +340,7 @@ class SpreadMember:
         """Waits for a message of the supervisor, for a while.
 
         Raises:
-            WhaleError: it is gone, so that it says nothing any more.
+            WhaleError: It is gone, so that it says nothing any more.
         """
         assert self._control is not None
         with self._changed:

@@ -35,10 +35,10 @@ class SpreadPrograms:
     """A job, planned and compiled for the processes that are there.
 
     Attributes:
-        size: samples of a global batch.
-        count: micro-batches of a step, the same at every number of processes: random
+        size: Samples of a global batch.
+        count: Micro-batches of a step, the same at every number of processes: random
             keys and statistics depend on it.
-        plan: for these processes.
+        plan: For these processes.
         step: Compiled training step.
     """
 
@@ -56,15 +56,15 @@ class SpreadPrograms:
 
         Args:
             job: Job to train.
-            mesh: sizes of its axes, or how they come of a number of devices.
-            batch: samples of the global batch; the job's own number if left out.
+            mesh: Sizes of its axes, or how they come of a number of devices.
+            batch: Samples of the global batch; the job's own number if left out.
             micro_batches: Number of micro-batches in a step; default: 1, or
                 ``most_micro_batches`` where ``mesh`` has stages.
             precision: Precision of the model, as ``wh.plan`` takes it.
             seed: Seed of the run.
 
         Raises:
-            PlanError: there is no plan for the devices of these processes.
+            PlanError: There is no plan for the devices of these processes.
         """
         self._job, self._mesh, self._seed = job, mesh, seed
         first = job_plans.first_batch(job, batch)
@@ -92,7 +92,7 @@ class SpreadPrograms:
         """The plan for another number of processes; nothing is traced or compiled.
 
         Raises:
-            PlanError: there is none.
+            PlanError: There is none.
         """
         sizes = mesh_of(self._mesh, processes * jax.local_device_count())
         return self.plan.what_if(cluster=cluster_of(processes), mesh=sizes)
@@ -145,7 +145,7 @@ class SpreadPrograms:
         """Returns this process's part of the global batch of a step.
 
         Args:
-            step: its number, counted from 0.
+            step: Its number, counted from 0.
             samples: Number of samples of the steps before; default: as many batches as
                 there were steps.
         """
@@ -173,7 +173,7 @@ class SpreadPrograms:
         Args:
             path: Path of the new checkpoint.
             state: State to write; it is not donated.
-            before_it_appears: raises where it may not, in all of them.
+            before_it_appears: Raises where it may not, in all of them.
         """
         whole = to_save(state, self.step.abstract_state(), trains=True)
         size = self.step._batch_size

@@ -73,11 +73,11 @@ def key_of_run(key_file: str, address: str) -> Key:
     """The key by which members and supervisor know each other.
 
     Args:
-        key_file: path of its file; empty where none was given.
+        key_file: Path of its file; empty where none was given.
         address: Address of the supervisor, for the error.
 
     Raises:
-        WhaleError: there is none, or others can read it.
+        WhaleError: There is none, or others can read it.
     """
     if not key_file:
         raise WhaleError(
@@ -100,7 +100,7 @@ def unreachable(where: str, error: WireError) -> WhaleError:
     """Returns the error of a process that reaches no supervisor.
 
     Args:
-        where: host and port at which it looked.
+        where: Host and port at which it looked.
         error: Error of the connection.
     """
     if isinstance(error, WrongKey):
@@ -128,7 +128,7 @@ class Control:
 
     Attributes:
         key: Key of the run.
-        name: under which it goes; empty before it is admitted.
+        name: Under which it goes; empty before it is admitted.
         goodput: Goodput of the run in the supervisor's last message.
         phase, step, done: Contents of its heartbeats; set by the member.
         generation: Newest generation that began, of a process that was placed in one.
@@ -146,9 +146,9 @@ class Control:
 
         Args:
             address: Address of the supervisor.
-            key_file: path of the key of the run.
-            registers: gives the fields of ``"register"`` but for those known here.
-            supervisor_seconds: after which one that is gone is given up.
+            key_file: Path of the key of the run.
+            registers: Gives the fields of ``"register"`` but for those known here.
+            supervisor_seconds: After which one that is gone is given up.
         """
         self._address, self._where = split_address(address, "supervisor"), address
         self.key = key_of_run(key_file, address)
@@ -177,7 +177,7 @@ class Control:
         """Connects and be admitted.
 
         Raises:
-            WhaleError: nothing answers there, the key is refused, or this member is.
+            WhaleError: Nothing answers there, the key is refused, or this member is.
         """
         self._connect(time.monotonic() + FIRST_SECONDS, first=True)
         for work in (self._listen, self._speak):
@@ -231,7 +231,7 @@ class Control:
         """Returns the supervisor's next message, or None.
 
         Raises:
-            WhaleError: it is gone, or this member was refused.
+            WhaleError: It is gone, or this member was refused.
         """
         with self._changed:
             if self._heard:
@@ -244,7 +244,7 @@ class Control:
         """Raises where the supervisor is gone, or has refused this process.
 
         Raises:
-            WhaleError: why.
+            WhaleError: Why.
         """
         with self._changed:
             if self._error is not None:

@@ -62,10 +62,10 @@ def train_elastic(
     Args:
         job: Job to train; the same in all processes.
         steps: Total number of steps, those of a checkpoint counted.
-        save: folder of checkpoints, in which a run that begins goes on from the newest.
-        save_every: steps between checkpoints; there is one after the last step too.
+        save: Folder of checkpoints, in which a run that begins goes on from the newest.
+        save_every: Steps between checkpoints; there is one after the last step too.
         keep: Number of newest checkpoints that stay.
-        batch: samples of the global batch; the job's own number if left out.
+        batch: Samples of the global batch; the job's own number if left out.
         num_micro_batches: Number of micro-batches in a step, which members divide;
             default: the largest number up to 16 that divides the batch. Of one model
             over all processes, 1 by default, or that number where ``mesh`` names
@@ -84,7 +84,7 @@ def train_elastic(
             in the memory of the machine and of a second one where there are several;
             they outlive the processes and are read before a checkpoint is. Default: the
             best number by Daly's formula; 0 makes none.
-        mtbf: mean seconds between failures of any process, for that formula and for
+        mtbf: Mean seconds between failures of any process, for that formula and for
             the price.
         noise_scale: Whether to measure the gradient-noise scale of replicas, from the
             gradients of their micro-batches: the metric ``noise_scale``, in samples,
@@ -97,7 +97,7 @@ def train_elastic(
         consumes the state.
 
     Raises:
-        WhaleError: an argument cannot be used, no supervisor answers, this process
+        WhaleError: An argument cannot be used, no supervisor answers, this process
             differs from the others, or the run cannot go on.
     """
     from whalejax.elastic.member import Training

@@ -68,18 +68,18 @@ def check(
     mean square of all is measured by that.
 
     Args:
-        plan: from ``wh.plan`` or ``wh.Plan.load``.
-        loss_fn: the loss that the plan was made for.
-        model: the same model, abstract or real. Of real arrays a few values are taken,
+        plan: From ``wh.plan`` or ``wh.Plan.load``.
+        loss_fn: The loss that the plan was made for.
+        model: The same model, abstract or real. Of real arrays a few values are taken,
             so that numbers have the kinds that they have there.
-        batch: the global batch, abstract or real. Whole numbers stay below what the
+        batch: The global batch, abstract or real. Whole numbers stay below what the
             loss looks up with them.
-        optimizer: an optax transformation; gradient descent if left out.
+        optimizer: An optax transformation; gradient descent if left out.
         trainable, axis_names, batch_axes: Arguments of ``wh.plan``, unchanged.
-        odd: also check extents that are odd on each device, where the layout has them.
+        odd: Also check extents that are odd on each device, where the layout has them.
         seed: Seed of the random numbers.
-        timeout_seconds: the process is ended after so long.
-        memory_bytes: memory that the process may take; half of this machine's if left
+        timeout_seconds: The process is ended after so long.
+        memory_bytes: Memory that the process may take; half of this machine's if left
             out.
 
     Returns:
@@ -87,8 +87,8 @@ def check(
         all of it equals one device.
 
     Raises:
-        PlanError: the plan is an estimate, or for another model or batch.
-        WhaleError: nothing could be compared, with the reason of everything tried; or
+        PlanError: The plan is an estimate, or for another model or batch.
+        WhaleError: Nothing could be compared, with the reason of everything tried; or
             the process died or took too long.
 
     >>> import jax, jax.numpy as jnp, optax
@@ -170,12 +170,12 @@ def check_adapted(
     """``check`` of a model that was adapted.
 
     Args:
-        plan: a runnable plan.
-        adapter: its model, real or abstract.
-        batch: the global batch, real or abstract.
+        plan: A runnable plan.
+        adapter: Its model, real or abstract.
+        batch: The global batch, real or abstract.
         optimizer, batch_axes, seed, timeout_seconds, memory_bytes: Arguments of
             ``check``, unchanged.
-        multiples: elements of each device along a dimension that is shared, a run each.
+        multiples: Elements of each device along a dimension that is shared, a run each.
     """
     started = time.monotonic()
     request = check_request(
@@ -222,7 +222,7 @@ def check_request(
     Args:
         plan, adapter, batch, optimizer, batch_axes, multiples, seed: Arguments of
             ``check_adapted``, unchanged.
-        limit_bytes: memory that the process may take.
+        limit_bytes: Memory that the process may take.
     """
     devices = max(reduced_mesh(plan, multiple).num_devices for multiple in multiples)
     leaves = jax.tree.leaves((adapter.params, adapter.rest))
@@ -265,7 +265,7 @@ def _run_checker(
     """Runs the process that checks, and returns its runs and notes.
 
     Raises:
-        WhaleError: it died, took too long, or could not begin.
+        WhaleError: It died, took too long, or could not begin.
     """
     answer = run(
         request,

@@ -14,18 +14,18 @@ class CheckRequest:
     """Plan, model and limits of a check.
 
     Attributes:
-        plan: the plan's document.
-        target: virtual CPU devices.
-        adapter: the model and its loss, without values.
-        optimizer: an optax transformation, or None.
-        batch: the global batch, abstract.
+        plan: The plan's document.
+        target: Virtual CPU devices.
+        adapter: The model and its loss, without values.
+        optimizer: An optax transformation, or None.
+        batch: The global batch, abstract.
         batch_axes: Argument of ``wh.plan``, unchanged.
-        samples: some values of each leaf of the model, and of the batch, or None.
-        multiples: elements of each device along a dimension that is shared, of each
+        samples: Some values of each leaf of the model, and of the batch, or None.
+        multiples: Elements of each device along a dimension that is shared, of each
             run.
         seed: Seed of the random numbers.
-        wide: compute in float64 what is in float32.
-        limit_bytes: memory that the process may take.
+        wide: Compute in float64 what is in float32.
+        limit_bytes: Memory that the process may take.
     """
 
     plan: dict[str, Any]

@@ -17,7 +17,7 @@ class LeafError:
     """Difference of one leaf from one device's.
 
     Attributes:
-        path: dotted path of the parameter.
+        path: Dotted path of the parameter.
         error: ‖difference‖ / ‖true‖.
         norm: ‖true‖.
     """
@@ -46,20 +46,20 @@ class CheckRun:
             too, whose errors are not hidden by rounding.
         way: Program that ran: the user's ``"code"`` on smaller arrays, its traced
             ``"program"`` with other sizes, or either at its ``"own sizes"``.
-        axes: mesh axes and reduced sizes.
-        num_devices: virtual devices.
-        num_micro_batches: reduced number of micro-batches in a step.
+        axes: Mesh axes and reduced sizes.
+        num_devices: Virtual devices.
+        num_micro_batches: Reduced number of micro-batches in a step.
         dimensions: Dimensions that were reduced.
-        kept: dimensions that could not be reduced, and why.
-        refused: ways that were tried first, and why they do not run.
+        kept: Dimensions that could not be reduced, and why.
+        refused: Ways that were tried first, and why they do not run.
         loss, true_loss: Losses of the plan and of one device.
-        loss_error: their relative difference.
-        gradients: error of every gradient.
-        parameters: error of every parameter after the update.
+        loss_error: Their relative difference.
+        gradients: Error of every gradient.
+        parameters: Error of every parameter after the update.
         limit: Largest error of a gradient or of the loss that passes.
         parameter_limit: Largest error of an updated parameter that passes.
         noise: Change of one device's gradients by rounding the parameters.
-        seconds: time of the run.
+        seconds: Time of the run.
     """
 
     extents: str = ""
@@ -131,10 +131,10 @@ class CheckResult:
     ``print`` shows it.
 
     Attributes:
-        plan_hash: hash of the plan.
+        plan_hash: Hash of the plan.
         runs: Comparisons, for even and odd extents.
         unchecked: Comparisons that were impossible, with the reasons.
-        seconds: time of all.
+        seconds: Time of all.
     """
 
     plan_hash: str

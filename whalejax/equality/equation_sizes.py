@@ -18,8 +18,8 @@ class SizeError(ValueError):
     """Dimensions of an equation whose reduced sizes do not go together.
 
     Attributes:
-        operand_dims: dimensions of its first operand.
-        result_dims: dimensions of its first result.
+        operand_dims: Dimensions of its first operand.
+        result_dims: Dimensions of its first result.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ def changed_parameters(
 
     Args:
         equation: Equation as it was traced.
-        values: its operands now.
-        wanted: shapes of its results, as far as logical dimensions tell them.
+        values: Its operands now.
+        wanted: Shapes of its results, as far as logical dimensions tell them.
 
     Raises:
-        ValueError: it has no form at these sizes.
+        ValueError: It has no form at these sizes.
     """
     rule = _RULES.get(equation.primitive.name)
     if rule is None:

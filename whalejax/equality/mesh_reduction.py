@@ -30,13 +30,13 @@ class MeshReduction:
     """The reduced counts of a plan.
 
     Attributes:
-        sizes: size of each mesh axis that changes.
-        num_devices: devices in all.
-        num_micro_batches: micro-batches in a step.
-        shares: micro-batches of each rank of ``data``; empty where ranks are alike.
+        sizes: Size of each mesh axis that changes.
+        num_devices: Devices in all.
+        num_micro_batches: Micro-batches in a step.
+        shares: Micro-batches of each rank of ``data``; empty where ranks are alike.
         ranks: Ranks of ``data`` that are kept, where each has a plan or shares of its
             own.
-        stage_layers: layers of each part of a pipeline in lockstep.
+        stage_layers: Layers of each part of a pipeline in lockstep.
     """
 
     sizes: Mapping[str, int]
@@ -55,11 +55,11 @@ def reduced_mesh(plan: Plan, multiple: int) -> MeshReduction:
     """Reduced counts of devices, micro-batches and layers.
 
     Args:
-        plan: a runnable plan.
-        multiple: parts of a device along a dimension: 2, or 3 for odd extents.
+        plan: A runnable plan.
+        multiple: Parts of a device along a dimension: 2, or 3 for odd extents.
 
     Raises:
-        CheckError: even with two devices along every axis there are too many.
+        CheckError: Even with two devices along every axis there are too many.
     """
     sizes = {} if plan.num_devices <= OWN_DEVICES else _halved(plan)
     ranks = _kept_ranks(plan, sizes)

@@ -31,10 +31,10 @@ class Reference:
     """Loss and gradients of a global batch.
 
     Attributes:
-        loss: mean loss.
-        gradients: flat gradients of the mean loss, by rank of ``data`` where ranks are
+        loss: Mean loss.
+        gradients: Flat gradients of the mean loss, by rank of ``data`` where ranks are
             asked for, else one list.
-        weights: weight of each rank.
+        weights: Weight of each rank.
     """
 
     loss: float
@@ -52,10 +52,10 @@ def reference(
     """Returns a function that computes loss and gradients on one device.
 
     Args:
-        adapter: the model and its loss, at the precision to compute with.
-        batch_axes: dimension of the samples in each leaf of a batch, or None.
+        adapter: The model and its loss, at the precision to compute with.
+        batch_axes: Dimension of the samples in each leaf of a batch, or None.
         cut: Division of a batch into micro-batches.
-        ranks: parts of the batch whose gradients are wanted one by one, for plans that
+        ranks: Parts of the batch whose gradients are wanted one by one, for plans that
             combine them in another way than by their mean.
 
     Returns:
@@ -138,7 +138,7 @@ def leaf_errors(
     """(error, norm) of each leaf: ‖difference‖ / ‖true‖, with the floor of the measure.
 
     Args:
-        got, true: leaves in the same order.
+        got, true: Leaves in the same order.
 
     >>> leaf_errors([np.array([3.0])], [np.array([2.0])])
     [(0.5, 2.0)]
@@ -160,7 +160,7 @@ def recording(
     """An optimizer whose state holds, beside its own, the gradients it was given.
 
     Args:
-        optimizer: the user's; gradient descent where there is none.
+        optimizer: The user's; gradient descent where there is none.
     """
     inner = optax.sgd(0.125) if optimizer is None else optimizer
     extended = optax.with_extra_args_support(inner)

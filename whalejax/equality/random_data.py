@@ -24,7 +24,7 @@ def sample(leaf: Any) -> np.ndarray | None:
     """Some of an array's values, or None of what has none or is a key.
 
     Args:
-        leaf: real or abstract.
+        leaf: Real or abstract.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct) or is_key(leaf):
         return None
@@ -49,8 +49,8 @@ def weights(
     """Values of a model's leaves.
 
     Args:
-        avals: their shapes and dtypes.
-        samples: values of the user's, or None.
+        avals: Their shapes and dtypes.
+        samples: Values of the user's, or None.
         chance: Source of random numbers.
         trained: Whether they are parameters; of others (variances, counters) no sign
             changes.

@@ -41,13 +41,13 @@ class PlannedModel:
     """A model as it was planned.
 
     Attributes:
-        adapter: the model, without values.
-        batch: the global batch, abstract.
+        adapter: The model, without values.
+        batch: The global batch, abstract.
         batch_axes: Argument of ``wh.plan``, unchanged.
-        num_micro_batches: micro-batches in a step.
-        precision: the plan's.
-        captured: its loss, cast as planned.
-        analysed: the logical dimensions of that.
+        num_micro_batches: Micro-batches in a step.
+        precision: The plan's.
+        captured: Its loss, cast as planned.
+        analysed: The logical dimensions of that.
     """
 
     adapter: Adapter
@@ -90,12 +90,12 @@ class ReducedModel:
     """A model at reduced sizes.
 
     Attributes:
-        planned: the same at reduced sizes, traced.
+        planned: The same at reduced sizes, traced.
         way: Program that runs: the user's ``"code"``, its traced ``"program"`` with
             other sizes, or either at its ``"own sizes"``.
-        sizes: role of the model as planned to its reduced size.
+        sizes: Role of the model as planned to its reduced size.
         kept: (role, why) of those that could not be reduced.
-        layers: layers of a Python loop, where only three of them run; else 0.
+        layers: Layers of a Python loop, where only three of them run; else 0.
     """
 
     planned: PlannedModel
@@ -137,9 +137,9 @@ def reduced_models(
 
     Args:
         model: Model that was planned.
-        sizes: role to its reduced size.
-        num_micro_batches: reduced number of them.
-        skips: equal layers of a Python loop may be left out.
+        sizes: Role to its reduced size.
+        num_micro_batches: Reduced number of them.
+        skips: Equal layers of a Python loop may be left out.
     """
     skipped = skipped_layers(model.captured) if skips else None
     if skipped is not None:

@@ -33,10 +33,10 @@ def reduced_plan(
         plan: Plan of the original model.
         model: Model that was planned.
         reduced: Model at reduced sizes.
-        mesh: reduced axes, micro-batches and layers.
+        mesh: Reduced axes, micro-batches and layers.
 
     Raises:
-        CheckError: a dimension or TaskGraph of the plan is not found again, or has a
+        CheckError: A dimension or TaskGraph of the plan is not found again, or has a
             size that its axes do not divide.
     """
     small = reduced.planned

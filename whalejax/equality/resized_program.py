@@ -36,8 +36,8 @@ class UnresizableError(Exception):
     """An equation that has no form at the sizes that are wanted.
 
     Attributes:
-        roles: logical dimensions that stand in it.
-        text: the equation and its line.
+        roles: Logical dimensions that stand in it.
+        text: The equation and its line.
     """
 
     def __init__(self, roles: frozenset[int], text: str) -> None:
@@ -51,11 +51,11 @@ class ResizedProgram:
     """A traced loss, to be run with other sizes of its logical dimensions.
 
     Attributes:
-        captured: the loss as traced.
-        analysed: its logical dimensions.
-        sizes: role to its reduced size; roles that are left out keep theirs.
-        skipped: layers that do not run.
-        chosen: roles of parameters and of the batch, whose sizes are chosen.
+        captured: The loss as traced.
+        analysed: Its logical dimensions.
+        sizes: Role to its reduced size; roles that are left out keep theirs.
+        skipped: Layers that do not run.
+        chosen: Roles of parameters and of the batch, whose sizes are chosen.
     """
 
     captured: Captured
@@ -81,11 +81,11 @@ class ResizedProgram:
         """Runs the program.
 
         Args:
-            values: parameters, the rest, the batch and a key, as the flat loss takes
+            values: Parameters, the rest, the batch and a key, as the flat loss takes
                 them; the batch may have any number of samples.
 
         Raises:
-            UnresizableError: an equation has no form at these sizes.
+            UnresizableError: An equation has no form at these sizes.
         """
         sizes = dict(self.sizes)
         for tensor, dim in self.captured.graph.batch_dims:
@@ -98,7 +98,7 @@ class ResizedProgram:
         """The reduced shape of a value.
 
         Args:
-            tensor: its id in the graph.
+            tensor: Its id in the graph.
             sizes: Sizes of roles; default: the program's own.
         """
         rank = len(self.captured.graph.tensors[tensor].shape)

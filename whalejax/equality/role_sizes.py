@@ -50,10 +50,10 @@ def reduced_sizes(
     """Sizes of the roles that are reduced, by index.
 
     Args:
-        plan: a runnable plan.
-        analysed: the loss as planned, at the plan's own sizes.
-        mesh: reduced axes.
-        multiple: elements of each device along a dimension that is shared.
+        plan: A runnable plan.
+        analysed: The loss as planned, at the plan's own sizes.
+        mesh: Reduced axes.
+        multiple: Elements of each device along a dimension that is shared.
     """
     graph, dims = analysed.graph, analysed.dims
     divisors = _divisors(plan, analysed, mesh)
@@ -157,8 +157,8 @@ def layer_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     """Roles that are layers: leading dimensions of weights, cast or not, in a scan.
 
     Args:
-        graph: the loss.
-        dims: its dimensions.
+        graph: The loss.
+        dims: Its dimensions.
     """
     weight, roles = graph.weight_tensors(), set[int]()
     for op in graph.ops:
@@ -210,8 +210,8 @@ def tied_roles(graph: Graph, dims: Dimensions) -> Iterator[dict[int, int]]:
     """Groups of roles whose sizes differ by a few elements or by none.
 
     Args:
-        graph: the loss.
-        dims: its dimensions.
+        graph: The loss.
+        dims: Its dimensions.
 
     Returns:
         In each group, by how much each is larger than the first.

@@ -64,7 +64,7 @@ def run_checks(request: CheckRequest) -> tuple[list[CheckRun], list[str]]:
         What was compared, and why what was not was not.
 
     Raises:
-        PlanError: the plan was made for another model, loss or batch.
+        PlanError: The plan was made for another model, loss or batch.
     """
     plan = Plan.from_document(request.plan)
     adapter, batch = request.adapter, request.batch

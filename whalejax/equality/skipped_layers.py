@@ -26,9 +26,9 @@ class SkippedLayers:
 
     Attributes:
         position: Position of their jaxpr.
-        first: equation with which the second layer begins.
-        period: equations of a layer.
-        start, end: equations from which and up to which none runs.
+        first: Equation with which the second layer begins.
+        period: Equations of a layer.
+        start, end: Equations from which and up to which none runs.
         layers: Number of layers.
     """
 
@@ -50,7 +50,7 @@ def skipped_layers(captured: Captured) -> SkippedLayers | None:
     """The layers of a traced loss that need not run; None where all have to.
 
     Args:
-        captured: the loss.
+        captured: The loss.
     """
     graph = captured.graph
     starts = [graph.ops[op].position for op in layer_starts(graph)[:-1]]
@@ -109,7 +109,7 @@ def stand_ins(
     are read.
 
     Args:
-        skipped: the layers that do not run, if any.
+        skipped: The layers that do not run, if any.
         position: Position of the jaxpr.
     """
     if skipped is None or position != skipped.position:

@@ -32,9 +32,9 @@ class TrueStep:
     """Results of one device's step.
 
     Attributes:
-        loss: mean loss.
-        gradients: flat gradients, as the optimizer is to be given them.
-        params: flat parameters after the update.
+        loss: Mean loss.
+        gradients: Flat gradients, as the optimizer is to be given them.
+        params: Flat parameters after the update.
     """
 
     loss: float
@@ -49,8 +49,8 @@ def true_step(
 
     Args:
         plan: Plan at reduced sizes.
-        planned: its model.
-        optimizer: the user's, or None.
+        planned: Its model.
+        optimizer: The user's, or None.
 
     Returns:
         A function of numbers (``params``, ``rest``, ``batch`` and ``key``) and of the

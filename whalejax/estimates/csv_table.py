@@ -81,10 +81,10 @@ class CsvTable:
     """A CSV file: its header, and its rows with the line each stands in.
 
     Attributes:
-        header: names of the columns.
-        rows: column to cell.
+        header: Names of the columns.
+        rows: Column to cell.
         lines: Line number of each row.
-        unread: for each, why it cannot be read; empty where it can.
+        unread: For each, why it cannot be read; empty where it can.
     """
 
     header: tuple[str, ...]
@@ -97,11 +97,11 @@ def read_table(path: str | Path, *, strict: bool = True) -> CsvTable:
     """Reads a CSV file with a header.
 
     Args:
-        path: the file.
-        strict: refuse it for a row that cannot be read; otherwise ``unread`` says why.
+        path: The file.
+        strict: Refuse it for a row that cannot be read; otherwise ``unread`` says why.
 
     Raises:
-        WhaleError: no such file, no header; and where strict, rows of another length
+        WhaleError: No such file, no header; and where strict, rows of another length
             and cells that are no numbers: all of them, with line and column.
     """
     try:

@@ -24,25 +24,25 @@ class DecoderSizes:
     """Sizes of a decoder transformer.
 
     Attributes:
-        layers, hidden, heads, ffn, vocab: the usual.
-        kv_heads: heads of keys and values; fewer than ``heads`` where several share.
+        layers, hidden, heads, ffn, vocab: The usual.
+        kv_heads: Heads of keys and values; fewer than ``heads`` where several share.
         head_dim: Size of one head; ``hidden // heads`` unless the model says otherwise.
-        seq: tokens of a sample.
-        gated: the feed-forward has a gate (three products); otherwise two.
-        experts, topk: feed-forward networks in each layer and how many a token takes;
+        seq: Tokens of a sample.
+        gated: The feed-forward has a gate (three products); otherwise two.
+        experts, topk: Feed-forward networks in each layer and how many a token takes;
             0 where there are none.
-        flash: attention is one kernel that keeps its scores on chip and skips what the
+        flash: Attention is one kernel that keeps its scores on chip and skips what the
             causal mask hides; otherwise scores and their softmax go to memory.
         eager: Whether operations without a kernel in every library are written one by
             one: the mask of attention that is no kernel itself, rotary embeddings,
             RMSNorm and gates.
-        fused_loss: one kernel from logits to loss, in their own type; otherwise they
+        fused_loss: One kernel from logits to loss, in their own type; otherwise they
             are cast to float32 first.
         dropout: Whether attention's weights and the inputs of the residual stream have
             dropout.
         norm_bias: LayerNorm with biases (GPT) rather than RMSNorm.
-        positions: learned position embeddings.
-        tied: the head uses the embedding's table.
+        positions: Learned position embeddings.
+        tied: The head uses the embedding's table.
     """
 
     layers: int
@@ -254,8 +254,8 @@ def decoder_graph(
     """The forward loss of a decoder.
 
     Args:
-        sizes: its sizes.
-        batch: samples.
+        sizes: Its sizes.
+        batch: Samples.
         dtype, itemsize_bytes: Computing type and its bytes.
 
     >>> sizes = DecoderSizes(

@@ -38,7 +38,7 @@ def estimate_table(table: CsvTable) -> list[dict[str, str]]:
     Rows that nothing can be predicted for have a ``note`` alone.
 
     Args:
-        table: from ``read_table``.
+        table: From ``read_table``.
     """
     read = [
         RowReading(run=None, notes=(f"not read: {why}",)) if why else one
@@ -81,8 +81,8 @@ class Prediction:
     """Prediction for a row.
 
     Attributes:
-        step_seconds: time of the step.
-        peak_bytes: memory of the fullest device.
+        step_seconds: Time of the step.
+        peak_bytes: Memory of the fullest device.
         fits: Whether the memory is no more than the device has.
     """
 
@@ -132,9 +132,9 @@ class TableSummary:
     """Summary of a table's rows.
 
     Attributes:
-        predicted: have a prediction.
+        predicted: Have a prediction.
         runs: Number of rows with a run.
-        unread: could not be read; their note says why.
+        unread: Could not be read; their note says why.
     """
 
     predicted: int
@@ -154,12 +154,12 @@ def write_estimates(
     """Reads a table, writes it with predictions; the file appears whole or not at all.
 
     Args:
-        source: a CSV file with the header of ``published.COLUMNS``.
+        source: A CSV file with the header of ``published.COLUMNS``.
         target: Path of the new table.
-        strict: refuse the table for a row that cannot be read.
+        strict: Refuse the table for a row that cannot be read.
 
     Raises:
-        WhaleError: the table is malformed, or the target cannot be written.
+        WhaleError: The table is malformed, or the target cannot be written.
     """
     table = read_table(source, strict=strict)
     taken = [name for name in ADDED if name in table.header]

@@ -23,7 +23,7 @@ def readings(rows: Sequence[Mapping[str, str]]) -> tuple[RowReading, ...]:
     """Every row's reading, with what it leaves open as it fits.
 
     Args:
-        rows: column to cell, as ``read_table`` gives them.
+        rows: Column to cell, as ``read_table`` gives them.
     """
     result = [read_row(row) for row in rows]
     offers = {i: several for i, one in enumerate(result) if (several := _offers(one))}

@@ -24,18 +24,18 @@ class Framework:
     """Habits of one framework.
 
     Attributes:
-        name: for reports.
+        name: For reports.
         words: Words that mean it where a table uses them; see ``framework``.
-        compiled: one program on the device; otherwise a host launches every operation.
+        compiled: One program on the device; otherwise a host launches every operation.
             Where the row does not say, under ``compile``.
-        xla: its programs are XLA's, which are compiled whatever a row says.
-        flash: attention is one kernel that keeps its scores on chip.
-        overlaps_gradients: their reduction runs beside the backward pass.
+        xla: Its programs are XLA's, which are compiled whatever a row says.
+        flash: Attention is one kernel that keeps its scores on chip.
+        overlaps_gradients: Their reduction runs beside the backward pass.
         overlaps_layers: tensor- and context-parallel collectives run beside products,
             piece by piece.
-        interleaves: its recipes cut the layers of a stage into chunks of one or two,
+        interleaves: Its recipes cut the layers of a stage into chunks of one or two,
             where the row does not say.
-        sequence_parallel: beside tensor parallelism, where the row does not say.
+        sequence_parallel: Beside tensor parallelism, where the row does not say.
         zero: State that it shards over data-parallel devices, where the row does not
             say.
         remat: Recomputation, where the row does not say; None: as much as fits.
@@ -44,24 +44,24 @@ class Framework:
         dtype: Type in which its products multiply, where the row does not say.
         gradient_bytes: Bytes of one parameter's gradient, as it is reduced (XLA reduces
             the results of products, in their type).
-        fused_accumulation: products of weight gradients add to those of the
+        fused_accumulation: Products of weight gradients add to those of the
             micro-batches before.
-        eager: masks of attention without a kernel, RMSNorm, rotary embeddings and gates
+        eager: Masks of attention without a kernel, RMSNorm, rotary embeddings and gates
             are written operation by operation, and launched so unless compiled.
-        tuned: its products have an efficiency of their own, fitted apart: Megatron-LM's
+        tuned: Its products have an efficiency of their own, fitted apart: Megatron-LM's
             layers before attention kernels, which multiplied faster than others'
             for what no other term says.
-        grouped: its attention has fewer heads of keys than of queries where the model
+        grouped: Its attention has fewer heads of keys than of queries where the model
             has.
-        fused_loss: the loss is one kernel that reads logits in their own type; where
+        fused_loss: The loss is one kernel that reads logits in their own type; where
             it is compiled, it always is.
         pads_vocabulary: Whether it pads the vocabulary to a multiple of 128 for every
             rank that shards it; otherwise ranks hold the remainder of the division.
-        dropout: its models drop attention weights and what joins the residual stream.
+        dropout: Its models drop attention weights and what joins the residual stream.
         attention_generation: Generation of devices that its attention kernel was
             written for: 7 is that before Ampere, 8 Ampere's, 9 Hopper's and later.
         flash_anywhere: Whether it has an attention kernel for older devices, too.
-        flash_plain: models without a gated feed-forward have the kernel, too.
+        flash_plain: Models without a gated feed-forward have the kernel, too.
         kernels_only: Whether the time of kernels was measured alone: no host launches
             them, and there is no optimizer.
     """
@@ -301,8 +301,8 @@ def with_compilation(found: Framework, compiled: bool) -> Framework:
     """The habits of a framework whose step is compiled, or launched by a host.
 
     Args:
-        found: the framework.
-        compiled: one program on the device.
+        found: The framework.
+        compiled: One program on the device.
 
     >>> with_compilation(framework("torchtitan"), False).eager
     True
@@ -324,7 +324,7 @@ def framework(source: str, place: str = "") -> Framework:
     of the authors that stand anywhere beside it.
 
     Args:
-        source: the row's ``source``.
+        source: The row's ``source``.
         place: Source of the row, used where the framework is not named.
 
     >>> framework("nemo-24.07").name

@@ -28,7 +28,7 @@ class HeldParameters:
 
     Attributes:
         params: Number of parameters.
-        copies: devices that compute with the same ones.
+        copies: Devices that compute with the same ones.
         shards: Number of ZeRO-3 shards of these.
         levels: Number of devices that share a node, and of nodes, by axes.
     """

@@ -23,7 +23,7 @@ def stages_of(text: str, layers: int) -> tuple[StageSpec, ...]:
         layers: Number of layers of the model.
 
     Raises:
-        WhaleError: another number of layers, or a replica that is no ``KINDxTPn``.
+        WhaleError: Another number of layers, or a replica that is no ``KINDxTPn``.
 
     >>> first, last = stages_of(
     ...     "stages [V100-16xTP2] -> [T4xTP1]; profile-layers per stage 20|14", 32)
@@ -59,7 +59,7 @@ def notes_of(text: str, stages: Sequence[StageSpec], count: int) -> Iterator[str
     Args:
         text: Text of the column ``notes``.
         stages: Stages that it names.
-        count: devices that the row has.
+        count: Devices that the row has.
     """
     if not stages:
         return

@@ -34,7 +34,7 @@ class StageSpec:
     """One stage of a pipeline over unlike devices.
 
     Attributes:
-        replicas: its data-parallel copies.
+        replicas: Its data-parallel copies.
         layers: Number of layers of the decoder.
     """
 
@@ -47,28 +47,28 @@ class PublishedRun:
     """One training run.
 
     Attributes:
-        sizes: the model.
+        sizes: The model.
         framework: Framework that ran it.
         device: Kind of the devices; the slowest where they are mixed.
         num_devices, devices_per_node: Number of devices, and of those that share a node
             or slice.
-        data, fsdp, tensor, stages, context, expert: sizes of the mesh axes. ``expert``
+        data, fsdp, tensor, stages, context, expert: Sizes of the mesh axes. ``expert``
             divides the others' devices, it adds none.
-        chunks: parts of the model on each pipeline stage.
+        chunks: Parts of the model on each pipeline stage.
         zero: ZeRO stage over the data-parallel devices (0 to 3).
         sequence_parallel: Whether values between tensor-parallel products are sharded
             over the sequence.
-        micro_batch: samples of one data-parallel rank.
-        global_batch: samples of a step.
+        micro_batch: Samples of one data-parallel rank.
+        global_batch: Samples of a step.
         remat: Recomputation policy of the backward pass.
         dtype: Type in which products multiply: ``bf16``, ``f16``, ``f32``, ``tf32``,
             ``f8``.
-        unlike: the stages where devices are mixed, or empty.
+        unlike: The stages where devices are mixed, or empty.
         offloaded: Whether the saved values are offloaded to host memory.
-        frozen: parameters stay as they are, and small adapters beside them are trained.
-        autocast: parameters are float32, and every micro-batch brings them to 16 bits;
+        frozen: Parameters stay as they are, and small adapters beside them are trained.
+        autocast: Parameters are float32, and every micro-batch brings them to 16 bits;
             the residual stream stays in float32.
-        loss_chunks: parts of a micro-batch whose logits are in memory one at a time.
+        loss_chunks: Parts of a micro-batch whose logits are in memory one at a time.
     """
 
     sizes: DecoderSizes

@@ -57,9 +57,9 @@ class RowReading:
         policies: Possible recomputation policies, the likeliest first; several where
             neither the row nor the framework says it, or the row's name for it is
             unknown.
-        unknown_policy: the row's name for it is unknown.
-        unknown_memory: nothing says how much memory the row's device has.
-        open_micro_batch, open_zero: the row does not give the micro-batch, or what is
+        unknown_policy: The row's name for it is unknown.
+        unknown_memory: Nothing says how much memory the row's device has.
+        open_micro_batch, open_zero: The row does not give the micro-batch, or what is
             sharded.
         taken: Whether it counts as fitting, though the estimate of its memory is a
             little too large.
@@ -85,7 +85,7 @@ def read_row(row: Mapping[str, str]) -> RowReading:
     """The run that a row describes, with what was inferred.
 
     Args:
-        row: column to cell, as ``read_table`` gives them.
+        row: Column to cell, as ``read_table`` gives them.
     """
     cells = Cells(row)
     missing = [name for name in NEEDED if cells.whole(name) is None]
@@ -443,10 +443,10 @@ def _micro_batch(
     """Samples of a rank; ones that are not whole are those of each device.
 
     Args:
-        cells: the row.
-        per_rank: samples of a rank in a step.
+        cells: The row.
+        per_rank: Samples of a rank in a step.
         stages, seq: Number of stages and sequence length of the run.
-        together: devices of a stage that share a sample.
+        together: Devices of a stage that share a sample.
     """
     given = cells.whole("micro_batch")
     stated = cells.number("micro_batch") or 1.0

@@ -80,7 +80,7 @@ def recomputed_shares(remat: Remat, sizes: DecoderSizes) -> tuple[float, ...]:
     """Share of each of ``PRODUCTS`` that the backward pass computes again.
 
     Args:
-        remat: the policy.
+        remat: The policy.
         sizes: Sizes of the decoder.
     """
     if remat in ("none", "selective"):

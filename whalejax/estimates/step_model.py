@@ -76,14 +76,14 @@ class Estimate:
     """Predictions, one entry for each run.
 
     Attributes:
-        step_seconds: the whole step.
-        compute_seconds: products, memory traffic and tensor-parallel collectives of all
+        step_seconds: The whole step.
+        compute_seconds: Products, memory traffic and tensor-parallel collectives of all
             micro-batches on the slowest stage.
         bubble_seconds: Waits of stages for each other.
-        exposed_seconds: data-parallel collectives that nothing hides.
-        update_seconds: the optimizer.
+        exposed_seconds: Data-parallel collectives that nothing hides.
+        update_seconds: The optimizer.
         layer_seconds: Duration of one layer and micro-batch, forward and backward.
-        peak_bytes: memory of the fullest device.
+        peak_bytes: Memory of the fullest device.
     """
 
     step_seconds: Array
@@ -100,7 +100,7 @@ class Runs:
 
     Attributes:
         runs: Runs to price.
-        stretch: for each run, its pipeline's time over that of the slowest stage alone.
+        stretch: For each run, its pipeline's time over that of the slowest stage alone.
     """
 
     def __init__(self, runs: Sequence[PublishedRun]) -> None:
@@ -429,7 +429,7 @@ class Runs:
 
         Args:
             constants: Rates that devices deliver.
-            settle: work the pipelines' waiting out anew; otherwise that of the last
+            settle: Work the pipelines' waiting out anew; otherwise that of the last
                 time stands, which a fit uses between its rounds.
         """
         ahead, behind = self.places(constants)
@@ -503,8 +503,8 @@ class Runs:
 
             Args:
                 each_bytes: Bytes of one parameter.
-                axes: over which.
-                sharded: each device has a shard to begin with.
+                axes: Over which.
+                sharded: Each device has a shard to begin with.
             """
             total = np.zeros(len(self.runs))
             for one in self.held:
@@ -602,9 +602,9 @@ def pipeline_seconds(
     come there.
 
     Args:
-        run: schedule, stages and micro-batches.
-        forward, backward: seconds of one micro-batch in each part of the model.
-        transfer: seconds from one part to the next.
+        run: Schedule, stages and micro-batches.
+        forward, backward: Seconds of one micro-batch in each part of the model.
+        transfer: Seconds from one part to the next.
     """
     parts, chunks = run.num_micro_batches, run.chunks
     few = min(parts, STEADY_AFTER * run.stages)

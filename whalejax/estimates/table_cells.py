@@ -11,7 +11,7 @@ class Cells:
     """One row on its way to a run.
 
     Attributes:
-        row: column to cell.
+        row: Column to cell.
         notes: Notes on values that were inferred.
     """
 

@@ -72,16 +72,16 @@ class Kernel:
 
     Attributes:
         place: ``EMBED``, ``LAYER`` or ``HEAD``; of a layer for one layer.
-        m, k, n, batch: sizes of the product, all 1 where it is none.
+        m, k, n, batch: Sizes of the product, all 1 where it is none.
         product: Whether the operations are products.
-        share: part of it that is done.
-        forward_bytes, backward_bytes: through memory.
+        share: Part of it that is done.
+        forward_bytes, backward_bytes: Through memory.
         gradients: Number of products, or passes, of its backward.
         count: Number of equal operations.
         attention: Whether it is in a fused attention kernel.
         scores: Whether it belongs to attention's scores, without weights.
         weight: Whether it reads a parameter.
-        part: index of the layer's product in ``PRODUCTS``, or -1.
+        part: Index of the layer's product in ``PRODUCTS``, or -1.
     """
 
     place: int
@@ -118,9 +118,9 @@ class MicroBatchWork:
     """One micro-batch on one device.
 
     Attributes:
-        kernels, traffic: see there.
-        saved_bytes: for each rematerialization, activations that one layer keeps.
-        head_bytes: largest temporaries around the loss.
+        kernels, traffic: See there.
+        saved_bytes: For each rematerialization, activations that one layer keeps.
+        head_bytes: Largest temporaries around the loss.
     """
 
     kernels: tuple[Kernel, ...]
@@ -355,7 +355,7 @@ def _saved(
     """Activations that a layer keeps under each policy.
 
     Args:
-        found, tables, s, sizes: the decoder and its layout.
+        found, tables, s, sizes: The decoder and its layout.
         sample_bytes: Bytes of one element of all samples of a micro-batch.
         widened: Factor by which elements of the residual stream are wider.
     """
@@ -417,8 +417,8 @@ def _eager_bytes(
     which a kernel makes again.
 
     Args:
-        s, sizes, micro_batch, itemsize: the decoder and its layout.
-        shared: tensor ranks share the sequence between products.
+        s, sizes, micro_batch, itemsize: The decoder and its layout.
+        shared: Tensor ranks share the sequence between products.
     """
     if not (sizes.eager and sizes.gated):
         return 0.0
@@ -459,9 +459,9 @@ def wires(
     """Bytes on the wire and steps of one collective, inside a node and between nodes.
 
     Args:
-        kind: the collective.
+        kind: The collective.
         payload_bytes: Bytes of the payload, as in ``collectives``.
-        sizes: devices that take part inside a node, and nodes.
+        sizes: Devices that take part inside a node, and nodes.
 
     Returns:
         (bytes, steps) for the two levels.
@@ -505,8 +505,8 @@ def copies_of_experts(run: PublishedRun, axes: tuple[str, ...]) -> tuple[int, in
     """The same of those devices along some axes that hold the same experts.
 
     Args:
-        run: the run.
-        axes: some of ``context``, ``fsdp`` and ``data``, as for the other parameters.
+        run: The run.
+        axes: Some of ``context``, ``fsdp`` and ``data``, as for the other parameters.
     """
     inside, nodes = levels_of(run, axes)
     # Ranks with unlike experts lie between them: those along fsdp first, then others.

@@ -35,12 +35,12 @@ def groups_of(text: str, num_devices: int) -> Groups:
     """The groups of a collective, as device numbers; empty where the text has none.
 
     Args:
-        text: its attributes.
+        text: Its attributes.
         num_devices: Number of devices of the program; an empty list of groups means all
             of them.
 
     Raises:
-        HloError: groups in a form that is not known.
+        HloError: Groups in a form that is not known.
 
     >>> groups_of("replica_groups=[4,2]<=[2,4]T(1,0)", 8)
     ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -116,8 +116,8 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
     """The mesh axes that groups join, outermost first; None where they are no axes.
 
     Args:
-        groups: device numbers.
-        mesh: axes and sizes, outermost first.
+        groups: Device numbers.
+        mesh: Axes and sizes, outermost first.
 
     >>> axes_of(((0, 4), (1, 5), (2, 6), (3, 7)), {"data": 2, "tensor": 4})
     ('data',)

@@ -41,13 +41,13 @@ class Instruction:
     Attributes:
         kind: Kind of ``KINDS``.
         shapes: (dtype, shape) of its results on one device.
-        nbytes: bytes of its results on one device.
+        nbytes: Bytes of its results on one device.
         count: Number of executions in one execution of the program.
-        group_size: devices that it joins; 0 where the text does not say, and for a
+        group_size: Devices that it joins; 0 where the text does not say, and for a
             collective-permute.
-        groups: these devices; of a collective-permute the (source, target) pairs.
-        name: name stack of the operation behind it, if the compiler kept it.
-        places: lines of the source behind it, innermost first.
+        groups: These devices; of a collective-permute the (source, target) pairs.
+        name: Name stack of the operation behind it, if the compiler kept it.
+        places: Lines of the source behind it, innermost first.
         instruction: Name of the instruction in the program, as profiles have it.
     """
 
@@ -71,7 +71,7 @@ class Instruction:
         """The mesh axes it runs over; None where its groups are no axes.
 
         Args:
-            mesh: axes and sizes, outermost first.
+            mesh: Axes and sizes, outermost first.
         """
         if self.kind == "collective-permute":
             return axes_between(self.groups, mesh) if self.groups else None
@@ -120,7 +120,7 @@ def collectives(program: str | Module) -> Collectives:
         Those that the entry computation reaches, in the order of the text.
 
     Raises:
-        HloError: a loop that holds a collective has no known trip count, or the
+        HloError: A loop that holds a collective has no known trip count, or the
             program is not understood.
 
     >>> found = collectives(

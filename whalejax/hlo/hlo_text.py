@@ -79,9 +79,9 @@ class Line:
 
     Attributes:
         name, opcode: Name and opcode of the instruction.
-        result: its type, as text.
-        operands: names of what it reads, in order.
-        inside: the text between its parentheses.
+        result: Its type, as text.
+        operands: Names of what it reads, in order.
+        inside: The text between its parentheses.
         rest: Text after them: attributes, metadata and the backend's own.
         root: Whether its result is the computation's.
     """
@@ -109,7 +109,7 @@ class Line:
         """The computation that an attribute names.
 
         Raises:
-            HloError: it names none.
+            HloError: It names none.
         """
         match = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
         if match is None:
@@ -123,7 +123,7 @@ class Computation:
 
     Attributes:
         name: Name of the computation.
-        lines: its instructions, by name.
+        lines: Its instructions, by name.
     """
 
     name: str
@@ -143,9 +143,9 @@ class Module:
 
     Attributes:
         computations: Computations by name.
-        entry: name of the one that runs.
-        num_devices: partitions times replicas.
-        tables: rows of the file, location and frame tables, by number.
+        entry: Name of the one that runs.
+        num_devices: Partitions times replicas.
+        tables: Rows of the file, location and frame tables, by number.
     """
 
     computations: Mapping[str, Computation]
@@ -157,7 +157,7 @@ class Module:
         """A computation by its name.
 
         Raises:
-            HloError: there is none.
+            HloError: There is none.
         """
         computation = self.computations.get(name)
         if computation is None:
@@ -208,7 +208,7 @@ def read(text: str) -> Module:
         text: ``compiled.as_text()``.
 
     Raises:
-        HloError: a line or an opcode that is not known, or no entry computation.
+        HloError: A line or an opcode that is not known, or no entry computation.
 
     >>> module = read(
     ...     "ENTRY %main (x: f32[4]) -> f32[4] {\\n"
@@ -309,7 +309,7 @@ def nbytes_of(shapes: tuple[Shape, ...]) -> int:
     """Bytes of some arrays, without padding.
 
     Raises:
-        HloError: an element type that is not known.
+        HloError: An element type that is not known.
 
     >>> nbytes_of((("bf16", (4, 3)), ("pred", ())))
     25

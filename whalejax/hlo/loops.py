@@ -61,15 +61,15 @@ class Execution:
     """An instruction, how often it runs, and where.
 
     Attributes:
-        line: the instruction.
-        computation: the one it stands in.
-        count: executions in one run of the program; 0 where a loop around it has an
+        line: The instruction.
+        computation: The one it stands in.
+        count: Executions in one run of the program; 0 where a loop around it has an
             unknown trip count.
-        caller: the innermost computation around it that is no fusion.
-        visits: a number for each computation entered around it, outermost first;
+        caller: The innermost computation around it that is no fusion.
+        visits: A number for each computation entered around it, outermost first;
             another number each time.
-        loop: the loop whose trip count is not known, or empty.
-        branch: the branches of conditionals that it stands in.
+        loop: The loop whose trip count is not known, or empty.
+        branch: The branches of conditionals that it stands in.
     """
 
     line: Line
@@ -89,7 +89,7 @@ def executions(module: Module) -> Iterator[Execution]:
     out.
 
     Args:
-        module: from ``read``.
+        module: From ``read``.
     """
     start = module.computation(module.entry)
     yield from _Visits(module).of(start, 1, "", (start.name, (0,)))
@@ -204,9 +204,9 @@ def trips(module: Module, computation: Computation, loop: Line) -> int | None:
     """Returns the executions of a loop's body, or None where the number is unknown.
 
     Args:
-        module: the program.
-        computation: the one that the loop stands in.
-        loop: its ``while`` instruction.
+        module: The program.
+        computation: The one that the loop stands in.
+        loop: Its ``while`` instruction.
     """
     stated = _TRIP.search(loop.rest)
     if stated is not None:
@@ -272,9 +272,9 @@ class _Values:
     """Follows whole numbers and carried values through a computation; None elsewhere.
 
     Args:
-        module: the program.
+        module: The program.
         computation: Computation to follow them through.
-        arguments: values of its parameters.
+        arguments: Values of its parameters.
     """
 
     def __init__(

@@ -58,10 +58,10 @@ def product_flops(module: Module) -> int:
     Of a conditional the branch with most of them counts.
 
     Args:
-        module: from ``read``.
+        module: From ``read``.
 
     Raises:
-        HloError: a product whose sizes, or a call or loop whose work, is not
+        HloError: A product whose sizes, or a call or loop whose work, is not
             understood.
 
     >>> from whalejax.hlo.hlo_text import read

@@ -45,8 +45,8 @@ class BatchRows:
 
         Args:
             shape: Shape of the value.
-            dim: along which its rows lie.
-            parts: into how many the samples are cut.
+            dim: Along which its rows lie.
+            parts: Into how many the samples are cut.
         """
         return [n // parts if d == dim else n for d, n in enumerate(shape)]
 
@@ -62,15 +62,15 @@ def run_fewer(
     """A program on the rows of some samples.
 
     Args:
-        jaxpr: the program, or what one of its equations calls.
-        values: inputs, of the samples of one part.
+        jaxpr: The program, or what one of its equations calls.
+        values: Inputs, of the samples of one part.
         rows: Positions of the rows.
-        parts: into how many the samples are cut.
-        at: position of the jaxpr in the program.
+        parts: Into how many the samples are cut.
+        at: Position of the jaxpr in the program.
         given: Row dimension of each input; None for the inputs of the program.
 
     Raises:
-        ValueError: an equation gives another shape than that of its part.
+        ValueError: An equation gives another shape than that of its part.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
     known = dict(zip(body.constvars, constants, strict=True))
@@ -287,7 +287,7 @@ def carried_over(rows: BatchRows, before: Any, after: Any) -> BatchRows | None:
 
     Args:
         rows: Positions of the rows before.
-        before, after: the program.
+        before, after: The program.
 
     Returns:
         None where more than casts was added.
@@ -313,7 +313,7 @@ def _carry(
 
     Args:
         rows, before, after: Arguments of ``carried_over``, unchanged.
-        old, new: positions of the jaxpr, then and now.
+        old, new: Positions of the jaxpr, then and now.
         known: Row dimensions of its variables.
         results: Dictionary that receives the row dimensions of results.
     """

@@ -30,8 +30,8 @@ class EquationReplacement:
     """Replacement of some equations of a program.
 
     Attributes:
-        inputs, outputs: variables of the program.
-        function: from values of the inputs to values of the outputs.
+        inputs, outputs: Variables of the program.
+        function: From values of the inputs to values of the outputs.
         equation: Equation whose scopes it runs in; None where it opens them itself.
     """
 
@@ -52,10 +52,10 @@ def run(
     """A program, equation by equation, every one in the scopes that it was traced in.
 
     Args:
-        jaxpr: open or closed.
-        values: its inputs.
-        each: runs one equation.
-        items: equations and ``EquationReplacement``s, in order, that run in place of
+        jaxpr: Open or closed.
+        values: Its inputs.
+        each: Runs one equation.
+        items: Equations and ``EquationReplacement``s, in order, that run in place of
             all equations.
         constant: Function that replaces an array that the program holds.
     """
@@ -89,8 +89,8 @@ def compute(
 
     Args:
         equations: Equations in an order in which they can run.
-        known: values of the variables that they read and do not make.
-        wanted: variables that they make, or that are known.
+        known: Values of the variables that they read and do not make.
+        wanted: Variables that they make, or that are known.
     """
     env = dict(known)
     for equation in equations:
@@ -108,14 +108,14 @@ def arranged(jaxpr: Any, calls: Sequence[EquationReplacement]) -> list[Any]:
     """The equations of a program that are needed beside some calls, and the calls.
 
     Args:
-        jaxpr: open.
+        jaxpr: Open.
         calls: Calls that replace equations.
 
     Returns:
         All in an order in which they can run.
 
     Raises:
-        ValueError: there is none, since calls need what each other give.
+        ValueError: There is none, since calls need what each other give.
     """
     made_by = {v: e for e in jaxpr.eqns for v in e.outvars}
     made_by.update((v, call) for call in calls for v in call.outputs)
@@ -165,8 +165,8 @@ def around(equation: Any, values: Sequence[Any], body: Body) -> list[Any]:
     """A loop or a checkpointed region with its own policy, around another body.
 
     Args:
-        equation: a scan or a checkpointed region as traced.
-        values: its operands.
+        equation: A scan or a checkpointed region as traced.
+        values: Its operands.
         body: Function that runs inside.
     """
     if _compat.recursion(equation) == "scan":
@@ -178,8 +178,8 @@ def remat(equation: Any, values: Sequence[Any], body: Body, policy: Any) -> list
     """A checkpointed region.
 
     Args:
-        equation: the region as traced.
-        values: its operands.
+        equation: The region as traced.
+        values: Its operands.
         body: Function that runs inside.
         policy: Policy of the values that are saved for the backward pass.
     """
@@ -199,9 +199,9 @@ def scan(
     """A scan.
 
     Args:
-        equation: the loop as traced.
-        values: its operands: constants, carries, stacks.
-        body: one turn, from constants, carries and slices to carries and slices.
+        equation: The loop as traced.
+        values: Its operands: constants, carries, stacks.
+        body: One turn, from constants, carries and slices to carries and slices.
         length: Number of iterations, where the stacks are shorter than as traced.
     """
     parts = _compat.scan_parts(equation)
@@ -231,7 +231,7 @@ def cond(values: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
     layouts of their own.
 
     Args:
-        values: its operands, of which the first is the number of the branch.
+        values: Its operands, of which the first is the number of the branch.
         branches: Function of each branch.
     """
     index, *operands = values

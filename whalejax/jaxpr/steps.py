@@ -37,8 +37,8 @@ class Step:
 
     Attributes:
         equation: Equation as it was traced.
-        reads: its operands.
-        writes: numbers of its results.
+        reads: Its operands.
+        writes: Numbers of its results.
     """
 
     equation: Any
@@ -56,10 +56,10 @@ class Steps:
     """A program: its steps in order, and what goes in and comes out, by number.
 
     Attributes:
-        steps: the operations.
-        inputs: numbers of its inputs.
-        outputs: its results.
-        avals: shape and dtype of every value.
+        steps: The operations.
+        inputs: Numbers of its inputs.
+        outputs: Its results.
+        avals: Shape and dtype of every value.
     """
 
     steps: tuple[Step, ...]
@@ -85,7 +85,7 @@ class Steps:
         """Writes down a program.
 
         Args:
-            jaxpr: open or closed.
+            jaxpr: Open or closed.
         """
         return _Writer().write(jaxpr)
 
@@ -117,7 +117,7 @@ class Steps:
         Args:
             wanted: Operands to compute.
             given: Numbers of the available values.
-            also: steps that run in any case.
+            also: Steps that run in any case.
 
         Returns:
             The steps in order, and the numbers among the given, and among the inputs,
@@ -147,7 +147,7 @@ class Steps:
         Args:
             wanted: Operands to compute.
             values: Available values, by number.
-            also: steps that run in any case.
+            also: Steps that run in any case.
         """
         known = dict(values)
         steps, _ = self.needed(wanted, values.keys(), also)
@@ -172,7 +172,7 @@ class Steps:
 
         Args:
             wanted: Operands that the other part computes.
-            later: values that only the other part can make, or is given.
+            later: Values that only the other part can make, or is given.
             given: Numbers of the inputs of both, whose own sources may be gone.
         """
         inputs = {*self.inputs}

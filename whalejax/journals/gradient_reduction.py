@@ -21,7 +21,7 @@ class GradientReduction:
 
     Attributes:
         by: ``"messages"`` or ``"collectives"``.
-        why: for a user.
+        why: For a user.
     """
 
     by: Way

@@ -81,7 +81,7 @@ class JournalLines:
 
         Args:
             path: Path of the file.
-            durable: each line is on the disk when ``write`` returns.
+            durable: Each line is on the disk when ``write`` returns.
         """
         self._path, self._durable = path, durable
         self._waiting = bytearray()

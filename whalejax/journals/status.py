@@ -52,8 +52,8 @@ class LostMember:
 
     Attributes:
         name: Name of the member.
-        seconds: since the run began.
-        step: the newest that was committed.
+        seconds: Since the run began.
+        step: The newest that was committed.
         why: Reason for which it was given up, or the way it ended.
         state: ``"lost"`` or ``"failed"``.
     """
@@ -76,7 +76,7 @@ class MemberStatus:
             run was asked to end), ``"ended"`` (as the run was given up), ``"failed"``
             (by an error of its own) or ``"lost"`` (it was given up).
         rank: Rank in the newest generation that it was in, or None.
-        pid: its process, or None where the supervisor did not start it.
+        pid: Its process, or None where the supervisor did not start it.
         host: Address at which the others reach it, or None where it has not reported
             one.
     """
@@ -97,21 +97,21 @@ class RunStatus:
             ``"interrupted"`` (it was asked to end), ``"failed"``, ``"refused"`` (what
             it was given cannot be run) or ``"lost"``.
         why: Reason of an incomplete end.
-        step, steps: done, and to be done in all.
+        step, steps: Done, and to be done in all.
         steps_done: Number of steps in this run, without those of a checkpoint that it
             began with.
         loss_first, loss: Loss of its first and its newest step.
-        step_seconds: median time of a step; None before there are enough.
+        step_seconds: Median time of a step; None before there are enough.
         generations: Generations in order.
-        members: all processes, by name.
+        members: All processes, by name.
         lost: Members that were given up or failed.
         adding_up: Reduction of gradients; None before it is decided, and of ordinary
             scripts.
-        checkpoint: the newest.
-        goodput: committed steps times the median of a step, over the time since the
+        checkpoint: The newest.
+        goodput: Committed steps times the median of a step, over the time since the
             first; None before there are enough.
-        seconds: since it began.
-        ended: exit status of a run that is over, or None.
+        seconds: Since it began.
+        ended: Exit status of a run that is over, or None.
     """
 
     state: str
@@ -142,7 +142,7 @@ class RunJournal:
     Attributes:
         events: Events in order; the first is ``"opened"``.
         commits: Commits of its generations, in order.
-        has_supervisor: one runs now.
+        has_supervisor: One runs now.
     """
 
     events: Events
@@ -157,7 +157,7 @@ def status_of(folder: Path) -> tuple[RunStatus, ...]:
         folder: Folder of the checkpoints, or of the logs.
 
     Raises:
-        WhaleError: there is no elastic run.
+        WhaleError: There is no elastic run.
     """
     return tuple(map(run_status, journals_of(folder)))
 

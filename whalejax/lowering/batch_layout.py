@@ -26,7 +26,7 @@ class BatchLayout:
     """Checks global batches and lays them out over the devices.
 
     Attributes:
-        structure: tree of the batch that was traced.
+        structure: Tree of the batch that was traced.
         leaves: Planned shape, dtype and batch dimension of each leaf.
         shardings: Target sharding of each leaf.
     """
@@ -46,11 +46,11 @@ class BatchLayout:
         """Flat leaves of a batch on their devices.
 
         Args:
-            batch: the global batch; with several processes this process's part of it,
+            batch: The global batch; with several processes this process's part of it,
                 or global arrays.
 
         Raises:
-            PlanError: another structure, shape or kind of number; all are listed.
+            PlanError: Another structure, shape or kind of number; all are listed.
         """
         problems = Problems()
         placed = []
@@ -76,7 +76,7 @@ class BatchLayout:
         """The leaves of a batch.
 
         Raises:
-            PlanError: they are others than planned. A list may stand for a tuple.
+            PlanError: They are others than planned. A list may stand for a tuple.
         """
         leaves, structure = jax.tree.flatten(batch)
         self._check_arrays(batch, leaves)
@@ -154,7 +154,7 @@ def part_shape(sharding: NamedSharding, shape: Sequence[int]) -> tuple[int, ...]
     """The shape of what the devices of this process hold of a global array.
 
     Args:
-        sharding: its layout.
+        sharding: Its layout.
         shape: Shape of the global array.
     """
     spans: list[set[tuple[int, int]]] = [set() for _ in shape]

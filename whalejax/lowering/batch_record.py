@@ -27,7 +27,7 @@ def batch_leaves(batch: Any) -> tuple[BatchLeaf, ...]:
     """The leaves of the global batch as the plan remembers them, layouts left open.
 
     Args:
-        batch: a pytree of arrays, abstract or real.
+        batch: A pytree of arrays, abstract or real.
     """
     leaves = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
@@ -47,7 +47,7 @@ def batch_tree(batch: Any) -> str:
     """The containers of a batch, as text.
 
     Args:
-        batch: a pytree; of dictionaries, lists, tuples and None every one comes back.
+        batch: A pytree; of dictionaries, lists, tuples and None every one comes back.
 
     >>> batch_tree({"x": 0, "mask": None})
     '{"dict": [["mask", null], ["x", "leaf"]]}'
@@ -70,7 +70,7 @@ def batch_of(plan: Plan) -> Any:
     """The abstract global batch of a plan, in the containers that it had.
 
     Raises:
-        PlanError: the batch had containers of other types; give it to ``wh.compile``.
+        PlanError: The batch had containers of other types; give it to ``wh.compile``.
     """
     leaves = (jax.ShapeDtypeStruct(x.shape, dtype_of(x.dtype)) for x in plan.batch)
     return _rebuilt(json.loads(plan.batch_tree or "{}"), leaves)
@@ -80,7 +80,7 @@ def dtype_of(text: str) -> Any:
     """The dtype that a plan writes as this text.
 
     Raises:
-        PlanError: keys of another algorithm than JAX makes here.
+        PlanError: Keys of another algorithm than JAX makes here.
     """
     if not text.startswith("key<"):
         return jnp.dtype(text)

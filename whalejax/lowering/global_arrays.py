@@ -22,7 +22,7 @@ def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
     """All devices of a plan in stages, each of which has a mesh of its own.
 
     Args:
-        plan: one whose stages have programs of their own.
+        plan: One whose stages have programs of their own.
         devices: Devices of the plan, in node order.
     """
     assert plan.stages is not None
@@ -46,8 +46,8 @@ def put_global(value: Any, sharding: NamedSharding) -> Any:
     """A value of this process on devices, some of which may be other processes'.
 
     Args:
-        value: the whole of it, alike in all processes.
-        sharding: its layout.
+        value: The whole of it, alike in all processes.
+        sharding: Its layout.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding, may_alias=False)
@@ -66,8 +66,8 @@ def results_of(lowered: Any, compiled: Any) -> Any:
     """Shapes, dtypes and layouts of what a compiled program gives.
 
     Args:
-        lowered: the program.
-        compiled: the same, compiled, which has chosen the layouts.
+        lowered: The program.
+        compiled: The same, compiled, which has chosen the layouts.
     """
     return jax.tree.map(aval_with_sharding, lowered.out_info, compiled.output_shardings)
 
@@ -86,7 +86,7 @@ class StageBroadcast:
     """From the devices of each stage to all devices.
 
     Attributes:
-        mesh: all devices, by stage.
+        mesh: All devices, by stage.
         whole: Shardings of the results over all devices.
     """
 
@@ -96,9 +96,9 @@ class StageBroadcast:
         """Prepares the broadcast of arrays from their stages.
 
         Args:
-            wholes: for each stage, the layout of what all its devices hold.
+            wholes: For each stage, the layout of what all its devices hold.
             stages: Stage that holds each array.
-            avals: its shape and dtype.
+            avals: Its shape and dtype.
         """
         rows = [np.asarray(whole.mesh.devices).reshape(-1) for whole in wholes]
         self.mesh = Mesh(np.stack(rows), (STAGE, "device"))
@@ -185,8 +185,8 @@ class StageMetrics:
         """Prepares the broadcast of a stage's metrics.
 
         Args:
-            avals: its shapes and dtypes.
-            whole: for each stage, the layout of what all its devices hold.
+            avals: Its shapes and dtypes.
+            whole: For each stage, the layout of what all its devices hold.
             stage: Stage that holds the values; default: the last one.
         """
         leaves, self._tree = jax.tree.flatten(avals)
@@ -208,10 +208,10 @@ def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
     needed by another, or both wait for ever: there its results are waited for as well.
 
     Args:
-        program: from arrays to arrays.
+        program: From arrays to arrays.
         arrays: Arguments of the program; anything may stand for those of other
             processes.
-        mesh: its devices.
+        mesh: Its devices.
     """
     waits = mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
     if waits:
@@ -259,7 +259,7 @@ def assemble_global(
     """One array that all devices hold, of what those of each stage hold.
 
     Args:
-        copies: alike, of the stages that have devices here.
+        copies: Alike, of the stages that have devices here.
         whole: Sharding over all devices.
         shape: Shape of the global array, where the copies are slices.
     """
@@ -277,7 +277,7 @@ def shards_on(array: Any, sharding: NamedSharding) -> list[Any]:
     """An array's shards on some of its devices.
 
     Args:
-        array: the array.
+        array: The array.
         sharding: Sharding over these devices.
     """
     devices = sharding.addressable_devices
@@ -297,7 +297,7 @@ def wrapped(x: Any, impl: Any) -> Any:
     """Random keys of their words, or another array as it is.
 
     Args:
-        x: the words, or the array.
+        x: The words, or the array.
         impl: Key implementation that ``impl_of`` returned.
     """
     return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
@@ -338,7 +338,7 @@ def zeros_on(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> list[
 
     Args:
         shape, dtype: Shape and dtype of the global array.
-        sharding: its layout.
+        sharding: Its layout.
     """
     local = sharding.shard_shape(tuple(shape))
     zeros = np.zeros(local, dtype)

@@ -70,7 +70,7 @@ def reported(metrics: Any, count: Any) -> Any:
     """Returns the metrics of the global batch.
 
     Args:
-        metrics: sums over its micro-batches.
+        metrics: Sums over its micro-batches.
         count: Number of micro-batches, or their total weight.
     """
 

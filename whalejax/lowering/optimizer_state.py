@@ -34,14 +34,14 @@ def updates(
     """Returns an optimizer's updates of the parameters, and its new state.
 
     Args:
-        optimizer: with support for more arguments.
+        optimizer: With support for more arguments.
         gradients, state, params: Gradients, optimizer state and parameters, with the
             structures that the optimizer takes.
         loss: Loss that is passed as ``value``, unless the optimizer takes no such
             argument.
 
     Raises:
-        WhaleError: it takes other arguments, or parameters in a form of its own.
+        WhaleError: It takes other arguments, or parameters in a form of its own.
     """
     try:
         result: tuple[Any, Any] = _updated(optimizer, gradients, state, params, loss)
@@ -83,13 +83,13 @@ def optimizer_bytes(
     """Bytes of an optimizer's state, by the parameter that they follow.
 
     Args:
-        adapter: the model.
-        optimizer: an optax transformation.
+        adapter: The model.
+        optimizer: An optax transformation.
         platform: Platform that runs the optimizer. On ``"cpu"`` square roots and the
             like are counted, too.
 
     Raises:
-        WhaleError: it is none, or takes other parameters or arguments than a step has.
+        WhaleError: It is none, or takes other parameters or arguments than a step has.
     """
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), adapter.params
@@ -131,12 +131,12 @@ def _operations(
     None are counted of an optimizer whose own error it is: who calls it next says so.
 
     Args:
-        params: shapes.
-        optimizer: an optax transformation.
-        counted: otherwise it is only seen whether steps can call it.
+        params: Shapes.
+        optimizer: An optax transformation.
+        counted: Otherwise it is only seen whether steps can call it.
 
     Raises:
-        WhaleError: no step can call it.
+        WhaleError: No step can call it.
     """
     unfit: WhaleError | None = None
     extended = optax.with_extra_args_support(optimizer)
@@ -222,9 +222,9 @@ def state_leaf_param(
     traces do in every optax transformation.
 
     Args:
-        path: key path of the leaf.
-        shape: its shape.
-        params: dotted path to shape of every parameter.
+        path: Key path of the leaf.
+        shape: Its shape.
+        params: Dotted path to shape of every parameter.
     """
     if len(params) == 1 and WHOLE in params:  # the model is one bare array
         name = WHOLE if shape else None
@@ -240,8 +240,8 @@ def named_by(path: Any, params: Collection[str]) -> str | None:
     and columns that Adafactor keeps of the squares.
 
     Args:
-        path: key path of the leaf.
-        params: dotted paths of the parameters.
+        path: Key path of the leaf.
+        params: Dotted paths of the parameters.
     """
     keys = [key_text(key) for key in path]
     names = (".".join(keys[start:]) for start in range(len(keys)))
@@ -254,8 +254,8 @@ def owners_of(
     """Returns the parameter that each leaf of an optimizer state follows, if any.
 
     Args:
-        state: the state, abstract or real.
-        params: path and shape of each.
+        state: The state, abstract or real.
+        params: Path and shape of each.
     """
     shapes = {path: tuple(shape) for path, shape in params}
     numbers = {path: i for i, (path, _) in enumerate(params)}
@@ -272,8 +272,8 @@ def kin_of(state: Any, params: Sequence[str]) -> list[int | None]:
     It may have another shape, unlike what follows the parameter.
 
     Args:
-        state: the state, abstract or real.
-        params: path of each.
+        state: The state, abstract or real.
+        params: Path of each.
     """
     numbers = {path: i for i, path in enumerate(params)}
     names = (

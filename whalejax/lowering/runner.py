@@ -61,7 +61,7 @@ class Runner(Protocol):
         """A fresh state.
 
         Args:
-            build: gives parameters, the rest and the run's key.
+            build: Gives parameters, the rest and the run's key.
             arguments: Arguments of ``build``.
         """
         ...
@@ -75,7 +75,7 @@ class Runner(Protocol):
 
         Args:
             state: State without its exported model, from ``train_state.bare``.
-            batch: a global batch as its layout gives it.
+            batch: A global batch as its layout gives it.
         """
         ...
 
@@ -207,7 +207,7 @@ def rest_layouts(program: Program, mesh: Mesh) -> Callable[[int], NamedSharding]
 
     Args:
         program: Loss, optimizer and plan to run.
-        mesh: the devices.
+        mesh: The devices.
     """
     planned = {leaf.path: leaf.param_spec for leaf in program.plan.leaves}
     paths = program.adapter.rest_paths
@@ -221,8 +221,8 @@ def fresh_state(
 
     Args:
         program: Loss, optimizer and plan to run.
-        origin: the step's.
-        build: gives parameters, the rest and the run's key.
+        origin: The step's.
+        build: Gives parameters, the rest and the run's key.
     """
 
     def full_state(*args: Any) -> TrainState:
@@ -250,7 +250,7 @@ def abstract_state(program: Program, origin: Origin) -> TrainState:
 
     Args:
         program: Loss, optimizer and plan to run.
-        origin: the step's.
+        origin: The step's.
     """
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)),
@@ -281,7 +281,7 @@ def laid_out(
 
     Args:
         program: Loss, optimizer and plan to run.
-        origin: the step's.
+        origin: The step's.
         params: Item for each parameter.
         followers: Item for the optimizer state that follows each parameter.
         rest: Function from the number of a non-trainable leaf to its item.
@@ -325,10 +325,10 @@ def finished(
 
     Args:
         program: Loss, optimizer and plan to run.
-        state: before the step.
+        state: Before the step.
         sums: Sums over all micro-batches.
         rest: Non-trainable state after the last micro-batch.
-        end: the optimizer's step, as ``spmd_executor.update``.
+        end: The optimizer's step, as ``spmd_executor.update``.
     """
     params = jax.tree.leaves(state.params)
     scaling = state.loss_scale

@@ -31,12 +31,12 @@ def checked_shares(
     """Shares that a plan can run with.
 
     Args:
-        given: micro-batches of each replica.
-        plan: with unlike shares.
+        given: Micro-batches of each replica.
+        plan: With unlike shares.
         most: Largest share that the memory of each replica holds.
 
     Raises:
-        PlanError: they are no whole numbers, too few or many, add up to another number
+        PlanError: They are no whole numbers, too few or many, add up to another number
             of micro-batches, or are more than memory holds.
     """
     listed = np.asarray(given).tolist()
@@ -63,9 +63,9 @@ class PortionLayout(BatchLayout):
     """Checks global batches and cuts them into this process's micro-batches.
 
     Attributes:
-        axes: the batch dimension of each leaf, or None.
+        axes: The batch dimension of each leaf, or None.
         cut: Division of a global batch into micro-batches.
-        mine: gives the numbers of those that this process runs, as shares are now.
+        mine: Gives the numbers of those that this process runs, as shares are now.
     """
 
     axes: tuple[int | None, ...]
@@ -76,11 +76,11 @@ class PortionLayout(BatchLayout):
         """The flat leaves of every micro-batch of this process, by its number.
 
         Args:
-            batch: the global batch, or this process's micro-batches of it, one behind
+            batch: The global batch, or this process's micro-batches of it, one behind
                 the other.
 
         Raises:
-            PlanError: another structure, shape or kind of number; all are listed.
+            PlanError: Another structure, shape or kind of number; all are listed.
         """
         mine = list(self.mine())
         leaves = self.flat(batch)

@@ -29,7 +29,7 @@ def spread(array: Any, mesh: Mesh) -> Any:
 
     Args:
         array: Array on the devices of a stage, or on all.
-        mesh: all devices, by stage. Where they are several processes', all of these
+        mesh: All devices, by stage. Where they are several processes', all of these
             call this in one order.
     """
     target = spread_sharding(array.shape, mesh)
@@ -68,7 +68,7 @@ def spread_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
 
     Args:
         shape: Shape of the global array.
-        mesh: all devices, by stage.
+        mesh: All devices, by stage.
     """
     stages = mesh.devices.shape[0]
     for count, axes in ((mesh.size, mesh.axis_names), (stages, (STAGE,))):
@@ -83,8 +83,8 @@ def collected(array: Any, target: NamedSharding, mesh: Mesh) -> Any:
 
     Args:
         array: Array on all devices.
-        target: its layout on those of the stage, or on all.
-        mesh: all devices, by stage. All processes call this in one order.
+        target: Its layout on those of the stage, or on all.
+        mesh: All devices, by stage. All processes call this in one order.
     """
     if is_key(array):
         words = collected(jax.random.key_data(array), target, mesh)

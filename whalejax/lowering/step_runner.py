@@ -27,7 +27,7 @@ class StepRunner:
     """Steps and evaluations of one executor.
 
     Attributes:
-        watch: sees that no process waits for ever for another.
+        watch: Sees that no process waits for ever for another.
     """
 
     watch: Watch
@@ -37,7 +37,7 @@ class StepRunner:
 
         Args:
             state: State of the step before; its buffers are donated.
-            batch: a global batch as the executor's layout gives it.
+            batch: A global batch as the executor's layout gives it.
         """
         self._agree()
         with self.watch.step():

@@ -37,7 +37,7 @@ class Origin:
 
     Attributes:
         adapter: Adapter that divides the model into parameters and other state.
-        mesh: all devices, where stages hold leaves on devices of their own; else None.
+        mesh: All devices, where stages hold leaves on devices of their own; else None.
     """
 
     adapter: Adapter
@@ -49,7 +49,7 @@ class ExportedModel:
     """Last model that was exported from a state.
 
     Attributes:
-        model: the last one, if modes can be set on it.
+        model: The last one, if modes can be set on it.
         modes: Modes that were set on an earlier exported model.
     """
 
@@ -72,13 +72,13 @@ class TrainState:
     the model in the user's own type.
 
     Attributes:
-        params: trained leaves, in the structure of the user's model.
+        params: Trained leaves, in the structure of the user's model.
         rest: Non-trainable state: statistics, random keys, other collections.
-        opt_state: the optimizer's state.
-        step: number of steps done, an int32 scalar.
-        rng: the run's random key, from which each step folds its own, or None.
+        opt_state: The optimizer's state.
+        step: Number of steps done, an int32 scalar.
+        rng: The run's random key, from which each step folds its own, or None.
         loss_scale: Scale of float16 losses, or None.
-        origin: tells which step made it.
+        origin: Tells which step made it.
         samples: Number of samples of all steps so far, at whatever batch size. It
             stands beside the arrays: a function of your own that returns another state
             loses it (None), and ``dataclasses.replace`` keeps it.
@@ -211,7 +211,7 @@ def typed_key(rng: Any, *, for_loss: bool) -> Any:
 
     Args:
         rng: Random key or seed that the user gave.
-        for_loss: the loss takes it; its algorithm must be the traced one.
+        for_loss: The loss takes it; its algorithm must be the traced one.
     """
     if not is_array(rng) or isinstance(rng, jax.ShapeDtypeStruct):
         raise WhaleError(

@@ -74,7 +74,7 @@ def check_tiles(nodes: Collection[Node], count: int) -> None:
     """Refuses parts of a sum that leave a micro-batch out or hold one twice.
 
     Raises:
-        WhaleError: which are missing, doubled or no subtrees.
+        WhaleError: Which are missing, doubled or no subtrees.
     """
     strange = [node for node in nodes if not is_node(node, count)]
     seen = sorted(n for node in nodes if node not in strange for n in range(*node))
@@ -97,7 +97,7 @@ def total(
 
     Args:
         parts: Sums of subtrees, which hold every micro-batch below ``node`` once.
-        count: micro-batches of a step.
+        count: Micro-batches of a step.
         add: Function that adds two parts, the first of lower numbers.
         node: Root of the sum; default: all micro-batches.
 
@@ -119,7 +119,7 @@ def shares(seconds: Sequence[float], count: int) -> list[int]:
     Args:
         seconds: Seconds of a micro-batch on each; those within a quarter of each other,
             or not known (0), count as equal.
-        count: micro-batches of a step.
+        count: Micro-batches of a step.
 
     >>> shares([1.0, 1.1, 0.0], 8), shares([1.0, 3.0], 8)
     ([3, 3, 2], [6, 2])
@@ -148,7 +148,7 @@ def assign_micro_batches(
     Args:
         names: Names of the members, in the order of ranks.
         seconds: Seconds of a micro-batch on each.
-        count: micro-batches of a step.
+        count: Micro-batches of a step.
 
     >>> dealt(["a", "b"], {}, 4)
     {'a': [(0, 2)], 'b': [(2, 4)]}
@@ -173,7 +173,7 @@ def repaired(
 
     Args:
         names, seconds, count: Arguments of ``assign_micro_batches``, unchanged.
-        held: subtrees that members have added up in this step.
+        held: Subtrees that members have added up in this step.
 
     >>> repaired(["a", "b"], {}, {"a": [(0, 2)], "b": [(4, 5)]}, 6)
     {'a': [(0, 4)], 'b': [(4, 6)]}

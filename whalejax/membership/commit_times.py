@@ -21,8 +21,8 @@ class CommitTimes:
     """The steps of a run in time.
 
     Attributes:
-        step: the newest that a member has committed; -1 before there is a state.
-        at: when that was, or when its generation began.
+        step: The newest that a member has committed; -1 before there is a state.
+        at: When that was, or when its generation began.
     """
 
     def __init__(self, settings: SupervisorSettings) -> None:
@@ -76,7 +76,7 @@ class CommitTimes:
         """A step that is far enough ahead for all to hear of it before.
 
         Args:
-            newest: step that a member is known to have come to.
+            newest: Step that a member is known to have come to.
         """
         median = self.median or _BOUNDARY_SECONDS
         ahead = min(int(_BOUNDARY_SECONDS / max(median, 1e-6)), _MOST_AHEAD)

@@ -53,11 +53,11 @@ class MemberRecord:
     """A member, as the supervisor last heard of it.
 
     Attributes:
-        name: unlike that of any other process of the run, also of earlier ones.
-        slot: the place among local processes that it fills; None for one that the
+        name: Unlike that of any other process of the run, also of earlier ones.
+        slot: The place among local processes that it fills; None for one that the
             supervisor did not start.
         pid: Process id of a local process; 0 where it is not known.
-        began: when that process began.
+        began: When that process began.
         agent: Agent that holds the process; empty where it runs on the supervisor's
             machine.
         machine: Machine of the process, as ``processes.machine`` names it.
@@ -67,19 +67,19 @@ class MemberRecord:
             ``"finished"`` behind the last step, ``"left"`` where its loop was left,
             ``"failed"`` where it told its error and has not ended yet.
         leaving: Whether it asked to leave.
-        reached: its status before it failed or was given up.
-        since: when it came to the status that it reached.
-        connected: there is a connection.
-        released_at: when it was told that its part is over; None before.
+        reached: Its status before it failed or was given up.
+        since: When it came to the status that it reached.
+        connected: There is a connection.
+        released_at: When it was told that its part is over; None before.
         ends_by_kill: Whether it is ended by SIGKILL, because it has nothing to save.
-        reported: number of its newest report that was taken.
+        reported: Number of its newest report that was taken.
         host, port: Address at which other members reach it.
-        step: the step of the state that it holds; -1 without a state.
+        step: The step of the state that it holds; -1 without a state.
         seconds: Seconds of a micro-batch.
         phase, done, moved_at: Current phase, a count that rises during it, and the time
             of the last rise.
-        beyond: beats that told of a step after the one where others left their loops.
-        prepared: the generation for which it has stopped.
+        beyond: Beats that told of a step after the one where others left their loops.
+        prepared: The generation for which it has stopped.
         held: Nodes that it has summed in the step after ``step``.
     """
 
@@ -127,43 +127,43 @@ class ElasticRun:
 
     Attributes:
         settings: Settings of the supervisor.
-        members: all that ever were, by name.
-        generation: the newest that members were asked to form.
+        members: All that ever were, by name.
+        generation: The newest that members were asked to form.
         phase: ``"gathering"`` members, ``"preparing"`` a generation, ``"running"``,
             ``"draining"`` where it was asked to end, ``"ending"``.
         active: Members of the newest generation that began, by rank.
         target, after: Members that were asked to form the newest generation, and the
             step that it follows.
         step: Step at which the newest generation began.
-        size: members that the run is to have, as it was last resized.
-        devices: names of the devices of each slot; None where they were never said.
+        size: Members that the run is to have, as it was last resized.
+        devices: Names of the devices of each slot; None where they were never said.
         facts: Facts that all members share.
-        checkpoint: the newest.
+        checkpoint: The newest.
         adding_up: Gradient reduction and its reason; empty before it is decided.
-        formed: a generation has begun.
-        draining: the run was asked to end.
+        formed: A generation has begun.
+        draining: The run was asked to end.
         well: Members of the generation that have done their work and ended.
         over: Outcome of the run; None before its end.
-        pace: the steps that were committed.
+        pace: The steps that were committed.
         failures: Failures of members, and the times at which slots are filled again.
         lease: Leases of the members that have sent a message.
-        losses: generation and loss of committed steps.
-        assigned: number of a generation, with micro-batches of each member in its
+        losses: Generation and loss of committed steps.
+        assigned: Number of a generation, with micro-batches of each member in its
             first step and in those after it.
-        asked_at: when members were asked to form the newest generation.
-        short_since: since when too few members are there; None where enough are.
-        expected: members that are waited for, so that the world is no smaller.
-        unfit: numbers of members that no plan was found for, and why.
-        starting, unplaced: slots whose processes are being started, and those that no
+        asked_at: When members were asked to form the newest generation.
+        short_since: Since when too few members are there; None where enough are.
+        expected: Members that are waited for, so that the world is no smaller.
+        unfit: Numbers of members that no plan was found for, and why.
+        starting, unplaced: Slots whose processes are being started, and those that no
             agent has room for.
         saver_reported: Whether the writer of the last checkpoint has reported.
-        awaited: agents that were started for this run and have not joined yet.
+        awaited: Agents that were started for this run and have not joined yet.
         agents: Agents, with the number of processes that each has room for.
-        placed: processes are placed on agents.
-        suspected_at: when a link between members was first said to be broken.
+        placed: Processes are placed on agents.
+        suspected_at: When a link between members was first said to be broken.
         broken_links, reconnected_links: Links that broke, and those that were connected
             again.
-        is_settled: nothing has happened that may change who takes part.
+        is_settled: Nothing has happened that may change who takes part.
         outbox: Effects that the next ``react`` returns.
     """
 

@@ -22,9 +22,9 @@ class Resume(NamedTuple):
 
     Attributes:
         events: Events of its journal.
-        losses: generation and loss of the steps that were written down.
-        wall: the time by which failures in the journal are told.
-        committed_at: when the newest step was, by the same.
+        losses: Generation and loss of the steps that were written down.
+        wall: The time by which failures in the journal are told.
+        committed_at: When the newest step was, by the same.
     """
 
     events: Sequence[Mapping[str, Any]]

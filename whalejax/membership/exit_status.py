@@ -12,10 +12,10 @@ class Ending(enum.StrEnum):
     """Ends of a run or a member.
 
     Attributes:
-        COMPLETE: all steps are done, or all members left their loops at one step.
+        COMPLETE: All steps are done, or all members left their loops at one step.
         DRAINED: Ended on request after a step, with its state saved or held by others.
         INTERRUPTED: Ended on request before it had a state that could be saved.
-        FAILED: an error of its own ended it.
+        FAILED: An error of its own ended it.
         REFUSED: Ended because the run's first process found that its question cannot be
             run.
         LOST: Ended by being killed, frozen or out of reach; a run, because too few

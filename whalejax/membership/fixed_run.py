@@ -42,12 +42,12 @@ class FixedRun:
 
     Attributes:
         processes: Number of processes.
-        stops: a failure of any ends all; else that of rank 0 alone, and the rest go on.
-        exit_seconds: one that is silent for so long, when others have ended, is stuck.
-        now: when it begins.
+        stops: A failure of any ends all; else that of rank 0 alone, and the rest go on.
+        exit_seconds: One that is silent for so long, when others have ended, is stuck.
+        now: When it begins.
         reports: Devices that each process reported.
         over: Ranks that have ended, or are given up.
-        failed: statuses of those that failed, in the order in which they did.
+        failed: Statuses of those that failed, in the order in which they did.
     """
 
     processes: int
@@ -92,9 +92,9 @@ class FixedRun:
         """Gives up a process that others wait for in vain.
 
         Args:
-            now: the time.
-            state: the letter that Linux gives the state of a process.
-            heard_at: when each wrote something last.
+            now: The time.
+            state: The letter that Linux gives the state of a process.
+            heard_at: When each wrote something last.
         """
         for rank in self.running_ranks():
             looks = self._stopped_looks.get(rank, 0) + 1
@@ -131,7 +131,7 @@ class FixedRun:
         """The process that failed first, and how, as words that follow its name.
 
         Args:
-            state: the letter that Linux gives the state of a process.
+            state: The letter that Linux gives the state of a process.
         """
         if not self._blamed and {*self.failed.values()} <= {*_FOR_ANOTHER}:
             # All ended for another one, and none could say for whom.

@@ -77,13 +77,13 @@ class ProcessHeartbeat:
     """Heartbeat of a process.
 
     Attributes:
-        count: rises with every beat.
+        count: Rises with every beat.
         host: Host of the process.
-        pid: its number there.
+        pid: Its number there.
         steps: Number of steps that it has begun.
-        failed: the error that it ends with, or empty.
+        failed: The error that it ends with, or empty.
         ended: Whether it ends without an error.
-        ready: its devices are there, and with them those of all.
+        ready: Its devices are there, and with them those of all.
         silent: Silent process that its successor in the ring has found.
     """
 
@@ -113,8 +113,8 @@ class PeerLiveness:
         """Starts without heartbeats.
 
         Args:
-            mine: the number of this process.
-            silent_seconds: after which one that says nothing is missed.
+            mine: The number of this process.
+            silent_seconds: After which one that says nothing is missed.
             processes: Number of processes that begin to beat at once; None where each
                 begins on its own, and one that was never heard is not missed.
             watched: Processes that are listened to; default: all.
@@ -129,8 +129,8 @@ class PeerLiveness:
         """The service has answered.
 
         Args:
-            beats: the latest of those that are heard and have begun to beat.
-            now: seconds on a clock that does not jump.
+            beats: The latest of those that are heard and have begun to beat.
+            now: Seconds on a clock that does not jump.
         """
         if _SERVICE not in self._lease.heard_at:
             for number in self._watched:
@@ -240,7 +240,7 @@ class Beats:
     """The beats of this process, and its look at those of the others.
 
     Attributes:
-        silent_seconds: after which a process that says nothing ends the others.
+        silent_seconds: After which a process that says nothing ends the others.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Beats:
         """Starts the heartbeats; all processes have joined before.
 
         Args:
-            silent_seconds: see the attribute.
+            silent_seconds: See the attribute.
             processes: Number of processes that begin to beat now, before their devices
                 are there; None where each begins on its own.
         """
@@ -344,7 +344,7 @@ class Beats:
         Args:
             status: Status of the process; below 0 it ends by that signal, as Python
                 ends one that Ctrl-C has interrupted.
-            at_once: whether process 0 does not wait until the others have seen why.
+            at_once: Whether process 0 does not wait until the others have seen why.
         """
         if self._mine == 0 and not at_once:
             time.sleep((GRACE_LOOKS + 2) * self._pause)

@@ -44,8 +44,8 @@ def apply(run: ElasticRun, now: float, event: str, fields: Mapping[str, Any]) ->
     """Changes what a journal tells of a run, as an event does.
 
     Args:
-        run: changed by it.
-        now: the time.
+        run: Changed by it.
+        now: The time.
         event: Kind of the event; unknown ones change nothing.
         fields: Fields of the event.
     """

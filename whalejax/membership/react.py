@@ -34,8 +34,8 @@ def react(run: ElasticRun, now: float, event: ev.Event) -> list[ev.Effect]:
     Who takes part is decided once a turn of the loop, at ``Tick``.
 
     Args:
-        run: changed by it.
-        now: the time, in seconds.
+        run: Changed by it.
+        now: The time, in seconds.
         event: Event that happened.
 
     Returns:

@@ -27,13 +27,13 @@ class Failure:
     """A failure of a member.
 
     Attributes:
-        at: the time.
-        since: when the attempt began that failed: the start of its process, or the
+        at: The time.
+        since: When the attempt began that failed: the start of its process, or the
             generation in which it took part.
         name: Name of the member.
         why: Reason for which it is given up.
         error: Error of the member itself; empty where it was lost.
-        step: the newest that the run had committed; -1 before the first.
+        step: The newest that the run had committed; -1 before the first.
     """
 
     at: float
@@ -51,8 +51,8 @@ class Failures:
     fails too, shows that trying again is of no use.
 
     Attributes:
-        due: when a process is to be started in a slot, by the slot's number.
-        total: failures so far.
+        due: When a process is to be started in a slot, by the slot's number.
+        total: Failures so far.
     """
 
     def __init__(self, settings: SupervisorSettings) -> None:
@@ -80,7 +80,7 @@ class Failures:
 
         Args:
             name: Name of the member.
-            log: the end of what it wrote, where it told no error.
+            log: The end of what it wrote, where it told no error.
         """
         text = self._errors.get(name) or error_line(log)
         return printable(" ".join(text.split()))[:_LONGEST_ERROR]
@@ -122,9 +122,9 @@ class Failures:
         empty text.
 
         Args:
-            now: the time.
-            where: the newest checkpoint, as a sentence; the error comes behind it.
-            passed: another member has got further than the one that failed now, so
+            now: The time.
+            where: The newest checkpoint, as a sentence; the error comes behind it.
+            passed: Another member has got further than the one that failed now, so
                 that not all would fail there.
         """
         settings = self._settings
@@ -163,7 +163,7 @@ def error_line(log: str) -> str:
     """The line of a log that names the error: a traceback's last, else the log's last.
 
     Args:
-        log: the end of what a process wrote.
+        log: The end of what a process wrote.
 
     >>> error_line("Traceback (most recent call last):\\nValueError: no\\nDone.\\n")
     'ValueError: no'

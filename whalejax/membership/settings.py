@@ -14,26 +14,26 @@ class SupervisorSettings:
     """Numbers of an elastic run; every wait in it has one of these as its deadline.
 
     Attributes:
-        least, most: members that take part in a step.
-        first: members with which the run begins; ``most`` if None. A run that is
+        least, most: Members that take part in a step.
+        first: Members with which the run begins; ``most`` if None. A run that is
             resized has from ``least`` to ``most``.
-        spares: further ones, which have compiled everything and wait.
-        lease_seconds: a member that is silent for so long is given up.
-        start_seconds: from a process's start to its first word.
-        compile_seconds: from there until it is ready for steps; also the first step.
+        spares: Further ones, which have compiled everything and wait.
+        lease_seconds: A member that is silent for so long is given up.
+        start_seconds: From a process's start to its first word.
+        compile_seconds: From there until it is ready for steps; also the first step.
         restore_seconds: Deadline of reading a checkpoint.
-        body_seconds: for the body of the user's loop, such as an evaluation.
+        body_seconds: For the body of the user's loop, such as an evaluation.
         save_seconds: Deadline of copying a state, and of writing a checkpoint.
-        finish_seconds: for a process to end after its part in the run has.
-        prepare_seconds: for members to stop at a boundary.
-        gather_seconds: with ``least`` members ready, to wait for those that start.
-        wait_seconds: below ``least``, before the run ends.
-        rejoin_seconds: for members to come back to a supervisor that was restarted.
-        step_factor, step_seconds: a step that takes longer than both so many times the
+        finish_seconds: For a process to end after its part in the run has.
+        prepare_seconds: For members to stop at a boundary.
+        gather_seconds: With ``least`` members ready, to wait for those that start.
+        wait_seconds: Below ``least``, before the run ends.
+        rejoin_seconds: For members to come back to a supervisor that was restarted.
+        step_factor, step_seconds: A step that takes longer than both so many times the
             median and so many seconds is stuck.
-        restarts, window_seconds: so many failures in such a time end the run.
+        restarts, window_seconds: So many failures in such a time end the run.
         fruitless: Number of failures without a step between them that ends the run.
-        hold_seconds: a process that fails again is held out for so long, twice as long
+        hold_seconds: A process that fails again is held out for so long, twice as long
             each further time, and at most ``most_hold_seconds``.
     """
 
@@ -94,21 +94,21 @@ class Supervised:
     """Command and settings of a supervisor.
 
     Attributes:
-        command: words of the program; none waits for members that others start.
+        command: Words of the program; none waits for members that others start.
         folder: Folder of the run.
         settings: Settings of its decisions.
         host, port: Address to listen at; a free port if 0.
-        exit_seconds: for processes to end after the run has.
-        environment: variables for the processes.
-        pulse: a file that is written to while the supervisor is not frozen, or None.
-        again: an earlier supervisor of this run was ended by a signal: go on from its
+        exit_seconds: For processes to end after the run has.
+        environment: Variables for the processes.
+        pulse: A file that is written to while the supervisor is not frozen, or None.
+        again: An earlier supervisor of this run was ended by a signal: go on from its
             journal, also where the run is over or nobody is left.
-        quiet: say what goes wrong, and no progress.
-        devices: names of the devices of each slot, for ``CUDA_VISIBLE_DEVICES``; all
+        quiet: Say what goes wrong, and no progress.
+        devices: Names of the devices of each slot, for ``CUDA_VISIBLE_DEVICES``; all
             slots share what there is if None.
-        places: processes are placed on agents, which join at ``host`` and ``port``;
+        places: Processes are placed on agents, which join at ``host`` and ``port``;
             else they are started on this machine.
-        awaited: names of agents that are started for this run.
+        awaited: Names of agents that are started for this run.
     """
 
     command: tuple[str, ...]
@@ -130,7 +130,7 @@ def least_and_most(text: str) -> tuple[int, int]:
     """MIN and MAX of ``MIN:MAX``; one number is both.
 
     Raises:
-        WhaleError: it is not of that form.
+        WhaleError: It is not of that form.
 
     >>> least_and_most("2:4"), least_and_most("3")
     ((2, 4), (3, 3))

@@ -55,18 +55,18 @@ class Launch:
     """Program, processes and hosts of a launch.
 
     Attributes:
-        command: the words of the program, alike in all processes.
+        command: The words of the program, alike in all processes.
         processes: Number of processes.
-        hosts: names, in the order of ranks; each gets its part of the processes.
+        hosts: Names, in the order of ranks; each gets its part of the processes.
         quotas: CPU quotas in percent of a core, one per process; none: no quota.
-        logs: folder of one log per rank, on this machine.
+        logs: Folder of one log per rank, on this machine.
         port: Port of process 0; default: a free one if all processes are here.
-        remote_shell: the words before a host's name and the command for it.
-        tells: print the table of ranks, and rank 0's failure, which it has said itself.
-        stops: when another rank than 0 fails, stop all; else the rest go on to their
+        remote_shell: The words before a host's name and the command for it.
+        tells: Print the table of ranks, and rank 0's failure, which it has said itself.
+        stops: When another rank than 0 fails, stop all; else the rest go on to their
             end, and it is named then.
-        json: print how all ended as one line of JSON, and nothing else.
-        exit_seconds: a rank that is silent for so long when another one has ended
+        json: Print how all ended as one line of JSON, and nothing else.
+        exit_seconds: A rank that is silent for so long when another one has ended
             stands still, and is stopped.
     """
 
@@ -141,7 +141,7 @@ class Launch:
         is merely free can be another program's by the time that process 0 listens.
 
         Raises:
-            WhaleError: it is to be here, and the port is in use, or none is free.
+            WhaleError: It is to be here, and the port is in use, or none is free.
         """
         if not self.is_local():
             return joined_address(self.hosts[0], self.port or PORT)
@@ -242,9 +242,9 @@ def check_hosts(
 
     Args:
         problems: Collector of the command's errors.
-        hosts: their names.
-        processes: over all of them, at most.
-        shell: the words before a host's name and the command for it.
+        hosts: Their names.
+        processes: Over all of them, at most.
+        shell: The words before a host's name and the command for it.
     """
     if not hosts or not all(hosts):
         problems.add("--hosts has an empty name; expected one or more, as in a,b")
@@ -267,7 +267,7 @@ def shell_words(text: str) -> tuple[str, ...]:
     """The words of ``--remote-shell``.
 
     Raises:
-        WhaleError: a quotation in it does not end.
+        WhaleError: A quotation in it does not end.
     """
     try:
         return tuple(shlex.split(text))
@@ -279,9 +279,9 @@ def words_there(shell: Sequence[str], host: str, command: Sequence[str]) -> list
     """The command that starts a program on another host, from here.
 
     Args:
-        shell: the words before a host's name and the command for it.
-        host: its name.
-        command: words of the program, which begins in the folder of this process.
+        shell: The words before a host's name and the command for it.
+        host: Its name.
+        command: Words of the program, which begins in the folder of this process.
     """
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
     return [*shell, host, there]
@@ -300,7 +300,7 @@ def _check_free(port: int) -> None:
     """Tries the port before processes are started that would fail at it.
 
     Raises:
-        WhaleError: something listens there.
+        WhaleError: Something listens there.
     """
     with socket.socket() as result:
         result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

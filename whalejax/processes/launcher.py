@@ -76,7 +76,7 @@ def run(launch: Launch) -> int:
         could not be.
 
     Raises:
-        WhaleError: a log or a process cannot be made, or the port is in use.
+        WhaleError: A log or a process cannot be made, or the port is in use.
     """
     hold_standard_streams()
     _allow_files(_FILES_EACH * launch.processes + _OTHER_FILES)
@@ -113,7 +113,7 @@ class _Launched:
         """Makes the logs; starts no process yet.
 
         Raises:
-            WhaleError: a log cannot be made.
+            WhaleError: A log cannot be made.
         """
         self._launch, self._stack = launch, stack
         self._run = FixedRun(

@@ -42,7 +42,7 @@ def visible_gpus(
 
     Args:
         environment: Environment of the processes; that of this one if None.
-        devices: folder of the system's device files.
+        devices: Folder of the system's device files.
         has_plugin: JAX can use NVIDIA's GPUs; looked up if None.
 
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}, has_plugin=True)
@@ -113,7 +113,7 @@ def own_gpus(gpus: Sequence[str], processes: int, place: int) -> dict[str, str]:
         place: Index of this process among them, from 0.
 
     Raises:
-        WhaleError: there are not enough, or there is no such place.
+        WhaleError: There are not enough, or there is no such place.
 
     >>> own_gpus(["0", "1", "2", "3"], 2, 1), own_gpus(["0", "1"], 1, 0)
     ({'CUDA_VISIBLE_DEVICES': '2,3'}, {})
@@ -167,7 +167,7 @@ class SlotGpus:
 
         Args:
             environment: Environment of the processes.
-            places: slots among which they are divided.
+            places: Slots among which they are divided.
         """
         self.gpus, self.places = visible_gpus(environment), places
         self._since: dict[int, float] = {}
@@ -181,7 +181,7 @@ class SlotGpus:
         """Divides the GPUs as the run did that is taken back: its members have theirs.
 
         Args:
-            opened: the event with which its journal begins.
+            opened: The event with which its journal begins.
         """
         self.gpus = tuple(opened.get("gpus", self.gpus))
         self.places = opened.get("places", self.places)
@@ -197,10 +197,10 @@ class SlotGpus:
 
         Args:
             slot: Slot whose process is started.
-            devices: names of the GPUs of each slot, where others have shared them out.
+            devices: Names of the GPUs of each slot, where others have shared them out.
 
         Raises:
-            WhaleError: the run has no such slot.
+            WhaleError: The run has no such slot.
         """
         if devices is not None:
             if slot >= len(devices):
@@ -212,7 +212,7 @@ class SlotGpus:
         """Whether to say, this once, that a process keeps the GPUs of its slot.
 
         Args:
-            now: the time.
+            now: The time.
             slot: Slot whose next process waits for its GPUs.
             pid: Process id that has not ended; 0 where there is none any more.
         """

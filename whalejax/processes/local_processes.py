@@ -62,9 +62,9 @@ class Processes:
         """Prepares the start; no process runs yet.
 
         Args:
-            command: words of the program.
-            environment: variables that are added to those of this process.
-            logs: folder of one log for each process.
+            command: Words of the program.
+            environment: Variables that are added to those of this process.
+            logs: Folder of one log for each process.
             selector: Selector that reports the end of each, with its name as data.
             end_with_this: Whether they are killed together with this process; it must
                 start them in its main thread, and have no other.
@@ -88,14 +88,14 @@ class Processes:
 
         Args:
             name: Name of the future member.
-            own: further variables, of this process alone.
-            command: words of the program, where it is another one.
-            output: descriptor that it writes to; None for its log.
+            own: Further variables, of this process alone.
+            command: Words of the program, where it is another one.
+            output: Descriptor that it writes to; None for its log.
             errors: Descriptor of its errors; None for that of its output.
 
         Raises:
-            WhaleError: there is no such program.
-            OSError: the system has no room for it now.
+            WhaleError: There is no such program.
+            OSError: The system has no room for it now.
         """
         command = command or self.command
         if shutil.which(command[0]) is None:

@@ -59,7 +59,7 @@ class Log:
             say: Function that receives a line when something cannot be written.
 
         Raises:
-            WhaleError: it cannot be made.
+            WhaleError: It cannot be made.
         """
         self.path = path
         self._say = say
@@ -180,7 +180,7 @@ class Pump:
     """Takes out of a pipe what one process writes.
 
     Attributes:
-        last: when something came last, in ``time.monotonic()``.
+        last: When something came last, in ``time.monotonic()``.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Pump:
         """Connects a source to its outputs.
 
         Args:
-            source: descriptor of the pipe.
+            source: Descriptor of the pipe.
             outputs: Targets of all output that is not for the launcher.
             told: Function that receives messages for the launcher; it returns False for
                 invalid ones, which then count as output.

@@ -40,9 +40,9 @@ class KeptCommand:
     """Command that is started and kept running.
 
     Attributes:
-        name: unlike that of others.
-        command: its words.
-        environment: variables that are added.
+        name: Unlike that of others.
+        command: Its words.
+        environment: Variables that are added.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Keeper:
         """Prepares the commands; starts none yet.
 
         Args:
-            programs: first the leader, which writes where this process does.
-            logs: folder of one log for each of the others.
+            programs: First the leader, which writes where this process does.
+            logs: Folder of one log for each of the others.
             say: Function that receives a line on each end and restart.
 
         Raises:
-            WhaleError: the folder cannot be made.
+            WhaleError: The folder cannot be made.
         """
         try:
             logs.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class Keeper:
             The status of the leader; 1 where the run is given up.
 
         Raises:
-            WhaleError: there is no such program.
+            WhaleError: There is no such program.
         """
         with self._selector, handled_signals(self._handle, signal.SIGINT):
             try:

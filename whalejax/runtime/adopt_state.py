@@ -57,12 +57,12 @@ class OwnStates:
 
         Args:
             given: State that the step was given.
-            own: gives an abstract one, with layouts.
+            own: Gives an abstract one, with layouts.
             trains: Whether it is trained; else an evaluation reads it, and gets no more
                 than that needs.
 
         Raises:
-            PlanError: it is consumed, or no state of such a layout; what differs is
+            PlanError: It is consumed, or no state of such a layout; what differs is
                 listed.
         """
         whole = checked(given)
@@ -91,11 +91,11 @@ def check_leaves(state: TrainState, own: TrainState, *, trains: bool) -> None:
 
     Args:
         state: State that the user gave.
-        own: an abstract one of the step.
-        trains: say that the optimizer may be another one.
+        own: An abstract one of the step.
+        trains: Say that the optimizer may be another one.
 
     Raises:
-        PlanError: what differs.
+        PlanError: What differs.
     """
     _raise_for([*_other_leaves(state, own)], _OTHER if trains else _OTHER_MODEL)
 
@@ -141,7 +141,7 @@ def checked(state: Any) -> TrainState:
     """A state whose arrays are all there.
 
     Raises:
-        PlanError: it is none, or a step has consumed it.
+        PlanError: It is none, or a step has consumed it.
     """
     if not isinstance(state, TrainState):
         raise PlanError(
@@ -277,8 +277,8 @@ def to_save(given: Any, own: TrainState, *, trains: bool) -> TrainState:
 
     Args:
         given: State to save.
-        own: an abstract one of the step.
-        trains: the step trains; else it may hold another one's optimizer state.
+        own: An abstract one of the step.
+        trains: The step trains; else it may hold another one's optimizer state.
     """
     state = checked(given)
     compared = (state, own) if trains else (bare(state), bare(own))
@@ -295,12 +295,12 @@ def adopted(given: Any, abstract: TrainState) -> TrainState:
     """A copy of a state where a step has its own.
 
     Args:
-        given: a state of the same model and optimizer; of an optimizer's state and a
+        given: A state of the same model and optimizer; of an optimizer's state and a
             loss scale as far as the step has them.
-        abstract: a state of the step, with layouts.
+        abstract: A state of the step, with layouts.
 
     Raises:
-        PlanError: it is consumed, another model's, or lies in parts in other processes.
+        PlanError: It is consumed, another model's, or lies in parts in other processes.
     """
     state = checked(given)
     if not jax.tree.leaves(abstract.opt_state):
@@ -326,7 +326,7 @@ def check_values(state: TrainState) -> None:
     """Refuses an abstract state, in whole or in part.
 
     Raises:
-        PlanError: which leaves have no values.
+        PlanError: Which leaves have no values.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         shapes = [

@@ -76,8 +76,8 @@ class SavedModel:
     Attributes:
         params, rest: Parameters and non-trainable state, with the structures of a
             state.
-        rng: the run's random key.
-        step: number of steps done.
+        rng: The run's random key.
+        step: Number of steps done.
         samples: Number of samples of its steps.
         updates: Number of updates that its optimizer counted; ``step`` where it counts
             none.
@@ -102,14 +102,14 @@ def save(
     """Writes a checkpoint; it appears whole or not at all.
 
     Args:
-        path: a directory that does not exist yet; its parents are made.
-        state: a training state of sharded arrays; is kept.
+        path: A directory that does not exist yet; its parents are made.
+        state: A training state of sharded arrays; is kept.
         plan: Plan of the state.
-        batch_size: samples of its global batch, where that is known.
-        before_it_appears: called when all is written; where it raises, nothing is left.
+        batch_size: Samples of its global batch, where that is known.
+        before_it_appears: Called when all is written; where it raises, nothing is left.
 
     Raises:
-        WhaleError: something is at that path already, it cannot be written, or the
+        WhaleError: Something is at that path already, it cannot be written, or the
             state was consumed.
     """
     target = new_path(path)
@@ -175,16 +175,16 @@ def restore(
 
     Args:
         path: Path of a checkpoint.
-        abstract_state: a state of ``jax.ShapeDtypeStruct`` leaves with shardings.
+        abstract_state: A state of ``jax.ShapeDtypeStruct`` leaves with shardings.
         plan: Plan of the new state.
-        batch_size: samples of its global batch, where that is known.
+        batch_size: Samples of its global batch, where that is known.
 
     Returns:
         A state of the same structure, with arrays equal to the saved ones to the bit.
 
     Raises:
-        DamagedCheckpoint: it is not as it was written; found before anything is used.
-        WhaleError: there is no checkpoint at that path, or it is another model's;
+        DamagedCheckpoint: It is not as it was written; found before anything is used.
+        WhaleError: There is no checkpoint at that path, or it is another model's;
             every leaf that differs is listed.
     """
     target = existing_path(path)
@@ -232,11 +232,11 @@ def restore_model(
     Args:
         path, abstract_state, plan, batch_size: Arguments of ``restore``. A leaf that is
             trained here and was not there, or the other way round, is found by name.
-        on_host: read NumPy arrays; else arrays in the state's own layout, in the
+        on_host: Read NumPy arrays; else arrays in the state's own layout, in the
             devices' memory.
 
     Raises:
-        WhaleError: as for ``restore``.
+        WhaleError: As for ``restore``.
     """
     target = existing_path(path)
     record = checked(target)
@@ -295,8 +295,8 @@ def checked(target: Path) -> Record:
     """The record of a checkpoint that is as it was written; all processes call this.
 
     Raises:
-        DamagedCheckpoint: it is not; every file is named.
-        WhaleError: there is none at that path.
+        DamagedCheckpoint: It is not; every file is named.
+        WhaleError: There is none at that path.
     """
     record = read_record(target)
     check_hashes(target, record)

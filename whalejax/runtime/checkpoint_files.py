@@ -68,7 +68,7 @@ def told_by_all(mine: str, what: str) -> list[str]:
     No device takes part, so that nothing that devices still do can stand in its way.
 
     Raises:
-        WhaleError: a process did not come here.
+        WhaleError: A process did not come here.
     """
     count, here = jax.process_count(), jax.process_index()
     if count == 1:
@@ -108,7 +108,7 @@ def fail_together(error: str, what: str) -> None:
         what: Action that failed; the same text in all processes.
 
     Raises:
-        WhaleError: with the first error there is.
+        WhaleError: With the first error there is.
     """
     for text in told_by_all(error, what):
         if text:
@@ -130,7 +130,7 @@ def hashed(building: Path) -> dict[str, str]:
             this.
 
     Raises:
-        OSError: in all of them, if one cannot read its files.
+        OSError: In all of them, if one cannot read its files.
     """
     here, count = jax.process_index(), jax.process_count()
     mine = [name for name in files_of(building) if _writer(name) % count == here]
@@ -159,11 +159,11 @@ def check_hashes(target: Path, record: Record) -> None:
     Of several processes each reads a part of the files, and all come to the same.
 
     Args:
-        target: the checkpoint.
+        target: The checkpoint.
         record: Record of the checkpoint; one without hashes passes.
 
     Raises:
-        DamagedCheckpoint: every file that was changed.
+        DamagedCheckpoint: Every file that was changed.
     """
     if record.file_sha256 is None:
         return
@@ -185,8 +185,8 @@ def changed(
     """Describes files whose contents differ from their hashes.
 
     Args:
-        target: the checkpoint.
-        file_sha256: the hash of each file when it was written.
+        target: The checkpoint.
+        file_sha256: The hash of each file when it was written.
         names: Names of the files to be read.
     """
     try:
@@ -229,7 +229,7 @@ def being_built(target: Path) -> Iterator[Path]:
     Whatever goes wrong, what was built so far is removed. All processes call this.
 
     Raises:
-        WhaleError: it cannot be written, or another process is writing there.
+        WhaleError: It cannot be written, or another process is writing there.
     """
     building, first = unfinished(target), jax.process_index() == 0
     held, error = -1, ""
@@ -269,7 +269,7 @@ def _create_build_folder(building: Path) -> int:
     """An empty folder, and a lock on it that ends with this process.
 
     Raises:
-        WhaleError: another process is writing there.
+        WhaleError: Another process is writing there.
     """
     if building.exists():
         left = _locked(building)
@@ -306,7 +306,7 @@ def write_failure_message(target: Path, error: Exception) -> str:
     """Returns the reason why a checkpoint could not be written, with the remedy.
 
     Args:
-        target: its path.
+        target: Its path.
         error: Error of the system, or of Orbax, which reports the system's in words.
     """
     number = error.errno if isinstance(error, OSError) else None

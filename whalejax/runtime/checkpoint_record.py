@@ -66,12 +66,12 @@ class Leaf:
     """One array of a state, as the record describes it.
 
     Attributes:
-        section: the field of the state that it belongs to.
-        name: dotted path inside the section; of a parameter, the plan's.
+        section: The field of the state that it belongs to.
+        name: Dotted path inside the section; of a parameter, the plan's.
         shape: Shape of the global array; of random keys, without the words of a key.
         dtype: Name of the dtype, such as ``"float32"``, or ``"key<fry>"`` for random
             keys.
-        key_impl: name of the random keys' algorithm, or empty.
+        key_impl: Name of the random keys' algorithm, or empty.
     """
 
     section: str
@@ -96,12 +96,12 @@ class Record:
     """Description of a checkpoint's contents.
 
     Attributes:
-        leaves: every array of the state.
-        file_bytes: size of each file, by its path in the checkpoint.
+        leaves: Every array of the state.
+        file_bytes: Size of each file, by its path in the checkpoint.
         file_sha256: SHA-256 of each file in hexadecimal digits; None in checkpoints
             of versions that wrote none, which cannot be checked.
         samples: Number of samples of the steps before, or None where it was not known.
-        batch_size: samples of the global batch of the plan that it was saved under,
+        batch_size: Samples of the global batch of the plan that it was saved under,
             or None where it was not known.
         num_micro_batches: Micro-batches in each step of that plan, or None where it was
             not known.
@@ -144,12 +144,12 @@ def write_record(
     """Describes a checkpoint, when all its files are written.
 
     Args:
-        building: its directory.
-        leaves: every array of the state.
+        building: Its directory.
+        leaves: Every array of the state.
         plan: Plan of the state.
-        file_sha256: the hash of each file.
+        file_sha256: The hash of each file.
         samples: Number of samples of the steps before, or None where it is not known.
-        batch_size: samples of a global batch, or None where it has none.
+        batch_size: Samples of a global batch, or None where it has none.
     """
     record: dict[str, Any] = {
         "whalejax_checkpoint": FORMAT,
@@ -182,9 +182,9 @@ def read_record(target: Path) -> Record:
     """Reads the description of a checkpoint, without comparing hashes.
 
     Raises:
-        DamagedCheckpoint: the record cannot be read or was changed, or files were lost
+        DamagedCheckpoint: The record cannot be read or was changed, or files were lost
             or cut; every such file is listed.
-        WhaleError: there is none at that path, or it is of a newer format.
+        WhaleError: There is none at that path, or it is of a newer format.
     """
     try:
         is_there = target.is_dir()
@@ -261,7 +261,7 @@ def _record_of(record: Mapping[str, Any]) -> Record:
     """Returns the description in a complete record.
 
     Raises:
-        ValueError: or others, where what it says is of another form.
+        ValueError: Or others, where what it says is of another form.
     """
     leaves = tuple(
         Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in record["leaves"]
@@ -309,7 +309,7 @@ def refuse_damaged(target: Path, problems: Problems) -> None:
     """Refuses a checkpoint if anything is wrong with its files.
 
     Raises:
-        DamagedCheckpoint: there are any.
+        DamagedCheckpoint: There are any.
     """
     title = f"{target} is damaged; restore another checkpoint"
     problems.raise_if_any(DamagedCheckpoint, title=title)
@@ -350,7 +350,7 @@ def check_same(
         remedy: Remedy where only the optimizer is another.
 
     Raises:
-        WhaleError: every leaf that differs.
+        WhaleError: Every leaf that differs.
     """
     problems = Problems()
     is_model = False

@@ -67,7 +67,7 @@ def compile_tables(
         processes until its ``close``.
 
     Raises:
-        PlanError: the plan is for another model, batch or machine.
+        PlanError: The plan is for another model, batch or machine.
     """
     problems = Arguments("wh.compile_tables")
     problems.of("plan", plan, TablesPlan, "what wh.plan_tables gave")

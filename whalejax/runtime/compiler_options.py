@@ -23,7 +23,7 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
     """Options of the compiler, with switches as such.
 
     Raises:
-        PlanError: one has no name or no plain value, or is none that a plan may
+        PlanError: One has no name or no plain value, or is none that a plan may
             carry; all of them.
     """
     problems = Problems("compiler_options", PlanError)
@@ -70,7 +70,7 @@ def compiled_with(
     """A plan, and those of its pipelines, with what their programs are compiled by.
 
     Args:
-        plan: the plan.
+        plan: The plan.
         options: XLA options of the compiler.
         precisions: (TaskGraph, precision) pairs where only some compute in 16 bits.
     """

@@ -61,7 +61,7 @@ class FolderLock:
         """Takes the folder.
 
         Raises:
-            WhaleError: another run holds it, with who that is; or it cannot be
+            WhaleError: Another run holds it, with who that is; or it cannot be
                 written.
         """
         try:

@@ -136,7 +136,7 @@ def train(
             (``runtime.resume.hold_folder``); else it is held here.
 
     Raises:
-        WhaleError: a loss or a parameter is not finite; the step and the last good
+        WhaleError: A loss or a parameter is not finite; the step and the last good
             checkpoint are named. No checkpoint holds a state of which this is known.
             Or another process is gone, which may show only when a loss is waited for.
             Before the first step: a checkpoint that is to be written is there already,

@@ -38,11 +38,11 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
     """The devices of a plan: those given, or all of this process's machine.
 
     Args:
-        plan: the plan.
-        devices: devices in node order, or None.
+        plan: The plan.
+        devices: Devices in node order, or None.
 
     Raises:
-        PlanError: the plan is for other hardware, has its kinds in another order, or is
+        PlanError: The plan is for other hardware, has its kinds in another order, or is
             for another number of devices.
     """
     if isinstance(devices, Iterator):
@@ -120,12 +120,12 @@ def check_planned(plan: Plan, batch: Any, batch_axes: Any) -> None:
     """Raises if a plan was made for a batch of other leaves or shapes.
 
     Args:
-        plan: the plan.
-        batch: the global batch, abstract or real.
-        batch_axes: the batch dimension of its leaves.
+        plan: The plan.
+        batch: The global batch, abstract or real.
+        batch_axes: The batch dimension of its leaves.
 
     Raises:
-        WhaleError: it is no batch, or another one.
+        WhaleError: It is no batch, or another one.
     """
     check_batch(batch, batch_axes)
     flat = jax.tree_util.tree_flatten_with_path(batch)[0]
@@ -148,11 +148,11 @@ def check_same_shapes(plan: Plan, adapter: Adapter) -> None:
     For where the loss cannot be traced: it may have failed on them, in its own words.
 
     Args:
-        plan: the plan.
-        adapter: the model that is to run.
+        plan: The plan.
+        adapter: The model that is to run.
 
     Raises:
-        PlanError: every leaf that both have, in different shapes.
+        PlanError: Every leaf that both have, in different shapes.
     """
     problems = Problems()
     planned = {leaf.path: leaf.shape for leaf in plan.leaves}
@@ -170,12 +170,12 @@ def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
     """Raises if a plan was made for another model or batch, listing what differs.
 
     Args:
-        plan: the plan.
-        captured: the model that is to run.
-        example: its global batch.
+        plan: The plan.
+        captured: The model that is to run.
+        example: Its global batch.
 
     Raises:
-        PlanError: every leaf that differs.
+        PlanError: Every leaf that differs.
     """
     problems = Problems()
     planned = {x.path: (x.shape, x.dtype, x.trained) for x in plan.leaves}
@@ -219,7 +219,7 @@ def check_planned_state(
     A plan that was made without any is warned of: its memory lacks the state.
 
     Raises:
-        PlanError: how much each of them keeps.
+        PlanError: How much each of them keeps.
     """
     planned = plan.optimizer_bytes
     if planned is None or optimizer is None:

@@ -58,8 +58,8 @@ class Finding:
     Attributes:
         what: Fact in words.
         nbytes: Bytes moved or held in one step on one device; 0 where not known.
-        name: name stack of the operation behind it.
-        place: the user's line behind it, as ``file:line``, or empty.
+        name: Name stack of the operation behind it.
+        place: The user's line behind it, as ``file:line``, or empty.
     """
 
     what: str

@@ -37,7 +37,7 @@ def make_console(*, quiet: bool = False) -> Console:
     it is.
 
     Args:
-        quiet: print nothing.
+        quiet: Print nothing.
     """
     columns = os.environ.get("COLUMNS", "")
     width: int | None = None
@@ -68,11 +68,11 @@ class Meter:
     Args:
         console: Console that shows it; a quiet one shows nothing.
         title: Title such as ``"training"``.
-        first: steps done before.
+        first: Steps done before.
         steps: Total number of steps.
         waiting: Activity before the first step, such as ``"compiling"``; a line then
             says how long it took.
-        clock: seconds, rising.
+        clock: Seconds, rising.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Meter:
         """Shows that so many steps are done.
 
         Args:
-            step: counted from 1.
+            step: Counted from 1.
             words: Further text of the line.
         """
         if not self._shows:

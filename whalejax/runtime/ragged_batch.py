@@ -34,8 +34,8 @@ def real_samples(
 
     Args:
         leaves: Leaves of a batch.
-        plan: the plan.
-        axes: the batch dimension of each leaf.
+        plan: The plan.
+        axes: The batch dimension of each leaf.
     """
     sizes = set()
     for leaf, planned, axis in zip(leaves, plan.batch, axes, strict=True):
@@ -56,7 +56,7 @@ def passes(samples: int, whole: int) -> Iterator[tuple[int, int]]:
 
     Args:
         samples: Number of samples.
-        whole: samples of a whole batch.
+        whole: Samples of a whole batch.
 
     >>> [*passes(13, 32)]
     [(0, 8), (8, 4), (12, 1)]
@@ -76,8 +76,8 @@ def repeated(
 
     Args:
         leaves: Leaves of the batch.
-        axes: the batch dimension of each leaf.
-        first, count: the samples.
+        axes: The batch dimension of each leaf.
+        first, count: The samples.
         size: Number of samples of a full batch.
     """
     rows = first + np.arange(size) % count
@@ -100,10 +100,10 @@ def check_mean(captured: Captured, samples: int, whole: int) -> None:
     Args:
         captured: Traced loss in evaluation mode.
         samples: Number of samples.
-        whole: samples of a whole batch.
+        whole: Samples of a whole batch.
 
     Raises:
-        PlanError: what is more, or what cannot be put together.
+        PlanError: What is more, or what cannot be put together.
     """
     problems = Problems(kind=PlanError)
     for _, count in passes(samples, whole):
@@ -130,7 +130,7 @@ def together(
     Args:
         parts: Number of samples and result of each pass.
         captured: Traced loss that was evaluated.
-        whole: samples of a whole batch.
+        whole: Samples of a whole batch.
     """
     counts = [count for count, _ in parts]
     weights = [
@@ -155,9 +155,9 @@ class _PassCombiner:
     """Puts together what passes gave.
 
     Attributes:
-        counts: samples of each pass.
+        counts: Samples of each pass.
         weights: Weight of each pass.
-        whole: samples of a whole batch, in which each one stands equally often.
+        whole: Samples of a whole batch, in which each one stands equally often.
     """
 
     counts: Sequence[int]

@@ -45,7 +45,7 @@ def hold_folder(folder: Path | None) -> Iterator[None]:
         folder: Folder of the run's checkpoints; None holds nothing.
 
     Raises:
-        WhaleError: another run holds it, or it cannot be written.
+        WhaleError: Another run holds it, or it cannot be written.
     """
     if folder is None:
         yield
@@ -114,11 +114,11 @@ def restore_newest(
     they stood.
 
     Args:
-        step: restores.
-        checkpoints: the newest first.
+        step: Restores.
+        checkpoints: The newest first.
 
     Raises:
-        WhaleError: all are damaged, or one is another model's.
+        WhaleError: All are damaged, or one is another model's.
     """
     damaged: list[tuple[Path, str]] = []
     for path in checkpoints:
@@ -171,7 +171,7 @@ def agreed_checkpoints(folder: Path) -> list[Path]:
         folder: Folder of the checkpoints. All processes call this.
 
     Raises:
-        WhaleError: in all of them, where it cannot be read, or one does not see what
+        WhaleError: In all of them, where it cannot be read, or one does not see what
             the first one does.
     """
     result, error = list[str](), ""
@@ -238,9 +238,9 @@ def batches_from(
     of the next.
 
     Args:
-        job: gives batches by their number.
-        size: samples of a global batch.
-        step: the number of the first step, counted from 0.
+        job: Gives batches by their number.
+        size: Samples of a global batch.
+        step: The number of the first step, counted from 0.
         samples: Number of samples of the steps before.
 
     >>> import numpy as np
@@ -290,7 +290,7 @@ def checkpoints(save_dir: Path) -> list[Path]:
         save_dir: Folder of the checkpoints.
 
     Raises:
-        WhaleError: it cannot be read.
+        WhaleError: It cannot be read.
     """
     try:
         if not save_dir.is_dir():

@@ -39,7 +39,7 @@ def evaluator_of(plan: Plan, trains: Any, *given: Any) -> Runner:
 
     Args:
         plan: Plan that is run.
-        trains: its runner as it trains.
+        trains: Its runner as it trains.
         given: Arguments of the runner after the plan.
     """
     if plan.stage_plans and not plan.pipelines:
@@ -55,8 +55,8 @@ def rehearsal_of(runner: Any, state: TrainState, batch: Any) -> CompiledStages:
 
     Args:
         runner: Runner of a plan whose stages have programs of their own.
-        state: abstract.
-        batch: the same.
+        state: Abstract.
+        batch: The same.
     """
     from whalejax.lowering.pipeline_mpmd.compile_only import compile_stages
 
@@ -68,8 +68,8 @@ def layout_of(runner: Any, plan: Plan, structure: Any) -> BatchLayout:
 
     Args:
         runner: Runner of the step.
-        plan: its plan.
-        structure: tree of a batch.
+        plan: Its plan.
+        structure: Tree of a batch.
     """
     if plan.pipelines or (plan.shares and not plan.stage_plans):
         layout: BatchLayout = runner.layout(structure)

@@ -23,12 +23,12 @@ def with_schedule(state: Any, updates: int, keep: bool | None) -> Any:
     """A training state whose schedules go on, if that is asked for.
 
     Args:
-        state: with a fresh optimizer's state.
-        updates: number of updates that were made before.
+        state: With a fresh optimizer's state.
+        updates: Number of updates that were made before.
         keep: Whether they go on; with None a warning says that they do not.
 
     Raises:
-        WhaleError: they shall go on, and there are none.
+        WhaleError: They shall go on, and there are none.
     """
     going_on, schedule_counts = with_schedule_counts(state.opt_state, updates)
     if keep and not schedule_counts:
@@ -56,8 +56,8 @@ def with_schedule_counts(state: Any, updates: int) -> tuple[Any, int]:
     that began at zero with it: it stays as it is.
 
     Args:
-        state: a fresh one.
-        updates: number of updates that were made before.
+        state: A fresh one.
+        updates: Number of updates that were made before.
 
     >>> import optax
     >>> fresh = optax.adam(optax.constant_schedule(0.1)).init({"w": np.zeros(3)})

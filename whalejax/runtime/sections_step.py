@@ -264,7 +264,7 @@ class SectionsStep(TableStep):
         begins anew.
 
         Raises:
-            WhaleError: what was kept is of another model or optimizer.
+            WhaleError: What was kept is of another model or optimizer.
         """
         if self._kept is None or self._kept.step < 0:
             return None
@@ -318,7 +318,7 @@ class SectionsStep(TableStep):
             state: The newest one.
 
         Raises:
-            WhaleError: it was consumed, or a section failed.
+            WhaleError: It was consumed, or a section failed.
         """
         self._begin(state)
         self.pipeline.flush()
@@ -364,7 +364,7 @@ class SectionsStep(TableStep):
             The new state, and metrics; to read them waits for the step.
 
         Raises:
-            WhaleError: an id is out of range, the batch has another shape than the plan
+            WhaleError: An id is out of range, the batch has another shape than the plan
                 is for, or a section failed.
         """
         self._check_trains()
@@ -394,7 +394,7 @@ class SectionsStep(TableStep):
             The state and metrics of each step, as calls give them.
 
         Raises:
-            WhaleError: the step was compiled without ``job``, or a section failed.
+            WhaleError: The step was compiled without ``job``, or a section failed.
         """
         self._check_trains()
         if self._job is None:
@@ -541,7 +541,7 @@ class SectionsStep(TableStep):
         """Tables in processes stay where they are.
 
         Raises:
-            PlanError: always.
+            PlanError: Always.
         """
         raise PlanError(
             "tables in processes of their own stay where they are. Plan anew with the "
@@ -557,7 +557,7 @@ class SectionsStep(TableStep):
             step: The step that it is of, not this one.
 
         Raises:
-            PlanError: it is this step's, or another model's or optimizer's.
+            PlanError: It is this step's, or another model's or optimizer's.
         """
         if step is self:
             raise PlanError("the state is of this step already. Go on with it")

@@ -68,7 +68,7 @@ class LossesInFlight:
         """Takes the metrics of a step that was started; waits for one well before it.
 
         Args:
-            step: its number.
+            step: Its number.
             metrics: Metrics of the step.
         """
         self._in_flight.append((step, dict(metrics)))

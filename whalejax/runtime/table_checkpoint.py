@@ -46,7 +46,7 @@ def save_sections(
         batch_size: Samples of a global batch.
 
     Raises:
-        WhaleError: something is at that path already, or it cannot be written.
+        WhaleError: Something is at that path already, or it cannot be written.
     """
     target = new_path(path)
     leaves = [
@@ -72,7 +72,7 @@ def restore_sections(path: str | os.PathLike[str], wanted: Sections) -> Sections
         wanted: Arrays, real or abstract, of the shapes and types that it must have.
 
     Raises:
-        WhaleError: no checkpoint is there, it is damaged, or it is another model's.
+        WhaleError: No checkpoint is there, it is damaged, or it is another model's.
     """
     target = existing_path(path)
     record = checked(target)

@@ -245,7 +245,7 @@ class TableStep:
             rng: A random key; the run's own keys derive from it too.
 
         Raises:
-            WhaleError: it builds another model than the plan is for.
+            WhaleError: It builds another model than the plan is for.
         """
         if not callable(make_model):
             raise WhaleError(
@@ -373,7 +373,7 @@ class TableStep:
             The new state, and metrics: ``loss`` and what the loss function reports.
 
         Raises:
-            WhaleError: an id is out of range, or the batch has another shape than the
+            WhaleError: An id is out of range, or the batch has another shape than the
                 plan is for.
         """
         if not self._trains:
@@ -417,7 +417,7 @@ class TableStep:
         """Returns what a new placement would win, by the lookups that were counted.
 
         Raises:
-            PlanError: none were counted; ``replace_every`` counts them.
+            PlanError: None were counted; ``replace_every`` counts them.
         """
         if not self._counts.batches:
             raise PlanError(
@@ -436,7 +436,7 @@ class TableStep:
             placement: Placement of the same tables on as many ranks.
 
         Raises:
-            PlanError: it is of other tables or ranks.
+            PlanError: It is of other tables or ranks.
         """
         held, before = self._checked(state), self.plan.placement
         sizes = [
@@ -473,7 +473,7 @@ class TableStep:
                 devices or processes.
 
         Raises:
-            PlanError: it is another model's or optimizer's.
+            PlanError: It is another model's or optimizer's.
         """
         if not isinstance(step, TableStep):
             raise PlanError(
@@ -517,7 +517,7 @@ class TableStep:
         """Refuses to report on sections, of which this step has one.
 
         Raises:
-            PlanError: always.
+            PlanError: Always.
         """
         raise PlanError(
             "this step has no processes beside its devices, whose times report() would "
@@ -532,7 +532,7 @@ class TableStep:
             state, batch, steps: Arguments of ``TrainStep.profile``, which are unused.
 
         Raises:
-            PlanError: always.
+            PlanError: Always.
         """
         del state, batch, steps
         raise PlanError(
@@ -690,7 +690,7 @@ class TableStep:
             state: State to write; it is not donated.
 
         Raises:
-            WhaleError: something is at that path already, or it cannot be written.
+            WhaleError: Something is at that path already, or it cannot be written.
         """
         sections = self._sections(self._checked(state))
         samples = self.plan.placement.batch_size
@@ -704,7 +704,7 @@ class TableStep:
             path: Path of a checkpoint of ``save``.
 
         Raises:
-            WhaleError: no checkpoint is there, it is damaged, or it is another model's
+            WhaleError: No checkpoint is there, it is damaged, or it is another model's
                 or optimizer's.
         """
         found = restore_sections(path, self._abstract_sections())

@@ -80,10 +80,10 @@ class TrainStep:
 
     Attributes:
         plan: Plan that it runs.
-        mesh: the devices.
+        mesh: The devices.
         adapter: Adapter that divides the model into parameters and other state.
-        shardings: a state whose leaves are the ``NamedSharding`` of each array.
-        batch_axes: the batch dimension of each flat leaf of a batch, or None.
+        shardings: A state whose leaves are the ``NamedSharding`` of each array.
+        batch_axes: The batch dimension of each flat leaf of a batch, or None.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class TrainStep:
         Args:
             plan, adapter, captured, optimizer, devices, batch_axes: Plan, model, loss,
                 optimizer, devices and batch of the step.
-            batch: structure of a batch.
-            traced: traces the loss with another mode of the model, as planned.
+            batch: Structure of a batch.
+            traced: Traces the loss with another mode of the model, as planned.
         """
         if not (isinstance(plan, Plan) and isinstance(adapter, Adapter)):
             raise WhaleError(
@@ -154,12 +154,12 @@ class TrainStep:
         """A fresh state, every array born in its own layout.
 
         Args:
-            make_model: builds the model; takes the key, or nothing. A class of NNX
+            make_model: Builds the model; takes the key, or nothing. A class of NNX
                 whose constructor takes ``rngs`` is given ``nnx.Rngs(key)``.
-            rng: a random key; the run's own keys derive from it too.
+            rng: A random key; the run's own keys derive from it too.
 
         Raises:
-            WhaleError: it builds another model than the plan is for.
+            WhaleError: It builds another model than the plan is for.
         """
         if not callable(make_model) or is_module(make_model):
             raise WhaleError(
@@ -183,8 +183,8 @@ class TrainStep:
         """A state with the values of an existing model, which stays the user's own.
 
         Args:
-            model: the model, with real arrays.
-            rng: a random key for losses that take one; key 0 if left out.
+            model: The model, with real arrays.
+            rng: A random key for losses that take one; key 0 if left out.
         """
         if inspect.isclass(model):
             raise WhaleError(
@@ -234,14 +234,14 @@ class TrainStep:
 
         Args:
             state: State of the step before; its buffers are donated.
-            batch: the global batch; with several processes this process's part of it,
+            batch: The global batch; with several processes this process's part of it,
                 or global ``jax.Array`` leaves.
 
         Returns:
             The new state, and metrics: ``loss`` and what the loss function reports.
 
         Raises:
-            PlanError: the batch has another shape than the plan is for, or the state
+            PlanError: The batch has another shape than the plan is for, or the state
                 another layout, for which there is ``adopt``.
         """
         if batch is None:
@@ -278,10 +278,10 @@ class TrainStep:
                 samples, such as the last of an epoch, if one process gives all of them
                 and the loss is a mean over samples. The result is that of these
                 samples.
-            training: with the model in the mode in which a step runs it.
+            training: With the model in the mode in which a step runs it.
 
         Raises:
-            PlanError: the batch or the layout of the state is another.
+            PlanError: The batch or the layout of the state is another.
         """
         problems = Arguments("TrainStep.eval")
         problems.switch("training", training)
@@ -435,7 +435,7 @@ class TrainStep:
         """The lowered step (``jax.stages.Lowered``), for looking at the program.
 
         Args:
-            state: a state, or None for an abstract one.
+            state: A state, or None for an abstract one.
         """
         if state is None:
             state = self.abstract_state()
@@ -488,7 +488,7 @@ class TrainStep:
         Nothing is run.
 
         Raises:
-            PlanError: the plan has one program, which ``lower`` gives, or several
+            PlanError: The plan has one program, which ``lower`` gives, or several
                 pipelines.
         """
         if self.plan.pipelines:
@@ -519,11 +519,11 @@ class TrainStep:
         """Writes a checkpoint; it appears whole or not at all.
 
         Args:
-            path: a directory that does not exist yet.
+            path: A directory that does not exist yet.
             state: State to write; it is not donated.
 
         Raises:
-            WhaleError: it cannot be written there, with what to do about it, or the
+            WhaleError: It cannot be written there, with what to do about it, or the
                 state was consumed. Nothing is left of what was written.
         """
         from whalejax.runtime.checkpoint import save
@@ -548,7 +548,7 @@ class TrainStep:
                 form.
 
         Raises:
-            PlanError: it is consumed, another model's or optimizer's, or several
+            PlanError: It is consumed, another model's or optimizer's, or several
                 processes hold its arrays on other devices than this step.
         """
         return adopted(state, self.abstract_state())
@@ -572,7 +572,7 @@ class TrainStep:
             make_model, rng: Arguments of ``init``, unchanged.
 
         Raises:
-            WhaleError: a checkpoint is another model's, or all are damaged.
+            WhaleError: A checkpoint is another model's, or all are damaged.
         """
         problems = Arguments("TrainStep.restore_or_init")
         problems.path("folder", folder, "the path of a folder of checkpoints")
@@ -602,12 +602,12 @@ class TrainStep:
                 run's random key and the numbers of steps and samples; the optimizer's
                 state and the loss scale begin anew. So a model is trained on with
                 another optimizer or schedule, or evaluated.
-            keep_schedule: with ``only="model"``, whether schedules of the optimizer go
+            keep_schedule: With ``only="model"``, whether schedules of the optimizer go
                 on from as many updates as the checkpoint's had made. Else they begin at
                 0, whatever ``state.step`` is; left out, a warning says so.
 
         Raises:
-            WhaleError: no checkpoint is there, it is damaged, or it is another model's;
+            WhaleError: No checkpoint is there, it is damaged, or it is another model's;
                 or ``keep_schedule`` has nothing to keep.
         """
         from whalejax.runtime.checkpoint import restore, restore_model
@@ -658,22 +658,22 @@ def compile(
     """Turns a plan into a step that runs.
 
     Args:
-        plan: from ``wh.plan`` or ``wh.Plan.load``.
-        loss_fn: the loss the plan was made for.
-        model: the same model, abstract or real.
-        optimizer: an optax transformation; plain evaluation needs none.
-        batch: the global batch, abstract or real, where it has containers other than
+        plan: From ``wh.plan`` or ``wh.Plan.load``.
+        loss_fn: The loss the plan was made for.
+        model: The same model, abstract or real.
+        optimizer: An optax transformation; plain evaluation needs none.
+        batch: The global batch, abstract or real, where it has containers other than
             dictionaries, lists and tuples; otherwise the plan knows it.
         trainable, axis_names, batch_axes: Arguments of ``wh.plan``, unchanged.
-        devices: the devices to run on, in node order; all of them if left out.
-        out_of_range: with tables, what becomes of ids that have no row: ``"error"``
+        devices: The devices to run on, in node order; all of them if left out.
+        out_of_range: With tables, what becomes of ids that have no row: ``"error"``
             checks every batch before it is used, ``"clip"`` takes the nearest row.
-        job: with tables in processes of their own, the job whose batches they make, as
+        job: With tables in processes of their own, the job whose batches they make, as
             the command line names it, for ``SectionsStep.run``.
-        job_settings: settings of that job.
-        replace_every: with tables, steps after which they are placed anew where their
+        job_settings: Settings of that job.
+        replace_every: With tables, steps after which they are placed anew where their
             lookups show that it wins; see ``wh.compile_tables``.
-        section_run: with tables in processes of their own, where these run, and what is
+        section_run: With tables in processes of their own, where these run, and what is
             kept for a process that is started in place of this one.
 
     Returns:
@@ -681,7 +681,7 @@ def compile(
         Nothing is compiled before it is called.
 
     Raises:
-        PlanError: the plan is for another model, batch or machine, or cannot run yet;
+        PlanError: The plan is for another model, batch or machine, or cannot run yet;
             found before anything compiles.
     """
     from whalejax.lowering.batch_record import batch_of
@@ -784,9 +784,9 @@ def step_of(
     """``compile`` for a model that was adapted.
 
     Args:
-        plan: a runnable one.
-        adapter: the model as it is, at no other precision.
-        example: the global batch, abstract or real.
+        plan: A runnable one.
+        adapter: The model as it is, at no other precision.
+        example: The global batch, abstract or real.
         optimizer, batch_axes, devices: Arguments of ``compile``, unchanged.
     """
     chosen = devices_of(plan, devices)

@@ -181,7 +181,7 @@ class Pipeline:
             work: The batch.
 
         Raises:
-            WhaleError: a section failed.
+            WhaleError: A section failed.
         """
         with self._cond:
             self._wait(self._has_room)
@@ -216,7 +216,7 @@ class Pipeline:
         """Lets all updates be applied and kept; the number of steps that were done.
 
         Raises:
-            WhaleError: a section failed.
+            WhaleError: A section failed.
         """
         with self._cond:
             wanted = self._submitted

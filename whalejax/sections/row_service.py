@@ -123,7 +123,7 @@ class RowService:
         """The rows.
 
         Raises:
-            Refused: none were begun with.
+            Refused: None were begun with.
         """
         if self._rows is None:
             raise RefusedRequestError("stale", "no rows were begun with")

@@ -92,7 +92,7 @@ class KeptState:
             folder: The folder.
 
         Raises:
-            WhaleError: the folder cannot be made, or its record is damaged.
+            WhaleError: The folder cannot be made, or its record is damaged.
         """
         self.folder = Path(folder)
         try:

@@ -119,7 +119,7 @@ class SparseRows:
             is_fresh: The rows are those already, as they were written.
 
         Raises:
-            WrongVersionError: an update is not there.
+            WrongVersionError: An update is not there.
         """
         if not is_fresh:
             with self._lock:
@@ -139,7 +139,7 @@ class SparseRows:
             ids: ``int32[samples, columns]``.
 
         Raises:
-            WrongVersionError: an update that it needs is not there, or one was applied
+            WrongVersionError: An update that it needs is not there, or one was applied
                 that it may not have.
         """
         with self._lock:
@@ -168,7 +168,7 @@ class SparseRows:
             received: Number of steps whose vectors came where they were asked for.
 
         Raises:
-            MissingIdsError: the step was not looked up here, and no ids are given.
+            MissingIdsError: The step was not looked up here, and no ids are given.
         """
         with self._lock:
             begun = time.perf_counter()

@@ -162,7 +162,7 @@ class SparseSection:
             num_bytes: Size of the answer.
 
         Raises:
-            Refused: it answered with words.
+            Refused: It answered with words.
         """
         found = self.at(rank)
         if found is None or found[0] != incarnation:

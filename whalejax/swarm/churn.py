@@ -53,7 +53,7 @@ class PeerLink:
     Attributes:
         up_bytes_per_second: Largest rate at which it sends.
         down_bytes_per_second: Largest rate at which it receives.
-        latency_seconds: one way.
+        latency_seconds: One way.
     """
 
     up_bytes_per_second: float = math.inf
@@ -66,10 +66,10 @@ class ChurnEvent:
     """Something that happens to one peer.
 
     Attributes:
-        time: seconds from the start of the trace.
+        time: Seconds from the start of the trace.
         event: Kind of the event.
-        peer: its name.
-        speed: relative to the peer that the stages' seconds are of; of who joins, and
+        peer: Its name.
+        speed: Relative to the peer that the stages' seconds are of; of who joins, and
             of a change of speed.
         link: Link of a peer that joins.
     """
@@ -87,11 +87,11 @@ class Churn:
 
     Attributes:
         peers: Number of peers at the start.
-        lifetime_seconds: mean, of each peer.
-        join_seconds: mean, between two that join; infinite where nobody joins.
+        lifetime_seconds: Mean, of each peer.
+        join_seconds: Mean, between two that join; infinite where nobody joins.
         seconds: Length of the trace.
         speeds: Speeds of peers, drawn with equal chance.
-        silent: part of the deaths that are silent; the others break connections.
+        silent: Part of the deaths that are silent; the others break connections.
         link: Link of every peer.
     """
 
@@ -173,7 +173,7 @@ def read_csv(path: Path) -> tuple[ChurnEvent, ...]:
             others of ``COLUMNS`` may be left out or empty.
 
     Raises:
-        WhaleError: it cannot be read, with every line that is wrong.
+        WhaleError: It cannot be read, with every line that is wrong.
     """
     try:
         text = read_text(path)

@@ -77,7 +77,7 @@ class _Commit:
     """Round of the sealed assignment, and digests of a committed step.
 
     Attributes:
-        summed: stages whose peers hold the sum.
+        summed: Stages whose peers hold the sum.
     """
 
     is_sealed: bool = False
@@ -111,7 +111,7 @@ class Ledger:
             step: Number of the step.
             stages: Number of stages of the model.
             micro_batches: Micro-batches of the step, over all trainers.
-            write: takes each record, as an event's name and its fields, before
+            write: Takes each record, as an event's name and its fields, before
                 anything follows from it; such as the ``write`` of a journal's lines.
         """
         if step < 0 or stages < 1 or micro_batches < 1:
@@ -139,12 +139,12 @@ class Ledger:
         Args:
             stage: Stage of the call.
             number: Number of the micro-batch.
-            phase: forward or backward.
+            phase: Forward or backward.
             peer: Name of the peer that is called.
             incarnation: Incarnation of that peer.
 
         Raises:
-            WhaleError: it is done already, is none of this step, or the step's
+            WhaleError: It is done already, is none of this step, or the step's
                 assignment is sealed.
         """
         cell = self._cell(stage, number, phase)
@@ -228,8 +228,8 @@ class Ledger:
         assignment that names the peer is open again.
 
         Args:
-            peer: its name.
-            incarnation: the one that is gone, with all before it.
+            peer: Its name.
+            incarnation: The one that is gone, with all before it.
         """
         if self._commit.digests:
             return ()
@@ -249,13 +249,13 @@ class Ledger:
         0..M-1.
 
         Args:
-            stage: its number.
+            stage: Its number.
 
         Returns:
             Of each peer, in order of names, its micro-batches in ascending order.
 
         Raises:
-            WhaleError: gradients are missing.
+            WhaleError: Gradients are missing.
         """
         held: dict[str, list[int]] = {}
         for attempt in self.gradient_attempts(stage):
@@ -270,10 +270,10 @@ class Ledger:
         """The attempts whose gradients are those of a stage, one for each micro-batch.
 
         Args:
-            stage: its number.
+            stage: Its number.
 
         Raises:
-            WhaleError: gradients are missing.
+            WhaleError: Gradients are missing.
         """
         gradient_attempts, missing = [], []
         for number in range(self.micro_batches):
@@ -297,7 +297,7 @@ class Ledger:
         """The peers of a stage hold the sum of its gradients; who is lost now is in it.
 
         Args:
-            stage: its number.
+            stage: Its number.
             added: Numbers and attempts of the micro-batches that each peer reports in
                 its sum.
         """
@@ -398,7 +398,7 @@ class Ledger:
         Args:
             records: Records in the order in which they were written; other events are
                 skipped.
-            write: takes the records of the rebuilt ledger.
+            write: Takes the records of the rebuilt ledger.
         """
         ledger: Ledger | None = None
         for record in records:
@@ -500,7 +500,7 @@ def check_partition(
     """Raises unless each micro-batch is named exactly once.
 
     Args:
-        assignment: numbers of each peer.
+        assignment: Numbers of each peer.
         micro_batches: Number of micro-batches of the step.
         where: Name of the assignment, for the error.
     """

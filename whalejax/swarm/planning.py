@@ -61,16 +61,16 @@ def swarm_plan(
     """The plan of the fewest stages that fit, in the most exact format that is fast.
 
     Args:
-        again: the same question with other settings, as ``Plan.what_if`` asks it.
+        again: The same question with other settings, as ``Plan.what_if`` asks it.
         cluster: Cluster whose devices are the peers.
         mesh: ``{"stage": n}``, or None.
         num_micro_batches: Number of micro-batches in a step, or None.
         bandwidth: Rate of each peer's link, in bytes per second.
-        wire: one of ``WIRES``, or None.
-        sum_wire: one of ``SUM_WIRES``.
+        wire: One of ``WIRES``, or None.
+        sum_wire: One of ``SUM_WIRES``.
 
     Raises:
-        PlanError: no swarm can train this model; why.
+        PlanError: No swarm can train this model; why.
     """
     kind = _one_kind(cluster)
     fixed = _fixed_stages(mesh, cluster.num_devices)
@@ -99,7 +99,7 @@ def setting_of(plan: Plan, **changes: Any) -> tuple[Setting, PeerLink]:
     """A swarm's plan as the simulator takes it, with the link of its peers.
 
     Args:
-        plan: with ``swarm``.
+        plan: With ``swarm``.
         changes: Changes of the settings.
     """
     if plan.swarm is None:
@@ -111,7 +111,7 @@ def swarm_note(again: Again, plan: Plan) -> tuple[str, ...]:
     """Whether a swarm would be faster, where the plan's devices have slow links.
 
     Args:
-        again: the same question with other settings, as ``Plan.what_if`` asks it.
+        again: The same question with other settings, as ``Plan.what_if`` asks it.
         plan: Plan on one kind of devices, without a swarm.
 
     Returns:

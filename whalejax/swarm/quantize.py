@@ -44,11 +44,11 @@ def quantize(values: Any, block: int = BLOCK) -> Quantized:
     """A tensor in blockwise int8.
 
     Args:
-        values: floats of any shape.
-        block: values a scale is for.
+        values: Floats of any shape.
+        block: Values a scale is for.
 
     Raises:
-        WhaleError: a value of a NumPy array is not finite. A traced array cannot be
+        WhaleError: A value of a NumPy array is not finite. A traced array cannot be
             looked at: there, what is not finite makes its whole block NaN.
 
     Example:
@@ -128,10 +128,10 @@ def unpack(
     Args:
         buffer: Buffer of the wire.
         shape: Shape that the tensor must have.
-        block: values a scale is for.
+        block: Values a scale is for.
 
     Raises:
-        WhaleError: another length, a scale that is not finite or not positive, or a
+        WhaleError: Another length, a scale that is not finite or not positive, or a
             code of -128, which no sender makes.
     """
     size = math.prod(shape)

@@ -39,12 +39,12 @@ class PeerLoad:
     """A peer, as it is published.
 
     Attributes:
-        peer: its name.
+        peer: Its name.
         stage: Number of the stage that it serves.
-        queue_length: calls that wait at it, averaged since the last look.
-        speeds: micro-batches a second that it computes, in each stage; forward and
+        queue_length: Calls that wait at it, averaged since the last look.
+        speeds: Micro-batches a second that it computes, in each stage; forward and
             backward, its links included.
-        held: micro-batches of the step under way whose gradients it has: others
+        held: Micro-batches of the step under way whose gradients it has: others
             compute them again where it moves.
     """
 
@@ -60,11 +60,11 @@ class PeerMove:
     """A peer that is to change stage.
 
     Attributes:
-        peer: its name.
-        source: stage that it leaves.
-        target: stage that it is to serve.
+        peer: Its name.
+        source: Stage that it leaves.
+        target: Stage that it is to serve.
         speed_before: Speed of the pipeline before the move, in micro-batches a second.
-        speed_after: the same, once it and those who are to follow it have moved.
+        speed_after: The same, once it and those who are to follow it have moved.
         moves: Moves of this peer and of those that are to follow it.
     """
 
@@ -104,9 +104,9 @@ def pays_to_wait(lost: Sequence[float], serving: int, seconds: float) -> bool:
     and what it has lost so far, so that it is waited for at some time.
 
     Args:
-        lost: seconds since each of them could have begun to serve.
-        serving: peers that have the state.
-        seconds: until the last of those that come should have it.
+        lost: Seconds since each of them could have begun to serve.
+        serving: Peers that have the state.
+        seconds: Until the last of those that come should have it.
 
     Example:
         >>> pays_to_wait([0.0], 5, 30.0), pays_to_wait([0.0], 400, 30.0)
@@ -121,7 +121,7 @@ def paper_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     A stage's load is the calls that wait in it. One without peers has the most.
 
     Args:
-        peers: all of them.
+        peers: All of them.
         stages: Number of stages of the model.
     """
     counts = _counts(peers, stages)
@@ -149,7 +149,7 @@ def optimum_move(peers: Sequence[PeerLoad], stages: int) -> PeerMove | None:
     the moves that follow are counted, and the speed is the one after all of them.
 
     Args:
-        peers: all of them.
+        peers: All of them.
         stages: Number of stages of the model.
     """
     sums = stage_speeds(peers, stages)
@@ -196,10 +196,10 @@ def best_counts(
     Args:
         peers: Number of peers.
         seconds: Seconds of a peer for a micro-batch in each stage.
-        at_least: peers that each stage must have.
+        at_least: Peers that each stage must have.
 
     Raises:
-        WhaleError: there are too few.
+        WhaleError: There are too few.
 
     Example:
         >>> best_counts(8, [1.0, 2.0, 1.0])
@@ -227,11 +227,11 @@ def best_stages(speeds: Mapping[str, Sequence[float]], stages: int) -> dict[str,
     exchanged while that helps: the exact problem is NP-hard.
 
     Args:
-        speeds: micro-batches a second of each peer, in each stage.
+        speeds: Micro-batches a second of each peer, in each stage.
         stages: Number of stages of the model.
 
     Raises:
-        WhaleError: there are fewer peers than stages.
+        WhaleError: There are fewer peers than stages.
     """
     if len(speeds) < stages:
         raise WhaleError(
@@ -267,9 +267,9 @@ class MoveCost:
     """Costs of a move, during which the moving peer computes nothing.
 
     Attributes:
-        state_bytes: parameters and optimizer state of the stage it goes to.
+        state_bytes: Parameters and optimizer state of the stage it goes to.
         bytes_per_second: Rate of its link.
-        compile_seconds: until its programs of the new stage are compiled.
+        compile_seconds: Until its programs of the new stage are compiled.
     """
 
     state_bytes: int
@@ -311,9 +311,9 @@ class Rebalancer:
         Args:
             stages: Number of stages of the model.
             rule: Rule of moves.
-            period: seconds from one look to the next.
-            threshold: gain that a move must bring, as a part of the speed before.
-            horizon: seconds within which a move must win what it costs.
+            period: Seconds from one look to the next.
+            threshold: Gain that a move must bring, as a part of the speed before.
+            horizon: Seconds within which a move must win what it costs.
         """
         if stages < 1 or not period > 0 or threshold < 0 or not horizon > 0:
             raise WhaleError(
@@ -333,7 +333,7 @@ class Rebalancer:
         """Whether it is time to look again, and nobody is on the way.
 
         Args:
-            now: seconds.
+            now: Seconds.
         """
         is_moving = self._moving is not None and now < self._moving[2]
         return now >= self._looked + self.period and not is_moving
@@ -349,9 +349,9 @@ class Rebalancer:
 
         Args:
             peers: Peers that serve a stage, without the one on its way.
-            now: seconds.
+            now: Seconds.
             costs: Costs of a move to each stage.
-            present: names of all that have not gone, with those that serve no stage for
+            present: Names of all that have not gone, with those that serve no stage for
                 a while; of ``peers`` if left out.
         """
         if self.rule is Rule.NONE or not peers:
@@ -386,7 +386,7 @@ class Rebalancer:
         """A peer serves its new stage, or is gone: the next may move.
 
         Args:
-            peer: its name.
+            peer: Its name.
             is_gone: Whether it has died or left on its way.
         """
         if self._moving is not None and self._moving[0] == peer:

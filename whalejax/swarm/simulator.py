@@ -74,11 +74,11 @@ class Simulator(SimulatedCalls):
         """Starts at time 0 without peers.
 
         Args:
-            setting: stages, micro-batches and rebalancing.
+            setting: Stages, micro-batches and rebalancing.
             trace: Trace of joins, leaves, deaths and changes of speed.
 
         Raises:
-            WhaleError: one of them makes no sense.
+            WhaleError: One of them makes no sense.
         """
         check(setting, trace)
         super().__init__(setting)
@@ -663,12 +663,12 @@ def simulate(
     """Simulates a swarm under a trace with the rules of live runs.
 
     Args:
-        setting: stages, micro-batches and rebalancing.
+        setting: Stages, micro-batches and rebalancing.
         trace: Trace of the peers; those at time 0 are placed at their best.
         seconds: End of the simulation.
 
     Raises:
-        WhaleError: the setting or the trace makes no sense.
+        WhaleError: The setting or the trace makes no sense.
 
     Example:
         >>> from whalejax.swarm.churn import Churn, draw

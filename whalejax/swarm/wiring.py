@@ -28,17 +28,17 @@ class _Peer:
 
     Attributes:
         incarnation: Incarnation of the process; a restarted peer has a higher one.
-        expires: when its announcement ends.
-        virtual_time: seconds of work given to it, from a common origin.
-        entry: number of its newest entry in the heap; older ones are skipped.
-        weighted_seconds: moving average of seconds a task, not yet corrected.
-        weight: the average's share of measurements; 1 after many.
-        guessed_tasks: tasks charged before anything was measured.
+        expires: When its announcement ends.
+        virtual_time: Seconds of work given to it, from a common origin.
+        entry: Number of its newest entry in the heap; older ones are skipped.
+        weighted_seconds: Moving average of seconds a task, not yet corrected.
+        weight: The average's share of measurements; 1 after many.
+        guessed_tasks: Tasks charged before anything was measured.
         guessed_seconds: Estimated seconds of its calls under way.
-        in_flight: calls of this trainer that have not ended.
-        queued_by_others: calls of other trainers that wait at it.
-        answered: when its last answer came.
-        is_banned: nothing is sent to it until it announces itself anew.
+        in_flight: Calls of this trainer that have not ended.
+        queued_by_others: Calls of other trainers that wait at it.
+        answered: When its last answer came.
+        is_banned: Nothing is sent to it until it announces itself anew.
     """
 
     incarnation: int
@@ -75,8 +75,8 @@ class StageWiring:
 
         Args:
             seed: Seed of the random order of peers with equal virtual time.
-            alpha: weight of the newest measurement in a peer's average.
-            initial_seconds: expected of a task while no peer has been measured.
+            alpha: Weight of the newest measurement in a peer's average.
+            initial_seconds: Expected of a task while no peer has been measured.
         """
         if not 0 < alpha <= 1 or not initial_seconds > 0:
             raise WhaleError(
@@ -100,10 +100,10 @@ class StageWiring:
         may still show the old one.
 
         Args:
-            peer: its name.
+            peer: Its name.
             incarnation: Incarnation of its process.
-            now: seconds.
-            expires: when the announcement ends, in seconds of the same clock.
+            now: Seconds.
+            expires: When the announcement ends, in seconds of the same clock.
         """
         if expires <= now:
             return
@@ -133,7 +133,7 @@ class StageWiring:
         there is added to its key.
 
         Args:
-            peer: its name.
+            peer: Its name.
             queue_length: Number of waiting calls of all trainers.
         """
         known = self._peers.get(peer)
@@ -151,9 +151,9 @@ class StageWiring:
         """The peer for the next call, charged with it; none where there is none.
 
         Args:
-            now: seconds.
-            task: size of the call, in forwards of a micro-batch.
-            avoid: peers that are taken only where there is no other, such as those
+            now: Seconds.
+            task: Size of the call, in forwards of a micro-batch.
+            avoid: Peers that are taken only where there is no other, such as those
                 that have just failed at this very call.
         """
         kept: list[tuple[float, float, str, int]] = []
@@ -201,11 +201,11 @@ class StageWiring:
         behind the calls of others is counted.
 
         Args:
-            peer: its name.
-            task: size of the call, as it was chosen for.
-            seconds: from sending to the answer, queue and wire included.
-            now: when the answer came, in seconds.
-            warm: whether the time counts; a call that compiled, or that waited for one
+            peer: Its name.
+            task: Size of the call, as it was chosen for.
+            seconds: From sending to the answer, queue and wire included.
+            now: When the answer came, in seconds.
+            warm: Whether the time counts; a call that compiled, or that waited for one
                 that did, says nothing about the next.
             incarnation: Incarnation that was called; calls to an earlier one are
                 ignored.
@@ -232,12 +232,12 @@ class StageWiring:
         """Takes note of a call that failed; it is charged what it has cost.
 
         Args:
-            peer: its name.
+            peer: Its name.
             seconds: Seconds that the caller lost: of a call that timed out, its
                 deadline.
-            now: seconds.
-            ban: nothing more is sent to it until it announces itself anew.
-            task: size of the call.
+            now: Seconds.
+            ban: Nothing more is sent to it until it announces itself anew.
+            task: Size of the call.
             incarnation: Incarnation that was called; a restarted peer is not to blame
                 for what its predecessor did not answer.
         """

@@ -82,7 +82,7 @@ class Checkpoints:
         taken twice.
 
         Raises:
-            WhaleError: the samples that it saw are not those of such batches.
+            WhaleError: The samples that it saw are not those of such batches.
         """
         step, size = int(np.asarray(state.step)), self._cut.size
         if state.samples in (None, step * size):
@@ -115,7 +115,7 @@ class Checkpoints:
         Args:
             path: Path of the new checkpoint.
             state: State to write; it is not donated.
-            before_it_appears: raises where it may not.
+            before_it_appears: Raises where it may not.
         """
         save(
             path,

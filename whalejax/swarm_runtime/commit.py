@@ -58,10 +58,10 @@ class SwarmStepCommit:
         state.
 
         Args:
-            sums: total, weight and metrics of all micro-batches.
+            sums: Total, weight and metrics of all micro-batches.
 
         Raises:
-            StageLost: a stage has nobody left.
+            StageLost: A stage has nobody left.
         """
         context = self._context
         stages = range(context.cut.stages)

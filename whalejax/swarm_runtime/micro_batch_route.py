@@ -59,11 +59,11 @@ class Counts:
     """Counts of faults in a run, and of the recoveries from them.
 
     Attributes:
-        failed: calls without an answer.
+        failed: Calls without an answer.
         late: Number of those that ran into their deadline.
-        refused: answers that were words.
-        recomputed: parts of micro-batches that were computed again.
-        late_answers: answers to calls that had been given up.
+        refused: Answers that were words.
+        recomputed: Parts of micro-batches that were computed again.
+        late_answers: Answers to calls that had been given up.
     """
 
     failed: int = 0
@@ -83,20 +83,20 @@ class StepContext:
         lock: Lock of the ledger and the counts.
         run, generation, step: Identity of the run and its generation, and the number of
             the step.
-        state: steps done in the state that its calls are computed with.
-        batch: address of who gives micro-batches.
+        state: Steps done in the state that its calls are computed with.
+        batch: Address of who gives micro-batches.
         sum_wire: Wire format of gradients that stage peers send while they sum them.
-        call_seconds: deadline of a call.
-        await_peer: waits until a stage has a peer that may be asked; raises where it
+        call_seconds: Deadline of a call.
+        await_peer: Waits until a stage has a peer that may be asked; raises where it
             will have none.
         tell: Function that reports events.
         counts: Counts of the run.
         not_finite: Peers that made a non-finite result since the last applied step, by
             step, phase and stage.
-        overflowed: peers whose sums or states were not finite, by stage.
+        overflowed: Peers whose sums or states were not finite, by stage.
         failures: Number of errors that peers raised since the last applied step, by
             step, call, stage and micro-batch.
-        stop: set where the step is to end at once.
+        stop: Set where the step is to end at once.
     """
 
     cut: StagedJob
@@ -159,11 +159,11 @@ class StepContext:
         """A peer could not reach another: find out which is at fault, and drop it.
 
         Args:
-            reporter: the one that says so.
-            blamed: the other.
+            reporter: The one that says so.
+            blamed: The other.
             why: Reason, as a clause.
             loses: Whether the peer's results are computed again.
-            late: the other took too long, as one does that was stopped for a while.
+            late: The other took too long, as one does that was stopped for a while.
         """
         fleet, culprit = self.fleet, blamed
         try:
@@ -189,7 +189,7 @@ class StepContext:
         """A sum or a state is not finite; a second peer that says so ends the run.
 
         Raises:
-            WhaleError: it is the model, not the peer.
+            WhaleError: It is the model, not the peer.
         """
         with self.lock:
             by = self.overflowed.setdefault(stage, set())
@@ -216,11 +216,11 @@ class StepContext:
             what: Call that failed, as a phrase.
             stage, number: Stage and micro-batch of the call; -1 where there is no
                 micro-batch.
-            member: the peer.
+            member: The peer.
             why: Reason, as a clause.
 
         Raises:
-            WhaleError: it is the code that they run, not the peer.
+            WhaleError: It is the code that they run, not the peer.
         """
         with self.lock:
             key = self.step, what, stage, number
@@ -244,7 +244,7 @@ class StepContext:
         """A peer made something that is not finite: it is left alone for long.
 
         Raises:
-            WhaleError: another peer made the same, so that it is the model; or there
+            WhaleError: Another peer made the same, so that it is the model; or there
                 is no other that could make it.
         """
         with self.lock:
@@ -278,7 +278,7 @@ class StageResult:
     """Holders of a stage's result for a micro-batch.
 
     Attributes:
-        member: the peer.
+        member: The peer.
         attempt: Attempt of the call that made it.
         lost: Relative squared error that the wire format adds.
     """
@@ -292,7 +292,7 @@ class MicroBatchRoute:
     """One micro-batch of one step.
 
     Attributes:
-        sums: total, weight and metrics of the loss, flat, once they are known.
+        sums: Total, weight and metrics of the loss, flat, once they are known.
         backward: Holder of the gradient, by stage.
     """
 
@@ -315,7 +315,7 @@ class MicroBatchRoute:
             first: Least number of an attempt that no other trainer used before.
 
         Raises:
-            StageLost: a stage has nobody left.
+            StageLost: A stage has nobody left.
         """
         with self._lock:
             self._attempts = max(self._attempts, first)
@@ -372,13 +372,13 @@ class MicroBatchRoute:
         What peers held that are gone by now is made again before the sum.
 
         Args:
-            trainer: its name.
+            trainer: Its name.
             made: Results by stage and phase, as in ``results``.
-            sums: total, weight and metrics of the loss.
+            sums: Total, weight and metrics of the loss.
             attempts: Attempts that the other trainer may have made.
 
         Raises:
-            Refused: it is no result of a micro-batch.
+            Refused: It is no result of a micro-batch.
         """
         context, stages = self._context, range(self._context.cut.stages)
         wanted = [(str(Phase.BACKWARD), s) for s in stages]

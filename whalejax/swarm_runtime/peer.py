@@ -57,7 +57,7 @@ class Peer:
     """One peer, in threads of its own.
 
     Attributes:
-        name: unique for the process.
+        name: Unique for the process.
         worker: Worker that computes.
         refused: Reason why the registry refused its newest announcement; empty
             otherwise.
@@ -86,17 +86,17 @@ class Peer:
         Args:
             cut: Staged job.
             key: Key of the swarm.
-            registry: its address.
+            registry: Its address.
             stage: Number of the stage to serve, or ``ANY``.
             host, port: Address to listen at; others reach it there.
             wire: Wire format of tensors, the same for all peers.
             sum_wire: Wire format of gradients that stage peers send while they sum
                 them.
-            pull_seconds: deadline of a tensor that another peer is asked for.
-            beat_seconds: between announcements.
+            pull_seconds: Deadline of a tensor that another peer is asked for.
+            beat_seconds: Between announcements.
             patience_seconds: Longest wait in seconds for a registry that does not
                 answer any more.
-            hook: called at points of the protocol.
+            hook: Called at points of the protocol.
         """
         self._cut, self._registry, self._wanted = cut, registry, stage
         self._beat_seconds, self._patience_seconds = beat_seconds, patience_seconds
@@ -138,7 +138,7 @@ class Peer:
         """Join, serve and announce, in a thread.
 
         Raises:
-            WhaleError: no registry answers, or it refuses this peer.
+            WhaleError: No registry answers, or it refuses this peer.
         """
         self._join()
         self._thread = threading.Thread(target=self._beat, daemon=True)

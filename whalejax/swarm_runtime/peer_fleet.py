@@ -44,7 +44,7 @@ class Fleet:
             registry: Registry of the peers.
             stages: Number of stages of the model.
             seed: Seed of the order among equal peers.
-            clock: gives seconds, the same as the registry is given.
+            clock: Gives seconds, the same as the registry is given.
         """
         self._registry, self.stages, self._clock = registry, stages, clock
         self._lock = threading.RLock()
@@ -115,8 +115,8 @@ class Fleet:
 
         Args:
             stage: Number of the stage.
-            task: size of the call, in forwards.
-            avoid: peers that are taken only where there is no other.
+            task: Size of the call, in forwards.
+            avoid: Peers that are taken only where there is no other.
         """
         with self._lock:
             self._refresh()
@@ -176,8 +176,8 @@ class Fleet:
         that alone serves its stage is spared where the other does not.
 
         Args:
-            reporter: could not reach the other.
-            blamed: the other.
+            reporter: Could not reach the other.
+            blamed: The other.
 
         Returns:
             The one to be dropped; none where both are needed.
@@ -225,8 +225,8 @@ class Fleet:
         """A peer failed: it is not given the state for a while, longer each time.
 
         Args:
-            member: the peer.
-            least: seconds of the first while.
+            member: The peer.
+            least: Seconds of the first while.
         """
         key, now = (member.name, member.incarnation), self._clock()
         with self._lock:

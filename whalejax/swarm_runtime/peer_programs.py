@@ -28,9 +28,9 @@ class StageState:
     """State of a stage's peers at the beginning of a step.
 
     Attributes:
-        step: steps done.
-        leaves: arrays on the device, as ``StagedJob.leaf_numbers`` numbers them.
-        late: parameters before the last of these steps, with which the next one is
+        step: Steps done.
+        leaves: Arrays on the device, as ``StagedJob.leaf_numbers`` numbers them.
+        late: Parameters before the last of these steps, with which the next one is
             computed where updates are delayed; empty where they are not.
     """
 
@@ -44,8 +44,8 @@ class BackwardResult:
     """Results of a micro-batch's backward pass.
 
     Attributes:
-        sums: total, weight and metrics, flat; empty but at the last stage.
-        returns: cotangents of what was received.
+        sums: Total, weight and metrics, flat; empty but at the last stage.
+        returns: Cotangents of what was received.
         gradients: Gradients of the stage's own parameters, in their order.
     """
 
@@ -60,9 +60,9 @@ class StagePrograms:
     Attributes:
         number: Number of the stage.
         last: Whether it computes the loss.
-        place: its part, traced.
+        place: Its part, traced.
         numbers: Numbers of the flat state leaves that it holds.
-        params: numbers of the parameters that it owns.
+        params: Numbers of the parameters that it owns.
     """
 
     def __init__(self, cut: StagedJob, number: int) -> None:
@@ -92,7 +92,7 @@ class StagePrograms:
 
         Args:
             state: State that the peer holds.
-            step: the state's, or the next one where updates are delayed: both compute
+            step: The state's, or the next one where updates are delayed: both compute
                 with parameters that lack one update.
         """
         leaves = list(state.leaves)
@@ -274,8 +274,8 @@ class StagePrograms:
 
         Args:
             state: State at the beginning of the step.
-            sums: total, weight and metrics of all micro-batches, flat.
-            gradients: sums over all micro-batches.
+            sums: Total, weight and metrics of all micro-batches, flat.
+            gradients: Sums over all micro-batches.
         """
         return StageUpdate(self, state, sums, gradients)
 

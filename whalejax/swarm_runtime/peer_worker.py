@@ -253,7 +253,7 @@ class Worker(SumHolder):
         wait for that. Where a turn does not come, another may stand still: go on.
 
         Args:
-            size: bytes of what is to be taken.
+            size: Bytes of what is to be taken.
         """
         seconds = PATIENT_TRANSFERS * size / SLOWEST_BYTES_PER_SECOND
         taken = self._turns.acquire(timeout=seconds)

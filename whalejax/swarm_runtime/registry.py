@@ -34,18 +34,18 @@ class PeerRecord:
     """A peer, as it last announced itself.
 
     Attributes:
-        name: unique for each process.
+        name: Unique for each process.
         address: Address at which it listens.
         stage: Stage that it serves.
-        expires: when its lease ends.
+        expires: When its lease ends.
         generation, step: Run generation and step of its newest state; -1 where it has
             none.
-        queue: calls that wait at it.
-        done: micro-batches computed since it joined.
+        queue: Calls that wait at it.
+        done: Micro-batches computed since it joined.
         seconds: Duration of its last call on the device.
         leaving: Whether it wants to leave.
-        ready: its programs are compiled.
-        incarnation: counts how often it has joined.
+        ready: Its programs are compiled.
+        incarnation: Counts how often it has joined.
     """
 
     name: str
@@ -94,10 +94,10 @@ class Registry:
         Args:
             facts: Facts that a peer must share with this process.
             stages: Number of stages of the model.
-            lease_seconds: for which an announcement holds.
-            longest_turn: seconds in which somebody always asks this process: it was
+            lease_seconds: For which an announcement holds.
+            longest_turn: Seconds in which somebody always asks this process: it was
                 stopped where nobody did for longer.
-            reach: tries a newcomer's address.
+            reach: Tries a newcomer's address.
         """
         self._facts, self.stages = dict(facts), stages
         self.lease: Lease[str] = Lease(lease_seconds, longest_turn)
@@ -119,7 +119,7 @@ class Registry:
             facts: Facts about its code, plan and versions.
 
         Raises:
-            Refused: it runs other code, asks for a stage that there is not, or cannot
+            Refused: It runs other code, asks for a stage that there is not, or cannot
                 be reached at its address.
         """
         self.check(f"peer {name}", facts)
@@ -144,7 +144,7 @@ class Registry:
             name: Name of the peer.
             address: Address at which it listens.
             stage: Stage that it asks for, or ``ANY``.
-            now: seconds, after it was admitted: its lease begins.
+            now: Seconds, after it was admitted: its lease begins.
         """
         with self._lock:
             self._expire(now)
@@ -167,7 +167,7 @@ class Registry:
         """Refuses a process that runs something else.
 
         Raises:
-            Refused: what differs.
+            Refused: What differs.
         """
         differing = [
             f"{key} is {facts.get(key, 'not given')} there and {value} here"
@@ -186,8 +186,8 @@ class Registry:
 
         Args:
             name: Name of the peer.
-            now: seconds.
-            told: other attributes of ``PeerRecord``, as they are now.
+            now: Seconds.
+            told: Other attributes of ``PeerRecord``, as they are now.
         """
         with self._lock:
             known = self._members.get(name)

@@ -70,7 +70,7 @@ class RegistryServer:
 
     Attributes:
         address: Address of both.
-        trainer: leads the run.
+        trainer: Leads the run.
         registry: Registry of its peers.
     """
 
@@ -101,13 +101,13 @@ class RegistryServer:
             wire: Wire format of tensors.
             sum_wire: Wire format of gradients while they are summed.
             host, port: Address to listen at.
-            listening: a socket that listens there already; closed by ``close``.
-            lease_seconds: for which a peer's announcement holds.
+            listening: A socket that listens there already; closed by ``close``.
+            lease_seconds: For which a peer's announcement holds.
             tell, write, snapshot, generation, more: Arguments of ``Trainer``,
                 unchanged.
 
         Raises:
-            WhaleError: it cannot listen there.
+            WhaleError: It cannot listen there.
         """
         self._caller = Caller(key)
         self.registry = Registry(
@@ -244,13 +244,13 @@ class RegistryServer:
         """Refuses a newcomer that most others do not reach, or that reaches not them.
 
         Args:
-            what: the newcomer is.
+            what: The newcomer is.
             address: Address of the newcomer.
-            others: peers.
+            others: Peers.
             outward: Reasons why it does not reach some peers, by name.
 
         Raises:
-            Refused: which of them, and why.
+            Refused: Which of them, and why.
         """
         where = f"{address[0]}:{address[1]}"
         question = Reach(peers=[(where, address)])
@@ -360,7 +360,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     """A socket at which a registry listens, or will.
 
     Raises:
-        WhaleError: it cannot listen there.
+        WhaleError: It cannot listen there.
     """
     try:
         return listen(host, port)

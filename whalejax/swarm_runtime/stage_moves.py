@@ -39,9 +39,9 @@ class StageMover:
 
         Args:
             stages: Number of stages of the model.
-            period: seconds from one look to the next.
+            period: Seconds from one look to the next.
             rule: Rule that chooses who moves.
-            threshold: gain that a move must bring, as a part of the speed before.
+            threshold: Gain that a move must bring, as a part of the speed before.
         """
         self._rebalancer = Rebalancer(
             stages=stages, period=period, rule=rule, threshold=threshold

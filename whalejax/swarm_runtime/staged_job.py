@@ -95,15 +95,15 @@ class StagedJob:
 
     Attributes:
         job: Job that is trained.
-        plan: the plan with stages that it is cut by.
-        count: micro-batches of a step.
-        size: samples of a global batch.
+        plan: The plan with stages that it is cut by.
+        count: Micro-batches of a step.
+        size: Samples of a global batch.
         stages: Number of stages.
-        delayed_updates: each step computes with the parameters of one step before.
-        division: the loss in parts, one for each stage.
+        delayed_updates: Each step computes with the parameters of one step before.
+        division: The loss in parts, one for each stage.
         program: Loss, optimizer and plan of the whole model.
-        abstract: shapes and dtypes of the whole state.
-        ready: stages whose programs are compiled, by number.
+        abstract: Shapes and dtypes of the whole state.
+        ready: Stages whose programs are compiled, by number.
     """
 
     def __init__(
@@ -122,16 +122,16 @@ class StagedJob:
         Args:
             job: Job to train.
             stages: Number of stages; at least 2.
-            batch: samples of the global batch; the job's own number if left out.
+            batch: Samples of the global batch; the job's own number if left out.
             micro_batches: Number of micro-batches in a step; default: the largest
                 number up to 16 that divides the batch.
             precision: Precision of the model, as ``wh.plan`` takes it.
             seed: Seed of the run.
-            delayed_updates: apply the update of each step while the next one is
+            delayed_updates: Apply the update of each step while the next one is
                 computed, which therefore computes with the parameters before it.
 
         Raises:
-            PlanError: the job cannot be trained by a swarm; what is in the way.
+            PlanError: The job cannot be trained by a swarm; what is in the way.
         """
         self.job, self.stages, self.seed = job, stages, seed
         self.precision, self.delayed_updates = precision, delayed_updates
@@ -180,7 +180,7 @@ class StagedJob:
         """Refuses what stages that share nothing cannot do.
 
         Raises:
-            PlanError: which part of the model it is, and what to do.
+            PlanError: Which part of the model it is, and what to do.
         """
         result = []
         for number in range(self.params + self.rest):
@@ -404,7 +404,7 @@ class StagedJob:
         """Flat leaves of a micro-batch.
 
         Args:
-            step: counted from 0.
+            step: Counted from 0.
             number: Number of the micro-batch.
         """
         micro_batch, rows = [], MicroBatchRows.of(self.program.plan)
@@ -558,9 +558,9 @@ class StagedUpdate:
     """The end of a step over the arrays of all stages.
 
     Attributes:
-        steps: its program, from the state, the sums and gradients to a state.
+        steps: Its program, from the state, the sums and gradients to a state.
         parting: Partition of the update among stages, with its rounds of scalars.
-        outputs: for each result, the number of the leaf of the state.
+        outputs: For each result, the number of the leaf of the state.
     """
 
     steps: Steps
@@ -581,7 +581,7 @@ def _division(plan: Plan, captured: Captured, stages: int) -> Division:
     """The loss in one part for each stage.
 
     Raises:
-        PlanError: the plan runs all stages in one loop.
+        PlanError: The plan runs all stages in one loop.
     """
     assert plan.stages is not None
     if plan.stages.executor != "mpmd":
@@ -612,7 +612,7 @@ def _untied_borders(units: Units, starts: Sequence[str]) -> Sequence[str]:
     too few such borders.
 
     Args:
-        units: the program.
+        units: The program.
         starts: First units of every part but the first, as in ``Units.borders``.
     """
     spans: dict[int, tuple[int, int]] = {}

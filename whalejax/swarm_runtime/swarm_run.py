@@ -41,15 +41,15 @@ class SwarmRunPaths:
     """Folder and address of a run.
 
     Attributes:
-        save: folder of checkpoints and of the journal; None keeps nothing.
-        save_every: steps between checkpoints.
+        save: Folder of checkpoints and of the journal; None keeps nothing.
+        save_every: Steps between checkpoints.
         keep: Number of checkpoints that stay.
-        key: file of the swarm's key; made where there is none.
+        key: File of the swarm's key; made where there is none.
         host, port: Address of the registry.
         wire: Wire format of tensors.
         sum_wire: Wire format of gradients while they are summed.
-        lease_seconds: for which a peer's announcement holds.
-        rebalance_seconds: from one look at the peers' loads to the next.
+        lease_seconds: For which a peer's announcement holds.
+        rebalance_seconds: From one look at the peers' loads to the next.
     """
 
     save: Path | None = None
@@ -68,7 +68,7 @@ class SwarmRun:
     """A run that is led by this process.
 
     Attributes:
-        serving: its registry and trainer.
+        serving: Its registry and trainer.
         peers: Peers in threads of this process.
     """
 
@@ -90,10 +90,10 @@ class SwarmRun:
             settings: Settings of the run.
             tell: Function that reports events.
             peers: Number of peers in threads of this process.
-            listening: a socket that listens already where the registry will.
+            listening: A socket that listens already where the registry will.
 
         Raises:
-            WhaleError: something cannot be read, written or listened at.
+            WhaleError: Something cannot be read, written or listened at.
         """
         make_key(place.key)
         key = load_key(place.key)

@@ -57,7 +57,7 @@ class _ComputedStep:
     Attributes:
         context: State that the micro-batches of the step share.
         passages: Routes of its micro-batches.
-        sums: total, weight and metrics of the loss, flat.
+        sums: Total, weight and metrics of the loss, flat.
     """
 
     context: StepContext
@@ -70,7 +70,7 @@ class Trainer(TrainerState):
 
     Attributes:
         ledger: Ledger of the step that is under way.
-        sharing: gives further trainers micro-batches to lead.
+        sharing: Gives further trainers micro-batches to lead.
     """
 
     def __init__(
@@ -95,19 +95,19 @@ class Trainer(TrainerState):
         Args:
             cut: Staged job.
             registry: Registry of the peers.
-            caller: asks them.
+            caller: Asks them.
             settings: Settings of the run.
             tell: Function that reports events.
             write: Function that writes the ledger's journal.
             snapshot: Snapshot to restore; default: a fresh run.
-            generation: counts how often the run has begun or gone back.
+            generation: Counts how often the run has begun or gone back.
             wire: Wire format of tensors.
             sum_wire: Wire format of gradients while they are summed.
             on_snapshot: Function that receives each snapshot, such as one that writes a
                 checkpoint.
-            rebalance: called between two steps and, unless updates are delayed, again
+            rebalance: Called between two steps and, unless updates are delayed, again
                 and again while one is computed: it may have peers moved.
-            clock: gives seconds.
+            clock: Gives seconds.
         """
         super().__init__(
             cut,
@@ -159,7 +159,7 @@ class Trainer(TrainerState):
             Steps done, and metrics.
 
         Raises:
-            WhaleError: a stage has had no peer for too long, or the run cannot go on.
+            WhaleError: A stage has had no peer for too long, or the run cannot go on.
         """
         try:
             yield from self._steps()
@@ -565,7 +565,7 @@ class Trainer(TrainerState):
         """Waits until a peer of a stage may be asked.
 
         Raises:
-            StageLost: all that held its state are gone.
+            StageLost: All that held its state are gone.
         """
         while not self.fleet.usable(stage):
             if not self.fleet.synced(stage):
@@ -600,7 +600,7 @@ def threads(count: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
 
     Args:
         count: Number of threads.
-        stop: set where they are to end.
+        stop: Set where they are to end.
     """
     pool = ThreadPoolExecutor(count)
     try:

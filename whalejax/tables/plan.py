@@ -89,7 +89,7 @@ class TablesPlan:
             path: Dotted path of a parameter, or its beginning.
 
         Raises:
-            PlanError: no parameter has that path.
+            PlanError: No parameter has that path.
         """
         if not isinstance(path, str):
             raise PlanError(

@@ -493,7 +493,7 @@ def check_divisible(lookups: Iterable[Lookup], ranks: int) -> None:
         ranks: Number of ranks.
 
     Raises:
-        WhaleError: dimension 0 of some ids does not divide.
+        WhaleError: Dimension 0 of some ids does not divide.
     """
     bad = [one for one in lookups if one.shape[0] % ranks]
     if bad:

@@ -93,7 +93,7 @@ def tables_plan(plan: Plan, batch: Any = None) -> TablesPlan:
         batch: The global batch, where the plan does not know its containers.
 
     Raises:
-        PlanError: it has none, or its file is damaged.
+        PlanError: It has none, or its file is damaged.
     """
     if plan.tables is None:
         raise PlanError("this plan has no tables. Plan with tables= to place some")

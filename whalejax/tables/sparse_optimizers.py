@@ -153,7 +153,7 @@ def sparse_optimizer(
         b1, b2: Decay of lazy Adam's moments.
 
     Raises:
-        WhaleError: no such kind, or a number out of range.
+        WhaleError: No such kind, or a number out of range.
 
     >>> sparse_optimizer("row_adagrad", 0.05).state_bytes_per_row(128, 4)
     4

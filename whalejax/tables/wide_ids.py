@@ -17,7 +17,7 @@ def check_32_bits(batch: Any) -> None:
         batch: A batch with values; leaves on devices are narrow already.
 
     Raises:
-        WhaleError: an integer does not fit in 32 bits, and ``jax_enable_x64`` is off.
+        WhaleError: An integer does not fit in 32 bits, and ``jax_enable_x64`` is off.
     """
     if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
         return

@@ -70,7 +70,7 @@ class Annotation:
     """One annotation: a context manager and a decorator, any number of times.
 
     Attributes:
-        mark: the primitive and its arguments, as plain data.
+        mark: The primitive and its arguments, as plain data.
     """
 
     __slots__ = ("mark",)
@@ -163,8 +163,8 @@ def split(devices: int | None = None, axis: str | None = None) -> Annotation:
     Which dimension is sharded is the planner's choice, by least cost.
 
     Args:
-        devices: into how many parts; chosen by the planner where left out.
-        axis: the logical dimension to shard, by its name in the model's metadata, or as
+        devices: Into how many parts; chosen by the planner where left out.
+        axis: The logical dimension to shard, by its name in the model's metadata, or as
             a leaf's path and dimension: ``"head.kernel.1"``.
 
     Returns:
@@ -219,7 +219,7 @@ def pipeline(
 
     Args:
         num_stages: Number of stages to find where none is marked inside.
-        num_micro_batches: into how many parts the batch is cut.
+        num_micro_batches: Into how many parts the batch is cut.
         schedule: ``"auto"`` leaves it to the planner. ``"gpipe"`` does all forwards
             first, ``"1f1b"`` alternates and holds fewer activations, ``"1f1b-ahead"``
             holds one more and hides transfers, ``"interleaved"`` puts several parts of
@@ -231,7 +231,7 @@ def pipeline(
         A context manager that is also a decorator.
 
     Raises:
-        WhaleError: a count is not a positive integer or the schedule is unknown.
+        WhaleError: A count is not a positive integer or the schedule is unknown.
 
     >>> pipeline(num_stages=2)
     wh.pipeline(num_stages=2)
@@ -256,8 +256,8 @@ def nesting_problem(outer: tuple[Mark, ...], inner: Mark) -> str | None:
     may.
 
     Args:
-        outer: the open marks, outermost first.
-        inner: the mark to be opened.
+        outer: The open marks, outermost first.
+        inner: The mark to be opened.
 
     >>> nesting_problem((), Mark(kind="split")) is None
     True

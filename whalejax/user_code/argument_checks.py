@@ -19,7 +19,7 @@ def check_optimizer(problems: Arguments, optimizer: Any) -> None:
 
     Args:
         problems: Collector of the errors.
-        optimizer: anything with the functions ``init`` and ``update``, or None.
+        optimizer: Anything with the functions ``init`` and ``update``, or None.
     """
     parts = (getattr(optimizer, name, None) for name in ("init", "update"))
     if optimizer is None or (all(map(callable, parts)) and not _is_class(optimizer)):
@@ -38,7 +38,7 @@ def refuse_bad_optimizer(optimizer: Any) -> None:
     """Raises for an optimizer that is none of optax's kind.
 
     Raises:
-        WhaleError: it is none.
+        WhaleError: It is none.
     """
     problems = Arguments("optimizer")
     check_optimizer(problems, optimizer)
@@ -56,7 +56,7 @@ def check_order(name: str, loss_fn: Any, model: Any, batch: Any) -> None:
         batch: Argument in the place of the batch.
 
     Raises:
-        WhaleError: what is where, and what goes there.
+        WhaleError: What is where, and what goes there.
     """
     result = []
     if _is_plain_function(model):

@@ -37,17 +37,17 @@ def attention(
         key: ``[batch, columns, key_heads, head_dim]``; ``key_heads`` divides ``heads``
             (grouped-query attention).
         value: ``[batch, columns, key_heads, head_dim]``.
-        bias: added to the scores; broadcasts to ``[batch, heads, rows, columns]``. If
+        bias: Added to the scores; broadcasts to ``[batch, heads, rows, columns]``. If
             it is trained, keys and values are gathered: its gradient cannot go round.
-        mask: boolean, of such a shape; False hides a score.
-        is_causal: no row sees a later column.
+        mask: Boolean, of such a shape; False hides a score.
+        is_causal: No row sees a later column.
         scale: Scale of the scores; default: ``head_dim ** -0.5``.
 
     Returns:
         ``[batch, rows, heads, head_dim]``.
 
     Raises:
-        WhaleError: the shapes do not fit together; every problem is listed.
+        WhaleError: The shapes do not fit together; every problem is listed.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((2, 8, 4, 16))

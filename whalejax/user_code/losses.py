@@ -28,9 +28,9 @@ class WeightedLoss:
     and divides the sums.
 
     Attributes:
-        total: scalar sum of the losses. A regulariser in it is multiplied by the
+        total: Scalar sum of the losses. A regulariser in it is multiplied by the
             weight.
-        weight: scalar, how many terms the sum has; a constant to the gradient. A plain
+        weight: Scalar, how many terms the sum has; a constant to the gradient. A plain
             sum, without a maximum: a micro-batch of weight 0 counts for nothing, and
             only where that of the whole batch is 0, the loss is NaN.
 
@@ -78,7 +78,7 @@ class Aux:
     """Values that a loss function returns beside the loss, as ``(loss, Aux(...))``.
 
     Attributes:
-        metrics: values to report, by name. With several micro-batches those with a
+        metrics: Values to report, by name. With several micro-batches those with a
             batch dimension are put together in the order of the global batch; means
             over the samples are averaged, sums and counts added up, of maxima and
             minima the largest and the least is taken, and what depends on no sample
@@ -88,7 +88,7 @@ class Aux:
         sums: Values that are summed over the micro-batches, whatever their type.
         samples: Values with a row for each sample, which are put together in the order
             of the global batch.
-        variables: updated Linen collections such as ``{"batch_stats": ...}``.
+        variables: Updated Linen collections such as ``{"batch_stats": ...}``.
     """
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class ReportedValue:
         how: ``"mean"``, by the loss's weights; ``"average"`` over the samples;
             ``"sum"``; ``"max"`` or ``"min"``; ``"same"`` of all; ``"concat"`` along the
             samples, as the user says; or ``"rows"``, where the program shows it.
-        axis: the dimension with the samples.
+        axis: The dimension with the samples.
         outer: Number of repeats of all samples in the dimension.
         inner: Number of consecutive elements of one sample.
         truths: Whether each leaf of the value is boolean, which executors sum as
@@ -144,12 +144,12 @@ class LossResult:
     """A loss function's return value in its one normal shape.
 
     Attributes:
-        total: real floating-point scalar.
-        weight: real scalar; 1.0 where the loss is a plain mean over samples.
-        weighted: the user gave the weight.
-        metrics: values to report, by name; ``ReportedValue`` where they are no means.
-        variables: updated collections; empty where none were returned.
-        rest: the model's untrained leaves after the call; set by the adapter.
+        total: Real floating-point scalar.
+        weight: Real scalar; 1.0 where the loss is a plain mean over samples.
+        weighted: The user gave the weight.
+        metrics: Values to report, by name; ``ReportedValue`` where they are no means.
+        variables: Updated collections; empty where none were returned.
+        rest: The model's untrained leaves after the call; set by the adapter.
     """
 
     total: Any
@@ -166,13 +166,13 @@ class Job:
 
     Attributes:
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
-        make_model: builds the model; takes a key or nothing.
+        make_model: Builds the model; takes a key or nothing.
         batch: ``batch(step, size)`` giving a global batch, or a pytree of arrays whose
             dimension 0 is walked through, over and over; shapes without values are
             enough to plan. A run that is resumed with another size takes the function
             to give samples ``step * size`` to ``(step + 1) * size - 1``.
-        optimizer: an optax gradient transformation.
-        batch_size: samples in a global batch, unless the command line says otherwise.
+        optimizer: An optax gradient transformation.
+        batch_size: Samples in a global batch, unless the command line says otherwise.
         name: Name of the job in reports.
         group_size, per_micro_batch: Arguments of ``wh.plan``, for every plan of this
             job.
@@ -222,11 +222,11 @@ class Job:
         """The global batch of one step.
 
         Args:
-            step: counted from 0.
-            size: samples; ``batch_size`` where left out.
+            step: Counted from 0.
+            size: Samples; ``batch_size`` where left out.
 
         Raises:
-            WhaleError: no size is known, or an array holds no sample.
+            WhaleError: No size is known, or an array holds no sample.
 
         >>> import numpy as np
         >>> job = Job(len, len, {"x": np.arange(3)}, None, batch_size=2)
@@ -273,14 +273,14 @@ def normalise(result: Any) -> LossResult:
     """Brings a loss function's return value into its normal shape.
 
     Args:
-        result: a scalar, a ``WeightedLoss``, or a pair of one of these and an ``Aux``,
+        result: A scalar, a ``WeightedLoss``, or a pair of one of these and an ``Aux``,
             a mapping of metrics, or any other pytree (reported as ``aux``).
 
     Returns:
         The parts, unchanged in value.
 
     Raises:
-        WhaleError: the loss is no real floating-point scalar, or the tuple is no pair.
+        WhaleError: The loss is no real floating-point scalar, or the tuple is no pair.
 
     >>> normalise(2.5).total
     2.5
@@ -360,10 +360,10 @@ def check_rows(metrics: Mapping[str, Any], size: int) -> None:
 
     Args:
         metrics: Metrics of a micro-batch.
-        size: its samples.
+        size: Its samples.
 
     Raises:
-        WhaleError: which have, and what to do.
+        WhaleError: Which have, and what to do.
     """
     import jax
 

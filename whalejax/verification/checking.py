@@ -39,19 +39,19 @@ def check(
     """Compiles a plan for a topology and sets both beside each other.
 
     Args:
-        plan: a runnable plan.
-        adapter: its model, without values.
-        batch: the global batch, abstract.
-        optimizer: an optax transformation.
+        plan: A runnable plan.
+        adapter: Its model, without values.
+        batch: The global batch, abstract.
+        optimizer: An optax transformation.
         batch_axes: Argument of ``wh.plan``, unchanged.
-        topology: text of a cluster; the plan's own if None.
+        topology: Text of a cluster; the plan's own if None.
         timeout_seconds: Deadline of the compiler.
-        again: plans the same model under changes, for a plan that fits where this one
+        again: Plans the same model under changes, for a plan that fits where this one
             does not; None looks for none.
 
     Raises:
-        PlanError: an estimate, or a plan for another number of devices.
-        WhaleError: the compiler is not to be had, died or took too long.
+        PlanError: An estimate, or a plan for another number of devices.
+        WhaleError: The compiler is not to be had, died or took too long.
     """
     if not plan.runnable:
         raise PlanError(
@@ -117,7 +117,7 @@ def _compiler(target: Target) -> tuple[str, Sequence[str]]:
     """The GPU's properties and the packages that its compiler stands in.
 
     Raises:
-        NoCompiler: the compiler is missing; the message names what installs it.
+        NoCompiler: The compiler is missing; the message names what installs it.
     """
     if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise NoCompiler(

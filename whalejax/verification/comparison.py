@@ -224,7 +224,7 @@ def rematerializations(
 
     Args:
         words: Output of the compiler.
-        traffic: the program's collectives, whose places serve where the warning names
+        traffic: The program's collectives, whose places serve where the warning names
             none.
     """
     result: dict[tuple[str, str], Finding] = {}

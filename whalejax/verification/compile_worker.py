@@ -31,13 +31,13 @@ class CompileRequest:
     """Plan, model and target of a compilation.
 
     Attributes:
-        plan: the plan's document.
-        target: for what.
-        adapter: the model and its loss, without values.
-        optimizer: an optax transformation, or None.
-        batch: the global batch, abstract.
+        plan: The plan's document.
+        target: For what.
+        adapter: The model and its loss, without values.
+        optimizer: An optax transformation, or None.
+        batch: The global batch, abstract.
         batch_axes: Argument of ``wh.plan``, unchanged.
-        gpu_target: the GPU's properties as the compiler reads them, or empty.
+        gpu_target: The GPU's properties as the compiler reads them, or empty.
     """
 
     plan: dict[str, Any]
@@ -71,10 +71,10 @@ def serve(
     """Does what a file asks for, and writes down what came of it.
 
     Args:
-        request_path: file with the request, which the parent process wrote.
+        request_path: File with the request, which the parent process wrote.
         answer_path: Path of the answer.
-        limit_seconds: this process ends soon after so long.
-        answered: from the request to the answer; it adds the phase that begins to its
+        limit_seconds: This process ends soon after so long.
+        answered: From the request to the answer; it adds the phase that begins to its
             second argument.
     """
     _lift_stack_limit()

@@ -44,7 +44,7 @@ def packages() -> Sequence[str]:
     """The folder of its packages.
 
     Raises:
-        NoCompiler: it was not set up.
+        NoCompiler: It was not set up.
     """
     result = [str(path) for path in folder().glob(_PACKAGES)]
     if not (result and (folder() / _READY).exists()):
@@ -63,7 +63,7 @@ def set_up() -> Path:
         Its folder.
 
     Raises:
-        VerifyError: it cannot be made; with the installer's last words.
+        VerifyError: It cannot be made; with the installer's last words.
     """
     where = folder()
     if (where / _READY).exists():
@@ -106,7 +106,7 @@ def properties(target: Target) -> str:
     """A GPU as the compiler reads it: its target configuration, as protobuf text.
 
     Args:
-        target: a GPU one.
+        target: A GPU one.
 
     >>> from whalejax.verification.targets import Target
     >>> target = Target(platform="gpu", words="h100:8", kind="h100",

@@ -36,7 +36,7 @@ class Answer:
     """Result of a compilation.
 
     Attributes:
-        data: the worker's answer.
+        data: The worker's answer.
         words: Output of the compiler meanwhile.
     """
 
@@ -67,15 +67,15 @@ def run(
 
     Args:
         request: Request to carry out.
-        limit_seconds: the process is ended after so long.
-        extra_paths: folders of packages that it needs and this process lacks.
-        worker: module that the process runs.
+        limit_seconds: The process is ended after so long.
+        extra_paths: Folders of packages that it needs and this process lacks.
+        worker: Module that the process runs.
         task: Name of the task, for errors; default: compiling.
         limit_name: Option by which the user sets ``limit_seconds``.
-        xla_flags: further flags of XLA.
+        xla_flags: Further flags of XLA.
 
     Raises:
-        VerifyError: it did not end in time, or died; with its last words.
+        VerifyError: It did not end in time, or died; with its last words.
     """
     compiles = not task
     task = task or f"compiling for {request.target.words}"

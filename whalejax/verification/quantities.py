@@ -20,7 +20,7 @@ class VerificationData:
         target: Target of the compilation.
         device_kind: Compiler's name of the device.
         versions: Versions of JAX and the compiler.
-        fits: the compiler's word on whether the program fits the device; where the
+        fits: The compiler's word on whether the program fits the device; where the
             compiler does not check, the comparison of peak and capacity.
         capacity_bytes: Bytes of one device that programs may use; 0 where not known.
         memory, collectives: Memory by term, and the collectives; empty where nothing
@@ -28,13 +28,13 @@ class VerificationData:
             and the transfers between stages.
         product_flops: FLOPs of matrix products on one device in one step.
         lower_seconds, compile_seconds: Durations of the compilation.
-        host_peak_bytes: memory that compiling took on this machine.
+        host_peak_bytes: Memory that compiling took on this machine.
         refused: Reason why traffic and products are not reported, or empty.
-        rematerializations: tensors that the compiler gathers whole to change their
+        rematerializations: Tensors that the compiler gathers whole to change their
             layout.
-        unplanned: traffic that the plan does not predict.
+        unplanned: Traffic that the plan does not predict.
         failure: Reason why there is no program, in the compiler's words, or empty.
-        better: the next plan that is expected to fit, if this one does not.
+        better: The next plan that is expected to fit, if this one does not.
     """
 
     plan_hash: str

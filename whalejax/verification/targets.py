@@ -83,12 +83,12 @@ def target_of(plan: Plan, topology: str | None = None) -> Target:
     """Returns the target of a plan's compilation.
 
     Args:
-        plan: the plan.
-        topology: text of a cluster; the plan's own cluster if left out.
+        plan: The plan.
+        topology: Text of a cluster; the plan's own cluster if left out.
 
     Raises:
-        WhaleError: a topology that is not known, or that no compiler can be had for.
-        PlanError: it has another number of devices than the plan.
+        WhaleError: A topology that is not known, or that no compiler can be had for.
+        PlanError: It has another number of devices than the plan.
     """
     if topology is None:
         target = _target(plan.cluster, plan.cluster.describe())

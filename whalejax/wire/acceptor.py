@@ -115,7 +115,7 @@ class _Stranger:
         """Whether one without a key has said all of what it says first.
 
         Raises:
-            ValueError: it says something else.
+            ValueError: It says something else.
         """
         said = self.link.recv(len(UNENCRYPTED) - len(self._said))
         self._said += said
@@ -156,14 +156,14 @@ class Acceptor:
         """Starts to accept connections.
 
         Args:
-            listening: closed by ``close``.
+            listening: Closed by ``close``.
             key: Key of this process; None where it has none, and nothing is encrypted.
             notify: Function that the loop calls with a connection that has received
                 something or ended; it must not wait.
             most_bytes: Largest size of a message.
-            most_strangers: connections at once whose handshake is under way.
-            most_channels: other ones at once.
-            idle_seconds: after which one is ended over which nothing comes.
+            most_strangers: Connections at once whose handshake is under way.
+            most_channels: Other ones at once.
+            idle_seconds: After which one is ended over which nothing comes.
         """
         self._listening, self._key, self._notify = listening, key, notify
         self._most_bytes, self._idle_seconds = most_bytes, idle_seconds

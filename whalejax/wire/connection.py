@@ -105,9 +105,9 @@ class Channel:
     """A connection; threads may send and receive.
 
     Attributes:
-        peer: host and port of the other side, for messages to a reader.
+        peer: Host and port of the other side, for messages to a reader.
         name: Name in its certificate.
-        heard_at: when something last came, as ``time.monotonic`` counts.
+        heard_at: When something last came, as ``time.monotonic`` counts.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Channel:
         """Wraps a socket; use ``dial`` or an ``Acceptor`` instead.
 
         Args:
-            link: the socket, whose handshake is through; closed by ``close``.
+            link: The socket, whose handshake is through; closed by ``close``.
             name: Name in the certificate of the other side; empty without a key.
             most_bytes: Largest size of a message, either way.
             notify: Function that the loop calls when something can be received; it must
@@ -160,11 +160,11 @@ class Channel:
         Args:
             message: Message to send.
             seconds: Deadline of the other side.
-            gives_up: asked now and then while the other side takes nothing.
+            gives_up: Asked now and then while the other side takes nothing.
 
         Raises:
-            Closed: the other side is gone.
-            TooLate: it did not take it, or ``gives_up`` says so; the connection is of
+            Closed: The other side is gone.
+            TooLate: It did not take it, or ``gives_up`` says so; the connection is of
                 no use any more.
         """
         parts = self._frame(message)
@@ -190,7 +190,7 @@ class Channel:
             message: Message to send; its arrays are copied.
 
         Raises:
-            WireError: it is larger than a receiver takes, or the other side is gone.
+            WireError: It is larger than a receiver takes, or the other side is gone.
         """
         if self._why:
             raise ConnectionClosedError(self._why)
@@ -277,10 +277,10 @@ class Channel:
             until: Deadline of the complete message, on the clock of ``time.monotonic``.
 
         Raises:
-            TooLate: none began in that time, or it was not whole soon after.
-            Closed: the other side is gone.
-            MalformedError: it is none of those.
-            WireError: what came is no message; the connection is of no use any more.
+            TooLate: None began in that time, or it was not whole soon after.
+            Closed: The other side is gone.
+            MalformedError: It is none of those.
+            WireError: What came is no message; the connection is of no use any more.
         """
         end = min(time.monotonic() + seconds, until)
         with self._changed:
@@ -299,8 +299,8 @@ class Channel:
         """Returns the next message that has been received, or None.
 
         Raises:
-            Closed: there is nothing, and the other side is gone.
-            MalformedError: it is none of those.
+            Closed: There is nothing, and the other side is gone.
+            MalformedError: It is none of those.
         """
         with self._changed:
             if not self._frames:
@@ -464,17 +464,17 @@ def dial(
     """Connects to a process; each shows the other its certificate.
 
     Args:
-        address: host and port.
+        address: Host and port.
         key: Key of this process; None where it has none, and nothing is encrypted.
-        seconds: for all of it.
+        seconds: For all of it.
         most_bytes: Largest size of a message.
-        notify: see ``Channel``.
+        notify: See ``Channel``.
 
     Raises:
-        Closed: nothing listens there, or it ended the connection, or has no room.
-        TooLate: it answers nothing.
-        WrongKey: one of the two does not take the other.
-        OtherProtocol: it says something else.
+        Closed: Nothing listens there, or it ended the connection, or has no room.
+        TooLate: It answers nothing.
+        WrongKey: One of the two does not take the other.
+        OtherProtocol: It says something else.
     """
     end = time.monotonic() + seconds
     where = f"{address[0]}:{address[1]}"

@@ -37,7 +37,7 @@ class Waker:
     """Wakes a selector from any thread.
 
     Attributes:
-        close: lets go of the sockets.
+        close: Lets go of the sockets.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Loop:
         """Has something done by the thread of the loop, soon.
 
         Args:
-            work: must not wait for anything.
+            work: Must not wait for anything.
         """
         self._work.append(work)
         self._waker.wake()
@@ -101,7 +101,7 @@ class Loop:
         """Watches a socket for some events, in place of those before.
 
         Args:
-            link: the socket.
+            link: The socket.
             watched: Handler of the events, and of time that passes.
             events: Events of ``selectors``; at 0 only time passes.
         """

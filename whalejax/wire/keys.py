@@ -93,8 +93,8 @@ class Key:
     Attributes:
         path: Path of its file.
         name: Name in its certificate.
-        run: name of the authority.
-        accepts, dials: contexts of TLS 1.3 for each side of a connection; both ask for
+        run: Name of the authority.
+        accepts, dials: Contexts of TLS 1.3 for each side of a connection; both ask for
             a certificate of the same authority.
     """
 
@@ -140,7 +140,7 @@ def make_key(path: Path) -> None:
             it.
 
     Raises:
-        WhaleError: it cannot be written, or there is no ``openssl``.
+        WhaleError: It cannot be written, or there is no ``openssl``.
     """
     if path.exists():
         return
@@ -158,11 +158,11 @@ def issue_key(path: Path, name: str, to: Path, *, days: float = DAYS) -> None:
     Args:
         path: Path of the run's first key, beside which its authority is stored.
         name: Name in the certificate, by which it can be revoked.
-        to: the new file.
-        days: for which it is valid, from now on.
+        to: The new file.
+        days: For which it is valid, from now on.
 
     Raises:
-        WhaleError: there is no authority there, or the file cannot be written.
+        WhaleError: There is no authority there, or the file cannot be written.
     """
     if not _NAME.fullmatch(name):
         raise WhaleError(
@@ -186,7 +186,7 @@ def revoke_key(path: Path, name: str) -> None:
         name: Name in the certificates.
 
     Raises:
-        WhaleError: the list cannot be written.
+        WhaleError: The list cannot be written.
     """
     revoked = _sibling_path(path, REVOKED)
     with _draft_folder(revoked):
@@ -201,7 +201,7 @@ def load_key(path: Path) -> Key:
     """The key in a file, tried with itself.
 
     Raises:
-        WhaleError: it cannot be read, others can read it, or it is none that a process
+        WhaleError: It cannot be read, others can read it, or it is none that a process
             of its run would take; what to do about it.
     """
     data = _read(path, "the key of the run")
@@ -430,7 +430,7 @@ def main(words: list[str]) -> None:
     """``new FILE``, ``issue FILE NAME NEW_FILE`` or ``revoke FILE NAME``.
 
     Raises:
-        WhaleError: they are others, or it cannot be done.
+        WhaleError: They are others, or it cannot be done.
     """
     match words:
         case ["new", path]:

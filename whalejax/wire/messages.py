@@ -126,7 +126,7 @@ class Messages(Generic[M]):
     """The messages that may come at one place.
 
     Attributes:
-        kinds: their types, by name on the wire.
+        kinds: Their types, by name on the wire.
     """
 
     def __init__(self, *types: type[M]) -> None:
@@ -142,11 +142,11 @@ class Messages(Generic[M]):
         """The message that these bytes are.
 
         Args:
-            text: its values.
-            data: its arrays, one behind the other; they are not copied.
+            text: Its values.
+            data: Its arrays, one behind the other; they are not copied.
 
         Raises:
-            WireError: they are none of these, with what is wrong.
+            WireError: They are none of these, with what is wrong.
         """
         view, place = memoryview(data), 0
 
@@ -182,11 +182,11 @@ def encode(
     """A message as bytes: its values, and the memory of its arrays.
 
     Args:
-        message: its arrays are not copied where they are contiguous.
+        message: Its arrays are not copied where they are contiguous.
         most_bytes: Largest size that the receiver accepts.
 
     Raises:
-        WireError: it is larger than a receiver takes.
+        WireError: It is larger than a receiver takes.
     """
     views: list[memoryview] = []
 
@@ -250,7 +250,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     """The NumPy dtype of a name.
 
     Raises:
-        MalformedError: it is none that is sent.
+        MalformedError: It is none that is sent.
 
     >>> dtype_of("float32").itemsize
     4

@@ -77,7 +77,7 @@ class Report(Message):
     """Counted by each member: it repeats what was not acknowledged by its number.
 
     Attributes:
-        number: from 1 on; given as it is sent, and one without is refused.
+        number: From 1 on; given as it is sent, and one without is refused.
     """
 
     number: Whole = 0

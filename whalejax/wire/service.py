@@ -57,7 +57,7 @@ class RefusedRequestError(WhaleError):
             finite"``, ``"overflow"`` (a sum or a state that is not finite, of numbers
             that are), ``"shape"`` (another peer sent an impossible shape), ``"answer"``
             (the answer was not valid), ``"failed"``.
-        blame: name of the peer that is at fault; empty where nobody else is.
+        blame: Name of the peer that is at fault; empty where nobody else is.
     """
 
     def __init__(self, code: str, why: str, blame: str = "") -> None:
@@ -70,7 +70,7 @@ class UnreachableProcessError(WhaleError):
 
     Attributes:
         late: Whether it did not answer in time; otherwise the connection ended.
-        hopeless: another key or protocol is in use there; to ask again does not help.
+        hopeless: Another key or protocol is in use there; to ask again does not help.
     """
 
     def __init__(self, text: str, *, late: bool, hopeless: bool = False) -> None:
@@ -98,7 +98,7 @@ class Service:
         """Starts to answer questions.
 
         Args:
-            listening: closed by ``close``.
+            listening: Closed by ``close``.
             key: Key of this process.
             handlers: Handler of each question; others are not accepted.
         """
@@ -215,11 +215,11 @@ class Caller:
         Args:
             address: Address of the process.
             question: Question to ask.
-            seconds: until the whole answer must be there.
+            seconds: Until the whole answer must be there.
 
         Raises:
-            Gone: it did not answer, or this caller is closed.
-            Refused: it answered with words, or with what is no answer.
+            Gone: It did not answer, or this caller is closed.
+            Refused: It answered with words, or with what is no answer.
         """
         end = time.monotonic() + seconds
         answers = _answers_to(type(question))

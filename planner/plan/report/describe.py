@@ -44,7 +44,7 @@ def describe(plan: PlanData) -> str:
     """A plan's place: what is parallel, who is synchronous, what is exchanged.
 
     Args:
-        plan: any plan.
+        plan: Any plan.
 
     Returns:
         Lines of text, each with the aspect in front.

@@ -52,8 +52,8 @@ class QuantityChange:
     """One quantity before and after.
 
     Attributes:
-        what: a term of time or memory, or a kind of traffic.
-        before, after: seconds, or bytes on the fullest device.
+        what: A term of time or memory, or a kind of traffic.
+        before, after: Seconds, or bytes on the fullest device.
     """
 
     what: str
@@ -72,7 +72,7 @@ class TrafficShift:
 
     Attributes:
         what: Kind of traffic, such as ``"all-gather over fsdp of parameter"``.
-        bytes_before, bytes_after: their payloads on one device, of that stage which
+        bytes_before, bytes_after: Their payloads on one device, of that stage which
             has most.
         seconds_before, seconds_after: Seconds on the links; part of them may be hidden
             behind computing.
@@ -90,7 +90,7 @@ class LeafShift:
     """Equal parameters whose layout or collectives differ.
 
     Attributes:
-        label: their path, with ``×4`` where four layers were folded.
+        label: Their path, with ``×4`` where four layers were folded.
         before, after: Layouts in words; empty where a plan lacks the parameters.
         collectives_before, collectives_after: Collectives of each parameter in one
             step, in words.
@@ -126,10 +126,10 @@ class PlanDiff:
     """Differences between two plans; ``print`` shows them.
 
     Attributes:
-        changes: settings.
-        step, memory: the whole step, and the whole peak of the fullest device.
+        changes: Settings.
+        step, memory: The whole step, and the whole peak of the fullest device.
         time_terms, memory_terms: Terms that differ, largest change first.
-        leaves: parameters.
+        leaves: Parameters.
         traffic: Changes of a step's traffic, by kind of collective, axes and contents.
     """
 
@@ -153,8 +153,8 @@ class PlanDiff:
         """Renders the differences in lines.
 
         Args:
-            width: columns of a line; None breaks none.
-            all_rows: every parameter, not only those that change most.
+            width: Columns of a line; None breaks none.
+            all_rows: Every parameter, not only those that change most.
         """
         check_lines(width, all_rows)
         if not self:

@@ -41,7 +41,7 @@ def flax_rules(plan: PlanData) -> Rules:
     ``fsdp`` shards in storage, and stacked layers, which ``stage`` divides.
 
     Raises:
-        PlanError: two regions, or computation and storage, want different axes; or
+        PlanError: Two regions, or computation and storage, want different axes; or
             some parameter would lie otherwise than the plan says; or devices take
             unequal shares.
     """

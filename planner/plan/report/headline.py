@@ -103,11 +103,11 @@ def throughput(plan: PlanData, step_seconds: float | None = None) -> Throughput:
     """The speed and the price of a plan's step.
 
     Args:
-        plan: the plan.
+        plan: The plan.
         step_seconds: Measured seconds of a step; the predicted ones if None.
 
     Raises:
-        PlanError: the plan does not know its model's work, as those of older files and
+        PlanError: The plan does not know its model's work, as those of older files and
             estimates, or the seconds are no number above 0.
     """
     problems = Arguments("throughput", PlanError)

@@ -46,7 +46,7 @@ def logical_names(plan: PlanData) -> dict[str, str]:
     dimension of the same meaning has ``_2`` behind it.
 
     Args:
-        plan: the plan.
+        plan: The plan.
     """
     ranks = {starred(leaf.path): len(leaf.shape) for leaf in plan.leaves}
     layers = _layer_dims(plan, ranks)

@@ -24,9 +24,9 @@ class ParameterRow:
     """Parameters that are alike but for the number of their layer.
 
     Attributes:
-        label: their path, with ``×4`` where four layers were folded.
+        label: Their path, with ``×4`` where four layers were folded.
         count: Number of the parameters.
-        leaf: the first of them.
+        leaf: The first of them.
         device_bytes: Bytes of all of them together, on one device that stores them.
         collectives: Collectives of each of them in one step, in words.
     """
@@ -91,8 +91,8 @@ def collectives_of(
 
     Args:
         plan: Plan of the devices that store it.
-        leaf: the parameter.
-        unlike: ranks of ``data`` take unlike shares.
+        leaf: The parameter.
+        unlike: Ranks of ``data`` take unlike shares.
 
     Returns:
         Gathers of the parameter and reductions of its gradient, as if it were alone:

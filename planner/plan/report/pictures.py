@@ -66,8 +66,8 @@ class PlanDisplay(PlanData):
             What a notebook shows and ``print`` lists; ``parts`` has it as data.
 
         Raises:
-            PlanError: no parameter has that path; the nearest are named.
-            WhaleError: there is no such layout.
+            PlanError: No parameter has that path; the nearest are named.
+            WhaleError: There is no such layout.
         """
         from whalejax.display import device_map
 
@@ -91,7 +91,7 @@ class PlanDisplay(PlanData):
         Needs a notebook whose kernel runs, and the extra ``whalejax[notebook]``.
 
         Args:
-            batches: numbers of samples to choose from; a quarter of the planned batch
+            batches: Numbers of samples to choose from; a quarter of the planned batch
                 to four times it if left out.
             clusters: Clusters beside the planned one, as text.
 
@@ -99,8 +99,8 @@ class PlanDisplay(PlanData):
             What a notebook draws; its ``plan`` is the one that was last found.
 
         Raises:
-            PlanError: the plan was read from a file, which holds no model.
-            WhaleError: ipywidgets is missing, or a batch is no number of samples.
+            PlanError: The plan was read from a file, which holds no model.
+            WhaleError: Ipywidgets is missing, or a batch is no number of samples.
         """
         from whalejax.display import sliders
 

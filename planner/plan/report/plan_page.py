@@ -74,9 +74,9 @@ def plan_lines(plan: PlanData, width: int | None, *, all_rows: bool) -> list[Lin
     """A plan with everything that it says, in lines.
 
     Args:
-        plan: the plan.
-        width: columns of a line; None breaks none.
-        all_rows: every kind of parameter and every reason, not only the largest.
+        plan: The plan.
+        width: Columns of a line; None breaks none.
+        all_rows: Every kind of parameter and every reason, not only the largest.
     """
     tables: list[Line] = [((line, ""),) for line in tables_text(plan).splitlines()]
     lines = [

@@ -35,14 +35,14 @@ class TrafficRow:
 
     Attributes:
         kind: Kind of collective, or ``HANDED``.
-        axes: mesh axes that it runs over.
+        axes: Mesh axes that it runs over.
         what: Contents such as ``"gradient"``, ``"parameter"``, ``"activation"``.
-        where: the stages, each with the number of its pipeline; none where all devices
+        where: The stages, each with the number of its pipeline; none where all devices
             run one program.
         times: Number of transfers in a step.
-        nbytes: payload of all of these.
+        nbytes: Payload of all of these.
         seconds: Seconds on the links; part of them may be hidden behind computing.
-        links: names of the links that it crosses.
+        links: Names of the links that it crosses.
     """
 
     kind: str
@@ -105,7 +105,7 @@ def traffic(plan: PlanData) -> list[TrafficRow]:
     """All traffic of a plan's step, most bytes first; stages that are alike in one row.
 
     Args:
-        plan: any plan.
+        plan: Any plan.
     """
     # Of pipelines side by side, what they exchange with each other is the plan's own.
     rows = [] if plan.stage_plans and not plan.pipelines else [*_collectives(plan, ())]
@@ -178,8 +178,8 @@ def _stage_transfer_rows(
 
     Args:
         plan: Plan of the pipeline.
-        home: the stage.
-        count: micro-batches.
+        home: The stage.
+        count: Micro-batches.
     """
     assert plan.stages is not None
     parts = axis_parts((STAGE,), mesh_of(plan), plan.cluster)

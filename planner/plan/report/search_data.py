@@ -37,8 +37,8 @@ class InfeasibleCluster:
     """A cluster on which there is no plan.
 
     Attributes:
-        name: the cluster, as it was asked for.
-        cluster: the same.
+        name: The cluster, as it was asked for.
+        cluster: The same.
         problem: Error that says why.
     """
 
@@ -70,9 +70,9 @@ class ClusterCandidate:
     """A plan that was evaluated on one of the clusters, and what it costs.
 
     Attributes:
-        name: the cluster, as it was asked for.
-        cluster: the same.
-        candidate: layout, predicted time and memory by term, and the verdict.
+        name: The cluster, as it was asked for.
+        cluster: The same.
+        candidate: Layout, predicted time and memory by term, and the verdict.
         index: Index of the plan of this layout in the result, or None where it was
             evaluated only.
     """
@@ -116,10 +116,10 @@ class SearchData(Sequence[Plan]):
     A sequence: ``found[0]`` is the best plan. ``print`` shows a table.
 
     Attributes:
-        plans: best first.
+        plans: Best first.
         names: Each plan's cluster, as the user named it.
-        refused: clusters on which there is no plan, those that lack least first.
-        weighed: every plan that was evaluated and is remembered, on all clusters.
+        refused: Clusters on which there is no plan, those that lack least first.
+        weighed: Every plan that was evaluated and is remembered, on all clusters.
         notes: Reasons why the plans cannot be compared as they are.
     """
 
@@ -151,7 +151,7 @@ class SearchData(Sequence[Plan]):
             index: Index of the plan.
 
         Raises:
-            WhaleError: there is no such plan.
+            WhaleError: There is no such plan.
         """
         if not is_whole(index, -len(self), len(self) - 1):
             raise WhaleError(
@@ -266,7 +266,7 @@ class SearchData(Sequence[Plan]):
         """The table, and where there is no plan, in lines.
 
         Args:
-            width: columns of a line; None breaks none.
+            width: Columns of a line; None breaks none.
         """
         check_lines(width, all_rows=False)
         lines = table(self.head(), self.rows(), width)

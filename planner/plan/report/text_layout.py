@@ -39,11 +39,11 @@ def check_lines(width: object, all_rows: object) -> None:
     """Refuses what lines cannot be laid out by.
 
     Args:
-        width: columns of a line; None breaks none.
-        all_rows: all that there is, not only the most important.
+        width: Columns of a line; None breaks none.
+        all_rows: All that there is, not only the most important.
 
     Raises:
-        WhaleError: they are no such thing.
+        WhaleError: They are no such thing.
     """
     problems = Arguments("lines")
     problems.whole("width", width, least=1, most=WIDEST, none=True)
@@ -79,10 +79,10 @@ def paragraph(
     """A word in front, and pieces beside it, as many in a line as fit.
 
     Args:
-        name: the word.
-        pieces: each is broken only where it is longer than a line.
+        name: The word.
+        pieces: Each is broken only where it is longer than a line.
         width: Width of a line, or None for one line.
-        gap: between pieces.
+        gap: Between pieces.
     """
     first, *others = indented(pieces, width, gap, NAME_CELLS)
     return [((name.ljust(NAME_CELLS), "name"), *first[1:]), *others]
@@ -155,10 +155,10 @@ def table(
     """A table; where it is too wide cells fold, and where it is by far, rows are lists.
 
     Args:
-        head: names of the columns.
-        rows: cells of each row.
+        head: Names of the columns.
+        rows: Cells of each row.
         width: Width of a line, or None for as wide as the table is.
-        right: columns that stand to the right.
+        right: Columns that stand to the right.
     """
     columns = list(zip(head, *rows, strict=True))
     sizes = [max(map(cells, column)) for column in columns]

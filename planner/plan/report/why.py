@@ -175,8 +175,8 @@ def why(plan: PlanData, leaf: LeafPlan) -> str:
     """Explains a parameter's layout.
 
     Args:
-        plan: the plan.
-        leaf: one of its leaves.
+        plan: The plan.
+        leaf: One of its leaves.
     """
     nbytes = leaf.nbytes
     home = plan.home(leaf.path)

@@ -70,7 +70,7 @@ def left_wide(jaxpr: Any, precisions: Mapping[Position, str]) -> Counter[str]:
     """Float32 products that stay as they are though 16 bits were asked for.
 
     Args:
-        jaxpr: closed, as captured.
+        jaxpr: Closed, as captured.
         precisions: Precision of equations that are to compute in 16 bits, by position.
 
     Returns:
@@ -87,7 +87,7 @@ def wide_products(
     """The products of a program that are of float32, with one operand or both.
 
     Args:
-        jaxpr: closed, as captured.
+        jaxpr: Closed, as captured.
         position: Position of the program.
         where: Reason why nothing in it can compute in 16 bits; or empty.
 
@@ -111,7 +111,7 @@ def narrowed(
     """A program some of whose equations compute in 16 bits.
 
     Args:
-        jaxpr: closed, as captured.
+        jaxpr: Closed, as captured.
         precisions: Precision of equations that compute in ``bf16`` or ``f16``, by
             position.
         weights: Whether each input is a parameter, trained or not.
@@ -135,9 +135,9 @@ class _Scope:
 
     Attributes:
         values: Values of its variables, some of them narrower than traced.
-        weights: variables that depend on parameters alone.
-        numbers: variables all of whose elements are one known number.
-        casts: values in other types, made once for all who read them so.
+        weights: Variables that depend on parameters alone.
+        numbers: Variables all of whose elements are one known number.
+        casts: Values in other types, made once for all who read them so.
     """
 
     values: dict[Any, Any]

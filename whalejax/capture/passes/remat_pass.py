@@ -29,7 +29,7 @@ def checkpoint_names(jaxpr: Any) -> tuple[str, ...]:
     """The names that a program gives to values for checkpointing, each once.
 
     Args:
-        jaxpr: open or closed.
+        jaxpr: Open or closed.
     """
     names: dict[str, None] = {}
     for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
@@ -75,8 +75,8 @@ def applicable(jaxpr: Any, regions: Sequence[Region]) -> list[Region]:
     their own, in branches), and those with an effect that JAX does not compute again.
 
     Args:
-        jaxpr: closed, as captured.
-        regions: equations of it.
+        jaxpr: Closed, as captured.
+        regions: Equations of it.
     """
     result = []
     for region in regions:
@@ -99,8 +99,8 @@ def recomputed(jaxpr: Any, regions: Sequence[Region]) -> Any:
     """A program with a checkpoint around each region.
 
     Args:
-        jaxpr: closed, as captured.
-        regions: equations of it, in program order.
+        jaxpr: Closed, as captured.
+        regions: Equations of it, in program order.
     """
     builder = _Builder(
         {(r.prefix, r.first): r for r in regions}, checkpoint_names(jaxpr)
@@ -113,7 +113,7 @@ class _Builder:
 
     Args:
         regions: Regions by the prefix and number of their first equation.
-        names: checkpoint names in the program.
+        names: Checkpoint names in the program.
     """
 
     def __init__(

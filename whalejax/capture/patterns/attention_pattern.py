@@ -24,19 +24,19 @@ class AttentionPattern:
     queries, keys and values, ``rows`` are those of queries alone.
 
     Attributes:
-        query, key, value: variables.
-        outside: other variables that the scores are made of.
-        first, second: the two products.
-        scores: from the first product to what the softmax is given.
-        batch: for each shared dimension its places in query, key and value, and its
+        query, key, value: Variables.
+        outside: Other variables that the scores are made of.
+        first, second: The two products.
+        scores: From the first product to what the softmax is given.
+        batch: For each shared dimension its places in query, key and value, and its
             number in the scores.
-        rows: place in the query and number in the scores.
-        depth: contracted places in query and key.
-        column: place of the keys in key and value, and its number in the scores.
-        width: places of the value's own dimensions.
+        rows: Place in the query and number in the scores.
+        depth: Contracted places in query and key.
+        column: Place of the keys in key and value, and its number in the scores.
+        width: Places of the value's own dimensions.
         weights_dtype: Dtype in which the second product reads the softmax.
-        turned: the value is the left operand of the second product.
-        keys_first: the keys are the left operand of the first.
+        turned: The value is the left operand of the second product.
+        keys_first: The keys are the left operand of the first.
     """
 
     query: Any
@@ -89,7 +89,7 @@ def attention_of(jaxpr: Any) -> AttentionPattern:
     """The attention that the body of a call that is attention is.
 
     Args:
-        jaxpr: its one inner jaxpr.
+        jaxpr: Its one inner jaxpr.
     """
     body = _compat.open_jaxpr(jaxpr)[0]
     maker = {v: e for e in body.eqns for v in e.outvars}
@@ -141,8 +141,8 @@ def recognised(
     """The attentions of one jaxpr, and why others are none that can be cut up.
 
     Args:
-        body: open, without calls that could be inlined.
-        trained: its variables through which a gradient flows.
+        body: Open, without calls that could be inlined.
+        trained: Its variables through which a gradient flows.
     """
     maker = {v: e for e in body.eqns for v in e.outvars}
     result: list[AttentionPattern] = []
@@ -168,9 +168,9 @@ def _recognised(
     """The attention that ends in a product, why it is none, or "" for other products.
 
     Args:
-        second: the product.
-        maker: the equation that makes each variable.
-        trained: variables through which a gradient flows.
+        second: The product.
+        maker: The equation that makes each variable.
+        trained: Variables through which a gradient flows.
     """
     for side in (0, 1):
         weights = second.invars[side]
@@ -194,7 +194,7 @@ def _assembled(
     """Returns both products and the softmax between them, dimension by dimension.
 
     Raises:
-        NotScoresError: they do not fit together as attention does.
+        NotScoresError: They do not fit together as attention does.
     """
     (left_in, right_in), (left_batch, right_batch) = _numbers(first)
     inside, batch = _numbers(second)
@@ -280,8 +280,8 @@ class _Leaks:
     """Whether attentions of one jaxpr can be set apart.
 
     Args:
-        body: open.
-        maker: the equation that makes each variable.
+        body: Open.
+        maker: The equation that makes each variable.
     """
 
     def __init__(self, body: Any, maker: Mapping[Any, Any]) -> None:

@@ -37,9 +37,9 @@ class ScoreNode:
     Attributes:
         equation: Equation that makes the value; None for the product and for values
             from outside.
-        inputs: numbers of the nodes that it is made of; None for a literal.
-        tags: its dimensions.
-        outside: number of the value from outside, or None.
+        inputs: Numbers of the nodes that it is made of; None for a literal.
+        tags: Its dimensions.
+        outside: Number of the value from outside, or None.
     """
 
     equation: Any
@@ -87,7 +87,7 @@ def stops_gradient(equation: Any, trained: set[Any]) -> bool:
 
     Args:
         equation: Equation such as a comparison.
-        trained: variables through which a gradient flows.
+        trained: Variables through which a gradient flows.
     """
     atoms = (a for a in equation.invars if not _compat.is_literal(a))
     return trained.isdisjoint(equation.outvars) and any(a in trained for a in atoms)
@@ -134,7 +134,7 @@ def reduced_tags(equation: Any, tags: Tags, whole: int) -> list[Tags | None] | N
     Args:
         equation: Equation whose result has tags.
         tags: Tags of its result.
-        whole: the dimension over which it may reduce.
+        whole: The dimension over which it may reduce.
 
     Returns:
         None if it is neither, or over another dimension.

@@ -32,8 +32,8 @@ class FullLengthValue:
     """A value at full length.
 
     Attributes:
-        whole: with the tokens that were cut off.
-        dim: the dimension of tokens.
+        whole: With the tokens that were cut off.
+        dim: The dimension of tokens.
         length: Number of leading elements that are the value's own.
     """
 
@@ -78,8 +78,8 @@ def lengthened(jaxpr: Any, cuts: frozenset[Position]) -> Any:
     """A program some of whose cuts are put off.
 
     Args:
-        jaxpr: closed, as traced.
-        cuts: positions of slices.
+        jaxpr: Closed, as traced.
+        cuts: Positions of slices.
     """
     runner = _Runner(cuts, _lengths(jaxpr, cuts))
     avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
@@ -114,9 +114,9 @@ def _start(equation: Any, dim: int, last: int) -> int | None:
     """Returns the start of a slice, if it is a constant of the program.
 
     Args:
-        equation: one of ``_CUTS``.
-        dim: the dimension that is cut.
-        last: the last place where such a slice can begin.
+        equation: One of ``_CUTS``.
+        dim: The dimension that is cut.
+        last: The last place where such a slice can begin.
     """
     if equation.primitive.name == "slice":
         strides = equation.params["strides"] or ()
@@ -150,7 +150,7 @@ class _Runner:
     """Runs a program with some values at full length.
 
     Attributes:
-        cuts: positions of the slices that are put off.
+        cuts: Positions of the slices that are put off.
         lengths: Sequence lengths before and after the cuts. Integers that are cut
             alike, as labels are, are padded to the same positions too.
     """

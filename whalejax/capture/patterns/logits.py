@@ -37,18 +37,18 @@ class Logits:
     Its dimensions are numbered as those of the product's result.
 
     Attributes:
-        hidden, kernel: the operands.
-        outside: other variables that are read.
+        hidden, kernel: The operands.
+        outside: Other variables that are read.
         trained: Whether each of those has a gradient.
-        product: the equation.
-        exits: variables without the vocabulary that others read.
+        product: The equation.
+        exits: Variables without the vocabulary that others read.
         nodes: Nodes that make the exits, in an order in which they can be computed.
-        source: the node that is the product.
-        ends: nodes of the exits.
-        tokens: places of the hidden values' own dimensions.
-        depth: contracted places in hidden values and kernel.
-        vocab: place of the vocabulary in the kernel.
-        turned: the kernel is the left operand.
+        source: The node that is the product.
+        ends: Nodes of the exits.
+        tokens: Places of the hidden values' own dimensions.
+        depth: Contracted places in hidden values and kernel.
+        vocab: Place of the vocabulary in the kernel.
+        turned: The kernel is the left operand.
         outside_tags: Tags of each variable from outside.
     """
 
@@ -118,8 +118,8 @@ def logits_in(body: Any, trained: set[Any]) -> list[Logits]:
     """The logits of one jaxpr that can be computed for some tokens at a time.
 
     Args:
-        body: open, without calls that could be inlined.
-        trained: its variables through which a gradient flows.
+        body: Open, without calls that could be inlined.
+        trained: Its variables through which a gradient flows.
     """
     logits = []
     for place, equation in enumerate(body.eqns):
@@ -137,7 +137,7 @@ def logits_of(jaxpr: Any, trained: int) -> Logits:
     """The logits that the body of a call is made of.
 
     Args:
-        jaxpr: the call's one inner jaxpr, whose results are the exits.
+        jaxpr: The call's one inner jaxpr, whose results are the exits.
         trained: Number of leading inputs that have gradients.
     """
     body = _compat.open_jaxpr(jaxpr)[0]

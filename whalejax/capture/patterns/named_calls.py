@@ -72,7 +72,7 @@ def with_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[Any, tuple[str, ...
     """A program in which every attention that can be cut up is one call.
 
     Args:
-        jaxpr: closed, as captured.
+        jaxpr: Closed, as captured.
         trained: Whether each input has a gradient.
 
     Returns:
@@ -140,7 +140,7 @@ def _flattened(jaxpr: Any) -> Any:
     """A program without its calls. It is asked for once for attention, once for logits.
 
     Args:
-        jaxpr: closed; told by its identity.
+        jaxpr: Closed; told by its identity.
     """
     if _is_flat(jaxpr):
         return jaxpr
@@ -218,10 +218,10 @@ class _Arranged:
     """One jaxpr with calls in it.
 
     Attributes:
-        items: equations and calls, in an order in which they can run.
-        inside: the same of loops and checkpointed regions, by the id of the equation.
-        calls: some call stands in it, or in these.
-        same: there are all of its equations, and of these, and nothing else.
+        items: Equations and calls, in an order in which they can run.
+        inside: The same of loops and checkpointed regions, by the id of the equation.
+        calls: Some call stands in it, or in these.
+        same: There are all of its equations, and of these, and nothing else.
     """
 
     items: list[Any]
@@ -234,9 +234,9 @@ class _Builder:
     """A program with calls in it, and why some things are none.
 
     Args:
-        flat: closed, without calls that could be inlined.
+        flat: Closed, without calls that could be inlined.
         trained: Whether each input has a gradient.
-        find: tells the calls.
+        find: Tells the calls.
     """
 
     def __init__(self, flat: Any, trained: Sequence[bool], find: Found) -> None:
@@ -370,7 +370,7 @@ def keeping(scan: Any, calls: set[int]) -> Callable[[Sequence[Any]], list[Any]]:
 
     Args:
         scan: Scan as it was traced.
-        calls: ids of the calls in it that run in blocks.
+        calls: Ids of the calls in it that run in blocks.
     """
 
     def each(equation: Any, operands: Sequence[Any]) -> list[Any]:

@@ -27,7 +27,7 @@ class _Maker:
     """Equations that make a mask.
 
     Attributes:
-        sources: the variables that it is made of, together smaller than the mask.
+        sources: The variables that it is made of, together smaller than the mask.
         equations: Equations from the sources to the mask, in order.
     """
 
@@ -41,10 +41,10 @@ class _Region:
 
     Attributes:
         equation: Equation as it was traced.
-        inner: its jaxpr.
-        trained: for each input of ``inner``, whether it has a gradient.
-        masks: numbers of the inputs that attention reads for pairs of rows and columns.
-        makers: for those that can be made inside, how.
+        inner: Its jaxpr.
+        trained: For each input of ``inner``, whether it has a gradient.
+        masks: Numbers of the inputs that attention reads for pairs of rows and columns.
+        makers: For those that can be made inside, how.
     """
 
     equation: Any
@@ -58,7 +58,7 @@ def with_inner_masks(jaxpr: Any, trained: Sequence[bool]) -> Any:
     """A program whose layers make the masks of their attention themselves.
 
     Args:
-        jaxpr: without calls that could be inlined.
+        jaxpr: Without calls that could be inlined.
         trained: Whether each input has a gradient.
     """
     avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]

@@ -25,8 +25,8 @@ class _Factor:
     """Factor that weights are multiplied with, or divided by.
 
     Attributes:
-        atom: a variable or a literal.
-        tags: for each of its dimensions, which of the weights it is.
+        atom: A variable or a literal.
+        tags: For each of its dimensions, which of the weights it is.
         divides: Whether weights are divided by it.
     """
 
@@ -40,9 +40,9 @@ class _ScaledWeights:
     """Weights and factors.
 
     Attributes:
-        weights: a variable.
+        weights: A variable.
         factors: Factors in the order of their use.
-        order: for each dimension of the scaled weights, which of the weights it is.
+        order: For each dimension of the scaled weights, which of the weights it is.
     """
 
     weights: Any
@@ -54,7 +54,7 @@ def rescaled(body: Any) -> list[rebuild.EquationReplacement]:
     """The products of one jaxpr that read scaled weights, with a scaled output instead.
 
     Args:
-        body: open, without calls that could be inlined.
+        body: Open, without calls that could be inlined.
     """
     chains = _Chains({v: e for e in body.eqns for v in e.outvars})
     result = []
@@ -142,9 +142,9 @@ def _spread(factor: Any, places: Sequence[tuple[Any, int]], like: Any) -> Any:
     """A factor in the shape of an output.
 
     Args:
-        factor: its value.
-        places: for each of its dimensions above 1 that of the output, and its own.
-        like: the output.
+        factor: Its value.
+        places: For each of its dimensions above 1 that of the output, and its own.
+        like: The output.
     """
     factor = lax.convert_element_type(factor, like.dtype)
     order = sorted(places)
@@ -158,7 +158,7 @@ class _Chains:
     """Finds the softmax and the factors behind variables, each once.
 
     Args:
-        maker: the equation that makes each variable.
+        maker: The equation that makes each variable.
     """
 
     def __init__(self, maker: Mapping[Any, Any]) -> None:
@@ -217,7 +217,7 @@ def _factors(equation: Any, place: int) -> tuple[tuple[int, ...], Tags] | None:
     """Returns the dimensions of weights and factor in an elementwise product's result.
 
     Args:
-        equation: a multiplication, a division, or a product that sums over nothing.
+        equation: A multiplication, a division, or a product that sums over nothing.
         place: Index of the weights among the operands.
 
     Returns:

@@ -32,9 +32,9 @@ def interval(
     """Bounds of what an equation gives.
 
     Args:
-        node: the equation.
-        known: bounds of the nodes before it.
-        extents: for dimensions that are cut the first and last place of each part; what
+        node: The equation.
+        known: Bounds of the nodes before it.
+        extents: For dimensions that are cut the first and last place of each part; what
             is absent is whole.
 
     Returns:
@@ -70,8 +70,8 @@ def _rounded(bounds: Interval, dtype: Any, *, exact: bool) -> Interval:
 
     Args:
         bounds: Bounds of the numbers.
-        dtype: the type.
-        exact: no arithmetic made them, so that bounds which the type holds stay.
+        dtype: The type.
+        exact: No arithmetic made them, so that bounds which the type holds stay.
     """
     low, high = _f(bounds[0]), _f(bounds[1])
     sure = ~(np.isnan(low) | np.isnan(high))

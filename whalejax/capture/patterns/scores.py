@@ -45,8 +45,8 @@ class Scores:
     Attributes:
         nodes: Nodes in an order in which they can be computed; the last makes the
             scores.
-        product: the node that is the product, whose tags say how its dimensions lie.
-        outside: variables that come from outside, each once.
+        product: The node that is the product, whose tags say how its dimensions lie.
+        outside: Variables that come from outside, each once.
         tags: Tags of those, one for each way in which they are read.
     """
 
@@ -73,10 +73,10 @@ class Scores:
         """The scores of one block.
 
         Args:
-            product: its products, laid out as the traced product is.
+            product: Its products, laid out as the traced product is.
             sizes: Sizes of the dimensions of the scores in this block.
             offsets: Offset of each dimension; default: 0.
-            outside: the part of a value from outside that the block reads.
+            outside: The part of a value from outside that the block reads.
         """
         values: list[Any] = []
         for number, node in enumerate(self.nodes):
@@ -97,7 +97,7 @@ class Scores:
 
         Args:
             rows, columns: Number of equal blocks of each.
-            row, column: dimensions of the scores that are cut into them.
+            row, column: Dimensions of the scores that are cut into them.
 
         Returns:
             ``bool[rows, columns]``.
@@ -170,8 +170,8 @@ class Scores:
         """Bounds of the scores, by those of the product.
 
         Args:
-            extents: first and last place of each part of dimensions that are cut.
-            product: its bounds. Beside ``_USUAL`` what is made of it by equations
+            extents: First and last place of each part of dimensions that are cut.
+            product: Its bounds. Beside ``_USUAL`` what is made of it by equations
                 without a rule (a cap) is taken to be usual too.
         """
         result: list[Interval] = []
@@ -216,8 +216,8 @@ class Reader:
     """Reads the equations before a softmax.
 
     Args:
-        maker: the equation that makes each variable of a jaxpr.
-        trained: variables through which a gradient flows.
+        maker: The equation that makes each variable of a jaxpr.
+        trained: Variables through which a gradient flows.
     """
 
     def __init__(self, maker: Mapping[Any, Any], trained: set[Any]) -> None:
@@ -231,7 +231,7 @@ class Reader:
         """The program that ends in a variable.
 
         Raises:
-            NotScoresError: it cannot be computed in blocks; the text says why.
+            NotScoresError: It cannot be computed in blocks; the text says why.
         """
         shape = variable.aval.shape
         self._pull(variable, tuple(None if n == 1 else i for i, n in enumerate(shape)))

@@ -29,7 +29,7 @@ def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | No
 
     Args:
         weights: Operand of the product.
-        maker: the equation that makes each variable.
+        maker: The equation that makes each variable.
 
     Returns:
         The softmax; why it is none that is read as it is; or None.

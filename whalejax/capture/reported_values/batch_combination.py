@@ -61,10 +61,10 @@ class ValueForms:
     """The forms of all values of a program.
 
     Attributes:
-        pairing: the two traces.
-        rows: tensors of which it is known which dimension holds the samples.
-        changing: inputs that every micro-batch changes, and random keys.
-        statistics: operations that mix samples for the loss itself, as batch
+        pairing: The two traces.
+        rows: Tensors of which it is known which dimension holds the samples.
+        changing: Inputs that every micro-batch changes, and random keys.
+        statistics: Operations that mix samples for the loss itself, as batch
             normalisation does: what was said of these is true of all behind them.
     """
 

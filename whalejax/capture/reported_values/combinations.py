@@ -34,11 +34,11 @@ class Reports:
     """The values that a loss reports.
 
     Attributes:
-        out_tree: structure of ``(total, weight, metrics, new_rest)`` in which a value
+        out_tree: Structure of ``(total, weight, metrics, new_rest)`` in which a value
             is a ``ReportedValue`` that says how it is put together, unless it is a
             mean.
-        unclear: values of which no parts can be put together.
-        averaged: floating-point numbers of which micro-batches report the mean, though
+        unclear: Values of which no parts can be put together.
+        averaged: Floating-point numbers of which micro-batches report the mean, though
             it is not known to be that of the whole batch.
     """
 
@@ -61,9 +61,9 @@ def reports(
 
     Args:
         trace: Trace of the loss.
-        out_tree: structure of ``(total, weight, metrics, new_rest)``.
-        again: traces the loss with another number of samples.
-        changing: inputs that every micro-batch changes, and random keys.
+        out_tree: Structure of ``(total, weight, metrics, new_rest)``.
+        again: Traces the loss with another number of samples.
+        changing: Inputs that every micro-batch changes, and random keys.
     """
     _, _, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
     wanted = [*_open_leaves(metrics).values()]
@@ -124,10 +124,10 @@ def check_keys(trace: Trace, out_tree: Any) -> None:
 
     Args:
         trace: Trace of the loss.
-        out_tree: structure of ``(total, weight, metrics, new_rest)``.
+        out_tree: Structure of ``(total, weight, metrics, new_rest)``.
 
     Raises:
-        WhaleError: which are, and what to do.
+        WhaleError: Which are, and what to do.
     """
     metrics = out_tree.unflatten(range(out_tree.num_leaves))[2]
     problems = Problems()
@@ -145,7 +145,7 @@ def undivided(out_tree: Any) -> Any:
     """The structure of what is reported of a batch that is not cut: all as it is.
 
     Args:
-        out_tree: structure of ``(total, weight, metrics, new_rest)``.
+        out_tree: Structure of ``(total, weight, metrics, new_rest)``.
     """
     total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
 
@@ -161,7 +161,7 @@ def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
 
     Args:
         trace: Trace of the loss.
-        out_tree: structure of ``(total, weight, metrics, new_rest)``.
+        out_tree: Structure of ``(total, weight, metrics, new_rest)``.
         found: Combination of each result, by its number.
     """
     total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
@@ -202,12 +202,12 @@ def check_clear(
 
     Args:
         unclear: Values without a known combination, by name.
-        size: samples of a micro-batch.
+        size: Samples of a micro-batch.
         chosen: Number of micro-batches that the planner chose, if it did.
         combine: Combination over ranks that have micro-batches of their own, if any.
 
     Raises:
-        WhaleError: every such value, and what to do.
+        WhaleError: Every such value, and what to do.
     """
     problems = Problems()
     for name, value in unclear:

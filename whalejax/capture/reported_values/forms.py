@@ -48,7 +48,7 @@ class ValueForm:
         power: Power of the number of micro-batches by which the value of the whole
             batch is larger than the mean of its parts; None of zero, for which each is
             right.
-        sources: operations that mixed the samples; ``APART`` where it is none of them.
+        sources: Operations that mixed the samples; ``APART`` where it is none of them.
     """
 
     kind: Kind = Kind.SAME

@@ -27,7 +27,7 @@ class Trace:
     """A program and what was read of it.
 
     Attributes:
-        program: its jaxpr.
+        program: Its jaxpr.
         graph: Graph of the program.
         walk: Flattened program of the graph.
         results: Results of the program, as tensors of the graph.
@@ -44,14 +44,14 @@ class Pairing:
     """Pairs of equal values in two traces with fewer and more samples.
 
     Attributes:
-        small, large: the traces.
+        small, large: The traces.
         times: Ratio of the second trace's samples to the first's.
         pairs: Tensor of the second trace for each tensor of the first.
-        torn: tensors of the first that the second makes of others.
-        lost: numbers of results that are other tensors in the second.
+        torn: Tensors of the first that the second makes of others.
+        lost: Numbers of results that are other tensors in the second.
         grown: Dimensions that grow with the samples, by tensor of the first trace.
-        makers: for each trace, the operations that make each tensor.
-        literals: for each trace, its results that are scalars in the program.
+        makers: For each trace, the operations that make each tensor.
+        literals: For each trace, its results that are scalars in the program.
     """
 
     small: Trace
@@ -69,7 +69,7 @@ class Pairing:
         """Pair all that some results are made of.
 
         Args:
-            wanted: their numbers.
+            wanted: Their numbers.
         """
         traces = self.small, self.large
         self.makers = tuple(_makers(trace.graph) for trace in traces)
@@ -173,14 +173,14 @@ def power_of(a: Any, b: Any, times: int) -> int | None:
     """Returns the power of the number of samples that a scalar is a multiple of.
 
     Args:
-        a, b: with fewer and with more samples.
+        a, b: With fewer and with more samples.
         times: Ratio of the numbers of samples.
 
     Returns:
         None of zero, which is a multiple of each.
 
     Raises:
-        ValueError: of none.
+        ValueError: Of none.
 
     >>> power_of(4, 16, 4), power_of(0.5, 0.25, 2), power_of(3, 3, 8)
     (1, -1, 0)

@@ -23,7 +23,7 @@ class SampleRows:
     """Position of the samples in one dimension.
 
     Attributes:
-        axis: the dimension.
+        axis: The dimension.
         outer: Number of repeats of all samples in the dimension.
         inner: Number of consecutive elements of one sample.
     """
@@ -70,7 +70,7 @@ def reported_rows(
 
     Args:
         graph: Graph of the loss, traced with more than one sample.
-        values: ids of tensors that are no scalars.
+        values: Ids of tensors that are no scalars.
 
     Returns:
         For each: its rows, why they cannot be told, or None where it has none.
@@ -248,7 +248,7 @@ def _regrouped(
 
     Args:
         given: Meanings of the other dimensions.
-        before, after: sizes of the others, and of those.
+        before, after: Sizes of the others, and of those.
     """
     rows = [dim for dim, x in enumerate(given) if isinstance(x, SampleRows)]
     if _Mark.MIXED in given or len(rows) > 1:

@@ -45,10 +45,10 @@ def judged(
     """Returns the combination of each of some results.
 
     Args:
-        small, large: the loss with fewer and with more samples.
-        wanted: numbers of the results.
-        changing: inputs that every micro-batch changes, and random keys.
-        state: numbers of the results that are the model's new state.
+        small, large: The loss with fewer and with more samples.
+        wanted: Numbers of the results.
+        changing: Inputs that every micro-batch changes, and random keys.
+        state: Numbers of the results that are the model's new state.
     """
     times = large.graph.batch_size // small.graph.batch_size
     pairing = Pairing(small=small, large=large, times=times)

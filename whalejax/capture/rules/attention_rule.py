@@ -23,7 +23,7 @@ def attention_behaviour(jaxpr: Any) -> Behaviour:
     Queries, keys and values are sharded over the sequence alike: the keys go round.
 
     Args:
-        jaxpr: the body of the call, whose inputs are the operands.
+        jaxpr: The body of the call, whose inputs are the operands.
     """
     one = attention_of(jaxpr)
     places = {v: n for n, v in enumerate(_compat.open_jaxpr(jaxpr)[0].invars)}

@@ -25,10 +25,10 @@ class Equation:
     """Facts of an equation that a rule may read.
 
     Attributes:
-        name: the primitive's name.
-        params: its parameters.
-        inputs: shapes of the operands.
-        outputs: shapes of the results.
+        name: The primitive's name.
+        params: Its parameters.
+        inputs: Shapes of the operands.
+        outputs: Shapes of the results.
     """
 
     name: str
@@ -51,18 +51,18 @@ class Behaviour:
     """Behaviour of one equation towards dimensions.
 
     Attributes:
-        factors: index letters.
-        reshape: see ``planner.model.graph.Op``.
-        elementwise: see ``planner.model.graph.Op``.
-        flops: see ``planner.model.graph.Op``.
-        matmul: see ``planner.model.graph.Op``.
+        factors: Index letters.
+        reshape: See ``planner.model.graph.Op``.
+        elementwise: See ``planner.model.graph.Op``.
+        flops: See ``planner.model.graph.Op``.
+        matmul: See ``planner.model.graph.Op``.
         saves: (slot, operand) pairs: the backward pass reads the slot where that
             operand is differentiable.
-        stops_gradient: no gradient passes it.
+        stops_gradient: No gradient passes it.
         parts: (dimension, count) where the operation cuts or joins operand 0 or
             result 0 into equal parts; the walk writes it as a reshape and a split.
-        unknown: no rule is known.
-        share, zigzag, windows: see ``planner.model.graph.Op``.
+        unknown: No rule is known.
+        share, zigzag, windows: See ``planner.model.graph.Op``.
     """
 
     factors: tuple[Factor, ...] = ()

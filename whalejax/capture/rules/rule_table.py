@@ -25,6 +25,6 @@ def behaviour(equation: Equation) -> Behaviour:
     known.
 
     Args:
-        equation: primitive, parameters and shapes.
+        equation: Primitive, parameters and shapes.
     """
     return RULES.get(equation.name, unknown)(equation)

@@ -104,7 +104,7 @@ def pooled(equation: Equation) -> tuple[Sequence[Any], ...]:
     """Sizes, strides, padding and dilation of operand and window, by dimension.
 
     Args:
-        equation: a pooling.
+        equation: A pooling.
     """
     params = equation.params
     rank = len(equation.inputs[0])

@@ -48,7 +48,7 @@ def align_dims(dims: Sequence[Dims]) -> Dims:
         dims: Dimensions of each operand, all of one rank.
 
     Raises:
-        CoupledError: samples meet places of the batch, or other samples.
+        CoupledError: Samples meet places of the batch, or other samples.
     """
     result = dims[0]
     for other in dims[1:]:
@@ -63,7 +63,7 @@ def check_one_batch(dims: Dims) -> None:
     """Refuses values in which samples run along two dimensions.
 
     Raises:
-        CoupledError: they do.
+        CoupledError: They do.
     """
     if sum(a.along is Along.SAMPLES for dim in dims for a in dim) > 1:
         raise CoupledError("compares samples with each other")
@@ -73,7 +73,7 @@ def align_dim(a: Dim, b: Dim) -> Dim:
     """One dimension that two operands have in common.
 
     Raises:
-        CoupledError: samples meet something that is not of these samples.
+        CoupledError: Samples meet something that is not of these samples.
     """
     if size_of(a) != size_of(b):  # One element, where an operation repeats it.
         short, full = (a, b) if size_of(a) == (1, 1) else (b, a)
@@ -132,7 +132,7 @@ def regroup_dims(dims: Dims, part: Sequence[int], whole: Sequence[int]) -> Dims:
         part, whole: Shape after it, in the trace of a part and of the whole.
 
     Raises:
-        CoupledError: it parts or regroups the samples.
+        CoupledError: It parts or regroups the samples.
     """
     atoms = [atom for dim in dims for atom in dim]
     result: list[Dim] = []

@@ -60,7 +60,7 @@ def check_derivative(
         What is known of its results; what is zero may have a gradient that is not.
 
     Raises:
-        CoupledError: the rule couples samples.
+        CoupledError: The rule couples samples.
     """
     if _compat.is_ruled_by_jax(part):
         return list(found)

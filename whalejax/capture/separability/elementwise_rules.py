@@ -217,7 +217,7 @@ def check_sum_dtype(dtype: Any) -> None:
     """Refuses sums over the samples in a dtype that does not hold them.
 
     Raises:
-        CoupledError: they are truth values, narrow whole numbers, or floating point of
+        CoupledError: They are truth values, narrow whole numbers, or floating point of
             a few bits, where each addition rounds.
     """
     narrow = not _compat.is_inexact(dtype) and np.dtype(dtype).itemsize < 4
@@ -232,7 +232,7 @@ def check_unsigned_sum(equation: PairedEquation) -> None:
     whole where it does not for a part.
 
     Raises:
-        CoupledError: numbers may.
+        CoupledError: Numbers may.
     """
     dtype = equation.result_dtype
     if not _is_unsigned(dtype):

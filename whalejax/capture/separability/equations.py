@@ -48,7 +48,7 @@ class PairedEquation:
         """Parameters that have to be the same in both traces.
 
         Raises:
-            CoupledError: one is not.
+            CoupledError: One is not.
         """
         for name in names:
             if self.part.params.get(name) != self.whole.params.get(name):
@@ -93,7 +93,7 @@ def combined_kind(values: Sequence[Value]) -> tuple[Dependence, bool]:
     loop over them.
 
     Raises:
-        CoupledError: samples meet a sum over them, or other samples.
+        CoupledError: Samples meet a sum over them, or other samples.
     """
     kinds = {v.kind for v in values}
     if Dependence.SAMPLE in kinds and Dependence.SUM in kinds:
@@ -114,7 +114,7 @@ def constant(part: Any, whole: Any) -> Value:
     """An array that stands in the program.
 
     Raises:
-        CoupledError: its elements are others for more samples.
+        CoupledError: Its elements are others for more samples.
     """
     shapes = tuple(np.shape(part)), tuple(np.shape(whole))
     if shapes[0] == shapes[1] == ():

@@ -78,7 +78,7 @@ def apply_fact_rule(equation: PairedEquation, reason: Reason) -> list[Value] | N
         reason: Reason to report if the results are used in another way.
 
     Raises:
-        CoupledError: it couples samples.
+        CoupledError: It couples samples.
     """
     facts = any(v.fact is not None for v in equation.values)
     if not facts and equation.name not in ("sort", "rev"):

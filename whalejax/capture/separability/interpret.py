@@ -310,7 +310,7 @@ def _ended_by(decides: Value, value: Value) -> Value:
     """Returns facts about a value that a condition selects.
 
     Raises:
-        CoupledError: one sample decides on what is of all.
+        CoupledError: One sample decides on what is of all.
     """
     if value.coupled:
         return value.plain

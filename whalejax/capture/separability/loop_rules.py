@@ -134,7 +134,7 @@ def _at_place(dim: Dim, place: LoopPlace, sizes: tuple[int, int]) -> Dim:
     """Returns the dimension that a loop's slice takes at its position.
 
     Raises:
-        CoupledError: it is not one sample, or one group of them, after the other.
+        CoupledError: It is not one sample, or one group of them, after the other.
     """
     if all(a.along is Along.EQUAL for a in dim):
         return equal_dim(*sizes)

@@ -39,7 +39,7 @@ def summed(value: Value, axes: Sequence[int], dims: Sequence[Dim]) -> Value:
         dims: Dimensions of the result.
 
     Raises:
-        CoupledError: the number of terms, or what they are, depends on more than the
+        CoupledError: The number of terms, or what they are, depends on more than the
             samples.
     """
     return with_sum(value, [value.dims[i] for i in axes], dims)
@@ -81,7 +81,7 @@ def _check_apart(equation: PairedEquation, value: Value, axes: Sequence[int]) ->
     """Refuses what is done along the samples, or to sums over them.
 
     Raises:
-        CoupledError: it is.
+        CoupledError: It is.
     """
     if value.kind is Dependence.SUM:
         raise CoupledError(f"applies {equation.name} to a sum over the samples")

@@ -75,7 +75,7 @@ class SampleLoop:
         """Returns facts about the results.
 
         Raises:
-            CoupledError: samples do not stay apart.
+            CoupledError: Samples do not stay apart.
         """
         sizes = (_compat.scan_parts(self.part), _compat.scan_parts(self.whole))
         first = sizes[0].num_consts

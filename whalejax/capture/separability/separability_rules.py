@@ -44,7 +44,7 @@ def apply_rule(equation: PairedEquation) -> list[Value]:
     """Returns facts about an equation's results.
 
     Raises:
-        CoupledError: it couples samples, or there is no rule for it and it reads some.
+        CoupledError: It couples samples, or there is no rule for it and it reads some.
     """
     _check_switches(equation)
     rule = RULES.get(equation.name)

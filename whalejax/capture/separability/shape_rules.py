@@ -170,7 +170,7 @@ def cut_dim(
         cuts: Start, end and stride in both traces.
 
     Raises:
-        CoupledError: the piece holds some of the samples.
+        CoupledError: The piece holds some of the samples.
     """
     if all(cut == (0, n, 1) for cut, n in zip(cuts, sizes, strict=True)):
         return dim

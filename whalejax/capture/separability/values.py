@@ -169,7 +169,7 @@ def same_ratio(values: Sequence[Value]) -> float | None:
     """The ratio that all of some values have; zeros have any.
 
     Raises:
-        CoupledError: two have different ones.
+        CoupledError: Two have different ones.
     """
     known = [v.ratio for v in values if v.ratio is not None]
     if not known:

@@ -46,9 +46,9 @@ def taken_apart(
     """A program whose fused parameters are reshaped first, and some reshapes put off.
 
     Args:
-        jaxpr: closed, as traced.
-        fused: number of an input to its cuts: dimension to the number of parts.
-        merges: positions of reshapes whose results keep apart what they merge.
+        jaxpr: Closed, as traced.
+        fused: Number of an input to its cuts: dimension to the number of parts.
+        merges: Positions of reshapes whose results keep apart what they merge.
     """
     body, _ = _compat.open_jaxpr(jaxpr)
     avals = [v.aval for v in body.invars]
@@ -80,7 +80,7 @@ class _Runner:
     """Runs a program with views for some of its values.
 
     Attributes:
-        merges: positions of the reshapes that are put off.
+        merges: Positions of the reshapes that are put off.
     """
 
     merges: frozenset[Position]

@@ -153,8 +153,8 @@ def _regrouped(
     """Regroups in any way; what was one dimension stays in its parts.
 
     Args:
-        equation: the reshape.
-        operands: a view.
+        equation: The reshape.
+        operands: A view.
         merges: Whether merged dimensions stay split too.
     """
     (view,) = operands

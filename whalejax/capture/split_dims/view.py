@@ -22,7 +22,7 @@ class View:
     """A value with some of its dimensions cut.
 
     Attributes:
-        value: the array; a cut dimension of it is several, its parts.
+        value: The array; a cut dimension of it is several, its parts.
         shape: Shape in the program.
         cuts: Cuts of the dimensions of ``shape``.
     """
@@ -64,9 +64,9 @@ class BroadcastView:
     """A value that is repeated along some dimensions, as one array.
 
     Attributes:
-        value: the array.
+        value: The array.
         operand: Value that is repeated.
-        dims: for each of its dimensions, the one of ``value``.
+        dims: For each of its dimensions, the one of ``value``.
     """
 
     value: Any

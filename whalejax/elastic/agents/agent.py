@@ -86,14 +86,14 @@ class AgentOptions:
     """Options of an agent.
 
     Attributes:
-        supervisor: host and port where it listens.
-        key: file of the key of the run.
+        supervisor: Host and port where it listens.
+        key: File of the key of the run.
         processes: Largest number of processes of this agent at a time.
-        name: unlike that of any other agent of the run; that of the machine if None.
+        name: Unlike that of any other agent of the run; that of the machine if None.
         host: Address at which other members reach those of this machine; if None, the
             address from which this machine reaches the supervisor.
-        logs: folder of logs.
-        patience: seconds after which a supervisor that is away does not come back.
+        logs: Folder of logs.
+        patience: Seconds after which a supervisor that is away does not come back.
     """
 
     supervisor: str
@@ -114,7 +114,7 @@ def _check(name: str, host: str | None) -> str | None:
     """The address in numbers; a name or an address that no agent can have is refused.
 
     Raises:
-        WhaleError: what is wrong.
+        WhaleError: What is wrong.
     """
     with Problems("whalejax agent") as problems:
         if not _NAME.fullmatch(name):
@@ -141,7 +141,7 @@ class Agent:
         """Prepares the agent; connects to nothing yet.
 
         Raises:
-            WhaleError: the address is none, or the folder of logs cannot be made.
+            WhaleError: The address is none, or the folder of logs cannot be made.
         """
         self._options, self._address = (
             options,
@@ -185,7 +185,7 @@ class Agent:
             and its members left; 143 where it was told twice.
 
         Raises:
-            WhaleError: the supervisor refuses it, has another key, or is away.
+            WhaleError: The supervisor refuses it, has another key, or is away.
         """
         with self._selector, handled_signals(self._handle, signal.SIGINT):
             try:
@@ -240,7 +240,7 @@ class Agent:
         """Tries once to be taken by the supervisor; it may be away for a while.
 
         Raises:
-            WhaleError: it refuses this agent, or was away for too long.
+            WhaleError: It refuses this agent, or was away for too long.
         """
         patience = self._options.patience
         where = self._options.supervisor

@@ -44,15 +44,15 @@ class AgentRecord(Generic[Link]):
     """An agent, as the supervisor last heard of it.
 
     Attributes:
-        name: unlike that of any other agent.
+        name: Unlike that of any other agent.
         host: Address at which its members are reached.
         machine: Machine that it runs on, as ``processes.machine`` names it.
-        room: processes that it may hold.
+        room: Processes that it may hold.
         token: Random token of its process, which tells it from its successor.
-        link: its connection; None where that ended.
+        link: Its connection; None where that ended.
         leaving: Whether it was asked to end and takes no further process.
-        asked: processes that it was asked to start: names and slots.
-        there: names of processes that it holds.
+        asked: Processes that it was asked to start: names and slots.
+        there: Names of processes that it holds.
     """
 
     name: str
@@ -94,9 +94,9 @@ class AgentFleet(Generic[Link]):
         Args:
             run: Run that the agents serve.
             take: Function that receives the agents' events with their times.
-            send: sends a message over a connection.
-            close: ends one; what is behind it connects anew.
-            program: see the attribute.
+            send: Sends a message over a connection.
+            close: Ends one; what is behind it connects anew.
+            program: See the attribute.
         """
         self._run, self._take, self.program = run, take, program or {}
         self._send, self._close = send, close
@@ -131,8 +131,8 @@ class AgentFleet(Generic[Link]):
         """Takes an agent, first or again.
 
         Args:
-            now: the time.
-            link: its connection.
+            now: The time.
+            link: Its connection.
             message: Accepted message of the agent.
         """
         name, told = message.agent, {one[0]: one for one in message.there}

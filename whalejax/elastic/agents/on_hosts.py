@@ -48,11 +48,11 @@ class HostAgents:
         """Names the hosts; starts no agent yet.
 
         Args:
-            hosts: their names, which are the agents' too.
-            supervisor: host and port where it listens.
-            logs: folder of ``--logs``, of the same name on all hosts.
+            hosts: Their names, which are the agents' too.
+            supervisor: Host and port where it listens.
+            logs: Folder of ``--logs``, of the same name on all hosts.
             processes: Largest number of processes on each host.
-            remote_shell: words before a host's name and the command for it.
+            remote_shell: Words before a host's name and the command for it.
         """
         self._hosts, self._supervisor, self._logs = hosts, supervisor, logs
         self._processes, self._remote_shell = processes, remote_shell
@@ -65,7 +65,7 @@ class HostAgents:
         """Starts them.
 
         Raises:
-            WhaleError: the key of the run cannot be written.
+            WhaleError: The key of the run cannot be written.
         """
         make_key(self._logs / FOLDER / KEY)
         for host in self._hosts:

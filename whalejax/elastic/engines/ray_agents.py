@@ -78,8 +78,8 @@ class RayAgents:
 
         Args:
             address: Address of the cluster, or ``"auto"``.
-            supervisor: host and port where it listens.
-            logs: folder of ``--logs``, of the same name on all nodes.
+            supervisor: Host and port where it listens.
+            logs: Folder of ``--logs``, of the same name on all nodes.
             processes: Number of processes of the run, divided among the nodes that are
                 there now.
 

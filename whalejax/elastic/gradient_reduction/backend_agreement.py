@@ -69,7 +69,7 @@ class Arbiter:
 
         Args:
             address: Address of the supervisor.
-            key_file: path of the key of the run.
+            key_file: Path of the key of the run.
         """
         self._where, self._address = address, split_address(address, "supervisor")
         self._key = key_of_run(key_file, address)
@@ -79,7 +79,7 @@ class Arbiter:
         processes.
 
         Raises:
-            WhaleError: no supervisor answers.
+            WhaleError: No supervisor answers.
         """
         return self._read_decision(FIRST_SECONDS, by="", why="")
 
@@ -87,7 +87,7 @@ class Arbiter:
         """Returns the run's decision: the earlier one, or else this offer.
 
         Raises:
-            WhaleError: no supervisor answers.
+            WhaleError: No supervisor answers.
         """
         told = self._read_decision(SUPERVISOR_SECONDS, by=offer.by, why=offer.why)
         return GradientReduction(by=cast(Way, told.by), why=told.why)
@@ -128,15 +128,15 @@ def agreed(
     """Returns the reduction of gradients that all processes of this run use.
 
     Args:
-        arbiter: keeps it.
+        arbiter: Keeps it.
         asked: Backend that the user wants; None leaves the choice to the cost.
-        replica: gives the plan of one of these processes; None where it has no room.
-        mtbf: mean seconds between failures.
-        too_late: whether this process has started its devices by now, and cannot join
+        replica: Gives the plan of one of these processes; None where it has no room.
+        mtbf: Mean seconds between failures.
+        too_late: Whether this process has started its devices by now, and cannot join
             others by collectives any more; asked again when the price was made.
 
     Raises:
-        WhaleError: no supervisor answers, or the run adds up otherwise than this
+        WhaleError: No supervisor answers, or the run adds up otherwise than this
             process wants, or can.
     """
     started = _CALLER if too_late() else _PRICING

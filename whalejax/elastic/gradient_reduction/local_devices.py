@@ -51,7 +51,7 @@ def own_devices() -> Cluster:
         Them, as a cluster of one host; ``cpu:1`` where they are CPUs, however many.
 
     Raises:
-        WhaleError: they cannot be looked at.
+        WhaleError: They cannot be looked at.
     """
     if _compat_processes.backends_are_there():
         return _detect_local_cluster()

@@ -71,9 +71,9 @@ class ReductionProcesses:
     Attributes:
         count: Largest number of processes.
         hosts: Number of hosts that the processes are divided among, in equal parts.
-        each: the devices of one of them; the others have the same.
+        each: The devices of one of them; the others have the same.
         network_bytes_per_second: Rate of one host's network card, which messages cross.
-        has_fabric: the hosts have another network for the platform's collectives, such
+        has_fabric: The hosts have another network for the platform's collectives, such
             as InfiniBand; else these cross the same card.
     """
 
@@ -143,7 +143,7 @@ class ReductionCosts:
 
     Attributes:
         messages, collectives: Duration of an undisturbed step.
-        with_failures: the same two with what failures cost, by the mean.
+        with_failures: The same two with what failures cost, by the mean.
     """
 
     messages: float
@@ -157,9 +157,9 @@ def choose(
     """The cheaper way; by messages on CPUs, by collectives where they must be.
 
     Args:
-        replica: the plan of one process alone; None where it has no room for the model.
+        replica: The plan of one process alone; None where it has no room for the model.
         processes: Processes that the run will have.
-        mtbf: mean seconds between failures of any of them.
+        mtbf: Mean seconds between failures of any of them.
     """
     one = f"{processes.each.num_devices} {processes.each.kinds[0].display_name()}"
     if replica is None:

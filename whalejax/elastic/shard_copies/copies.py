@@ -77,7 +77,7 @@ class CopyFile(Protocol):
         """Some of them.
 
         Raises:
-            OSError: they cannot be read.
+            OSError: They cannot be read.
         """
         ...
 
@@ -109,7 +109,7 @@ class Copies:
         """Makes the folder, which only its owner may read.
 
         Raises:
-            BadCopies: it cannot be made, or is somebody else's.
+            BadCopies: It cannot be made, or is somebody else's.
         """
         self.folder, self.seconds = folder, 0.0
         self._thread: threading.Thread | None = None
@@ -137,9 +137,9 @@ class Copies:
         Args:
             state: State to copy; it is not donated.
             plan: Plan of the state.
-            copied: the set.
+            copied: The set.
             rank: Rank of this process.
-            send: puts the file on another machine; ``OSError`` where it cannot.
+            send: Puts the file on another machine; ``OSError`` where it cannot.
         """
         self.wait()
         pieces: list[tuple[dict[str, Any], np.ndarray]] = []
@@ -223,7 +223,7 @@ def copy_file(path: Path) -> CopyFile:
     """A file of this machine.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: It cannot be read.
     """
     return np.memmap(path, np.uint8, "r")
 
@@ -237,13 +237,13 @@ def read_copies(
     """A state in this process's layout, of the copies of all processes.
 
     Args:
-        opened: gives a file by its name, wherever that is; ``OSError`` where it cannot.
-        copied: a whole set.
-        abstract: the state as ``jax.ShapeDtypeStruct`` with layouts.
+        opened: Gives a file by its name, wherever that is; ``OSError`` where it cannot.
+        copied: A whole set.
+        abstract: The state as ``jax.ShapeDtypeStruct`` with layouts.
         plan: Plan of the new state.
 
     Raises:
-        BadCopies: they are another state's, or not as they were written.
+        BadCopies: They are another state's, or not as they were written.
     """
     try:
         files = [_read_header(opened(name), name) for name in copied.names]

@@ -67,10 +67,10 @@ class ShardCopyManager:
 
         Args:
             step: Step whose states are copied.
-            key: file of the key of the run.
+            key: File of the key of the run.
             generation: Generation of these processes.
-            every: steps between copies; None finds the best number, by Daly.
-            mtbf: seconds between failures, for that.
+            every: Steps between copies; None finds the best number, by Daly.
+            mtbf: Seconds between failures, for that.
             tell: Function that receives the step and the reason when copies end.
         """
         self._step, self._generation = step, generation
@@ -129,7 +129,7 @@ class ShardCopyManager:
         """Whether all go on making copies; none does where one process cannot.
 
         Args:
-            done: the step.
+            done: The step.
             error: Error of this process, or empty.
         """
         result = _first_error(error, "copies in memory")
@@ -145,7 +145,7 @@ class ShardCopyManager:
         """The state of the newest whole set, where it is newer than a checkpoint.
 
         Args:
-            than: step of the checkpoint. All processes call this.
+            than: Step of the checkpoint. All processes call this.
         """
         if self._copies is None:
             return None
@@ -185,7 +185,7 @@ class ShardCopyManager:
         """A file, of this folder where that has it, else of who answers first.
 
         Raises:
-            OSError: nobody gives it.
+            OSError: Nobody gives it.
         """
         assert self._copies is not None
         here = jax.process_index()
@@ -294,7 +294,7 @@ def _first_error(error: str, what: str) -> str:
         what: Action that failed, for the message.
 
     Raises:
-        WhaleError: a process did not come here.
+        WhaleError: A process did not come here.
     """
     return next((text for text in told_by_all(error, what) if text), "")
 

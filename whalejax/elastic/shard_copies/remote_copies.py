@@ -114,10 +114,10 @@ class CopyExchange:
         Args:
             folder: Folder of this machine's copies.
             key: Key of the run.
-            host: address at which other machines reach this one.
+            host: Address at which other machines reach this one.
 
         Raises:
-            OSError: it cannot listen there.
+            OSError: It cannot listen there.
         """
         self._folder = folder
         listening = listen(host)
@@ -140,7 +140,7 @@ class CopyExchange:
             holder: Holder that receives it.
 
         Raises:
-            OSError: it cannot be read here, or was not taken there.
+            OSError: It cannot be read here, or was not taken there.
         """
         address = holder.host, holder.port
         whole = np.memmap(path, np.uint8, "r")
@@ -212,7 +212,7 @@ class RemoteCopy:
         """Asks for the size of the file.
 
         Raises:
-            OSError: it is not there, or its machine does not answer.
+            OSError: It is not there, or its machine does not answer.
         """
         self._caller, self._address, self._name = caller, address, name
         self.size = self._ask(0, 0).size
@@ -221,7 +221,7 @@ class RemoteCopy:
         """Bytes from one place to another.
 
         Raises:
-            OSError: they did not come.
+            OSError: They did not come.
         """
         begin, end, _ = part.indices(self.size)
         getitem = np.empty(max(end - begin, 0), np.uint8)

@@ -22,7 +22,7 @@ def memory_folder(key: Path, run: str) -> Path:
     """Returns the folder of a run's copies.
 
     Args:
-        key: file of the key of the run, of whose path no other folder of a run has one.
+        key: File of the key of the run, of whose path no other folder of a run has one.
         run: Identity of the run, other than that of earlier ones with the same key.
     """
     return MEMORY / f"{_prefix(key)}{run}"

@@ -36,7 +36,7 @@ def write_pointer(path: Path, said: Mapping[str, str]) -> None:
     """Writes what helps to find a run; it goes on where a full disk does not take it.
 
     Raises:
-        OSError: for another reason than a full disk.
+        OSError: For another reason than a full disk.
     """
     draft = path.with_name(f".{path.name}")
     try:

@@ -149,7 +149,7 @@ class Supervisor:
             what it was given cannot be run; else 1.
 
         Raises:
-            WhaleError: another supervisor runs there, or it cannot be written.
+            WhaleError: Another supervisor runs there, or it cannot be written.
         """
         with self._held, handled_signals(self._handle, signal.SIGINT, AT_ONCE):
             try:

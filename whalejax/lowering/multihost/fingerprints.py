@@ -39,7 +39,7 @@ def fingerprint(program: Program) -> str:
             dtypes of both count, and what the update computes.
 
     Raises:
-        WhaleError: its update takes more than a step has for it.
+        WhaleError: Its update takes more than a step has for it.
     """
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.adapter.params

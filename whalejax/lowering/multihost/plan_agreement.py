@@ -45,7 +45,7 @@ class Agreement:
     """Compares what the processes of a mesh are about to do.
 
     Attributes:
-        wait_seconds: for a process that has not come.
+        wait_seconds: For a process that has not come.
     """
 
     def __init__(self, mesh: Mesh, *, one_kind: bool = False) -> None:
@@ -54,7 +54,7 @@ class Agreement:
         Args:
             mesh: Mesh of all processes; where one process has it alone, nothing is
                 compared.
-            one_kind: their devices must be of one kind, as one program runs on them.
+            one_kind: Their devices must be of one kind, as one program runs on them.
         """
         devices: Any = mesh.devices
         processes = {device.process_index for device in devices.flat}
@@ -77,10 +77,10 @@ class Agreement:
                 processes.
             also: Further values that must be equal, by name; called only where they are
                 compared, as a plan's hash takes longer than many a step.
-            plan: the plan of all processes, if that is not the program's.
+            plan: The plan of all processes, if that is not the program's.
 
         Raises:
-            PlanError: processes have other plans, optimizers, versions or kinds of
+            PlanError: Processes have other plans, optimizers, versions or kinds of
                 device, or did not come in time; with their numbers.
         """
         if not self._open:

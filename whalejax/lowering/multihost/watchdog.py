@@ -64,7 +64,7 @@ class Watch:
         """Starts the watch unless one process runs alone.
 
         Args:
-            alone: no other process takes part, so that nothing is watched.
+            alone: No other process takes part, so that nothing is watched.
         """
         self._alone = alone
         self.least_seconds = LEAST_SECONDS
@@ -82,7 +82,7 @@ class Watch:
         """One is about to be issued.
 
         Raises:
-            WhaleError: one before it failed here, in which others may still wait.
+            WhaleError: One before it failed here, in which others may still wait.
         """
         if self._alone:
             return
@@ -117,7 +117,7 @@ class Watch:
             kind: Name of what is issued, for the message.
 
         Raises:
-            WhaleError: a process that takes part is gone, or one before it failed.
+            WhaleError: A process that takes part is gone, or one before it failed.
         """
         self.begin(kind)
         try:

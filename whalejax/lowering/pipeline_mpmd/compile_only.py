@@ -34,7 +34,7 @@ class StageProgram:
         stage: Number of the stage.
         name: Purpose of the program, such as ``"forward of part 0"``.
         runs: Runs of the program in a step.
-        compiled: the program, a ``jax.stages.Compiled``.
+        compiled: The program, a ``jax.stages.Compiled``.
     """
 
     stage: int
@@ -48,10 +48,10 @@ class StageMemory:
     """Peak memory of a device of a stage in a step, in bytes by term.
 
     Attributes:
-        params_bytes: parameters, with copies of those that another stage stores.
-        optimizer_bytes: their optimizer state.
-        gradients_bytes: gradients, as they are added up.
-        kept_bytes: the batch, what is not trained, and at its most what micro-batches
+        params_bytes: Parameters, with copies of those that another stage stores.
+        optimizer_bytes: Their optimizer state.
+        gradients_bytes: Gradients, as they are added up.
+        kept_bytes: The batch, what is not trained, and at its most what micro-batches
             in flight keep for their backward pass.
         temporary_bytes: Bytes above the other terms at the peak: a program's
             temporaries, inputs and outputs.
@@ -80,10 +80,10 @@ class PartTransferBytes:
     """Bytes that each device of one part receives, forward or backward.
 
     Attributes:
-        part: number of the part.
+        part: Number of the part.
         action: ``forward`` for values, ``backward`` for cotangents of them.
         times: Number of transfers in a step.
-        nbytes: each time.
+        nbytes: Each time.
     """
 
     part: int
@@ -100,8 +100,8 @@ class CompiledStages:
         programs: Compiled programs by part, in the order in which a step first runs
             them.
         memory: Memory of a device of each stage.
-        moved: between parts.
-        once_bytes: for each stage, what its devices are given once in a step: inputs
+        moved: Between parts.
+        once_bytes: For each stage, what its devices are given once in a step: inputs
             that another stage holds, and gradients that another made of parameters
             that it stores.
     """
@@ -119,7 +119,7 @@ def compile_stages(
 
     Args:
         apart: Executor of the stages.
-        state: shapes, dtypes and layouts of the state.
+        state: Shapes, dtypes and layouts of the state.
         batch: Abstract leaves of the flat batch.
     """
     return _Rehearsing(apart, state, batch).compile_all()
@@ -130,8 +130,8 @@ class _Site:
     """A place with its programs.
 
     Attributes:
-        kept: bytes that a micro-batch in flight keeps after each action.
-        above: bytes on top while each action runs.
+        kept: Bytes that a micro-batch in flight keeps after each action.
+        above: Bytes on top while each action runs.
     """
 
     kept: dict[Action, int] = field(default_factory=dict)

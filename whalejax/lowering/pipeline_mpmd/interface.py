@@ -23,13 +23,13 @@ class StageExecutor(Protocol):
     Attributes:
         plan, plans: Plan of the model and of each stage.
         mesh, meshes: Mesh of all stages, and of each.
-        whole: for each stage, the layout of what all its devices hold.
-        here: for each stage, whether this process has devices of it.
-        division: the loss in parts.
+        whole: For each stage, the layout of what all its devices hold.
+        here: For each stage, whether this process has devices of it.
+        division: The loss in parts.
         table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
-        layouts: for each stage, the layouts of values.
+        layouts: For each stage, the layouts of values.
         moves: Transfers between stages.
-        finish: the end of a step.
+        finish: The end of a step.
         program: Loss, optimizer and plan of the model.
     """
 

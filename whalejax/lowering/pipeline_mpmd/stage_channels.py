@@ -51,7 +51,7 @@ class TransferThread:
         """Makes a hand-over when those before it are made.
 
         Args:
-            hand: makes it.
+            hand: Makes it.
             arrays: Arrays that ``hand`` takes.
         """
         before = self._last
@@ -85,11 +85,11 @@ class StageChannel:
         """Prepares the transfer of arrays between two stages.
 
         Args:
-            avals: shapes and dtypes.
-            sources: layouts on the stage that has the arrays, about; they may come
+            avals: Shapes and dtypes.
+            sources: Layouts on the stage that has the arrays, about; they may come
                 with others on its devices.
-            targets: layouts on the stage that takes them.
-            alone: nothing else is done until it is sent.
+            targets: Layouts on the stage that takes them.
+            alone: Nothing else is done until it is sent.
         """
         self._targets = list(targets)
         devices: set[Any] = set()

@@ -18,10 +18,10 @@ class CompiledPart:
     """A compiled part of a place's program.
 
     Attributes:
-        reads: numbers of the values that it takes.
+        reads: Numbers of the values that it takes.
         gives: Operands that the part returns.
-        program: from values, and from what it adds to, to both; a ``jax.jit``.
-        mesh: devices on which it runs.
+        program: From values, and from what it adds to, to both; a ``jax.jit``.
+        mesh: Devices on which it runs.
     """
 
     reads: tuple[int, ...]
@@ -52,9 +52,9 @@ class VirtualStagePrograms:
         number: Number of the virtual stage.
         stage: Stage that holds it.
         place: Traced forward and backward pass.
-        forward: makes what it hands on, what it keeps, and adds to the sums.
-        backward: makes cotangents, and adds to the gradients.
-        weight: adds to the gradients, where the schedule splits the backward.
+        forward: Makes what it hands on, what it keeps, and adds to the sums.
+        backward: Makes cotangents, and adds to the gradients.
+        weight: Adds to the gradients, where the schedule splits the backward.
         forward_only: Program like ``forward`` that saves no residuals.
     """
 
@@ -87,8 +87,8 @@ def site_of(
         number: Number of the virtual stage.
         stage: Stage that holds it.
         place: Traced forward and backward pass.
-        mesh: devices of the stage.
-        splits: gradients of parameters are made in a program of their own.
+        mesh: Devices of the stage.
+        splits: Gradients of parameters are made in a program of their own.
         options: XLA options of the compiler.
     """
     names, steps, kept = place.names, place.steps, place.residuals
@@ -144,11 +144,11 @@ def _piece(
 
     Args:
         name: Name of the compiled program.
-        steps: all of it.
+        steps: All of it.
         gives: Operands that the part returns; the last ``added`` are added to sums.
         given: Numbers of the values that the part may take.
         added: Number of results that are added to sums.
-        mesh: devices on which it runs.
+        mesh: Devices on which it runs.
         options: XLA options of the compiler.
         also: Further steps that the part runs.
     """

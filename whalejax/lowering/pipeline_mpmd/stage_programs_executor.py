@@ -93,10 +93,10 @@ class StageProgramsExecutor(StepRunner):
 
     Attributes:
         plan: Plan that it runs.
-        captured: the loss.
+        captured: The loss.
         plans, meshes: Plan and mesh of each stage.
-        whole: for each stage, the layout of what all its devices hold.
-        division: the loss in parts.
+        whole: For each stage, the layout of what all its devices hold.
+        division: The loss in parts.
         table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
     """
 
@@ -290,10 +290,10 @@ class StageProgramsExecutor(StepRunner):
         """The end of a step, once all micro-batches are done.
 
         Args:
-            state: before the step; it is consumed.
+            state: Before the step; it is consumed.
             losses: Sums of the micro-batches' losses; None if another process holds
                 them.
-            gradients: the sum for each parameter, or ``ABSENT``.
+            gradients: The sum for each parameter, or ``ABSENT``.
             rest: Non-trainable state after the last micro-batch.
         """
         sums = replace(

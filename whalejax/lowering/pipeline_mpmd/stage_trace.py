@@ -44,7 +44,7 @@ class _StageEquations:
         positions: Positions of the stage's equations in the program.
         imports: Values that earlier stages transfer to it.
         wanted: Values that it transfers or reports.
-        found: these, as they were made.
+        found: These, as they were made.
     """
 
     positions: frozenset[Position]
@@ -79,8 +79,8 @@ class VirtualStageSignature:
         exports: Numbers of the exported values, in the order of the part's exports.
         fresh: Numbers of the non-trainable state after the micro-batch, in the order of
             the part's.
-        sums: total, weight and metrics, flat; of the last place.
-        returns: cotangents of what it was handed, where a gradient flows through it.
+        sums: Total, weight and metrics, flat; of the last place.
+        returns: Cotangents of what it was handed, where a gradient flows through it.
         gradients: Numbers of the parameters' gradients.
     """
 
@@ -107,12 +107,12 @@ class TracedVirtualStage:
 
     Attributes:
         part: Part of the program that the virtual stage runs.
-        params, rest, batch: numbers of the loss's inputs that it reads.
+        params, rest, batch: Numbers of the loss's inputs that it reads.
         sent: Exported values that a gradient flows through.
         received: Imported values that a gradient flows through.
-        steps: its program, forward and backward.
+        steps: Its program, forward and backward.
         names: Numbers of its inputs and outputs.
-        sums_tree: structure of ``(total, weight, metrics)``.
+        sums_tree: Structure of ``(total, weight, metrics)``.
     """
 
     part: PlacePart
@@ -154,10 +154,10 @@ class PipelineFacts:
     """Facts that all virtual stages of a pipeline share.
 
     Attributes:
-        units: the loss.
-        avals: shape and dtype of every value.
-        flows: values through which a gradient flows.
-        scales: the loss is multiplied before it is differentiated.
+        units: The loss.
+        avals: Shape and dtype of every value.
+        flows: Values through which a gradient flows.
+        scales: The loss is multiplied before it is differentiated.
     """
 
     units: Units

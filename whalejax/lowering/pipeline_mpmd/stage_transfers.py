@@ -46,7 +46,7 @@ class StageTransfers:
         """Compares the plan with that of the other processes, the first time.
 
         Raises:
-            PlanError: they have other layouts, or another order.
+            PlanError: They have other layouts, or another order.
         """
         apart = self._apart
         self._agreement.check(apart.program, self.described, plan=apart.plan)
@@ -93,7 +93,7 @@ class StageTransfers:
         Args:
             number: Number of the parameter.
             stage: Stage that computed the gradient.
-            gradient: or None if that is not here.
+            gradient: Or None if that is not here.
         """
         apart = self._apart
         source, target = (
@@ -190,7 +190,7 @@ class StageTransfers:
         """The same, with another number of micro-batches.
 
         Args:
-            table: the schedule with it.
+            table: The schedule with it.
         """
         apart = self._apart
         pairs = {

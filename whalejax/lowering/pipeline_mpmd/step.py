@@ -31,13 +31,13 @@ class SchedulePass:
 
     Attributes:
         apart: Executor of the stages.
-        leaves: the inputs of the loss, as they are now.
+        leaves: The inputs of the loss, as they are now.
         copies: Copies of other stages' arrays, by stage and number.
-        common: for each place, what all micro-batches read, by number.
+        common: For each place, what all micro-batches read, by number.
         live: Residuals of the backward pass, by virtual stage and micro-batch.
         coming: Transferred arrays, by action, virtual stage and micro-batch.
         leaving: Computed values that are not transferred yet.
-        sums, gradients: for each place, what was added up.
+        sums, gradients: For each place, what was added up.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class SchedulePass:
 
         Args:
             apart: Executor of the stages.
-            state: before the step.
-            batch: flat leaves of the global batch.
-            keeps: the backward pass follows.
+            state: Before the step.
+            batch: Flat leaves of the global batch.
+            keeps: The backward pass follows.
             first_micro_batch: Number within the global batch of the schedule's first
                 micro-batch.
         """

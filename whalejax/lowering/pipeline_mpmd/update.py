@@ -41,7 +41,7 @@ class ValuePlacement:
     """Stage, sharding and donation of an input or output of the program.
 
     Attributes:
-        owner: the stage; None for all devices.
+        owner: The stage; None for all devices.
         sharding: Sharding of an output.
         consumed: Whether the program may reuse the memory of an input.
     """
@@ -56,7 +56,7 @@ class _BroadcastVector:
     """Numbers of one type that a stage tells all others, in one vector.
 
     Attributes:
-        group: the part that makes them.
+        group: The part that makes them.
         numbers: Vector of the scalars of one dtype that a stage broadcasts to all
             others.
     """
@@ -70,15 +70,15 @@ class _Part:
     """A compiled part.
 
     Attributes:
-        group: when and where it runs.
-        takes: numbers of the values whose memory it reuses.
-        reads: numbers of the other values that it takes.
-        hears: vectors that it takes.
-        gives: numbers of the values that it makes.
-        tells: vectors that it makes.
-        program: from values by number, those whose memory it reuses first, and vectors
+        group: When and where it runs.
+        takes: Numbers of the values whose memory it reuses.
+        reads: Numbers of the other values that it takes.
+        hears: Vectors that it takes.
+        gives: Numbers of the values that it makes.
+        tells: Vectors that it makes.
+        program: From values by number, those whose memory it reuses first, and vectors
             to values and vectors; a ``jax.jit``.
-        usable: from the values whose memory it may reuse to those whose it can.
+        usable: From the values whose memory it may reuse to those whose it can.
     """
 
     group: Group
@@ -130,13 +130,13 @@ class MultiStageProgram:
         """Divides the program among the stages.
 
         Args:
-            steps: the program.
+            steps: The program.
             inputs, outputs: Stage, sharding and donation of each input and output.
-            whole: for each stage, the layout of what all its devices hold.
+            whole: For each stage, the layout of what all its devices hold.
             options: XLA options of the compiler.
 
         Raises:
-            PlanError: an operation takes arrays of several stages.
+            PlanError: An operation takes arrays of several stages.
         """
         self._steps = steps
         self._whole = whole
@@ -162,7 +162,7 @@ class MultiStageProgram:
         """Runs it.
 
         Args:
-            values: its inputs, each where it lies; for those that are not here
+            values: Its inputs, each where it lies; for those that are not here
                 anything will do.
 
         Returns:
@@ -213,7 +213,7 @@ class MultiStageProgram:
         """Each part's stage and its compiled program; nothing is run.
 
         Args:
-            values: shapes, dtypes and layouts of the inputs.
+            values: Shapes, dtypes and layouts of the inputs.
         """
         made: dict[tuple[int, int], Any] = {}
         for number, value in zip(self._steps.inputs, values, strict=True):

@@ -40,10 +40,10 @@ class UpdatePartition:
 
     Attributes:
         owners: Stage that owns each value.
-        levels: after how many exchanges it is there.
-        gives, tells: for each part, what others, or the outputs, take of it as it is,
+        levels: After how many exchanges it is there.
+        gives, tells: For each part, what others, or the outputs, take of it as it is,
             and what it tells all.
-        reads: for each part, what it takes.
+        reads: For each part, what it takes.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class UpdatePartition:
         """Divides the program among the stages.
 
         Args:
-            steps: the program.
+            steps: The program.
             inputs, outputs: Owners of the inputs and outputs.
             stages: Number of stages.
             meshes: Mesh of each stage; an operation that lays its result on one runs
                 there.
-            few_rounds: every stage does what follows from a number that all were told,
+            few_rounds: Every stage does what follows from a number that all were told,
                 also where the other numbers are of one stage: a sum over stages in
                 turn then takes one exchange, and tells more numbers.
 
         Raises:
-            PlanError: an operation takes arrays of several stages.
+            PlanError: An operation takes arrays of several stages.
         """
         self._steps = steps
         self._stages = stages
@@ -136,7 +136,7 @@ class UpdatePartition:
         """Finds what each part reads, from the outputs back.
 
         Raises:
-            PlanError: a stage would have to tell another an array.
+            PlanError: A stage would have to tell another an array.
         """
         stages = range(self._stages)
         for operand, owner in self._outputs:
@@ -186,12 +186,12 @@ def check_update(
 
     Args:
         plan: Plan; where its stages have no programs of their own, nothing is refused.
-        adapter: the model.
+        adapter: The model.
         optimizer: Optimizer that updates the model.
         steady: State beside the parameters that changes once a step.
 
     Raises:
-        PlanError: it takes arrays of several stages into one operation.
+        PlanError: It takes arrays of several stages into one operation.
     """
     if plan.stages is None or not plan.stage_plans or not plan.runnable:
         return

@@ -29,7 +29,7 @@ class Derivative:
     """A stage's layers forward, and back from what the forward pass left.
 
     Attributes:
-        kept: shapes and dtypes of what is kept of one micro-batch: first what the stage
+        kept: Shapes and dtypes of what is kept of one micro-batch: first what the stage
             hands on, then what its derivative reads beside it.
     """
 
@@ -37,7 +37,7 @@ class Derivative:
         """Finds the residuals that the derivative reads.
 
         Args:
-            function: the stage's layers.
+            function: The stage's layers.
             params, given: Parameters and inputs of the right shapes and dtypes.
         """
         self._function = function
@@ -126,7 +126,7 @@ class Inputs:
         """One turn forward.
 
         Args:
-            kept: rings of what is kept.
+            kept: Rings of what is kept.
             given: Outputs of the previous stage.
             numbers: Micro-batch of each stage, or -1.
 

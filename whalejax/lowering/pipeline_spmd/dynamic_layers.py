@@ -28,10 +28,10 @@ class DynamicLoop:
     """A loop over layers.
 
     Attributes:
-        body: one turn, from constants, carries and slices to carries and more.
+        body: One turn, from constants, carries and slices to carries and more.
         num_consts, num_carries: Numbers of loop-invariant and of carried operands; the
             operands after them are stacked.
-        most: slices that a stack has, the largest number of turns.
+        most: Slices that a stack has, the largest number of turns.
         masked: ``most`` turns are taken, and those too many change nothing. Where
             devices share collectives inside, they must take equally many turns.
     """
@@ -71,7 +71,7 @@ def run_dynamic_loop(turns: DynamicLoop, count: Any, operands: Operands) -> Oper
     Args:
         turns: Loop to run.
         count: Number of iterations, an int32 scalar of at most ``turns.most``.
-        operands: constants, carries (floating-point numbers), stacks.
+        operands: Constants, carries (floating-point numbers), stacks.
 
     Returns:
         The carries after so many turns.
@@ -113,10 +113,10 @@ class _LoopResiduals:
     """Residuals of a loop for its backward pass.
 
     Attributes:
-        backward: the derivative of a layer; its leaves are those of all turns.
-        sliced: for each leaf, whether a turn has a slice of it.
-        flows: for each operand, whether a gradient flows through it.
-        count: turns.
+        backward: The derivative of a layer; its leaves are those of all turns.
+        sliced: For each leaf, whether a turn has a slice of it.
+        flows: For each operand, whether a gradient flows through it.
+        count: Turns.
         operands: Operands of the loop.
     """
 
@@ -158,9 +158,9 @@ def _sources(
     """Returns the source of each leaf of an iteration's derivative.
 
     Args:
-        turns: the loop.
+        turns: The loop.
         given: Operands of one iteration.
-        flows: for each operand, whether a gradient flows through it.
+        flows: For each operand, whether a gradient flows through it.
 
     Returns:
         For each leaf the place of the operand that it is, ``OWN`` or ``ONCE``; and the

@@ -53,7 +53,7 @@ def pipelined_gradients(
 
     Args:
         program: Loss, optimizer and plan to run.
-        stack: the scan over layers.
+        stack: The scan over layers.
         params, rest, batch, rng, step, scale: Arguments of ``gradients_of``, unchanged.
     """
     table, plan = _table(program), program.plan
@@ -235,7 +235,7 @@ def pipelined_losses(
 
     Args:
         program: Loss, optimizer and plan to run.
-        stack: the scan over layers.
+        stack: The scan over layers.
         params, rest, batch, rng, step: Arguments of ``losses_of``, unchanged.
     """
     table = _table(program)

@@ -34,13 +34,13 @@ class StageLayers:
     """The layers of this stage, in place of all; see ``evaluate.GradientPart``.
 
     Attributes:
-        stack: the scan over all layers.
+        stack: The scan over all layers.
         counts: Number of layers of each stage.
-        masked: all stages take equally many turns, because they share collectives.
-        stage, last: number of this stage, and whether it is the last.
+        masked: All stages take equally many turns, because they share collectives.
+        stage, last: Number of this stage, and whether it is the last.
         given: Outputs of the previous stage.
-        ends: nothing behind the layers is wanted.
-        made: the layers were run before, and what they hand on is given.
+        ends: Nothing behind the layers is wanted.
+        made: The layers were run before, and what they hand on is given.
         results: Outputs of the layers.
     """
 
@@ -137,8 +137,8 @@ class OneStage:
     Attributes:
         program, stack: Program and layer stack to run.
         params: Parameters of this stage.
-        stage: number of this stage.
-        micro: gives the rest, the flat batch and the key of a micro-batch.
+        stage: Number of this stage.
+        micro: Gives the rest, the flat batch and the key of a micro-batch.
         scale: Scale of the loss before differentiation, or None.
     """
 
@@ -214,7 +214,7 @@ class OneStage:
             params: Parameters of the stage.
             given: Outputs of the stage before, or of the layers where ``made``.
             number: Number of the micro-batch.
-            made: see ``repeated_layers``.
+            made: See ``repeated_layers``.
         """
         layers = self.layers(given, ends=False, made=made)
         rest, batch, key = self.micro(number)

@@ -27,10 +27,10 @@ def in_stages(
     """The results of an operation, or None where it is computed as it was traced.
 
     Args:
-        equation: the operation.
-        values: its operands.
-        specs: layouts of these, where it looks something up.
-        mesh: the devices.
+        equation: The operation.
+        values: Its operands.
+        specs: Layouts of these, where it looks something up.
+        mesh: The devices.
         flows: Whether a gradient flows through each operand of a call with its own
             derivative rule.
     """

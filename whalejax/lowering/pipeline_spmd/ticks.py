@@ -17,7 +17,7 @@ def turns_of(table: Schedule) -> np.ndarray:
     """A schedule in lockstep: which micro-batch each stage takes in each turn.
 
     Args:
-        table: each stage takes at most one forward and one backward in a turn, and
+        table: Each stage takes at most one forward and one backward in a turn, and
             what it takes was handed on in the turn before.
 
     Returns:
@@ -41,10 +41,10 @@ def chosen(
 
     Args:
         numbers: Micro-batch of each stage, or -1.
-        stage: number of this one.
+        stage: Number of this one.
         work: Function that does the work.
         idle: Result where there is no micro-batch.
-        branches: nothing inside is sharded.
+        branches: Nothing inside is sharded.
     """
     here = numbers[stage] >= 0
     if branches:
@@ -72,7 +72,7 @@ def put(ring: Any, value: Any, number: Any) -> Any:
     """Keeps something of a micro-batch, if it is one.
 
     Args:
-        ring: with room for so many micro-batches as are in flight.
+        ring: With room for so many micro-batches as are in flight.
         value: Value to keep.
         number: Number of the micro-batch, or -1.
     """

@@ -61,8 +61,8 @@ def distribute_layers(
 
     Args:
         program: Loss, optimizer and plan to run.
-        stack: the scan over layers, and its parameters.
-        params: flat parameters, as stored.
+        stack: The scan over layers, and its parameters.
+        params: Flat parameters, as stored.
         layers: Number of layers of each stage.
     """
     leaves, result = program.plan.trained, list(params)

@@ -41,13 +41,13 @@ def adasum_reduce(
     """Tensors combined over the ranks of ``data``, alike on all of them.
 
     Args:
-        stacked: for each parameter sums over a rank's samples, with the ranks along a
+        stacked: For each parameter sums over a rank's samples, with the ranks along a
             leading dimension that ``data`` shards.
         weights: Weight of each rank's samples, by which its sums are divided.
-        specs: layout of each parameter on the axes beside ``data``.
+        specs: Layout of each parameter on the axes beside ``data``.
         slices: Number of layers that each tensor stacks; each layer counts as a tensor.
-        mesh: the devices.
-        node: ranks, one after the other, that are averaged before.
+        mesh: The devices.
+        node: Ranks, one after the other, that are averaged before.
     """
     double = any(x.dtype == jnp.float64 for x in stacked)
     dtype = jnp.float64 if double else jnp.float32
@@ -132,7 +132,7 @@ class _Packing:
         """Values of tensors, (group, tensor), as those of columns, (group, 1, column).
 
         Args:
-            each: several of them.
+            each: Several of them.
         """
         return [x[:, self.tensor_of][:, None] for x in each]
 
@@ -214,7 +214,7 @@ class _PartialDots:
     Attributes:
         packing: Packing of the tensors.
         specs: Specs of the parameters.
-        mesh: the devices.
+        mesh: The devices.
     """
 
     packing: _Packing

@@ -42,11 +42,11 @@ def chunked(
     Args:
         one: Call that makes logits and reduces them.
         values: Values of its inputs.
-        count: chunks of the tokens of a device; fewer where it does not divide them.
-        spec: layout of the logits.
-        mesh: the devices.
-        used: the kernel as products read it, from the kernel as it is stored.
-        constrained: a value in a layout.
+        count: Chunks of the tokens of a device; fewer where it does not divide them.
+        spec: Layout of the logits.
+        mesh: The devices.
+        used: The kernel as products read it, from the kernel as it is stored.
+        constrained: A value in a layout.
 
     Returns:
         What the call gives.

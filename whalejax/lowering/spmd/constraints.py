@@ -44,18 +44,18 @@ class Constraints:
         operands: (position, operand) to the layouts it passes through, in order.
         gathers: (position, operand) of parameters that are stored in more shards than
             they are used in: stored layout, then used layout.
-        regathers: positions that gather them again for their backward pass.
-        rings: positions of attention that runs in blocks, with layouts of operands.
-        lookups: positions of lookups, scatters, sorts, convolutions and poolings, with
+        regathers: Positions that gather them again for their backward pass.
+        rings: Positions of attention that runs in blocks, with layouts of operands.
+        lookups: Positions of lookups, scatters, sorts, convolutions and poolings, with
             layouts of operands.
-        sorted_rows: calls that sort rows across the batch, by position: where rows lie,
+        sorted_rows: Calls that sort rows across the batch, by position: where rows lie,
             and the axes that share the samples.
-        chunks: into how many the tokens of a device are cut in calls that make logits.
+        chunks: Into how many the tokens of a device are cut in calls that make logits.
         waiting: Values that are kept in host memory until the backward pass: position
             of a checkpointed region to numbers of its inputs, and of an equation inside
             one to numbers of its results.
-        carried: layouts of what layers hand to the next stage; empty without stages.
-        flows: position of a call with a derivative rule of its own to whether a
+        carried: Layouts of what layers hand to the next stage; empty without stages.
+        flows: Position of a call with a derivative rule of its own to whether a
             gradient flows through each operand.
     """
 
@@ -292,9 +292,9 @@ def layouts_of(
     """Layouts of some values where they are made, or read first.
 
     Args:
-        plan: the plan.
-        analysed: a trace of the same model, analysed.
-        tensors: ids of the values.
+        plan: The plan.
+        analysed: A trace of the same model, analysed.
+        tensors: Ids of the values.
     """
     graph, dims = analysed.graph, analysed.dims
     tables = tables_of(plan, analysed)
@@ -370,8 +370,8 @@ def constraints_of(
     """The constraints that make a traced loss follow a plan.
 
     Args:
-        plan: the plan.
-        analysed: a trace of the same model, analysed.
+        plan: The plan.
+        analysed: A trace of the same model, analysed.
         captured: Traced loss that the plan was made for.
     """
     collector = _Collector(plan, analysed, captured)

@@ -69,7 +69,7 @@ def but_for_gathered(policy: Any) -> Any:
     kept: each is the whole parameter. What else is constrained goes by its own name.
 
     Args:
-        policy: the user's, or None where nothing is kept.
+        policy: The user's, or None where nothing is kept.
     """
     if policy is None:
         return None
@@ -91,7 +91,7 @@ def with_waiting(policy: Any) -> Any:
     what follows reads it under its name.
 
     Args:
-        policy: for everything else; None keeps nothing.
+        policy: For everything else; None keeps nothing.
     """
     moves = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -122,9 +122,9 @@ class ScanReplacement(Protocol):
         """Returns the results of the scan.
 
         Args:
-            equation: the scan as traced.
-            values: its operands.
-            body: one turn of it.
+            equation: The scan as traced.
+            values: Its operands.
+            body: One turn of it.
         """
         ...
 
@@ -217,17 +217,17 @@ def evaluate(
     """Runs a jaxpr with constraints.
 
     Args:
-        jaxpr: open or closed, as captured.
-        arguments: one value for each of its inputs.
+        jaxpr: Open or closed, as captured.
+        arguments: One value for each of its inputs.
         constraints: Constraints by position.
-        mesh: the mesh of the plan.
+        mesh: The mesh of the plan.
         position: Position of the jaxpr within the outermost one.
         looped: Whether the jaxpr is the body of a loop, or inside one.
         recomputed: Whether the jaxpr is a checkpointed region of the user's, or inside
             one.
         part: Replacement of the layers' scan, where only some layers run.
         here: Equations to run, where only some do.
-        ready: weights that a loop around it reads, as they are computed with.
+        ready: Weights that a loop around it reads, as they are computed with.
 
     Returns:
         Its outputs.

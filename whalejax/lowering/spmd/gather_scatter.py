@@ -40,10 +40,10 @@ class OperationParts:
     """Division of an operation among devices.
 
     Attributes:
-        given, out: layouts of operands and results.
-        run: one device's part, from its parts of the operands.
-        summed: axes over which the parts of a result are summed.
-        finish: makes the result from the sum and the device's operands.
+        given, out: Layouts of operands and results.
+        run: One device's part, from its parts of the operands.
+        summed: Axes over which the parts of a result are summed.
+        finish: Makes the result from the sum and the device's operands.
     """
 
     given: tuple[Spec, ...]
@@ -83,10 +83,10 @@ def in_parts(
     """The results of an operation by index, or None where the compiler can be trusted.
 
     Args:
-        equation: the operation, or a call with a derivative rule of its own.
-        values: its operands.
-        specs: layouts of these, as far as they are known; empty ones are whole.
-        mesh: the devices; inside ``shard_map`` over the stages.
+        equation: The operation, or a call with a derivative rule of its own.
+        values: Its operands.
+        specs: Layouts of these, as far as they are known; empty ones are whole.
+        mesh: The devices; inside ``shard_map`` over the stages.
         flows: Argument of ``holds``, unchanged.
     """
     automatic = automatic_axes(mesh)
@@ -116,9 +116,9 @@ def holds(
     """Whether a call, or its derivative, holds an equation of some kind.
 
     Args:
-        equation: the call.
-        wanted: whether an equation is of that kind.
-        flows: for each operand, whether a gradient flows through it: only for these
+        equation: The call.
+        wanted: Whether an equation is of that kind.
+        flows: For each operand, whether a gradient flows through it: only for these
             need there be a derivative. Left out, through all that it may flow through.
     """
     if _holds(_compat.inner_jaxprs(equation), wanted):
@@ -287,9 +287,9 @@ class _ShardedGather:
     """One device's share of a gather.
 
     Attributes:
-        equation: the gather.
+        equation: The gather.
         sizes: Size of each mesh axis.
-        laid: axes that shard each dimension of the operand.
+        laid: Axes that shard each dimension of the operand.
         picked: Index component that points into a sharded dimension, and that
             dimension's axes.
     """
@@ -439,8 +439,8 @@ class _Backward:
 
     Attributes:
         parts: Division of the operation among devices.
-        flows: operands that gradients flow to, by number.
-        across: axes that shard the cotangents.
+        flows: Operands that gradients flow to, by number.
+        across: Axes that shard the cotangents.
     """
 
     parts: OperationParts

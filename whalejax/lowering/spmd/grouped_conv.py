@@ -31,10 +31,10 @@ def grouped(
     """The result of such a convolution.
 
     Args:
-        equation: the convolution.
-        values: image and kernel.
-        specs: the layout of the image first; empty ones are whole.
-        mesh: the devices.
+        equation: The convolution.
+        values: Image and kernel.
+        specs: The layout of the image first; empty ones are whole.
+        mesh: The devices.
     """
     numbers = equation.params["dimension_numbers"]
     rank, passed = len(equation.invars[0].aval.shape), _passed(equation)

@@ -25,7 +25,7 @@ def picks_from_rows(equation: Any) -> bool:
     """Whether a gather takes one floating-point element of each of many rows.
 
     Args:
-        equation: a gather.
+        equation: A gather.
     """
     numbers = equation.params["dimension_numbers"]
     table, indices = (atom.aval for atom in equation.invars)
@@ -49,8 +49,8 @@ def picked(equation: Any, values: Sequence[Any]) -> list[Any]:
     """The result of a gather of which ``picks_from_rows`` is true.
 
     Args:
-        equation: the gather.
-        values: the table, and the indices: one for each row.
+        equation: The gather.
+        values: The table, and the indices: one for each row.
     """
     table, indices = values
     params = equation.params

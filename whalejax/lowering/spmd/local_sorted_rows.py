@@ -33,11 +33,11 @@ def on_own_rows(
     """A program on the rows of each device's own samples.
 
     Args:
-        jaxpr: the program.
-        values: its inputs.
+        jaxpr: The program.
+        values: Its inputs.
         rows: Positions of sample rows in the program's values.
         axes: Mesh axes that shard the samples; others are left to the compiler.
-        mesh: the devices.
+        mesh: The devices.
     """
     parts = math.prod(mesh.shape[axis] for axis in axes)
     # Weights are given to each device as its own, so that the compiler adds gradients

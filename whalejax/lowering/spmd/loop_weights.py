@@ -31,8 +31,8 @@ def loop_weights(
     """Weights that a scan would gather in every turn, by where they are read.
 
     Args:
-        equation: the scan as traced.
-        values: its operands.
+        equation: The scan as traced.
+        values: Its operands.
         constraints: Constraints that name the gathered weights.
         position: Position of the scan's body.
 
@@ -63,10 +63,10 @@ def _walk(
     """Writes down the reads of a body's constants; those of its outputs that are such.
 
     Args:
-        jaxpr: the body.
+        jaxpr: The body.
         inputs: Maker of each input, or None for inputs that change in every iteration.
         position: Position of the body.
-        gathers: see ``Constraints.gathers``.
+        gathers: See ``Constraints.gathers``.
         found: Dictionary that receives the reads.
     """
     body, constants = _compat.open_jaxpr(jaxpr)

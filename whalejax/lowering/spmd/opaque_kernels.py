@@ -33,7 +33,7 @@ def runs_whole(equation: Any, flows: Sequence[bool] | None = None) -> bool:
     groups of channels.
 
     Args:
-        equation: the equation.
+        equation: The equation.
         flows: Whether a gradient flows through each operand of a call with its own
             derivative rule.
     """

@@ -44,11 +44,11 @@ class Follower:
     """A parameter and the state that follows it, some of which is in host memory.
 
     Attributes:
-        inputs: numbers of inputs of its shape: the parameter, its gradient.
-        state: pairs of an input and an output: state, and the same after the update.
-        fresh: number of the output that is the parameter after the update.
-        hosted: numbers of the inputs that are in host memory, as do their outputs.
-        spec: layout of all of them; needed for running alone.
+        inputs: Numbers of inputs of its shape: the parameter, its gradient.
+        state: Pairs of an input and an output: state, and the same after the update.
+        fresh: Number of the output that is the parameter after the update.
+        hosted: Numbers of the inputs that are in host memory, as do their outputs.
+        spec: Layout of all of them; needed for running alone.
     """
 
     inputs: tuple[int, ...]
@@ -64,10 +64,10 @@ def streamed(
     """Runs an optimizer's step some of whose inputs are in host memory.
 
     Args:
-        update: the step.
-        values: its inputs.
+        update: The step.
+        values: Its inputs.
         followers: State to stream; ``streamable`` returned each.
-        mesh: the devices.
+        mesh: The devices.
 
     Returns:
         The outputs, those that take the place of hosted inputs in host memory.
@@ -80,8 +80,8 @@ def streamable(program: Any, followers: Sequence[Follower]) -> list[Follower]:
     """Returns the followers whose state in host memory nothing reads as a whole.
 
     Args:
-        program: the step, from ``flattened``.
-        followers: parameters and their state.
+        program: The step, from ``flattened``.
+        followers: Parameters and their state.
     """
     return [part.follower for part in UpdateParts(program, followers).parts]
 
@@ -90,8 +90,8 @@ def flattened(update: Update, values: Sequence[Any]) -> Any:
     """An optimizer's step as a program without calls.
 
     Args:
-        update: the step.
-        values: its inputs, abstract or real.
+        update: The step.
+        values: Its inputs, abstract or real.
     """
     avals = [_compat.abstract(x.shape, x.dtype) for x in values]
     program = _compat.trace(lambda *xs: list(update(xs)), avals)
@@ -113,9 +113,9 @@ class FollowerPart:
 
     Attributes:
         follower: Follower whose outputs the part makes.
-        places: numbers of the outputs: the parameter, then the state.
+        places: Numbers of the outputs: the parameter, then the state.
         equations: Equations in program order.
-        whole, single: variables that it reads beside the parameter and its state: of
+        whole, single: Variables that it reads beside the parameter and its state: of
             the parameter's shape, and scalars.
     """
 
@@ -130,8 +130,8 @@ class UpdateParts:
     """The program of an update, and the parts of it that can run in pieces.
 
     Attributes:
-        body, constants: the program.
-        parts: one for each follower of which nothing else reads what is hosted.
+        body, constants: The program.
+        parts: One for each follower of which nothing else reads what is hosted.
     """
 
     def __init__(self, program: Any, followers: Sequence[Follower]) -> None:
@@ -269,11 +269,11 @@ class _Loop:
 
     Attributes:
         equations: Equations of the loop.
-        target: the parameter.
+        target: The parameter.
         states: Optimizer state of the parameter.
         hosted: State that is stored in host memory.
         whole, single: Other arrays that the loop reads, sliced or complete.
-        outs: the parameter and the states after it.
+        outs: The parameter and the states after it.
     """
 
     equations: Sequence[Any]
@@ -323,10 +323,10 @@ def evaluated(
     """Runs the elementwise part of a program on a piece of everything.
 
     Args:
-        equations: the part.
-        outs: the variables that it makes.
-        target: the variable of the parameter, whose shape all have.
-        env: values of what it reads; those of what it makes are added.
+        equations: The part.
+        outs: The variables that it makes.
+        target: The variable of the parameter, whose shape all have.
+        env: Values of what it reads; those of what it makes are added.
     """
     shape = env[target].shape
     for equation in equations:

@@ -34,9 +34,9 @@ class ReadStep:
     """Pending operation on an offloaded parameter.
 
     Attributes:
-        run: does it.
+        run: Does it.
         rank: Rank of the parameter when the operation was recorded.
-        keeps: leading dimensions that it leaves alone, of which slices can be taken.
+        keeps: Leading dimensions that it leaves alone, of which slices can be taken.
     """
 
     run: Run
@@ -49,7 +49,7 @@ class HostParameter:
     """A parameter in host memory, or a layer's slice of it, on its way to its reader.
 
     Attributes:
-        host: its values.
+        host: Its values.
         seed: Array that is differentiated in its place; None where no gradient is
             needed.
         steps: Pending operations, in order; they have been applied to the seed.
@@ -69,8 +69,8 @@ class HostParameter:
         """The same with one more step.
 
         Args:
-            run: does it.
-            keeps: leading dimensions that it leaves alone.
+            run: Does it.
+            keeps: Leading dimensions that it leaves alone.
         """
         step = ReadStep(run=run, rank=self.host.ndim, keeps=keeps)
         seed = None if self.seed is None else run(self.seed, 0)
@@ -105,8 +105,8 @@ def viewed(equation: Any, value: HostParameter) -> HostParameter | None:
     dtype.
 
     Args:
-        equation: the operation.
-        value: its only operand.
+        equation: The operation.
+        value: Its only operand.
 
     Returns:
         The parameter with one more step, or None where the operation does more.

@@ -37,7 +37,7 @@ def plan_of_rank(plan: Plan) -> Plan:
     """Returns the plan that one rank of ``data`` runs on its own samples.
 
     Args:
-        plan: the plan of all.
+        plan: The plan of all.
     """
     own = plan.replica
     leaves = [
@@ -173,9 +173,9 @@ def _on_ranks(
 
     Args:
         program: Program that all ranks run.
-        function: takes a rank's program, ``shared``, and its slices of ``stacked``.
-        shared: values that all ranks have.
-        stacked: values of each rank, along a leading dimension.
+        function: Takes a rank's program, ``shared``, and its slices of ``stacked``.
+        shared: Values that all ranks have.
+        stacked: Values of each rank, along a leading dimension.
     """
     plan = plan_of_rank(program.plan)
 
@@ -204,10 +204,10 @@ def _on_batches(
 
     Args:
         program: Program that all ranks run.
-        function: takes a rank's program, ``shared``, the rank's flat batch and the
+        function: Takes a rank's program, ``shared``, the rank's flat batch and the
             number of its first micro-batch.
-        shared: values that all ranks have.
-        batch: flat leaves of the global batch.
+        shared: Values that all ranks have.
+        batch: Flat leaves of the global batch.
     """
     plan = program.plan
     ranks, count = plan.axis_sizes[DATA], plan.num_micro_batches
@@ -323,7 +323,7 @@ def _rest(program: Program, before: Any, moved: Sequence[Any]) -> Any:
     Args:
         program: Loss, optimizer and plan to run.
         before: State at the beginning of the step.
-        moved: leaves of it that a step may change, of all ranks.
+        moved: Leaves of it that a step may change, of all ranks.
     """
     frozen = program.captured.frozen
     tree: Any = jax.tree.structure(before)

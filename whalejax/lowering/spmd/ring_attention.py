@@ -40,10 +40,10 @@ def attend(
     """Runs a call that is attention.
 
     Args:
-        equation: the call.
-        values: query, key, value and what the scores read beside them.
-        specs: layouts of these.
-        mesh: the devices.
+        equation: The call.
+        values: Query, key, value and what the scores read beside them.
+        specs: Layouts of these.
+        mesh: The devices.
 
     Returns:
         What the call gives; queries' and keys' sequences are sharded alike.
@@ -61,15 +61,15 @@ class _AttentionLayout:
     """An attention with its layout.
 
     Attributes:
-        one: the attention.
+        one: The attention.
         specs: Specs of query, key, value and the other operands.
         out: Spec of the output.
         axes: Mesh axes that shard the sequence.
         row: Sequence dimension among the query's own dimensions (an index into
             ``one.rows``).
         ring: Assignment of block pairs to devices and rounds.
-        filled: the score in blocks that are not computed, where it may have a weight.
-        mesh: the devices.
+        filled: The score in blocks that are not computed, where it may have a weight.
+        mesh: The devices.
     """
 
     one: AttentionPattern
@@ -535,12 +535,12 @@ class _Local:
         is known beforehand; pairs that a device does not have are passed over.
 
         Args:
-            here: this device's pairs of blocks in each round, and their number.
-            moving: keys and values, which go round.
-            sums: their cotangents, which go with them and come home; or ().
+            here: This device's pairs of blocks in each round, and their number.
+            moving: Keys and values, which go round.
+            sums: Their cotangents, which go with them and come home; or ().
             state: Blocks that do not move between rounds.
-            block: from a pair, ``moving``, ``sums`` and ``state`` to state and sums.
-            rest: the same of a round and the pairs of it that are not computed.
+            block: From a pair, ``moving``, ``sums`` and ``state`` to state and sums.
+            rest: The same of a round and the pairs of it that are not computed.
         """
         n, counts = self.ring.size, self.ring.counts
         pairs, own = here

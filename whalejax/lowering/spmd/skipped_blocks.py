@@ -21,10 +21,10 @@ class SkippedBlocks:
     """The hidden blocks of one device, whose sums are taken as keys go round.
 
     Args:
-        ring: the rounds.
+        ring: The rounds.
         score: Score in all masked blocks.
-        here: this device's place in the ring.
-        wide: the type of sums.
+        here: This device's place in the ring.
+        wide: The type of sums.
     """
 
     def __init__(self, ring: Ring, score: float, here: Any, wide: Any) -> None:
@@ -46,9 +46,9 @@ class SkippedBlocks:
         """Sums with the values that are here in a round.
 
         Args:
-            step: number of the round.
+            step: Number of the round.
             value: ``[batch, columns, width]``.
-            sums: before it.
+            sums: Before it.
         """
         batch, columns, width = value.shape
         size = self.ring.column_size
@@ -59,7 +59,7 @@ class SkippedBlocks:
         """Weighted values, highest score and sum of weights, hidden blocks included.
 
         Args:
-            sums: after all rounds.
+            sums: After all rounds.
             total: ``[batch, group, rows, width]``.
             peak, below: ``[batch, group, rows]``.
         """
@@ -79,7 +79,7 @@ class SkippedBlocks:
 
         Args:
             level, below: Row maxima and sums, ``[batch, group, rows]``.
-            given: cotangents of the output, ``[batch, group, rows, width]``.
+            given: Cotangents of the output, ``[batch, group, rows, width]``.
             kind: Dtype in which weights are read.
         """
         weights = jnp.where(self.columns > 0, self._each(level) / below, 0)

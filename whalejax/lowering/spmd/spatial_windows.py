@@ -34,9 +34,9 @@ def shared_windows(
     """Returns the window along the dimension that each mesh axis shards.
 
     Args:
-        equation: an operation.
-        specs: layouts of its operands; empty ones are whole.
-        mesh: the devices.
+        equation: An operation.
+        specs: Layouts of its operands; empty ones are whole.
+        mesh: The devices.
 
     Returns:
         Nothing for an operation that is left to the compiler.
@@ -69,12 +69,12 @@ def in_slabs(
     """The result of an operation of which each device computes its part of space.
 
     Args:
-        equation: a pooling, or a convolution.
-        values: its operands.
-        specs: layouts of its operands; of those after the first, what shards the
+        equation: A pooling, or a convolution.
+        values: Its operands.
+        specs: Layouts of its operands; of those after the first, what shards the
             channels of a kernel is kept.
-        windows: from ``shared_windows``.
-        mesh: the devices.
+        windows: From ``shared_windows``.
+        mesh: The devices.
     """
     image, result = equation.invars[0].aval, equation.outvars[0].aval
     divisible = _divisible(equation)
@@ -125,9 +125,9 @@ def _shard_channels(
     """Adds the axes that shard a kernel's channels to the layouts.
 
     Args:
-        equation: a convolution.
-        specs: the layouts of image and kernel.
-        given, others, out: layouts of image, of the kernel and of the result.
+        equation: A convolution.
+        specs: The layouts of image and kernel.
+        given, others, out: Layouts of image, of the kernel and of the result.
 
     Returns:
         Axes over which parts of the result are summed: those that shard the channels
@@ -206,11 +206,11 @@ def _with_halo(
     the same place on; else each from its own.
 
     Args:
-        x: a device's part.
-        axis, window: the mesh axis, and the window along the dimension that it shares.
-        sizes: extents of operand and result, of all devices.
+        x: A device's part.
+        axis, window: The mesh axis, and the window along the dimension that it shares.
+        sizes: Extents of operand and result, of all devices.
         padding: Padding value outside the first and the last device.
-        parts: devices.
+        parts: Devices.
     """
     if window.spread > 1:
         return x
@@ -242,14 +242,14 @@ def _strip(
     """Returns what a device reads beyond one side of its part.
 
     Args:
-        x: a device's part.
-        axis, dim: the mesh axis and the dimension that it shares.
-        halo: elements that come from a neighbour, which has no fewer.
-        reach: elements in all; those beyond the halo are read by the first device
+        x: A device's part.
+        axis, dim: The mesh axis and the dimension that it shares.
+        halo: Elements that come from a neighbour, which has no fewer.
+        reach: Elements in all; those beyond the halo are read by the first device
             before its part, or by the last behind it.
         padding: Padding value outside the first and the last device.
-        parts: devices.
-        up: from the one below, whose elements come before; else from the one above.
+        parts: Devices.
+        up: From the one below, whose elements come before; else from the one above.
     """
     start = x.shape[dim] - halo if up else 0
     strip = jax.lax.slice_in_dim(x, start, start + halo, axis=dim)

@@ -56,11 +56,11 @@ class Sums:
     """Sums over micro-batches.
 
     Attributes:
-        total: sum of the losses' totals.
-        weight: sum of their weights.
-        metrics: sum of each metric.
-        gradients: sum of the gradients of the totals, in flat order.
-        means: gradients are of the mean loss already.
+        total: Sum of the losses' totals.
+        weight: Sum of their weights.
+        metrics: Sum of each metric.
+        gradients: Sum of the gradients of the totals, in flat order.
+        means: Gradients are of the mean loss already.
     """
 
     total: Any
@@ -80,13 +80,13 @@ class Program:
     """A plan, a trace and a mesh: what the step function is built from.
 
     Attributes:
-        plan: the plan.
-        captured: the loss, traced at micro-batch shape.
+        plan: The plan.
+        captured: The loss, traced at micro-batch shape.
         adapter: Adapter that divides the model into parameters and other state.
-        constraints: layouts inside the loss.
-        mesh: the devices.
-        optimizer: an optax transformation.
-        batch_axes: the batch dimension of each flat batch leaf.
+        constraints: Layouts inside the loss.
+        mesh: The devices.
+        optimizer: An optax transformation.
+        batch_axes: The batch dimension of each flat batch leaf.
     """
 
     plan: Plan
@@ -123,9 +123,9 @@ class Program:
         """The traced loss of one micro-batch under the plan's constraints.
 
         Args:
-            params, batch: flat leaves.
+            params, batch: Flat leaves.
             rest: Non-trainable state.
-            rng: a key, or None where the loss takes none.
+            rng: A key, or None where the loss takes none.
             part: Replacement of the layers' scan, where only some layers run.
             here: Equations to run, where only some do.
 
@@ -153,7 +153,7 @@ class Program:
         layouts.
 
         Raises:
-            PlanError: the optimizer is another one, and needs some of it as a whole.
+            PlanError: The optimizer is another one, and needs some of it as a whole.
         """
         leaves = self.plan.trained
         away = [i for i, leaf in enumerate(leaves) if leaf.hosted]
@@ -188,7 +188,7 @@ def micro_batches(
 
     Args:
         program: Loss, optimizer and plan that will run.
-        batch: flat leaves of the global batch.
+        batch: Flat leaves of the global batch.
 
     Returns:
         The leaves that are cut, and a function that takes one part of each (and the
@@ -224,13 +224,13 @@ def gradients_of(
 
     Args:
         program: Loss, optimizer and plan to run.
-        params, batch: flat leaves.
+        params, batch: Flat leaves.
         rest: Non-trainable state, in the adapter's structure.
-        rng: the run's key, or None where the loss takes none.
-        step: number of the step; keys fold it in, and the micro-batch's index.
+        rng: The run's key, or None where the loss takes none.
+        step: Number of the step; keys fold it in, and the micro-batch's index.
         scale: Factor of the loss before differentiation, by which gradients are
             divided; or None.
-        first: number of the first micro-batch, from which keys count.
+        first: Number of the first micro-batch, from which keys count.
     """
     one = differentiator(program, params, rest, rng, step, scale, first)
     count = program.plan.num_micro_batches
@@ -445,11 +445,11 @@ def update(
 
     Args:
         program: Loss, optimizer and plan to run.
-        params: flat parameters, as stored.
-        state: optimizer state.
-        gradients: flat gradients of the mean loss.
-        loss: the mean loss, for optimizers that look at it.
-        applies: a scalar: where it is false nothing changes; None where it is true.
+        params: Flat parameters, as stored.
+        state: Optimizer state.
+        gradients: Flat gradients of the mean loss.
+        loss: The mean loss, for optimizers that look at it.
+        applies: A scalar: where it is false nothing changes; None where it is true.
 
     Returns:
         New parameters, as stored, and new optimizer state.
@@ -489,10 +489,10 @@ def stepping(
     """An optimizer's step from flat values to flat values.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: The optimizer.
         structure, state_tree: Tree structures of the parameters and of the optimizer's
             state.
-        skips: the last value says whether anything changes.
+        skips: The last value says whether anything changes.
 
     Returns:
         From parameters, gradients, state, the loss and a truth value to parameters and
@@ -531,12 +531,12 @@ def followers(
     Those are matrices that are updated element by element, and so is their state.
 
     Args:
-        optimizer: the optimizer.
-        adapter: the model, with abstract parameters.
-        state: the optimizer's state of all of them lies there.
-        params: numbers of parameters that lie there themselves.
-        small: with the state of those that are no matrices too.
-        program: from ``update_program``, where it is known.
+        optimizer: The optimizer.
+        adapter: The model, with abstract parameters.
+        state: The optimizer's state of all of them lies there.
+        params: Numbers of parameters that lie there themselves.
+        small: With the state of those that are no matrices too.
+        program: From ``update_program``, where it is known.
 
     Returns:
         Each with its state, by the numbers of ``stepping``; layouts are left open.
@@ -583,8 +583,8 @@ def update_program(
     """Traces an optimizer's step.
 
     Args:
-        optimizer: the optimizer.
-        adapter: the model, with abstract parameters.
+        optimizer: The optimizer.
+        adapter: The model, with abstract parameters.
     """
     params = [
         _compat.abstract(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
@@ -605,8 +605,8 @@ def offloadable_state(
     """Returns the state that a plan may offload, as far as the optimizer allows.
 
     Args:
-        adapter: the model, with abstract parameters.
-        optimizer: an optax transformation.
+        adapter: The model, with abstract parameters.
+        optimizer: An optax transformation.
     """
     extended = optax.with_extra_args_support(optimizer)
     paths = adapter.param_paths

@@ -23,8 +23,8 @@ def strided(equation: Any, value: Any) -> Any:
     """The result of such a slice.
 
     Args:
-        equation: the slice.
-        value: its operand.
+        equation: The slice.
+        value: Its operand.
     """
     params = equation.params
     starts, limits = list(params["start_indices"]), list(params["limit_indices"])

@@ -19,10 +19,10 @@ def dealt_out(
     """One device's part of a sequence in zig-zag order, or back in its own.
 
     Args:
-        x: its part, two halves after another.
-        dim: the sequence.
-        axes: mesh axes that shard it.
-        size: their devices.
+        x: Its part, two halves after another.
+        dim: The sequence.
+        axes: Mesh axes that shard it.
+        size: Their devices.
         back: ``x`` is in zig-zag order.
     """
     axes = tuple(axes)

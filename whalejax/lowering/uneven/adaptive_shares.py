@@ -39,7 +39,7 @@ class AdaptiveSharesRunner(StepRunner):
     """Micro-batches of each replica, now and in the next step; see ``StepRunner``.
 
     Attributes:
-        rebalances: shares follow what replicas are measured to take.
+        rebalances: Shares follow what replicas are measured to take.
         program: Loss, optimizer and plan of the whole model.
         batch_shardings: Shardings of a micro-batch's leaves.
     """
@@ -52,7 +52,7 @@ class AdaptiveSharesRunner(StepRunner):
 
         Args:
             plan: Plan whose replicas take unequal shares.
-            mine: the replicas that have devices of this process.
+            mine: The replicas that have devices of this process.
         """
         self._plan = plan
         self._mine = list(mine)
@@ -80,7 +80,7 @@ class AdaptiveSharesRunner(StepRunner):
         """Describes the batches that this process takes: its own micro-batches.
 
         Args:
-            structure: tree of a batch.
+            structure: Tree of a batch.
         """
         return PortionLayout(
             structure=structure,
@@ -111,7 +111,7 @@ class AdaptiveSharesRunner(StepRunner):
         """Takes the shares of the next step from what was told in the last one.
 
         Raises:
-            PlanError: replicas ran by different shares in it.
+            PlanError: Replicas ran by different shares in it.
         """
         told, self._told = self._told, (paces, self.shares)
         if told is None:
@@ -157,9 +157,9 @@ def told_pace(seconds: float, shares: Sequence[int], replica: int, row: Mesh) ->
 
     Args:
         seconds: Measured seconds of a micro-batch; 0 if this process measured none.
-        shares: micro-batches of every replica, by which it runs.
-        replica: its number.
-        row: the devices that tell it.
+        shares: Micro-batches of every replica, by which it runs.
+        replica: Its number.
+        row: The devices that tell it.
 
     Returns:
         ``[devices, told_size(replicas)]``, a row on each device.

@@ -41,9 +41,9 @@ def as_first(
 
     Args:
         copies: State of each replica that has devices here; equal but for values.
-        places: the layouts of each.
-        mesh: all devices, replicas along its first axis.
-        replicas: the mesh of each.
+        places: The layouts of each.
+        mesh: All devices, replicas along its first axis.
+        replicas: The mesh of each.
     """
     leaves = {r: jax.tree.leaves(copy) for r, copy in copies.items()}
     layouts = {r: jax.tree.leaves(place) for r, place in places.items()}

@@ -30,7 +30,7 @@ class ContributingReplica:
     """Micro-batches and the update of one replica.
 
     Attributes:
-        count: micro-batches of a step.
+        count: Micro-batches of a step.
         squares: Squared norms of the mean gradients of the micro-batches of this step
             that ran here, by number; empty unless they are measured.
     """
@@ -67,7 +67,7 @@ class ContributingReplica:
 
         Args:
             state: State of the run; it is not donated.
-            batch: flat leaves of the global batch.
+            batch: Flat leaves of the global batch.
             number: Number of the micro-batch.
         """
         runner = self._runner
@@ -128,7 +128,7 @@ class ContributingReplica:
 
         Args:
             state: State of the step before; its buffers are donated.
-            buffers: the sum.
+            buffers: The sum.
         """
         runner = self._runner
         seen = runner._local_view(state, 0)

@@ -36,8 +36,8 @@ def on_shards(
     """A function of every device's own shards.
 
     Args:
-        mesh: the devices.
-        local: from a sequence of shards to another.
+        mesh: The devices.
+        local: From a sequence of shards to another.
         given, found: Shardings of the function's inputs and outputs.
     """
     return jax.shard_map(
@@ -55,7 +55,7 @@ class Buffers:
     Every device packs the shards that it holds. Traced where it is called.
 
     Attributes:
-        avals: shape and dtype of each buffer, on all devices of the replica together.
+        avals: Shape and dtype of each buffer, on all devices of the replica together.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Buffers:
 
         Args:
             mesh: Mesh of the replica.
-            avals: shapes and dtypes of the arrays.
-            places: their layouts on it.
+            avals: Shapes and dtypes of the arrays.
+            places: Their layouts on it.
         """
         self._mesh = mesh
         self._specs = [place.spec for place in places]
@@ -134,10 +134,10 @@ class Exchange:
         """Prepares the exchange; compiles nothing yet.
 
         Args:
-            mesh: all devices, replicas along its first axis, ``data``.
-            replicas: the mesh of each, whose first axis has size 1.
+            mesh: All devices, replicas along its first axis, ``data``.
+            replicas: The mesh of each, whose first axis has size 1.
             avals: Shapes and dtypes of a replica's buffers.
-            gathers: each device is given those of all replicas in their order, one
+            gathers: Each device is given those of all replicas in their order, one
                 behind the other, and not their sum.
         """
         self._gathers = gathers

@@ -33,9 +33,9 @@ class StatisticsReduction:
     Attributes:
         slopes: Slopes of moving averages, by the number of the leaf.
         counters: Increments of counters in a micro-batch, by the number of the leaf.
-        frozen: numbers of weights.
-        count: micro-batches of all.
-        steady: numbers of leaves that micro-batches leave alone.
+        frozen: Numbers of weights.
+        count: Micro-batches of all.
+        steady: Numbers of leaves that micro-batches leave alone.
     """
 
     slopes: Mapping[int, np.ndarray]
@@ -59,7 +59,7 @@ class StatisticsReduction:
 
         Args:
             number: Number of the leaf.
-            old, new: before and after the replica's micro-batches.
+            old, new: Before and after the replica's micro-batches.
             ran: Number of micro-batches of this replica.
             later: Number of micro-batches that other replicas run after these.
         """
@@ -77,7 +77,7 @@ class StatisticsReduction:
 
         Args:
             number: Number of the leaf.
-            old: before the step.
+            old: Before the step.
             total: Sum of all replicas' contributions; unused for leaves that
                 ``is_own``.
         """
@@ -99,7 +99,7 @@ def slopes(captured: Captured) -> dict[int, np.ndarray]:
     Leaves that change in another way are left out.
 
     Args:
-        captured: the loss.
+        captured: The loss.
     """
     first = len(captured.adapter.param_paths)
     rest = jax.tree.leaves(captured.adapter.rest)

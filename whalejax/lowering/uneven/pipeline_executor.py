@@ -64,10 +64,10 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
     """Runs a plan whose replicas are pipelines of their own; see ``runner.Runner``.
 
     Attributes:
-        pipelines: each of them.
+        pipelines: Each of them.
         program: Loss, optimizer and plan of the whole model, on the first replica's
             devices.
-        mesh: all devices, by stage, those of the first pipeline first.
+        mesh: All devices, by stage, those of the first pipeline first.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         Args:
             plan, captured, optimizer, devices, batch_axes, origin: Arguments of every
                 runner.
-            home: runs the same plan, and its states are to be evaluated.
+            home: Runs the same plan, and its states are to be evaluated.
         """
         each = len(devices) // len(plan.pipelines)
         self.pipelines: list[StageProgramsExecutor] = []

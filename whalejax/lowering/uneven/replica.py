@@ -36,18 +36,18 @@ class Replica:
     """The programs of a replica.
 
     Attributes:
-        program: the plan on its devices.
-        begin: nothing added up yet.
-        add: from sums, the rest, what ``inputs_of`` takes of the state, a micro-batch
+        program: The plan on its devices.
+        begin: Nothing added up yet.
+        add: From sums, the rest, what ``inputs_of`` takes of the state, a micro-batch
             and its number to sums and the rest.
-        pack: from sums, the rest before and after, how many micro-batches were run and
+        pack: From sums, the rest before and after, how many micro-batches were run and
             how many others run later, and ``following.told_pace`` to buffers for the
             exchange, and a number that is there when all of them are.
-        finish: from the state and what the exchange gave to the next state, metrics and
+        finish: From the state and what the exchange gave to the next state, metrics and
             the paces of all replicas.
-        evaluate: from sums, what ``inputs_of`` takes, a micro-batch and its number to
+        evaluate: From sums, what ``inputs_of`` takes, a micro-batch and its number to
             sums, without gradients.
-        pack_sums, report: from such sums to buffers, and from what the exchange of them
+        pack_sums, report: From such sums to buffers, and from what the exchange of them
             gave to metrics and their weight.
     """
 
@@ -65,8 +65,8 @@ class Replica:
 
         Args:
             program: Loss, optimizer and plan on the replica's mesh.
-            state: an abstract one.
-            batch: flat abstract leaves of a micro-batch.
+            state: An abstract one.
+            batch: Flat abstract leaves of a micro-batch.
             replicas: Number of replicas.
             slopes: Slopes of moving statistics; see ``moving_statistics``.
             options: XLA options of the compiler.
@@ -248,7 +248,7 @@ def inputs_of(program: Program, state: TrainState) -> tuple[Any, ...]:
 
     Args:
         program: Loss, optimizer and plan to run.
-        state: the state, or an abstract one.
+        state: The state, or an abstract one.
     """
     rng = state.rng if program.adapter.takes_rng else None
     scale = None if state.loss_scale is None else state.loss_scale.scale

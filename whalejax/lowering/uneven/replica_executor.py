@@ -60,7 +60,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 
     Attributes:
         program: Loss, optimizer and plan on all devices.
-        mesh: all devices, replicas along its first axis.
+        mesh: All devices, replicas along its first axis.
         exchange: Exchange that sums the replicas' buffers.
     """
 

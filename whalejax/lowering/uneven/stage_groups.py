@@ -23,7 +23,7 @@ def together(*each: NamedSharding) -> NamedSharding:
     """The layout of an array of which every pipeline holds a copy.
 
     Args:
-        each: its layout on each of them, alike but for the devices.
+        each: Its layout on each of them, alike but for the devices.
     """
     return NamedSharding(_stack_meshes([s.mesh for s in each]), each[0].spec)
 
@@ -43,8 +43,8 @@ class StageGroup:
 
     Attributes:
         stages: Number of the stage in each pipeline.
-        here: the pipelines whose stage has devices of this process.
-        rows: the devices of each.
+        here: The pipelines whose stage has devices of this process.
+        rows: The devices of each.
     """
 
     def __init__(self, stages: Sequence[int], meshes: Sequence[Mesh]) -> None:
@@ -70,7 +70,7 @@ class StageGroup:
         Args:
             arrays: Arrays of each pipeline that is here, on the stage's devices. The
                 lists are emptied, so that packed arrays need not be held twice.
-            specs: their layouts.
+            specs: Their layouts.
         """
         if not arrays:
             return {}

@@ -28,7 +28,7 @@ class Stopwatch:
         """Micro-batches are about to be issued.
 
         Args:
-            before: an array that is there when they can begin.
+            before: An array that is there when they can begin.
         """
         if self._thread is None:
             self._thread = threading.Thread(
@@ -41,7 +41,7 @@ class Stopwatch:
         """Ends the issuing of a group of micro-batches.
 
         Args:
-            after: arrays that are there when they are done; donated to nothing.
+            after: Arrays that are there when they are done; donated to nothing.
             count: Number of micro-batches, 1 or more.
         """
         self._queue.put((after, count))

@@ -65,8 +65,8 @@ def elementwise(
     """Paths of parameters that have optimizer state, updated element by element.
 
     Args:
-        adapter: the model, with abstract parameters.
-        optimizer: an optax transformation.
+        adapter: The model, with abstract parameters.
+        optimizer: An optax transformation.
     """
     extended = optax.with_extra_args_support(optimizer)
     result = followers(extended, adapter, state=True, params=(), small=True)
@@ -88,8 +88,8 @@ class ReplicaSlices:
 
         Args:
             program: Loss, optimizer and plan on the replica's mesh.
-            state: an abstract one, whole.
-            replica: its number.
+            state: An abstract one, whole.
+            replica: Its number.
             replicas: Number of replicas.
         """
         self.program, self.dims = program, cut_along(program.plan)
@@ -151,7 +151,7 @@ class ReplicaSlices:
             New parameters and state: slices, but for parameters that are not cut.
 
         Raises:
-            PlanError: the optimizer takes more of the state than slices.
+            PlanError: The optimizer takes more of the state than slices.
         """
         structure: Any = jax.tree.structure(program.adapter.params)
         tree: Any = jax.tree.structure(state)
@@ -221,8 +221,8 @@ class GatheredPiece:
     """Slice of an array that each replica sends when all gather it.
 
     Attributes:
-        shard: shape of a device's part of the whole array.
-        spec: its layout on a replica.
+        shard: Shape of a device's part of the whole array.
+        spec: Its layout on a replica.
         dim: Dimension of the replicas' slices; None where all hold the full array, of
             which each sends an equal chunk.
     """
@@ -258,7 +258,7 @@ class GatherBuffers:
     """A replica's part of what all gather, in one buffer for each dtype, and back.
 
     Attributes:
-        avals: shape and dtype of each buffer, on all devices of the replica together.
+        avals: Shape and dtype of each buffer, on all devices of the replica together.
     """
 
     def __init__(
@@ -274,8 +274,8 @@ class GatherBuffers:
         Args:
             mesh: Mesh of the replica.
             pieces: Slice to send of each array.
-            dtypes: theirs.
-            replica: its number.
+            dtypes: Theirs.
+            replica: Its number.
             replicas: Number of replicas.
         """
         self._mesh, self._pieces = mesh, list(pieces)
@@ -337,7 +337,7 @@ class OwningReplica(Replica):
     Attributes:
         slices: Slices of the optimizer's state that this replica keeps.
         gathered: Arrays that all replicas gather.
-        collect: from what was gathered to what ``whole`` puts into the state, and a
+        collect: From what was gathered to what ``whole`` puts into the state, and a
             number that is there when all of it is.
     """
 
@@ -441,7 +441,7 @@ class OwningReplica(Replica):
         """The state with what was gathered.
 
         Args:
-            state: without parameters.
+            state: Without parameters.
             told: Gathered arrays that ``collect`` returned.
         """
         tree: Any = jax.tree.structure(self.program.adapter.params)

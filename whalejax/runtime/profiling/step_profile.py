@@ -314,7 +314,7 @@ def predicted_terms(plan: PlanData, *, by_axes: bool = True) -> dict[str, float]
     Collectives have the seconds that they take on their links, hidden parts included.
 
     Args:
-        plan: the plan.
+        plan: The plan.
         by_axes: Traces tell over which axes a collective runs. Where there are several
             programs they tell its kind alone, and nothing of what stages hand on.
     """

@@ -16,22 +16,22 @@ class SwarmSimulation:
     """Results of a simulation.
 
     Attributes:
-        seconds: simulated.
+        seconds: Simulated.
         micro_batches: Micro-batches of committed steps and of the step under way,
             counted once each; without those of steps that a run went back over.
         step_seconds: Duration of each committed step, its waiting for newcomers
             included.
         busy_seconds: Computing time of each peer.
         present_seconds: Time of each peer from joining to its end.
-        max_flow: micro-batches that the best placement of the peers that were there
+        max_flow: Micro-batches that the best placement of the peers that were there
             could have computed, without sums, fills or links shared by others.
-        changes: joins, leaves and deaths after the start.
+        changes: Joins, leaves and deaths after the start.
         moves: Number of moves of peers from stage to stage.
-        emptied_by_moves: moves that left a stage without peers; 0 unless it is broken.
-        empty_seconds: during which nobody served some stage.
-        went_back: times that all went back to a snapshot.
-        recomputed: gradients that were computed again because their holder was lost.
-        late: answers that came after they had been given up.
+        emptied_by_moves: Moves that left a stage without peers; 0 unless it is broken.
+        empty_seconds: During which nobody served some stage.
+        went_back: Times that all went back to a snapshot.
+        recomputed: Gradients that were computed again because their holder was lost.
+        late: Answers that came after they had been given up.
         timeline: (seconds, micro-batches done by then), one for each commit.
         serving: Seconds of every change, and peers that serve each stage from then on.
     """

@@ -19,9 +19,9 @@ class StageCost:
         forward_seconds: Duration of a forward; 0 in the last stage, where one call does
             both.
         backward_seconds: Duration of a backward, its recomputed forward included.
-        forward_bytes: received and sent by a forward.
-        backward_bytes: received and sent by a backward.
-        state_bytes: parameters and optimizer state, which a newcomer downloads.
+        forward_bytes: Received and sent by a forward.
+        backward_bytes: Received and sent by a backward.
+        state_bytes: Parameters and optimizer state, which a newcomer downloads.
         gradient_bytes: Bytes of gradients that the stage's peers reduce in a step, as
             sent.
         update_seconds: Duration of the optimizer's update.
@@ -43,23 +43,23 @@ class Setting:
     Attributes:
         stages: Costs of the stages, in order.
         micro_batches: Micro-batches of a step, over all trainers.
-        in_flight: micro-batches under way at once, over all trainers; two for each
+        in_flight: Micro-batches under way at once, over all trainers; two for each
             peer that serves where it is 0.
         trainers: Number of trainers that lead the micro-batches; each has wirings of
             its own.
         rule: Rule of rebalancing; with ``Rule.NONE`` nobody changes stage, not even to
             one that nobody serves.
-        period: seconds from one look at the peers to the next.
-        oracle: peers are placed at their best after each change, at once and free of
+        period: Seconds from one look at the peers to the next.
+        oracle: Peers are placed at their best after each change, at once and free of
             charge, and newcomers need no download: what rebalancing is held against.
         compile_seconds: Compile time of a newcomer, or of a peer that moves, before it
             takes the state.
-        notice_seconds: from a death that breaks connections until trainers know.
-        forget_seconds: after which the announcement of a dead peer has expired.
-        threshold: gain below which nobody moves, as a part of the speed.
-        snapshot_every: steps between snapshots, to which all go back where a stage has
+        notice_seconds: From a death that breaks connections until trainers know.
+        forget_seconds: After which the announcement of a dead peer has expired.
+        threshold: Gain below which nobody moves, as a part of the speed.
+        snapshot_every: Steps between snapshots, to which all go back where a stage has
             lost its last peer.
-        delayed_updates: gradients of a step are added up and applied while the next
+        delayed_updates: Gradients of a step are added up and applied while the next
             step is computed; a step waits for the update before the last one. A peer
             that dies meanwhile costs no more than one that dies in between.
         seed: Seed of the wirings.
@@ -106,7 +106,7 @@ def check(setting: Setting, trace: Sequence[ChurnEvent]) -> None:
         trace: Trace of the peers.
 
     Raises:
-        WhaleError: with all that is wrong.
+        WhaleError: With all that is wrong.
     """
     with Problems("simulated swarm") as problems:
         if not setting.stages:

@@ -29,8 +29,8 @@ class SimulatedCall:
     Attributes:
         attempt: Attempt in the ledger.
         trainer: Trainer that sent it.
-        task: its size, in forwards.
-        sent: when.
+        task: Its size, in forwards.
+        sent: When.
         alone: Whether it is computed again without consequences.
     """
 
@@ -47,8 +47,8 @@ class SimulatedDownload:
 
     Attributes:
         place: Stage and place of the state.
-        began: when.
-        takes: seconds, in all.
+        began: When.
+        takes: Seconds, in all.
     """
 
     place: Place
@@ -67,22 +67,22 @@ class SimulatedPeer:
 
     Attributes:
         name, incarnation, speed, link, stage: Fields of a live peer, unchanged.
-        joined: when.
+        joined: When.
         is_serving: Whether it has the state of the step and receives calls.
-        is_alive: its process runs.
+        is_alive: Its process runs.
         is_leaving: Whether it goes when the step is over.
-        is_ready: the programs of its stage are compiled.
-        task: number of the compilation or download under way; 0 without one.
+        is_ready: The programs of its stage are compiled.
+        task: Number of the compilation or download under way; 0 without one.
         coming: Download under way, or None.
-        late: when it began to take the state for the first time; negative, unless it
+        late: When it began to take the state for the first time; negative, unless it
             took it too late before.
         is_given_up: Whether the swarm waits for it no more.
         pause_seconds: Seconds without calls after it was given up.
-        paused_until: when that ends.
-        down_free, compute_free, up_free: when its link and its processor are free.
+        paused_until: When that ends.
+        down_free, compute_free, up_free: When its link and its processor are free.
         calls: Calls that it received, by number.
-        queue_seconds: calls that wait, times how long, since it was last looked at.
-        queue_since: until when they are counted.
+        queue_seconds: Calls that wait, times how long, since it was last looked at.
+        queue_since: Until when they are counted.
     """
 
     name: str
@@ -114,7 +114,7 @@ class SimulatedCalls(abc.ABC):
 
     Attributes:
         setting: Settings of the simulation.
-        now: seconds.
+        now: Seconds.
     """
 
     def __init__(self, setting: Setting) -> None:

@@ -73,7 +73,7 @@ class SumHolder(StageHolder):
         """Gradients as mates are sent them, and the squares of what that loses.
 
         Raises:
-            Refused: they are too large for the format.
+            Refused: They are too large for the format.
         """
         if self.sum_wire == "f32":
             return arrays, 0.0
@@ -103,7 +103,7 @@ class SumHolder(StageHolder):
         """The sum over micro-batches that this peer holds, in their order.
 
         Raises:
-            Refused: it lacks some of them, or the sum overflows.
+            Refused: It lacks some of them, or the sum overflows.
         """
         step, part, parts = asked.step, asked.part, asked.parts
         keys = sorted(zip(asked.numbers, asked.attempts, strict=True))
@@ -186,7 +186,7 @@ class GradientSum:
     """Gradients added up in order, and of which micro-batches they are.
 
     Attributes:
-        arrays: the sum.
+        arrays: The sum.
         numbers: Micro-batches in the sum, once for each time that one was added.
         attempts: Their attempts, as the ledger counts them.
     """

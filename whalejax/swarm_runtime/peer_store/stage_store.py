@@ -43,8 +43,8 @@ class StageHolder:
         stage: Stage that it serves; None while it changes.
         run: Run that the registry named.
         generation: Newest known generation of that run; -1 before the first.
-        done: micro-batches computed, forward or backward.
-        waiting: calls that wait for the device, with the one that has it.
+        done: Micro-batches computed, forward or backward.
+        waiting: Calls that wait for the device, with the one that has it.
         seconds: Duration of the last call on the device.
         sent_bytes: Bytes of tensors that were sent to peers of other stages.
     """
@@ -64,12 +64,12 @@ class StageHolder:
 
         Args:
             cut: Staged job.
-            caller: asks other processes.
+            caller: Asks other processes.
             name: Name of the peer.
-            wire: one of ``WIRES``.
-            sum_wire: one of ``SUM_WIRES``.
-            pull_seconds: deadline of a tensor that another peer is asked for.
-            hook: called at points of the protocol.
+            wire: One of ``WIRES``.
+            sum_wire: One of ``SUM_WIRES``.
+            pull_seconds: Deadline of a tensor that another peer is asked for.
+            hook: Called at points of the protocol.
         """
         self.cut, self.name = cut, name
         self.wire, self.sum_wire = wire, sum_wire
@@ -110,7 +110,7 @@ class StageHolder:
         """Work for a run from now on; of another one only the state is kept.
 
         Args:
-            run: its name, which every question of its trainer has.
+            run: Its name, which every question of its trainer has.
         """
         with self._lock:
             if run != self.run:
@@ -139,7 +139,7 @@ class StageHolder:
         """The stage, and the state that a question is about.
 
         Raises:
-            Refused: the question is of another generation, stage or step.
+            Refused: The question is of another generation, stage or step.
         """
         before = state_of(asked)
         with self._lock:
@@ -198,7 +198,7 @@ class StageHolder:
         """Keeps a result.
 
         Raises:
-            Refused: this peer has gone on to another generation, step or stage.
+            Refused: This peer has gone on to another generation, step or stage.
         """
         with self._lock:
             if (
@@ -224,7 +224,7 @@ class StageHolder:
         """Returns another process's answer.
 
         Raises:
-            Refused: it gave none; ``blame`` is who is at fault.
+            Refused: It gave none; ``blame`` is who is at fault.
         """
         seconds = self._pull_seconds
         try:

@@ -30,7 +30,7 @@ class MicroBatchLease:
     Attributes:
         number: Number of the micro-batch.
         times: Number of earlier leases of it.
-        trainer: name of who leads it.
+        trainer: Name of who leads it.
     """
 
     number: int
@@ -50,8 +50,8 @@ class MicroBatchQueue:
         """Starts with all micro-batches waiting.
 
         Args:
-            count: micro-batches of the step.
-            stop: set where the step is to end at once.
+            count: Micro-batches of the step.
+            stop: Set where the step is to end at once.
         """
         self._stop, self._left = stop, count
         self._waiting = deque(range(count))
@@ -93,8 +93,8 @@ class MicroBatchQueue:
         """Waits for a micro-batch to lead, like ``take``.
 
         Args:
-            trainer: its name, or ``OWN``.
-            most: gives how many it may lead at once.
+            trainer: Its name, or ``OWN``.
+            most: Gives how many it may lead at once.
             seconds: Longest wait.
         """
         left = seconds
@@ -112,7 +112,7 @@ class MicroBatchQueue:
 
         Args:
             share: Lease of the micro-batch.
-            count: counts what was made, where it does.
+            count: Counts what was made, where it does.
         """
         with self._changed:
             if self._held.get(share.number) != share or self._stop.is_set():
@@ -148,8 +148,8 @@ class MicroBatchQueue:
         """A trainer does not lead its micro-batches any more: others are to.
 
         Args:
-            trainer: its name.
-            but: number and times of those that it leads still.
+            trainer: Its name.
+            but: Number and times of those that it leads still.
 
         Returns:
             The numbers of the others.

@@ -95,8 +95,8 @@ class SecondaryTrainer:
     """A trainer beside the one that has the registry, in threads of its own.
 
     Attributes:
-        name: unique for the process.
-        led: micro-batches that it led and that count.
+        name: Unique for the process.
+        led: Micro-batches that it led and that count.
         over: Reason why it has ended; empty while it goes on.
         failed: Whether it ended by a failure.
     """
@@ -120,17 +120,17 @@ class SecondaryTrainer:
         Args:
             cut: Staged job.
             key: Key of the swarm.
-            registry: its address.
+            registry: Its address.
             host, port: Address to listen at; peers take micro-batches there.
             wire, sum_wire: Wire formats of tensors and of gradient sums, the same in
                 all processes.
-            call_seconds: deadline of a call.
+            call_seconds: Deadline of a call.
             patience_seconds: Longest wait in seconds for a registry that does not
                 answer any more.
             tell: Function that reports events, in words.
 
         Raises:
-            WhaleError: it cannot listen there.
+            WhaleError: It cannot listen there.
         """
         self.name = f"{socket.gethostname()[:40]}-{secrets.token_hex(4)}"
         self._cut, self._registry, self._tell = cut, registry, tell
@@ -181,7 +181,7 @@ class SecondaryTrainer:
         """Enlist, and lead what is given, in threads.
 
         Raises:
-            WhaleError: no registry answers, or it refuses this trainer.
+            WhaleError: No registry answers, or it refuses this trainer.
         """
         taken_in(
             self._enlist,

@@ -45,7 +45,7 @@ class _Further:
 
     Attributes:
         address: Address at which it leads micro-batches.
-        led: micro-batches that it has led.
+        led: Micro-batches that it has led.
         leaving: Whether it takes no more.
         counts: Counts of the faults that it met.
     """
@@ -64,7 +64,7 @@ class _Step:
         context: Context of the step.
         passages: Routes of its micro-batches, by number.
         shares: Leases of the micro-batches.
-        in_flight: micro-batches at once, of all trainers together.
+        in_flight: Micro-batches at once, of all trainers together.
     """
 
     context: StepContext
@@ -77,7 +77,7 @@ class TrainerPool:
     """The further trainers of a run; safe to use from threads.
 
     Attributes:
-        led: micro-batches that the trainer with the registry has led.
+        led: Micro-batches that the trainer with the registry has led.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class TrainerPool:
 
         Args:
             fleet: Peers that may be asked.
-            caller: asks trainers whether they are there.
+            caller: Asks trainers whether they are there.
             tell: Function that reports events.
-            lease: seconds after which a trainer that is not heard of is gone.
+            lease: Seconds after which a trainer that is not heard of is gone.
         """
         self._fleet, self._caller, self._tell = fleet, caller, tell
         self.led = 0
@@ -104,7 +104,7 @@ class TrainerPool:
         """A trainer is there from now on.
 
         Args:
-            name: unique for each process.
+            name: Unique for each process.
             address: Address at which it leads micro-batches.
         """
         with self._lock:
@@ -188,7 +188,7 @@ class TrainerPool:
         Args:
             context: Context of the step.
             passages: Routes of its micro-batches.
-            in_flight: micro-batches at once, of all trainers together.
+            in_flight: Micro-batches at once, of all trainers together.
         """
         shares = MicroBatchQueue(len(passages), context.stop)
         with self._lock:
@@ -257,7 +257,7 @@ class TrainerPool:
         """Records a trainer's report on a micro-batch that it leads.
 
         Raises:
-            Refused: it is not its any more, or is no result.
+            Refused: It is not its any more, or is no result.
         """
         step, name, number = self._step, asked.name, asked.number
         share = MicroBatchLease(number=number, times=asked.times, trainer=name)

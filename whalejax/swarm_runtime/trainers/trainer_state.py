@@ -48,17 +48,17 @@ class Settings:
 
     Attributes:
         steps: Total number of steps.
-        call_seconds: deadline of a call; a peer that takes longer is passed over.
-        in_flight: micro-batches at once; twice the number of peers if 0.
+        call_seconds: Deadline of a call; a peer that takes longer is passed over.
+        in_flight: Micro-batches at once; twice the number of peers if 0.
         patience_seconds: Longest wait in seconds for a stage that has no peer.
-        snapshot_every: steps between snapshots, to which a run goes back where all
+        snapshot_every: Steps between snapshots, to which a run goes back where all
             peers of a stage are lost.
-        state_seconds: deadline of a peer that takes the state.
+        state_seconds: Deadline of a peer that takes the state.
         newcomer_seconds: Longest wait in seconds of a computed step for peers that
             download its state, before gradients are summed (with delayed updates,
             before it is computed); 0 waits as long as their links should take, where
             ``pays_to_wait`` says so.
-        spare_seconds: after which a stage without peers is given one of a stage that
+        spare_seconds: After which a stage without peers is given one of a stage that
             has several.
     """
 
@@ -77,7 +77,7 @@ class Snapshot:
     """The state of all stages after a step, in the trainer's memory.
 
     Attributes:
-        step: steps done.
+        step: Steps done.
         arrays: Arrays of each stage, as ``StagePrograms.raw`` returns them; None for a
             run that begins, which every peer initialises itself.
     """
@@ -93,9 +93,9 @@ class _JoiningPeer:
     Attributes:
         stage: Stage that it serves.
         keeps: Whether it says that it has the state already.
-        at: generation and step of that state.
-        since: when it began.
-        ready: when it first began to take the state.
+        at: Generation and step of that state.
+        since: When it began.
+        ready: When it first began to take the state.
     """
 
     stage: int
@@ -110,8 +110,8 @@ class SnapshotDownload:
     """A snapshot that is being taken.
 
     Attributes:
-        source: the peer that is asked.
-        is_cancelled: nobody waits for it any more.
+        source: The peer that is asked.
+        is_cancelled: Nobody waits for it any more.
         thread: Thread that downloads it.
         error: Error that ended it.
     """
@@ -141,7 +141,7 @@ class TrainerState:
 
     Attributes:
         pace: Measured costs of moves.
-        run_id: drawn at random; every question has it.
+        run_id: Drawn at random; every question has it.
         moving: Target stage of each peer that changes stage, by its name.
     """
 
@@ -192,8 +192,8 @@ class TrainerState:
         """Refuses a question of another run, generation or step.
 
         Args:
-            asked: the question.
-            ahead: steps that it may be ahead of those that are done.
+            asked: The question.
+            ahead: Steps that it may be ahead of those that are done.
         """
         now = self._now()
         if self.step < asked.step <= self.step + ahead:
@@ -237,7 +237,7 @@ class TrainerState:
         that step already, or takes part in its sum.
 
         Args:
-            late: with those that have taken it too late before, which is for the
+            late: With those that have taken it too late before, which is for the
                 beginning of a step.
         """
         members = self.fleet.members()
@@ -507,7 +507,7 @@ class TrainerState:
         """The state of all stages as the next step begins; none if somebody is lost.
 
         Args:
-            pull: says who is asked, and may be cancelled meanwhile.
+            pull: Says who is asked, and may be cancelled meanwhile.
         """
         arrays, step = {}, self.step
         for stage in range(self.cut.stages):

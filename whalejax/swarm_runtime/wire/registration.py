@@ -18,7 +18,7 @@ def told_address(listens: Address, registry: Address) -> Address:
     Args:
         listens: Address that it listens at; for one that stands for all interfaces, it
             is the address from which the process reaches the registry.
-        registry: its address.
+        registry: Its address.
     """
     host, port = listens
     if host in ALL_ADDRESSES:
@@ -37,14 +37,14 @@ def taken_in(
     """Asks a registry to take a process in, and again where none answers.
 
     Args:
-        once: asks once.
-        ended: the process has ended, and asks no more.
+        once: Asks once.
+        ended: The process has ended, and asks no more.
         who: Kind of process, for errors: ``"peer"`` or ``"trainer"``.
-        seconds: after which it gives up.
-        again_seconds: between two tries.
+        seconds: After which it gives up.
+        again_seconds: Between two tries.
 
     Raises:
-        WhaleError: no registry took it in, or one refused it.
+        WhaleError: No registry took it in, or one refused it.
     """
     until = time.monotonic() + seconds
     while not ended.is_set():

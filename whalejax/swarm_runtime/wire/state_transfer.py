@@ -58,13 +58,13 @@ def downloaded(
     """The arrays of a stage's state.
 
     Args:
-        ask: gives the answer with the piece at a place.
+        ask: Gives the answer with the piece at a place.
         layout: Layout of the states.
         stage: Number of the stage.
-        whose: name of who is asked.
+        whose: Name of who is asked.
 
     Raises:
-        Refused: what was sent is no state of this stage; what was expected.
+        Refused: What was sent is no state of this stage; what was expected.
     """
     size = layout.state_bytes(stage)
     count, digest = _count(size), ""

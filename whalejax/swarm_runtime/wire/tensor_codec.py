@@ -29,8 +29,8 @@ def coded(arrays: Sequence[np.ndarray], wire: str) -> list[np.ndarray]:
     """Arrays as they go over the wire.
 
     Args:
-        arrays: all finite.
-        wire: one of ``WIRES`` or ``SUM_WIRES``; arrays without fractions stay as they
+        arrays: All finite.
+        wire: One of ``WIRES`` or ``SUM_WIRES``; arrays without fractions stay as they
             are.
     """
     return [_coded(np.asarray(x), wire) for x in arrays]
@@ -54,12 +54,12 @@ def decoded(
 
     Args:
         arrays: Arrays as they were received.
-        wanted: shape and dtype of each.
-        wire: one of ``WIRES`` or ``SUM_WIRES``.
-        whose: name of the peer that sent them.
+        wanted: Shape and dtype of each.
+        wire: One of ``WIRES`` or ``SUM_WIRES``.
+        whose: Name of the peer that sent them.
 
     Raises:
-        Refused: they are others, or not finite.
+        Refused: They are others, or not finite.
     """
     if len(arrays) != len(wanted):
         raise RefusedRequestError(
@@ -106,10 +106,10 @@ def check_finite(arrays: Sequence[np.ndarray], whose: str) -> None:
 
     Args:
         arrays: Arrays of any dtype.
-        whose: name of the peer that made them.
+        whose: Name of the peer that made them.
 
     Raises:
-        Refused: which, and how many of its values.
+        Refused: Which, and how many of its values.
     """
     for array in arrays:
         if array.dtype.kind in "iub":
