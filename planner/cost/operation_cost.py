@@ -101,7 +101,7 @@ class CostSetting:
 
     @property
     def has_unlike_meshes(self) -> bool:
-        """Whether there are many meshes, and which axis shards what differs among them."""
+        """Whether there are many meshes that differ in which axis shards what."""
         arrays = any(isinstance(size, np.ndarray) for size in self.mesh.values())
         return arrays and self.like is None
 
