@@ -191,7 +191,7 @@ class TensorUses:
         return spans or [Span(0, 0, False)]
 
     def _parameters(self) -> tuple[list[int], list[list[int]]]:
-        """Returns the last reader of each parameter, and all that are no weights' own."""
+        """Returns the last reader of each parameter, and all but weights' own."""
         params = self.graph.params
         of: dict[int, set[int]] = {t.id: {i} for i, t in enumerate(params)}
         users: list[list[int]] = [[] for _ in params]
@@ -862,7 +862,7 @@ class Timeline:
         return 2 if narrow and self.compiler.widens else 1
 
     def _chunks(self, maker: int, tensor: int) -> int:
-        """Returns the number of parts of a value of which one at a time is in memory."""
+        """Returns the number of parts of a value that is in memory part by part."""
         op = self.graph.ops[maker]
         return 1 if tensor in self.leaving else op.chunks
 

@@ -311,7 +311,7 @@ def _is_sample_independent(value: Value) -> bool:
 
 
 def _row_dims(variables: Sequence[Any], known: Mapping[Any, Value]) -> RowDims | None:
-    """Returns the dimensions along which rows are; None unless the outermost of one is."""
+    """Returns the row dimensions; None unless rows are the outermost of one."""
     row_dims: list[int | None] = []
     for variable in variables:
         dims = known[variable].dims

@@ -44,7 +44,7 @@ class LossScale:
         )
 
     def after(self, finite: Any) -> LossScale:
-        """Returns the scale after a step whose gradients were all finite, or were not."""
+        """Returns the scale after a step, by whether all gradients were finite."""
         good = self.good_steps + 1
         grows = good >= GROWS_AFTER
         up = jnp.where(grows, self.scale * 2, self.scale)

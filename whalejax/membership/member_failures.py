@@ -147,7 +147,7 @@ def agent_lost(run: ElasticRun, now: float, agent: str, why: str) -> None:
 
 
 def restart_world(run: ElasticRun, now: float) -> None:
-    """Ends the processes that are left of a generation by collectives, to start anew."""
+    """Ends what is left of a generation that uses collectives, to start anew."""
     if not run.stops and now - run.pace.at > _LASTING_SECONDS:
         run.failures.progressed()
     run.short_since = now

@@ -53,7 +53,7 @@ class FullLengthValue:
         return lax.select(own, self.whole, lax.full(shape, number, self.whole.dtype))
 
     def like(self, other: Any) -> Any:
-        """Returns another operand of an elementwise operation, as long as this value."""
+        """Returns another operand of an elementwise operation, at full length."""
         if isinstance(other, FullLengthValue):
             if (other.dim, other.length) == (self.dim, self.length):
                 return other.whole

@@ -136,7 +136,7 @@ class Value:
         return replace(self, dims=tuple(dims), fact=None, numbers=None)
 
     def scale_by(self, by: float | None) -> Value:
-        """Returns its multiple by a number whose ratio is known; 1 leaves it as it is."""
+        """Returns its multiple by a number of known ratio; 1 leaves it unchanged."""
         ratio = None if self.ratio is None or by is None else self.ratio * by
         return replace(self, ratio=ratio, fact=None, numbers=None)
 

@@ -560,7 +560,7 @@ class Supervisor:
         return ""
 
     def _resize(self, now: float, channel: Channel, message: Resize) -> None:
-        """Handles the request of whoever divides devices for another number of members."""
+        """Handles a scheduler's request for another number of members."""
         devices = None if message.devices is None else tuple(message.devices)
         why = resize_refusal(self._state, message.size)
         if devices is not None and len(devices) < message.size:

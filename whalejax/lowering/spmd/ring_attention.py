@@ -118,7 +118,7 @@ class _AttentionLayout:
         return cls(one, whole, out, axes, row, dealt, filled, mesh)
 
     def function(self) -> Any:
-        """Function from global arrays to the output, with a backward pass of its own."""
+        """Function from global arrays to the output, with its own backward pass."""
         specs = [partition_spec(spec) for spec in self.specs]
         out = partition_spec(self.out)
         inner = _Local(self)
