@@ -123,6 +123,19 @@ def test_every_option_has_a_help_text(command: str, capsys: Captured) -> None:
         assert len(words) >= 5 or entry.startswith("-h, --help"), entry
 
 
+JOBS = ("jobs serve", "jobs add", "jobs show", "jobs simulate")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *JOBS])
+def test_help_names_no_default_that_says_nothing(
+    command: str, capsys: Captured
+) -> None:
+    assert main.main([*command.split(), "--help"]) == 0
+    text = " ".join(re.sub(r"[│╰─╯╭╮]", " ", capsys.readouterr().out).split())
+    assert "(default: None)" not in text
+    assert "(default: )" not in text
+
+
 def test_help_and_errors_import_nothing_heavy() -> None:
     code = (
         "import sys; from whalejax.cli import main; main.main(['train', '--help']); "

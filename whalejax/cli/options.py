@@ -150,7 +150,7 @@ class TrainCommand:
     nodes' means), adasum_updates (of what each rank's optimizer makes of them)"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
-    tables: Annotated[str | None, conf.arg(metavar="KIND:RATE")] = None
+    tables: Annotated[str | None, option(metavar="KIND:RATE")] = None
     """place embedding tables, whose rows change by adagrad:0.02, or sgd, row_adagrad,
     lazy_adam"""
     staleness: int = 0

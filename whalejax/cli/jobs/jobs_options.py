@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from tyro import conf
 
-from whalejax.cli.launch_options import SSH
+from whalejax.cli.launch_options import SSH, option
 from whalejax.cli.options import Mesh, Model, OptionalNumber, Precision, Settings
 
 
@@ -35,11 +35,11 @@ class JobsSimulateCommand:
     ends short jobs first; fairness or sia, a fair sum of speeds; static gives each job
     the most devices that it asks for, in the order of arrival"""
     every: Annotated[float, conf.arg(metavar="SECONDS")] = 60.0
-    """between decisions where no job comes or ends"""
+    """seconds between decisions where no job comes or ends"""
     resize: Annotated[float, conf.arg(metavar="SECONDS")] = 31.0
     """without progress where a job starts or its devices change"""
     horizon: Annotated[float, conf.arg(metavar="SECONDS")] = 600.0
-    """in which a change has to win what it costs"""
+    """seconds in which a change must gain what it costs"""
     precision: Literal["f32", "bf16"] = "bf16"
     """in which the jobs compute"""
     json: bool = False
@@ -51,29 +51,30 @@ Save = Annotated[Path, conf.arg(metavar="DIR")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsServeCommand:
-    """Share the devices of this host out among jobs, as these come and end.
+    """Divide the devices of this host, or of several, among jobs as they come and end.
 
     Jobs are elastic runs under supervisors of their own: they go on where this command
     ends, and are taken back where it is started again with the same --save.
     """
 
     cluster: Annotated[str, conf.arg(metavar="CLUSTER")]
-    """devices of this host, such as cpu:4 or h100:8, or a file"""
+    """devices of this host, such as cpu:4 or h100:8, or of --hosts, as h100:2x8, or a
+    file"""
     save: Save = Path("jobs")
     """folder of the journal, the socket, and of each job; for you alone"""
     policy: Literal["throughput", "completion", "fairness", "sia"] = "throughput"
-    """what is most: as for jobs simulate"""
+    """what is maximised, as for jobs simulate"""
     every: Annotated[float, conf.arg(metavar="SECONDS")] = 60.0
-    """between decisions where no job comes or ends"""
+    """seconds between decisions where no job comes or ends"""
     resize: Annotated[float, conf.arg(metavar="SECONDS")] = 31.0
-    """that a start takes, or further devices until they take part; what was measured
-    takes its place"""
+    """seconds that a start takes, or further devices until they take part; replaced by
+    what is measured"""
     horizon: Annotated[float, conf.arg(metavar="SECONDS")] = 600.0
-    """in which a change has to win what it costs"""
-    hosts: Annotated[str | None, conf.arg(metavar="A,B")] = None
+    """seconds in which a change must gain what it costs"""
+    hosts: Annotated[str | None, option(metavar="A,B")] = None
     """hosts of the cluster's nodes, in their order: jobs run there, on others than this
     one by ssh, in the folder of the job, with this Python; --save is on all of them"""
-    host: Annotated[str | None, conf.arg(metavar="ADDRESS")] = None
+    host: Annotated[str | None, option(metavar="ADDRESS")] = None
     """of --hosts: address of this machine at which they reach the jobs' supervisors"""
     remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = SSH
     """what is given a host and a command"""
@@ -89,12 +90,12 @@ class JobsAddCommand:
     """the fewest and the most devices, such as 1:8, or a number"""
     set: Settings = ()
     """options of the model, or of your function: layers=6 embed=128"""
-    name: Annotated[str | None, conf.arg(metavar="NAME")] = None
+    name: Annotated[str | None, option(metavar="NAME")] = None
     """unlike that of any other job; made from the model's name if left out"""
-    batch: Annotated[str | None, conf.arg(metavar="N|MIN:MAX")] = None
+    batch: Annotated[str | None, option(metavar="N|MIN:MAX")] = None
     """samples in a global batch; the job's own number if left out. Of a range larger
     ones are taken where the measured noise of the gradient makes them worth it"""
-    rate_rule: Annotated[Literal["linear", "sqrt"] | None, conf.arg(metavar="RULE")] = (
+    rate_rule: Annotated[Literal["linear", "sqrt"] | None, option(metavar="RULE")] = (
         None
     )
     """learning rate of larger batches, linear or sqrt"""
