@@ -53,7 +53,7 @@ def short_repr(value: object) -> str:
     Args:
         value: Anything, also what has a ``repr`` that fails.
 
-    >>> shown("a\\x1b[2J"), shown(10**5000)
+    >>> short_repr("a\\x1b[2J"), short_repr(10**5000)
     ("'a\\\\x1b[2J'", 'a whole number of 16610 bits')
     """
     if isinstance(value, int) and value.bit_length() > 200:

@@ -23,8 +23,8 @@ from whalejax.meshes.checks import (
 from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.fitted_constants import Efficiency, constants, pace_of, shape_share
-from whalejax.meshes.points import FILLED as FILLED
-from whalejax.meshes.points import (
+from whalejax.meshes.measured_points import FILLED as FILLED
+from whalejax.meshes.measured_points import (
     IN_A_STEP,
     ITEM_BYTES,
     NARROW,
@@ -32,11 +32,11 @@ from whalejax.meshes.points import (
     least_seconds,
     wide_rates,
 )
-from whalejax.meshes.points import BandwidthPoint as BandwidthPoint
-from whalejax.meshes.points import MatmulPoint as MatmulPoint
-from whalejax.meshes.points import Source as Source
-from whalejax.meshes.points import TimedModel as TimedModel
-from whalejax.meshes.points import effective_size as effective_size
+from whalejax.meshes.measured_points import BandwidthPoint as BandwidthPoint
+from whalejax.meshes.measured_points import MatmulPoint as MatmulPoint
+from whalejax.meshes.measured_points import Source as Source
+from whalejax.meshes.measured_points import TimedModel as TimedModel
+from whalejax.meshes.measured_points import effective_size as effective_size
 from whalejax.meshes.texts import MOST_NAME, as_json, is_shown_as_written, quoted
 
 

@@ -31,7 +31,7 @@ direction and of zero width), halves of characters, separators of lines."""
 def is_invisible(character: str) -> bool:
     """Whether a character changes how others are shown, or shows nothing itself.
 
-    >>> [hidden(c) for c in "aµ→ \\x1b\\u202e\\n"]
+    >>> [is_invisible(c) for c in "aµ→ \\x1b\\u202e\\n"]
     [False, False, False, False, True, True, True]
     """
     return not character.isprintable() and unicodedata.category(character) in _HIDDEN

@@ -1,10 +1,9 @@
-"""3-D U-Net: a class for every voxel of a volume.
+"""3-D U-Net: classifies every voxel of a volume.
 
-It shows space that gets shorter and longer again: convolutions of three at each
-resolution, poolings of two on the way down, transposed convolutions of two on the way
-up, and what was there before beside them. Logits are as large as the volume, so that
-devices that share depth, height and width share all of it. Normalisation is over
-groups of channels of one sample, or over the batch. Nothing is annotated.
+An example of downsampling and upsampling: 3 × 3 × 3 convolutions at each resolution,
+2 × 2 × 2 max pooling on the way down, transposed convolutions on the way up, and skip
+connections. Logits have the volume's extents, so that devices that shard depth, height
+and width shard every activation. Group or batch normalisation. Nothing is annotated.
 
 After Çiçek et al., "3D U-Net: Learning Dense Volumetric Segmentation from Sparse
 Annotation" (2016), with padded convolutions, so that labels have the volume's extents.
@@ -35,12 +34,12 @@ class UNet3DConfig:
     Attributes:
         extent: Depth, height and width of a volume, in voxels.
         inputs: Channels of a volume.
-        channels: Number of channels at each resolution; the volume is halved between
-            them.
-        groups: Number of groups of channels, each of which is normalised in a sample.
-        batch_norm: Each channel is normalised over the batch instead.
+        channels: Number of channels at each resolution, the highest first;
+            extents halve from each to the next.
+        groups: Number of channel groups in group normalisation.
+        batch_norm: Whether to use batch normalisation instead.
         classes: Number of classes of a voxel.
-        dtype: Compute dtype; follows the parameters where None.
+        dtype: Compute dtype; that of the parameters if None.
         param_dtype: Dtype of the parameters.
     """
 
@@ -61,23 +60,23 @@ SIZES: Final[Mapping[str, UNet3DConfig]] = {
 
 
 class Block(nnx.Module):
-    """Two convolutions of three, each with a normalisation."""
+    """Two 3 × 3 × 3 convolutions, each with normalisation and ReLU."""
 
     def __init__(
         self, config: UNet3DConfig, inputs: int, outputs: int, rngs: nnx.Rngs
     ) -> None:
-        kinds = layer_options(config.dtype, config.param_dtype, rngs)
+        options = layer_options(config.dtype, config.param_dtype, rngs)
         self.convolutions = nnx.List(
             [
-                nnx.Conv(before, outputs, (3, 3, 3), use_bias=False, **kinds)
+                nnx.Conv(before, outputs, (3, 3, 3), use_bias=False, **options)
                 for before in (inputs, outputs)
             ]
         )
         self.norms = nnx.List(
             [
-                nnx.BatchNorm(outputs, momentum=0.9, **kinds)
+                nnx.BatchNorm(outputs, momentum=0.9, **options)
                 if config.batch_norm
-                else nnx.GroupNorm(outputs, num_groups=config.groups, **kinds)
+                else nnx.GroupNorm(outputs, num_groups=config.groups, **options)
                 for _ in range(2)
             ]
         )
@@ -99,7 +98,7 @@ class UNet3D(nnx.Module):
 
     def __init__(self, config: UNet3DConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        kinds = layer_options(config.dtype, config.param_dtype, rngs)
+        options = layer_options(config.dtype, config.param_dtype, rngs)
         widths = config.channels
         inputs, down = config.inputs, []
         for outputs in widths:
@@ -110,30 +109,35 @@ class UNet3D(nnx.Module):
         for below, here in zip(widths[:0:-1], widths[-2::-1], strict=True):
             widen.append(
                 nnx.ConvTranspose(
-                    below, here, (2, 2, 2), strides=(2, 2, 2), padding="VALID", **kinds
+                    below,
+                    here,
+                    (2, 2, 2),
+                    strides=(2, 2, 2),
+                    padding="VALID",
+                    **options,
                 )
             )
             up.append(Block(config, 2 * here, here, rngs))
         self.widen, self.up = nnx.List(widen), nnx.List(up)
-        self.head = nnx.Conv(widths[0], config.classes, (1, 1, 1), **kinds)
+        self.head = nnx.Conv(widths[0], config.classes, (1, 1, 1), **options)
 
     def __call__(self, volumes: Array) -> Array:
-        """Logits ``[batch, depth, height, width, classes]`` of volumes."""
+        """Returns the logits ``[batch, depth, height, width, classes]`` of volumes."""
         x = volumes.astype(self.head.kernel.dtype)
-        beside: list[Array] = []
+        skips: list[Array] = []
         for number, block in enumerate(self.down):
             if number:
                 x = nnx.max_pool(x, (2, 2, 2), strides=(2, 2, 2))
             x = block(x)
-            beside.append(x)
-        beside.pop()
+            skips.append(x)
+        skips.pop()
         for widen, block in zip(self.widen, self.up, strict=True):
-            x = block(jnp.concatenate([beside.pop(), widen(x)], axis=-1))
+            x = block(jnp.concatenate([skips.pop(), widen(x)], axis=-1))
         return self.head(x)
 
 
 def make_model(config: UNet3DConfig, key: Array) -> UNet3D:
-    """A fresh model."""
+    """Returns a newly initialised model."""
     return UNet3D(config, rngs=nnx.Rngs(key))
 
 
@@ -157,17 +161,17 @@ def job(
     seed: int = 0,
     **changes: Any,
 ) -> wh.Job:
-    """Training of a 3-D U-Net on random fields, whose large structures are its labels.
+    """Returns a job: a 3-D U-Net segments the large structures of random fields.
 
     Args:
         size: One of ``SIZES``; the test size has two resolutions.
-        batch_size: Volumes in a global batch; 8, at test size 16.
+        batch_size: Volumes in a global batch; if None 8, or 16 at test size.
         learning_rate: Learning rate of Adam.
         seed: Seed of the sequence of batches.
         changes: Fields of ``UNet3DConfig``.
 
     Raises:
-        WhaleError: Unknown size or field, or a volume that cannot be halved so often.
+        WhaleError: Unknown size or field, or an extent that cannot be halved so often.
 
     >>> job("test").batch_at(0)["labels"].shape
     (16, 16, 16, 16)
@@ -175,7 +179,7 @@ def job(
     options = ("batch_size", "learning_rate", "seed")
     config = change(pick(size, SIZES, "3-D U-Net size"), changes, options=options)
     resolutions = len(config.channels)
-    why = f"{resolutions} resolutions halve the volume between them"
+    why = f"{resolutions - 1} poolings halve it"
     check_extent(config.extent, resolutions - 1, why)
     return wh.Job(
         loss_fn=loss_fn,

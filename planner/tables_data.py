@@ -13,7 +13,7 @@ class TablesData:
     """The placement of tables and all that follows from it, as a JSON object.
 
     Attributes:
-        document: Entries of ``whalejax.tables.record.TablesRecord``.
+        document: Entries of ``whalejax.tables.table_plan_record.TablesRecord``.
     """
 
     document: dict[str, Any]

@@ -47,7 +47,7 @@ import optax
 import whalejax as wh
 from whalejax import jobs, models
 from whalejax.planner.search import spmd_search
-from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import divisors
 

@@ -1,10 +1,10 @@
-"""Measuring the local devices: what ``Cluster.detect()`` knows of a machine.
+"""Measures the local devices, for ``Cluster.detect()``.
 
-What ``probes`` timed becomes a device kind and a level of links here. The result is
-kept in a cache per machine, because the next process asks the same. Starts JAX.
+Turns the times of ``probes`` into a device kind and a level of links. The result is
+cached for each machine, because the next process asks for the same. Starts JAX.
 
-Memory of a virtual CPU device is the host's (or its control group's), divided by the
-number of devices; an accelerator's is what JAX may allocate of it.
+The memory of a virtual CPU device is the host's (or its control group's), divided by
+the number of devices; that of an accelerator is what JAX may allocate.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ from whalejax.meshes.device_kinds import (
 )
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.jax_mesh import Device
-from whalejax.meshes.merge import check_joined, check_kind, check_replaced, renamed
+from whalejax.meshes.merge_kinds import (
+    check_joined,
+    check_kind,
+    check_replaced,
+    renamed,
+)
 
 
 DEFAULT_BUDGET_SECONDS = 18.0
@@ -57,15 +62,15 @@ def calibrate(
     clock: Callable[[], float] = time.perf_counter,
     today: datetime.date | None = None,
 ) -> ClusterData:
-    """The local devices as one node, measured or from the cache.
+    """Returns the local devices as one node, measured or from the cache.
 
     Args:
         budget_seconds: Stop measuring after about this long; the least that a plan
-            needs is measured even if it takes longer. A cached result counts if its
-            budget was no smaller.
+            needs is measured even if it takes longer. A cached result is used if its
+            budget was at least this.
         use_cache: False measures in any case. Results are stored either way.
-        clock: Seconds, rising.
-        today: The date to put into the sources; None asks the system.
+        clock: Monotonic clock, in seconds.
+        today: Date that the sources state; None asks the system.
 
     Raises:
         WhaleError: A budget of zero or less.
@@ -104,13 +109,13 @@ def measured(
 
     Args:
         budget_seconds: Budget of ``calibrate``, in seconds.
-        kind: The name of their kind; that of the device if left out.
-        beside: Contents of the file, if they are to stay.
-        instead: Contents of the file, if they are to go.
+        kind: Name of their kind; the catalogue's or JAX's if None.
+        beside: Contents of the file, if they are kept.
+        instead: Contents of the file, if they are replaced.
 
     Raises:
-        WhaleError: Before anything is measured: no such name can be given, these
-            devices cannot be joined to those, or others would be lost.
+        WhaleError: Before measuring: the name is invalid or taken, the devices cannot
+            be joined to those of ``beside``, or other kinds would be lost.
     """
     devices = jax.local_devices()
     name = _name(devices[0]) if kind is None else kind
@@ -221,8 +226,8 @@ def _kind(
 
 
 def _with_datasheet(measured: DeviceKind, known: DeviceKind) -> DeviceKind:
-    """A measured kind with the name and peaks of the catalogue's."""
-    kept = ("flops_per_second", "host_")
+    """Returns a measured kind with the catalogue's name and peaks."""
+    prefixes = ("flops_per_second", "host_")
     return replace(
         measured,
         name=known.name,
@@ -230,7 +235,7 @@ def _with_datasheet(measured: DeviceKind, known: DeviceKind) -> DeviceKind:
         flops_per_second=known.flops_per_second,
         host_memory_bytes=known.host_memory_bytes,
         host_link_bytes_per_second=known.host_link_bytes_per_second,
-        sources=tuple(s for s in known.sources if s.field.startswith(kept)),
+        sources=tuple(s for s in known.sources if s.field.startswith(prefixes)),
     )
 
 
@@ -263,7 +268,7 @@ def _memory_points(found: Seconds) -> tuple[BandwidthPoint, ...]:
 
 
 def _transcendentals_per_second(kind: DeviceKind, found: Seconds) -> float | None:
-    """The rate that explains what exp took beyond its memory; None if nothing did."""
+    """Returns the rate that explains the time of exp beyond memory traffic, if any."""
     nbytes = EXP_BYTES[kind.platform == "cpu"]
     seconds = found[Elementwise("exp", nbytes)]
     extra = seconds - kind.elementwise_seconds(2 * nbytes)
@@ -271,7 +276,7 @@ def _transcendentals_per_second(kind: DeviceKind, found: Seconds) -> float | Non
 
 
 def _fresh_bytes_per_second(kind: DeviceKind, found: Seconds) -> float | None:
-    """The rate that explains what writing new memory took beyond writing it."""
+    """Returns the rate that explains the extra time of first writes, if any."""
     for probe, seconds in found.items():
         if isinstance(probe, FirstTouchProbe):
             extra = seconds - kind.elementwise_seconds(probe.array_bytes)
@@ -282,10 +287,10 @@ def _fresh_bytes_per_second(kind: DeviceKind, found: Seconds) -> float | None:
 def _convolutions(
     kind: DeviceKind, found: Seconds
 ) -> tuple[float | None, float | None]:
-    """Share and turning rate that explain what convolutions with gradients took.
+    """Fits ``convolution_share`` and ``turned_bytes_per_second`` to the times.
 
-    No convolution is faster than its product, and no array is turned faster than read
-    and written.
+    Neither a convolution may be faster than its product, nor turning an array faster
+    than reading and writing it.
     """
     timed = [
         (3 * kind.matmul_seconds("f32", *p.product), p.turned_bytes, seconds)
@@ -294,18 +299,18 @@ def _convolutions(
     ]
     if not timed:
         return None, None
-    turns = COMPILERS[kind.platform].copies_kernels
+    copies = COMPILERS[kind.platform].copies_kernels
     product, turned, seconds = timed[0]
-    if not turns or len(timed) == 1:
-        seconds -= turns * kind.elementwise_seconds(2 * turned)
+    if not copies or len(timed) == 1:
+        seconds -= copies * kind.elementwise_seconds(2 * turned)
         return min(1.0, product / max(seconds, product)), None
     other_product, most_turned, other_seconds = timed[-1]
     determinant = product * most_turned - other_product * turned
-    slower = (seconds * most_turned - other_seconds * turned) / determinant
-    each = (other_seconds - other_product * max(1.0, slower)) / most_turned
-    each = max(each, kind.elementwise_seconds(2 * most_turned) / most_turned)
-    slower = max(1.0, (seconds - turned * each) / product)
-    return 1 / slower, 1 / each
+    slowdown = (seconds * most_turned - other_seconds * turned) / determinant
+    per_byte = (other_seconds - other_product * max(1.0, slowdown)) / most_turned
+    per_byte = max(per_byte, kind.elementwise_seconds(2 * most_turned) / most_turned)
+    slowdown = max(1.0, (seconds - turned * per_byte) / product)
+    return 1 / slowdown, 1 / per_byte
 
 
 def _level(
@@ -314,7 +319,7 @@ def _level(
     known = entry.node if entry is not None else None
     name = known.name if known is not None else "host"
     if fit is None:
-        # One device sends nothing; its memory is the fastest that it ever could.
+        # One device sends nothing; its memory bandwidth is an upper bound.
         return Level(
             name=name,
             size=count,
@@ -332,14 +337,14 @@ def _level(
 
 
 def platform_of(device: Device) -> Platform:
-    """The platform of a device; every accelerator that is no TPU counts as a GPU."""
+    """Returns the platform of a device; accelerators other than TPUs are GPUs."""
     if device.platform == "cpu":
         return "cpu"
     return "tpu" if device.platform == "tpu" else "gpu"
 
 
 def slug(device_kind: str) -> str:
-    """A name for a device that the catalogue lacks, as a cluster's text would have it.
+    """Returns a name, valid in the text of a cluster, for an uncatalogued device.
 
     Example:
         >>> slug("NVIDIA RTX A6000")
@@ -349,7 +354,7 @@ def slug(device_kind: str) -> str:
 
 
 def device_memory_bytes(devices: Sequence[Device]) -> int:
-    """Memory of one device; see the module for what it means on CPUs."""
+    """Returns the memory of one device; the module says what it is on CPUs."""
     if devices[0].platform == "cpu":
         return host_facts.host_memory_bytes() // len(devices)
     stats = devices[0].memory_stats() or {}

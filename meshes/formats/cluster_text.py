@@ -159,8 +159,8 @@ def _is_kind(name: str) -> bool:
 def _suggested_text(term: str) -> str:
     """A cluster as others write it in our form: of ``"h100-8"`` or ``"8xh100"``.
 
-    >>> _meant("h100x8"), _meant("8 x h100"), _meant("tpu-v5litepod-16")
-    ('h100:8', 'h100:8', 'v5e:16')
+    >>> [_suggested_text(word) for word in ("h100x8", "8 x h100", "tpu-v5litepod-16")]
+    ['h100:8', 'h100:8', 'v5e:16']
     """
     bare = term.removeprefix("tpu-").removeprefix("nvidia-")
     match = re.fullmatch(r"([a-z][a-z0-9-]*?)(?: *x *|[-_ ]+)(\d+)", bare)

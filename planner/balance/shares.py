@@ -342,7 +342,7 @@ def micro_batch_ranges(shares: Sequence[int]) -> list[range]:
     Args:
         shares: Number of micro-batches that each takes.
 
-    >>> dealt([3, 0, 2])
+    >>> micro_batch_ranges([3, 0, 2])
     [range(0, 3), range(3, 3), range(3, 5)]
     """
     ends = [0, *itertools.accumulate(shares)]

@@ -1,4 +1,4 @@
-"""Step time of a layout: compute, collectives and update, row by row.
+"""Cost of each operation of a layout: compute, collectives with their bytes, memory.
 
 One rule covers all operations. Forward: the roles that operands hold and results do
 not are summed, so where a mesh axis shards one of them the result is reduced over that

@@ -1,4 +1,4 @@
-"""Memory of a layout, by term, from the same rows and layouts as the cost.
+"""Memory of the tensors that a layout saves for the backward pass, and of other terms.
 
 What the backward pass reads again is known per operation (``Op.saves``); inside a
 checkpointed region only its inputs are kept and one instance is rebuilt at a time.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import with_expert_regions
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.logical_dimensions import analyse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from whalejax.planner.model.graph import Op
-from whalejax.planner.model.logical_dimensions import Role as Role
+from whalejax.planner.model.roles import Role as Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

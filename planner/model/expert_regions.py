@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 
 from whalejax.meshes.errors import Problems
 from whalejax.planner.cost_terms import ALL
-from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.dimensions import Dimensions, roles_of
 from whalejax.planner.model.graph import Graph, Op, TaskGraph, makes_weights
+from whalejax.planner.model.logical_dimensions import analyse
 
 
 EXPERTS = "experts"

@@ -1,22 +1,22 @@
-"""Finds the cut of a loss's last tokens, and the bytes of the whole sequence's values.
+"""Finds slices that drop a loss's last tokens, and the bytes that are gathered whole.
 
-Apart from ``sequence`` because it asks for the analysis of a graph, of which that is a
-part. Capture reads it to put such cuts off.
+A module of its own because it needs the analysis of a graph, of which ``sequence`` is
+a part. Capture uses it to postpone such slices.
 """
 
 from __future__ import annotations
 
-from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph, Op
+from whalejax.planner.model.logical_dimensions import analyse
 from whalejax.planner.model.reshape_factors import slots_of
 
 
 MOST_CUT = 1 / 4
-"""Part of a sequence that may be cut off for the rest to be carried on with it."""
+"""Largest fraction of a sequence that a slice may drop and still be postponed."""
 
 
 def last_tokens_cut(graph: Graph) -> frozenset[tuple[int, ...]]:
-    """Positions of slices that cut some of a sequence's tokens off values.
+    """Returns the positions of slices that drop a few tokens of a sequence.
 
     Args:
         graph: The captured loss.
@@ -33,28 +33,28 @@ def last_tokens_cut(graph: Graph) -> frozenset[tuple[int, ...]]:
 
 
 def _cuts_few(graph: Graph, op: Op) -> bool:
-    """Little is cut off a value with a gradient."""
+    """Whether a slice drops little of a value that has a gradient."""
     before, after = (graph.tensors[t] for t in slots_of(op))
-    few = after.size >= (1 - MOST_CUT) * before.size
-    return few and before.differentiable and before.kind == "value"
+    keeps_most = after.size >= (1 - MOST_CUT) * before.size
+    return keeps_most and before.differentiable and before.kind == "value"
 
 
 def _cuts(op: Op) -> bool:
-    """A slice that begins where the program says, by numbers that are no operands."""
-    alone = op.kind == "dynamic_slice" and len(op.operands) == 1
-    return op.kind == "slice" or alone
+    """Whether it is a slice whose start indices are constants, not operands."""
+    constant_start = op.kind == "dynamic_slice" and len(op.operands) == 1
+    return op.kind == "slice" or constant_start
 
 
 def gathered_bytes(graph: Graph) -> int:
-    """Returns the bytes of differentiated values that operations need whole of a
-    sharded sequence.
+    """Returns the bytes of differentiable values that operations need unsharded along
+    the sequence.
 
     Args:
         graph: The captured loss.
     """
-    dims, count = analyse(graph), 0
+    dims, nbytes = analyse(graph), 0
     for index, slot in dims.whole:
         op = graph.ops[index]
         tensor = graph.tensors[slots_of(op)[slot]]
-        count += tensor.nbytes * op.trip * tensor.differentiable
-    return count
+        nbytes += tensor.nbytes * op.trip * tensor.differentiable
+    return nbytes

@@ -62,7 +62,7 @@ class LayerAxes:
     def stacked_shape(self) -> tuple[int, ...]:
         """The shape with all layers along one dimension, the first.
 
-        >>> LayerAxes(sizes=(2, 3, 8), sources=(0, 0, 1), layers=(0, 1)).stacked
+        >>> LayerAxes(sizes=(2, 3, 8), sources=(0, 0, 1), layers=(0, 1)).stacked_shape
         (6, 8)
         """
         return (self.count, *(self.sizes[i] for i in self.order[len(self.layers) :]))

@@ -1,251 +1,378 @@
-"""Roles: classes of dimensions folded over equal layers, and named.
+"""Logical dimensions: which dimensions of all tensors are one and the same.
 
-The analysis leaves one class for the heads of every layer; a plan speaks of the heads.
-Classes that stand in the same places of equal layers fold into one role, told by the
-weights that hold them, their layer numbers starred.
+The index letters of the operations (``planner.model.graph.Factor``) tie dimensions of
+different tensors together. Following the ties through the whole program leaves a
+handful of *classes*: batch, sequence, embed, heads and so on, found and not declared.
+Equal layers give equal classes; those fold into one *role*, and a plan speaks of roles.
+
+Three ideas keep the classes from running together:
+
+* a dimension is a list of *atoms*, major first, fine enough that every reshape is the
+  identity on the list of atoms;
+* atoms of one tensor are pairwise different: a tie that would put one class twice into
+  a tensor is refused and becomes a *cut*, a place where a value changes layout;
+* ties are made in an order: weights first, then elementwise, then products of two
+  activations, each by falling bytes, so that the cheap side of a conflict is cut. Where
+  a product was cut at its dear side all the same, the opposite order is weighed too.
 """
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from typing import NamedTuple
 
-from whalejax.planner.model.graph import Factor, Op, Tensor
+from whalejax.planner.model.dimensions import (
+    Dimensions,
+    Layout,
+    RefusedTie,
+    roles_of,
+)
+from whalejax.planner.model.graph import Graph, Op, Tensor
 from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
-from whalejax.planner.model.space import Spatial, spatial
-from whalejax.planner.plan_entries import starred
+from whalejax.planner.model.roles import Role as Role
+from whalejax.planner.model.roles import fold
+from whalejax.planner.model.sequence import with_whole_operations
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """A logical dimension of the model, folded over equal layers.
+class _Edge(NamedTuple):
+    """A tie between two atoms.
 
     Attributes:
-        index: Its place in ``Dimensions.roles``.
-        name: The Flax logical name where there is one, ``"batch"``, or the first leaf
-            that holds it, as in ``"blocks.*.mlp.up.kernel[1]"``.
-        size: Length, unsharded.
-        aliases: Every name by which a user may pin it.
-        unshardable: Reason why it must stay whole, or empty.
-        is_batch: Whether it is the batch dimension.
-        of_weights: Some parameter holds it.
-        copies: Number of classes that were folded into it.
-        space: The mesh axis that may shard it though windows slide along it: one of
-            ``SPACES``, or empty.
-        common: Common divisor of its extents at every resolution of the model where
-            windows slide along it, ``size`` being that of the highest; else 0.
-        unshared: The axis that could shard it, or several joined by "and", and why
-            it cannot, or empty.
+        order: Sort key; ties are made in rising order.
+        op, slot, dim, part: Operation, operand or result of it, dimension and atom of
+            that: what is cut if the tie is refused.
+        wanted: The atom that the operation needs in that place.
+        atom: The atom that stands there.
     """
 
-    index: int
-    name: str
-    size: int
-    aliases: tuple[str, ...] = ()
-    unshardable: str = ""
-    is_batch: bool = False
-    of_weights: bool = False
-    copies: int = 1
-    space: str = ""
-    common: int = 0
-    unshared: str = ""
-
-    @property
-    def divisible(self) -> int:
-        """Returns the number that a device count must divide to shard it everywhere."""
-        return self.common or self.size
+    order: tuple[int, int, int, int]
+    op: int
+    slot: int
+    dim: int
+    part: int
+    wanted: int
+    atom: int
 
 
-def fold(
-    atoms: Atoms, classes: Union, holds: Sequence[set[int]]
-) -> tuple[dict[int, int], tuple[Role, ...]]:
-    """Folds classes into roles.
+class _Classes:
+    """Atoms tied into classes, under disequality.
+
+    Attributes:
+        union: Union-find of atoms by class.
+        holds: For each class, by its representative, the tensors it stands in.
+        refused: The ties that would have put one class twice into a tensor.
+        turned: Products of two activations were tied in the opposite order.
+    """
+
+    def __init__(self, atoms: Atoms, *, turned: bool = False) -> None:
+        self.atoms = atoms
+        self.turned = turned
+        self.graph = atoms.graph
+        self.weight = atoms.graph.weight_tensors()
+        self.union = Union(len(atoms.owners))
+        self.holds: list[set[int]] = [{t} for t in atoms.owners]
+        edges = [*self._factor_edges(), *self._regrouping_edges()]
+        edges.sort(key=itemgetter(0))
+        self.refused = [e for e in edges if not self._join(e.wanted, e.atom)]
+
+    def _join(self, left: int, right: int) -> bool:
+        a, b = self.union.find(left), self.union.find(right)
+        if a == b:
+            return True
+        if len(self.holds[a]) < len(self.holds[b]):
+            a, b = b, a
+        if not self.holds[a].isdisjoint(self.holds[b]):
+            return False
+        self.union.join(a, b)
+        self.holds[a] |= self.holds[b]
+        self.holds[b] = set()
+        return True
+
+    def _factor_edges(self) -> Iterator[_Edge]:
+        weight, first, dim_of = self.weight, self.atoms.first, self.atoms.dim
+        nbytes = [t.nbytes for t in self.graph.tensors]
+        for index, op in enumerate(self.graph.ops):
+            slots, count = slots_of(op), len(op.operands)
+            product = op.matmul is not None and not any(weight[t] for t in op.operands)
+            for factor in op.factors:
+                if len(factor.members) == 1:
+                    continue
+                anchor = _anchor(factor.members, slots, count, nbytes)
+                other = slots[anchor[0]]
+                wanted = first[dim_of(other, anchor[1])]
+                # What a product gives goes before what it sums over.
+                summed = int(anchor[0] < count)
+                for slot, dim in factor.members:
+                    if (slot, dim) == anchor:
+                        continue
+                    tensor = slots[slot]
+                    tied = weight[tensor] or weight[other]
+                    rank = 0 if tied else (2 if product else 1)
+                    small = min(nbytes[tensor], nbytes[other])
+                    order = (rank, -small, index, summed)
+                    if self.turned and rank == 2:
+                        order = (rank, small, -index, summed)
+                    node = dim_of(tensor, dim)
+                    for k, atom in enumerate(range(first[node], first[node + 1])):
+                        yield _Edge(order, index, slot, dim, k, wanted + k, atom)
+
+    def _regrouping_edges(self) -> Iterator[_Edge]:
+        for r in self.atoms.regroupings:
+            if r in self.atoms.barriers:
+                continue
+            rank = 0 if self.weight[r.operand] else 1
+            order = (rank, -self.graph.tensors[r.operand].nbytes, r.op, 0)
+            places = [
+                (dim, k, atom)
+                for dim in r.ins
+                for k, atom in enumerate(self.atoms.of(r.operand, dim))
+            ]
+            wanted = [atom for dim in r.outs for atom in self.atoms.of(r.result, dim)]
+            for (dim, k, atom), other in zip(places, wanted, strict=True):
+                yield _Edge(order, r.op, 0, dim, k, other, atom)
+
+
+def _anchor(
+    members: tuple[tuple[int, int], ...],
+    slots: tuple[int, ...],
+    count: int,
+    nbytes: Sequence[int],
+) -> tuple[int, int]:
+    """The member that the others are tied to: a result, else the largest operand."""
+    for slot, dim in members:
+        if slot >= count:
+            return slot, dim
+    return max(members, key=lambda m: nbytes[slots[m[0]]])
+
+
+def _operand_layouts(
+    classes: _Classes, layouts: list[Layout], role_of: dict[int, int]
+) -> tuple[dict[tuple[int, int], Layout], tuple[RefusedTie, ...]]:
+    """Returns the layouts in which operations see tensors that they need otherwise, and
+    the cuts.
+    """
+    graph = classes.graph
+    seen: dict[tuple[int, int], Layout] = {}
+    cuts: dict[tuple[int, int, int], RefusedTie] = {}
+    for edge in classes.refused:
+        tensor = graph.tensors[slots_of(graph.ops[edge.op])[edge.slot]]
+        key, dim, k = (edge.op, edge.slot), edge.dim, edge.part
+        cuts[*key, dim] = RefusedTie(
+            op=edge.op,
+            slot=edge.slot,
+            dim=dim,
+            nbytes=tensor.nbytes,
+            other_nbytes=_instead(graph, edge, layouts),
+        )
+        old = seen.get(key, layouts[tensor.id])
+        role = role_of[classes.union.find(edge.wanted)]
+        atoms = (*old[dim][:k], role, *old[dim][k + 1 :])
+        seen[key] = (*old[:dim], atoms, *old[dim + 1 :])
+    for r in classes.atoms.regroupings:
+        if r in classes.atoms.barriers:
+            old = seen.get((r.op, 0), layouts[r.operand])
+            seen[r.op, 0] = tuple(
+                () if dim in r.ins else atoms for dim, atoms in enumerate(old)
+            )
+    for key in [*seen]:
+        _settle(graph, key, layouts, seen, cuts)
+    for key in [*seen]:  # What was cut instead may be in conflict too.
+        _settle(graph, key, layouts, seen, cuts, moves=False)
+    return seen, tuple(cuts.values())
+
+
+def _instead(graph: Graph, edge: _Edge, layouts: list[Layout]) -> int:
+    """Bytes of the smallest value that holds what is cut in another place of it."""
+    slots = slots_of(graph.ops[edge.op])
+    here = slots[edge.slot]
+    role = layouts[here][edge.dim][edge.part]
+    return min(
+        (
+            graph.tensors[t].nbytes
+            for slot, t in enumerate(slots)
+            if slot != edge.slot and (role in roles_of(layouts[t]) or t == here)
+        ),
+        default=graph.tensors[here].nbytes,
+    )
+
+
+def _settle(
+    graph: Graph,
+    key: tuple[int, int],
+    layouts: list[Layout],
+    seen: dict[tuple[int, int], Layout],
+    cuts: dict[tuple[int, int, int], RefusedTie],
+    *,
+    moves: bool = True,
+) -> None:
+    """Lets no operation see one class in two dimensions of an operand.
+
+    A cut may give a dimension the class of another one, as where a product with a
+    triangle counts rows. Then either the other one's letter is whole there, or what the
+    cut would have followed is cut instead: whatever moves less.
+    """
+    index, slot = key
+    op, slots = graph.ops[index], slots_of(graph.ops[index])
+    before, view = layouts[slots[slot]], seen[key]
+    changed = {d for d, atoms in enumerate(view) if atoms and atoms != before[d]}
+    wanted = {role for d in changed for role in view[d]}
+    twice = {d for d, a in enumerate(view) if d not in changed and wanted & {*a}}
+    if not twice:
+        return
+    kept, cut = ([*_linked_members(op, slot, dims)] for dims in (twice, changed))
+    kept_bytes, cut_bytes = (
+        sum(graph.tensors[slots[other]].nbytes for _, (other, _) in members)
+        for members in (kept, cut)
+    )
+    own = graph.tensors[slots[slot]]
+    stays = op.reshape or not moves
+    if stays or cut_bytes > kept_bytes + own.nbytes * own.differentiable:
+        for _, (other, dim) in (*kept, *((d, (slot, d)) for d in twice)):
+            _replace(seen, layouts, slots, (index, other), dim, ())
+        return
+    del seen[key]
+    for d in changed:
+        cuts.pop((index, slot, d), None)
+    for d, (other, dim) in cut:
+        _replace(seen, layouts, slots, (index, other), dim, before[d])
+        moved, instead = graph.tensors[slots[other]].nbytes, own.nbytes + kept_bytes
+        cuts[index, other, dim] = RefusedTie(
+            op=index, slot=other, dim=dim, nbytes=moved, other_nbytes=instead
+        )
+
+
+def _linked_members(
+    op: Op, slot: int, dims: set[int]
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Members of other slots that bear the letters of some of a slot's dimensions."""
+    for factor in op.factors:
+        for d in dims:
+            if (slot, d) in factor.members:
+                yield from ((d, m) for m in factor.members if m[0] != slot)
+
+
+def _replace(
+    seen: dict[tuple[int, int], Layout],
+    layouts: list[Layout],
+    slots: tuple[int, ...],
+    key: tuple[int, int],
+    dim: int,
+    atoms: tuple[int, ...],
+) -> None:
+    """Has an operation see one dimension of a tensor in another class."""
+    old = seen.get(key, layouts[slots[key[1]]])
+    seen[key] = (*old[:dim], atoms, *old[dim + 1 :])
+
+
+def analyse(graph: Graph) -> Dimensions:
+    """Finds the logical dimensions of a captured loss.
 
     Args:
-        atoms: Atoms of the graph.
-        classes: Union-find of atoms by class.
-        holds: For each class, by its representative, the tensors it stands in.
+        graph: The captured forward loss.
 
     Returns:
-        Representative of a class to the index of its role, and the roles.
+        Roles, the layout of every tensor in roles, and the cuts. The cost is about
+        linear in the number of operations; of the last few graphs it is remembered.
     """
-    facts = _Facts(atoms, classes)
-    space, unshared = spatial(atoms, classes, holds)
-    groups: dict[object, list[int]] = defaultdict(list)
-    for root in facts.roots:
-        known = space.get(root)
-        groups[facts.signature(root) if known is None else known].append(root)
-    apart = (
-        [group]
-        if isinstance(key, Spatial)
-        else _separate_coexisting_roots(group, holds)
-        for key, group in groups.items()
+    return _analyse_graph(_IdentityKeyedGraph(graph))
+
+
+class _IdentityKeyedGraph:
+    """A graph that equals those that have the same dimensions.
+
+    Programs of one loss that differ in what is computed again have.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _IdentityKeyedGraph):
+            return False
+        a, b = self.graph, other.graph
+        return a is b or (
+            a.batch_dims == b.batch_dims
+            and (a.tensors is b.tensors or a.tensors == b.tensors)
+            and len(a.ops) == len(b.ops)
+            and (a.ops is b.ops or all(map(_ties_alike, a.ops, b.ops)))
+        )
+
+    def __hash__(self) -> int:
+        return hash((len(self.graph.tensors), len(self.graph.ops)))
+
+
+def _ties_alike(a: Op, b: Op) -> bool:
+    """Whether two operations tie the same dimensions, by what the analysis reads."""
+    return (
+        a.kind == b.kind
+        and a.operands == b.operands
+        and a.results == b.results
+        and a.factors == b.factors
+        and a.matmul == b.matmul
+        and a.trip == b.trip
+        and (a.reshape, a.unknown) == (b.reshape, b.unknown)
+        and (a.scope == b.scope or not any(factor.needs_all for factor in a.factors))
     )
-    role_of: dict[int, int] = {}
-    roles: list[Role] = []
-    taken: Counter[str] = Counter()
-    for roots in itertools.chain.from_iterable(apart):
-        index = len(roles)
-        role_of.update(dict.fromkeys(roots, index))
-        role = facts.role(index, roots, taken)
-        known = space.get(roots[0])
-        if known is None:
-            why = next((unshared[r] for r in roots if r in unshared), "")
-            roles.append(replace(role, unshared=why))
-        else:
-            roles.append(known.role(role, facts.sizes(roots)))
-    return role_of, tuple(roles)
 
 
-def _separate_coexisting_roots(
-    roots: list[int], holds: Sequence[set[int]]
-) -> list[list[int]]:
-    """Classes that look alike, parted where two of them stand in one tensor.
+@functools.lru_cache(maxsize=16)
+def _analyse_graph(same: _IdentityKeyedGraph) -> Dimensions:
+    graph = same.graph
+    atoms = Atoms(graph)
+    result = _dimensions(_Classes(atoms))
+    if _dear(graph, result):
+        other = _dimensions(_Classes(atoms, turned=True))
+        result = min(result, other, key=lambda dims: _moved_bytes(graph, dims))
+    return with_whole_operations(graph, result)
 
-    Square layers in a row give such classes; they alternate between two roles.
+
+def _moved_bytes(graph: Graph, dims: Dimensions) -> int:
+    """Returns the bytes of values that operations need in another layout than they are
+    made in.
+
+    A result is made in parts, which are summed first.
     """
-    parts: list[tuple[list[int], set[int]]] = []
-    for root in roots:
-        tensors = holds[root]
-        for members, held in parts:
-            if held.isdisjoint(tensors):
-                members.append(root)
-                held |= tensors
-                break
-        else:
-            parts.append(([root], set(tensors)))
-    return [members for members, _ in parts]
+    return sum(
+        graph.ops[op].trip
+        * graph.tensors[slots_of(graph.ops[op])[slot]].nbytes
+        * (1 + (slot >= len(graph.ops[op].operands)))
+        for op, slot in dims.seen
+    )
 
 
-class _Facts:
-    """Facts about each class for folding and naming."""
-
-    def __init__(self, atoms: Atoms, classes: Union) -> None:
-        graph = atoms.graph
-        find = classes.find
-        self.size: dict[int, int] = {}
-        self.weights: dict[int, dict[str, int]] = defaultdict(dict)
-        self.names: dict[int, Counter[str]] = defaultdict(Counter)
-        self.batch: set[int] = set()
-        self.inputs: dict[int, dict[str, int]] = defaultdict(dict)
-        self.paths: dict[tuple[int, str], set[str]] = defaultdict(set)
-        self.uses: dict[int, set[object]] = defaultdict(set)
-        self.blocked: dict[int, str] = {}
-        self.roots: list[int] = []
-        root_at = [find(atom) for atom in range(len(atoms.owners))]
-        for tensor in graph.tensors:
-            for dim in range(len(tensor.shape)):
-                node = atoms.dim(tensor.id, dim)
-                roots = root_at[atoms.first[node] : atoms.first[node + 1]]
-                self._note(tensor, dim, roots, atoms.sizes[node])
-        for tensor_id, dim in graph.batch_dims:
-            self.batch.update(find(atom) for atom in atoms.of(tensor_id, dim)[:1])
-        known = self.batch | self.weights.keys() | self.inputs.keys()
-        for op in graph.ops:
-            slots = slots_of(op)
-            for factor in op.factors:
-                whole = factor.needs_all
-                for slot, dim in factor.members:
-                    for k, atom in enumerate(atoms.of(slots[slot], dim)):
-                        root = root_at[atom]
-                        if root not in known:  # The others are told by these.
-                            self.uses[root].add((op.kind, slot, dim, k))
-                        if whole:
-                            self.blocked.setdefault(root, _blame(op, factor))
-
-    def _note(
-        self, tensor: Tensor, dim: int, roots: list[int], sizes: tuple[int, ...]
-    ) -> None:
-        many = len(sizes) > 1
-        for k, (root, size) in enumerate(zip(roots, sizes, strict=True)):
-            if root not in self.size:
-                self.size[root] = size
-                self.roots.append(root)
-            if not tensor.path:
-                continue
-            suffix = f"[{dim}.{k}]" if many else f"[{dim}]"
-            layered = tensor.kind in ("param", "state")
-            folded = (starred(tensor.path) if layered else tensor.path) + suffix
-            target = self.weights if tensor.kind == "param" else self.inputs
-            target[root][folded] = max(tensor.nbytes, target[root].get(folded, 0))
-            self.paths[root, folded].add(tensor.path + suffix)
-            name = tensor.names[dim] if dim < len(tensor.names) else None
-            if name and not many:
-                self.names[root][name] += 1
-
-    def sizes(self, roots: Sequence[int]) -> list[int]:
-        """Returns the sizes of some classes."""
-        return [self.size[root] for root in roots]
-
-    def signature(self, root: int) -> object:
-        """Equal for classes that play the same part in equal layers."""
-        if root in self.batch:
-            return ("batch", self.size[root], frozenset(self.inputs[root]))
-        if self.weights[root]:
-            return (self.size[root], frozenset(self.weights[root]))
-        if self.inputs[root]:
-            return (self.size[root], "input", frozenset(self.inputs[root]))
-        return (self.size[root], "use", frozenset(self.uses[root]))
-
-    def role(self, index: int, roots: list[int], taken: Counter[str]) -> Role:
-        """The role of some classes, under a name that no other role has."""
-        logical = Counter[str]()
-        for root in roots:
-            logical += self.names[root]
-        weights = self._leaf_names(roots, self.weights)
-        inputs = self._leaf_names(roots, self.inputs)
-        is_batch = any(root in self.batch for root in roots)
-        if is_batch:
-            name = "batch"
-        elif logical:
-            name = logical.most_common(1)[0][0]
-        elif weights or inputs:
-            name = (weights or inputs)[0]
-        else:
-            name = f"dim{self.size[roots[0]]}"
-        taken[name] += 1
-        unique = name if taken[name] == 1 else f"{name}#{taken[name]}"
-        blocked = next((self.blocked[r] for r in roots if r in self.blocked), "")
-        return Role(
-            index=index,
-            name=unique,
-            size=self.size[roots[0]],
-            aliases=tuple(dict.fromkeys([*logical, *weights, *inputs])),
-            unshardable=blocked,
-            is_batch=is_batch,
-            of_weights=bool(weights),
-            copies=len(roots),
+def _dear(graph: Graph, dims: Dimensions) -> bool:
+    """Some product of two values is cut where more may have to move than elsewhere."""
+    return any(
+        graph.ops[cut.op].matmul is not None
+        and (
+            cut.nbytes > cut.other_nbytes or cut.slot >= len(graph.ops[cut.op].operands)
         )
-
-    def _leaf_names(
-        self, roots: list[int], found: Mapping[int, dict[str, int]]
-    ) -> list[str]:
-        """Leaves of a role, the largest first; starred where several fold into one."""
-        sizes: dict[str, int] = {}
-        paths: dict[str, set[str]] = defaultdict(set)
-        for root in roots:
-            for name, nbytes in found[root].items():
-                sizes[name] = max(nbytes, sizes.get(name, 0))
-                paths[name] |= self.paths[root, name]
-        ordered = sorted(sizes, key=lambda name: (-sizes[name], name))
-        return [
-            next(iter(paths[name])) if len(paths[name]) == 1 else name
-            for name in ordered
-        ]
+        for cut in dims.cuts
+    )
 
 
-def _blame(op: Op, factor: Factor) -> str:
-    # As the marks are written: scopes carry their arguments in brackets.
-    scope = re.sub(r"wh\.(\w+)\[([^\]/]*)\]", r"\1(\2)", op.scope)
-    place = f" at {scope}" if scope else ""
-    if op.unknown:
-        return f"no rule for the primitive {op.kind!r}{place}"
-    if factor.kind == "halo":
-        return (
-            f"windows of {op.kind}{place} reach over the edges of a shard, which "
-            "only the axes depth, height and width exchange (a halo)"
-        )
-    return f"{op.kind}{place} needs it whole"
+def _dimensions(classes: _Classes) -> Dimensions:
+    graph, atoms = classes.graph, classes.atoms
+    role_of, roles = fold(atoms, classes.union, classes.holds)
+    find = classes.union.find
+    role_at = [role_of[find(atom)] for atom in range(len(atoms.owners))]
+    first = atoms.first
+    dims = [
+        tuple(role_at[start:end]) for start, end in zip(first, first[1:], strict=False)
+    ]
+
+    def by_dimension(tensor: Tensor, each: Sequence[tuple[int, ...]]) -> Layout:
+        start = atoms.dim(tensor.id, 0)
+        return tuple(each[start : start + len(tensor.shape)])
+
+    layouts = [by_dimension(tensor, dims) for tensor in graph.tensors]
+    seen, cuts = _operand_layouts(classes, layouts, role_of)
+    return Dimensions(
+        roles=roles,
+        layouts=tuple(layouts),
+        sizes=tuple(by_dimension(tensor, atoms.sizes) for tensor in graph.tensors),
+        seen=seen,
+        cuts=cuts,
+    )

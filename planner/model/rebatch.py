@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.dimensions import Dimensions, roles_of
 from whalejax.planner.model.graph import Graph, LoopResidual, Op, Tensor
+from whalejax.planner.model.logical_dimensions import analyse
 
 
 _MAKES = ("broadcast_in_dim", "iota", "random_bits", "reshape")

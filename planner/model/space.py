@@ -1,10 +1,9 @@
 """Spatial dimensions: one logical dimension through every resolution of a model.
 
 A strided convolution or a pooling makes a dimension shorter, and a transposed
-convolution longer. For devices that share space it stays the same dimension: each has
-the same part of it before and after. The windows of operations tie such dimensions of
-unlike sizes together, beside the ties of the dimension analysis, which are between
-equal ones.
+convolution longer. For devices that shard space it stays the same dimension: each has
+the same fraction of it before and after. Here the windows of operations tie such
+dimensions of different sizes; the dimension analysis ties only equal ones.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ _SINGLE = (
 _REGROUPED = (
     "a dimension that a reshape splits or joins (poolings, strided convolutions, "
     'jax.image.resize(…, "nearest") and transposed convolutions whose kernel is their '
-    "stride change resolutions without one)"
+    "stride change resolutions without a reshape)"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spatial:
-    """Classes of dimensions that are one spatial dimension.
+    """A spatial dimension, made of several classes.
 
     Attributes:
-        number: Tells it from others.
+        number: Identifies it among the spatial dimensions.
         space: The mesh axis that may shard it.
-        unshared: Reason why it cannot be sharded all the same, or empty.
+        unshared: Reason why it still cannot be sharded, or empty.
     """
 
     number: int
@@ -54,10 +53,10 @@ class Spatial:
     unshared: str
 
     def role(self, role: Any, sizes: Sequence[int]) -> Any:
-        """A role of these classes.
+        """Returns the role of its classes, with the facts of this dimension.
 
         Args:
-            role: Without what is said of space.
+            role: Role that lacks these facts.
             sizes: Sizes of the classes.
         """
         return replace(
@@ -72,7 +71,7 @@ class Spatial:
 def spatial(
     atoms: Atoms, classes: Union, holds: Sequence[set[int]]
 ) -> tuple[dict[int, Spatial], dict[int, str]]:
-    """The classes that are space.
+    """Finds the classes that are spatial dimensions.
 
     Args:
         atoms: Atoms of the graph.
@@ -80,20 +79,20 @@ def spatial(
         holds: For each class, by its representative, the tensors it stands in.
 
     Returns:
-        By representative the classes that are space; and of others along which
-        convolutions slide, why they are no dimension that devices could share.
+        The spatial dimension of each such class, by its representative; for other
+        classes along which convolutions slide, why devices cannot shard them.
     """
-    slides = [op for op in atoms.graph.ops if op.windows]
-    if not slides:
+    windowed = [op for op in atoms.graph.ops if op.windows]
+    if not windowed:
         return {}, {}
     chains = _Chains(atoms, classes)
-    for op in slides:
+    for op in windowed:
         chains.add(op)
     return chains.spatial_chains(holds)
 
 
 class _Chains:
-    """Classes that windows tie together, and what stands against sharing them."""
+    """Classes that windows tie together, and reasons against sharding them."""
 
     def __init__(self, atoms: Atoms, classes: Union) -> None:
         self.atoms = atoms
@@ -104,7 +103,7 @@ class _Chains:
         self.against: dict[int, str] = {}
 
     def add(self, op: Op) -> None:
-        """Ties what one operation slides along."""
+        """Ties the classes that an operation's windows slide along."""
         for window in op.windows:
             ends = [
                 [self.find(atom) for atom in self.atoms.of(tensor, dim)]
@@ -132,15 +131,15 @@ class _Chains:
     def spatial_chains(
         self, holds: Sequence[set[int]]
     ) -> tuple[dict[int, Spatial], dict[int, str]]:
-        """Chains in which some convolution says which dimension of space they are.
+        """Finds the chains of which a convolution names the spatial dimension.
 
         Args:
-            holds: Atoms of each tensor dimension, as ``spatial`` takes them.
+            holds: Tensors of each class, as ``spatial`` takes them.
 
         Returns:
             As ``spatial`` does.
         """
-        self._others()
+        self._add_unshardable()
         chains: dict[int, list[int]] = defaultdict(list)
         for root in sorted(self.members):
             chains[self.union.find(root)].append(root)
@@ -163,8 +162,8 @@ class _Chains:
             unshared.update(dict.fromkeys(roots, why))
         return spatial_chains, unshared
 
-    def _others(self) -> None:
-        """Operations that need a spatial dimension whole for another reason."""
+    def _add_unshardable(self) -> None:
+        """Records other operations that need all of a spatial dimension."""
         for op in self.atoms.graph.ops:
             slots = slots_of(op)
             for factor in op.factors:
@@ -181,7 +180,7 @@ class _Chains:
 
 
 def _disjoint(holds: Sequence[set[int]], roots: Sequence[int]) -> bool:
-    """No tensor has two of some classes."""
+    """Whether no tensor has two of the classes."""
     seen: set[int] = set()
     for root in roots:
         if not seen.isdisjoint(holds[root]):

@@ -16,7 +16,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
-from whalejax.planner.balance.measured_speed import (
+from whalejax.planner.balance.kind_corrections import (
     corrections,
     timing_note,
     weights_hash,

@@ -33,7 +33,7 @@ class ScheduledTransfer:
 def words_of(event: ScheduleRow | ScheduledTransfer) -> str:
     """A row or a hand-over in words.
 
-    >>> words_of(Handing(micro_batch=3, source=0, target=1, action="forward"))
+    >>> words_of(ScheduledTransfer(micro_batch=3, source=0, target=1, action="forward"))
     'what part 0 hands part 1 of micro-batch 3, forward'
     """
     if isinstance(event, ScheduleRow):

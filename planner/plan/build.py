@@ -25,7 +25,7 @@ from whalejax.planner.plan_entries import (
     RegionTable,
     RoleInfo,
 )
-from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import LayoutCandidate, Request
 from whalejax.planner.sharding.fused_parameters import computed_whole
 from whalejax.planner.sharding.layout import Table

@@ -39,7 +39,7 @@ from whalejax.planner.plan.stage_notes import (
 )
 from whalejax.planner.plan_entries import BatchLeaf, VirtualStagePrediction
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.search.enumerate import Search, ranked
+from whalejax.planner.search.layout_search import Search, ranked
 from whalejax.planner.search.least_paces import least_paces, not_faster
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd_search import by_marks

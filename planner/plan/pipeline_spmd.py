@@ -51,7 +51,7 @@ from whalejax.planner.plan_entries import (
     VirtualStagePrediction,
 )
 from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.least_paces import MOST_ROUNDS, least_paces, not_faster
 from whalejax.planner.search.request import LayoutCandidate, Request
 from whalejax.planner.search.spmd_search import (

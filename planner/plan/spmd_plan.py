@@ -1,4 +1,4 @@
-"""From a captured loss and a cluster to a plan of one program on all devices."""
+"""Makes a plan of one program on all devices from the best layout of a search."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def decide(
 
     Args:
         graph: The captured loss.
-        cluster: The machine.
-        request: Optimizer state, micro-batches and the default strategy.
+        cluster: Cluster to plan for.
+        request: Options of the plan, such as micro-batches and default strategy.
         precision: Noted in the plan.
         batch: Leaves of the GLOBAL batch, in the order of ``graph.batch_dims``; their
             layouts are filled in here.
-        again: The graph with TaskGraphs computed again in the backward pass, and with
-            attention in blocks; without it nothing is.
-        known: Results of other searches of the same loss.
+        again: Traces the loss with TaskGraphs recomputed in the backward pass, with
+            attention in blocks or logits in chunks; None excludes these.
+        known: Cache shared with other searches of the same loss.
 
     Raises:
         PlanError: The marks cannot be obeyed, or no plan fits; every problem that was

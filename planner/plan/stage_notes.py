@@ -217,7 +217,7 @@ def _verdict(one: StagedPlan, best: StagedPlan) -> str:
 def speed_difference_text(seconds: float, best_seconds: float) -> str:
     """A step beside that of the plan that is taken.
 
-    >>> beside(1.1, 1.0)
+    >>> speed_difference_text(1.1, 1.0)
     '10.0% slower'
     """
     slower = seconds / best_seconds - 1

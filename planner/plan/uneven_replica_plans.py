@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.balance.measured_speed import (
+from whalejax.planner.balance.kind_corrections import (
     corrections,
     timing_note,
     weights_hash,

@@ -15,7 +15,12 @@ from whalejax.meshes.units import count_text, gigabytes
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.graph import RAGGED, Tensor
 from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.search.enumerate import (
+from whalejax.planner.search.host_offload import (
+    NOTHING_IS_SLICED,
+    NOTHING_WAITS,
+    UPDATED_IN_OTHER_SHARDS,
+)
+from whalejax.planner.search.layout_search import (
     BATCH_DOES_NOT_DIVIDE,
     HALO_IS_WIDER,
     NO_SEQUENCE,
@@ -24,11 +29,6 @@ from whalejax.planner.search.enumerate import (
     SPACE_DOES_NOT_DIVIDE,
     Search,
     fixed_space,
-)
-from whalejax.planner.search.host_offload import (
-    NOTHING_IS_SLICED,
-    NOTHING_WAITS,
-    UPDATED_IN_OTHER_SHARDS,
 )
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.metadata_constraints import pins_of

@@ -18,7 +18,7 @@ from whalejax.planner.cost_terms import ALL, Remat
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import stacked_loops
 from whalejax.planner.plan_errors import NotFaster
-from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd_search import Again, ProgramAnalyses, ProgramCache
 from whalejax.planner.sharding.layout import divisors

@@ -23,8 +23,8 @@ from whalejax.planner.cost.layout_cases import LayoutCases
 from whalejax.planner.cost_terms import ALL, Remat
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan_entries import CollectiveKind
-from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.evaluator import Evaluator
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd_search import Again, ProgramAnalyses, ProgramCache
 from whalejax.planner.search.uneven_replicas import (

@@ -30,7 +30,7 @@ from whalejax.planner.model.analysis import GraphAnalysis
 from whalejax.planner.model.graph import Graph, TaskGraph
 from whalejax.planner.pipeline.program_cut import Division, Units
 from whalejax.planner.pipeline.stage_cuts import Layer
-from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import Table, shards
 from whalejax.planner.sharding.operation_rows import OperationRows

@@ -1,4 +1,4 @@
-"""From a captured loss and a cluster to a plan of one program.
+"""Searches for the best layout of one program, from a captured loss and a cluster.
 
 Checks what can be checked before searching, searches, and writes down what was
 decided with everything needed to explain it.
@@ -24,14 +24,14 @@ from whalejax.planner.model.graph import ATTENTION, Graph
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_errors import DeviceCountError, PlanError
 from whalejax.planner.search.analysis_cache import AnalysedProgram
-from whalejax.planner.search.enumerate import (
+from whalejax.planner.search.infeasible import refusal
+from whalejax.planner.search.layout_search import (
     KnownLayouts,
     Search,
     fixed_space,
     meshes,
     ranked,
 )
-from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.ranking import SURE, TIE
 from whalejax.planner.search.request import LayoutCandidate, Request
 from whalejax.planner.sharding.layout import SPATIAL_AXES, STAGE, replicas

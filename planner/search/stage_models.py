@@ -27,8 +27,8 @@ from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.stage_cuts import Stage, cut
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.infeasible import refusal
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import LayoutCandidate, Request
 from whalejax.planner.search.segment_costs import SegmentOperations, Segments
 from whalejax.planner.search.spmd_search import ProgramCache, searches

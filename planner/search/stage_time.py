@@ -21,7 +21,7 @@ from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan_entries import Collective
-from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import shards, spec_of
 from whalejax.planner.sharding.operation_rows import Row

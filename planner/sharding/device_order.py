@@ -1,9 +1,8 @@
-"""The order in which a plan takes its devices, where links are known one by one.
+"""Orders a plan's devices by traffic, where the rate of every link is known.
 
-Levels say what a group of devices has in common; which two of them share a fast link
-they cannot say. Where a cluster has its links one by one, the ranks of the mesh are
-placed by what they send each other, so that it goes over fast links
-(``rank_order``).
+Levels describe groups of devices; which two of them share a fast link they cannot say.
+Where a cluster lists the rate of every link, mesh ranks that exchange much are placed
+on fast links (``rank_order``).
 """
 
 from __future__ import annotations
@@ -21,38 +20,40 @@ from whalejax.planner.sharding.rank_order import Matrix, cost, place
 P = TypeVar("P", bound=PlanData)
 
 MOST_DEVICES = 256
-"""Of more the order is not looked for: exchanges are compared by matrix products."""
+"""Most devices for which an order is searched: each swap costs matrix products."""
 
 _LEAST_GAIN = 1e-3
-"""Relative; for less the cluster's own order stays."""
+"""Smallest relative gain for which the cluster's own order is changed."""
 
 
 def ordered(plan: P) -> P:
-    """The plan with its devices placed by traffic, or as it is.
+    """Returns the plan with its devices placed by traffic, or unchanged.
 
-    Stages with programs of their own, unlike shares and devices of several kinds keep
-    the cluster's order: there, where a rank runs decides what it is given.
+    Plans with a program for each stage, with uneven shares or with several kinds of
+    device keep the cluster's order: there, the work of a rank depends on its device.
 
     Args:
         plan: Plan on a cluster with or without links.
     """
     cluster = plan.cluster
-    apart = bool(plan.stage_plans or plan.shares) or not cluster.is_uniform
-    whole = plan.num_devices == cluster.num_devices
-    if not cluster.links or apart or not whole or cluster.num_devices > MOST_DEVICES:
+    uneven = bool(plan.stage_plans or plan.shares) or not cluster.is_uniform
+    uses_all = plan.num_devices == cluster.num_devices
+    if not cluster.links or uneven or not uses_all:
+        return plan
+    if cluster.num_devices > MOST_DEVICES:
         return plan
     traffic = traffic_bytes(plan)
     rates = np.array(cluster.links)
     np.fill_diagonal(rates, np.inf)
-    seconds = 1.0 / rates
-    order = place(traffic, seconds)
-    before = cost(range(len(order)), traffic, seconds)
-    after = cost(order, traffic, seconds)
+    seconds_per_byte = 1.0 / rates
+    order = place(traffic, seconds_per_byte)
+    before = cost(range(len(order)), traffic, seconds_per_byte)
+    after = cost(order, traffic, seconds_per_byte)
     if after >= before * (1 - _LEAST_GAIN):
         return plan
     note = (
         f"devices are taken in the order {', '.join(map(str, order))}, by what they "
-        f"send each other: {after * 1e3:.3g} ms of sending a step in all, "
+        f"send each other: {after * 1e3:.3g} ms of transfers a step in all, "
         f"{before * 1e3:.3g} ms in the cluster's own order"
     )
     return dataclasses.replace(plan, device_order=order, notes=(*plan.notes, note))
@@ -66,7 +67,7 @@ def traffic_bytes(plan: PlanData) -> Matrix:
     that, a permute all of it; an all-to-all a part to each.
 
     Args:
-        plan: With its collectives.
+        plan: Plan whose collectives are counted.
 
     Returns:
         ``[ranks, ranks]``, bytes from each to each.
@@ -77,18 +78,18 @@ def traffic_bytes(plan: PlanData) -> Matrix:
     ranks = np.arange(count).reshape(tuple(sizes.values()))
     result = np.zeros((count, count))
     for collective in plan.collectives:
-        inside = [names.index(axis) for axis in collective.axes if axis in sizes]
-        ends = range(ranks.ndim - len(inside), ranks.ndim)
-        size = math.prod(ranks.shape[i] for i in inside)
+        axes = [names.index(axis) for axis in collective.axes if axis in sizes]
+        last_axes = range(ranks.ndim - len(axes), ranks.ndim)
+        size = math.prod(ranks.shape[i] for i in axes)
         if size < 2:
             continue
-        groups = np.moveaxis(ranks, inside, ends).reshape(-1, size)
+        groups = np.moveaxis(ranks, axes, last_axes).reshape(-1, size)
         sent = collective.payload_bytes * plan.times(collective)
         if collective.kind == "all-to-all":
             for step in range(1, size):
                 result[groups, np.roll(groups, -step, axis=1)] += sent / size
             continue
-        part = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}
-        share = part.get(collective.kind, (size - 1) / size)
-        result[groups, np.roll(groups, -1, axis=1)] += sent * share
+        parts = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}
+        part = parts.get(collective.kind, (size - 1) / size)
+        result[groups, np.roll(groups, -1, axis=1)] += sent * part
     return result

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
-from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.dimensions import Dimensions, Layout, roles_of
 from whalejax.planner.model.graph import LOOPS, Graph, Op, Tensor
+from whalejax.planner.model.logical_dimensions import analyse
 from whalejax.planner.model.reshape_factors import groups
 from whalejax.planner.sharding.layout import Spec, Table, spec_of
 

@@ -16,7 +16,12 @@ from typing import Final
 import numpy as np
 
 from whalejax.planner.tables.ranks import Ranks
-from whalejax.planner.tables.ways import Item, StorageOption, rank_groups, times_chosen
+from whalejax.planner.tables.storage_options import (
+    Item,
+    StorageOption,
+    rank_groups,
+    times_chosen,
+)
 
 
 _LARGEST_SHARDS: Final = (math.inf, 1.0, 0.7, 0.5, 0.35, 0.25, 0.125, 1 / 16)

@@ -17,16 +17,15 @@ from whalejax.meshes.cluster import Cluster, cluster
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan_errors import NothingFits, PlanError
 from whalejax.planner.tables.greedy import Assignment, Scale, assign, largest_load
+from whalejax.planner.tables.integer_program import Solution, solve
 from whalejax.planner.tables.placement import (
     TablePlacement,
     TableShard,
     gap_over,
     table_shards,
 )
-from whalejax.planner.tables.program import Solution, solve
 from whalejax.planner.tables.ranks import Ranks
-from whalejax.planner.tables.table import Table
-from whalejax.planner.tables.ways import (
+from whalejax.planner.tables.storage_options import (
     OBJECTIVES,
     PIN_WORDS,
     SPLITS,
@@ -36,6 +35,7 @@ from whalejax.planner.tables.ways import (
     list_ways,
     read_pin,
 )
+from whalejax.planner.tables.table import Table
 
 
 MOST_EXACT_SHARDS: Final = 200

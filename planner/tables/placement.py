@@ -13,8 +13,13 @@ from whalejax.meshes.checks import short_repr
 from whalejax.meshes.units import count_text, gigabytes, milliseconds
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.ranks import Ranks
+from whalejax.planner.tables.storage_options import (
+    Item,
+    Objective,
+    Split,
+    StorageOption,
+)
 from whalejax.planner.tables.table import Table, range_edges
-from whalejax.planner.tables.ways import Item, Objective, Split, StorageOption
 
 
 _BAR: Final = 24

@@ -16,8 +16,8 @@ import numpy as np
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.tables.place import place_tables
 from whalejax.planner.tables.placement import TablePlacement, TableShard
+from whalejax.planner.tables.storage_options import Split, StorageOption, list_ways
 from whalejax.planner.tables.table import Table
-from whalejax.planner.tables.ways import Split, StorageOption, list_ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,7 +9,7 @@ import pytest
 from whalejax.meshes import WhaleError, cluster
 from whalejax.meshes.catalogue import entries
 from whalejax.meshes.cluster_data import ClusterData
-from whalejax.meshes.merge import merge_clusters, renamed
+from whalejax.meshes.merge_kinds import merge_clusters, renamed
 
 
 def sizes(found: ClusterData) -> list[tuple[str, int]]:

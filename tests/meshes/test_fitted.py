@@ -11,7 +11,7 @@ import pytest
 
 from whalejax.meshes import device_kind
 from whalejax.meshes.catalogue import entries
-from whalejax.meshes.delivered import efficiency_notes
+from whalejax.meshes.efficiency_notes import efficiency_notes
 from whalejax.meshes.fitted_constants import (
     ASSUMED,
     CORE,

@@ -33,7 +33,7 @@ print("rank", rank, "of", count, "at", address, sys.argv[1:], os.environ.get("AT
 
 KEYS = """
 import os, pathlib, sys
-from whalejax.distributed.meeting import shared_key
+from whalejax.distributed.first_connection import shared_key
 key = shared_key()
 print(key.run)
 pathlib.Path(sys.argv[1], "key").write_text(str(key.path))

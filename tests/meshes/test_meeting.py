@@ -18,6 +18,7 @@ from tests.processes import free_port
 from tests.whalejax.keys import KEY, OTHER
 from whalejax.cli import main
 from whalejax.distributed import host_checks
+from whalejax.distributed.first_connection import reach, shared_key
 from whalejax.distributed.host_checks import Check, HostReport
 from whalejax.distributed.host_comparison import (
     AskTime,
@@ -34,7 +35,6 @@ from whalejax.distributed.launch_env import (
     launched,
     split_address,
 )
-from whalejax.distributed.meeting import reach, shared_key
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.connection import UNENCRYPTED, admission
 from whalejax.wire.keys import Key

@@ -16,8 +16,8 @@ import pytest
 from tests.processes import free_port
 from tests.whalejax.keys import KEY, OTHER
 from whalejax.distributed import rendezvous as meeting_place
+from whalejax.distributed.first_connection import reach
 from whalejax.distributed.launch_env import joined_address
-from whalejax.distributed.meeting import reach
 from whalejax.distributed.rendezvous import (
     Arrival,
     Go,

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from whalejax.planner.model.builder import GraphBuilder as GraphBuilder
 from whalejax.planner.model.graph import Factor, Graph
+from whalejax.planner.model.graph_builder import GraphBuilder as GraphBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.spmd_plan import decide
 from whalejax.planner.plan_entries import BatchLeaf
-from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes
 

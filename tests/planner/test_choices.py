@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.planner.graphs import GraphBuilder, gpt, mlp
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph, Mark, Tensor
+from whalejax.planner.model.logical_dimensions import analyse
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.sharding.metadata_constraints import role_names, unplanned_pins
 from whalejax.planner.sharding.strategies import (

@@ -20,9 +20,9 @@ from whalejax.planner.cost.operation_cost import (
     row_hits,
 )
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph, Mark
+from whalejax.planner.model.logical_dimensions import analyse
 from whalejax.planner.plan_entries import Collective
 from whalejax.planner.sharding.fused_parameters import reading
 from whalejax.planner.sharding.layout import (

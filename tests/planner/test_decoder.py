@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from whalejax.estimates.decoder import REGIONS, DecoderSizes, decoder_graph
-from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.logical_dimensions import analyse
 
 
 GPT = DecoderSizes(

@@ -27,7 +27,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.spmd_plan import decide
 from whalejax.planner.plan_entries import BatchLeaf, Candidate
-from whalejax.planner.search.enumerate import PLANNED_AXES
+from whalejax.planner.search.layout_search import PLANNED_AXES
 from whalejax.planner.search.request import Request
 
 

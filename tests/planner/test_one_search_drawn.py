@@ -23,7 +23,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.spmd_plan import decide
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.search.enumerate import meshes
+from whalejax.planner.search.layout_search import meshes
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes

@@ -11,10 +11,10 @@ from tests.planner.graphs import gpt
 from tests.planner.one_layout import layout_shard_counts
 from tests.planner.plans import WIDE, search_of
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.logical_dimensions import analyse
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.layout_memory import StepLayout
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.spmd_search import decided_on
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.parameter_layout import lay_out

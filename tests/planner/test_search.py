@@ -10,11 +10,11 @@ import pytest
 from tests.planner.graphs import GraphBuilder, Sizes, gpt
 from tests.planner.plans import HUGE, WIDE, plan_of, search_of
 from whalejax.meshes import cluster
-from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph, Mark
+from whalejax.planner.model.logical_dimensions import analyse
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.search.enumerate import Search, meshes, ranked
+from whalejax.planner.search.layout_search import Search, meshes, ranked
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.search.request import LayoutCandidate
 from whalejax.planner.sharding.layout import shards

@@ -29,9 +29,9 @@ from whalejax.planner.cost.operation_cost import (
 )
 from whalejax.planner.cost_terms import ALL
 from whalejax.planner.model.analysis import analyse_graph
-from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.evaluator import SEARCHED_AXES
 from whalejax.planner.search.layout_memory import StepLayout
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.fused_parameters import FusedLayout, lying
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of

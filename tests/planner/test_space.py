@@ -20,7 +20,7 @@ from whalejax.models import job as model_job
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.windows import Window
-from whalejax.planner.search.enumerate import Search, ranked
+from whalejax.planner.search.layout_search import Search, ranked
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd_search import decided_on
 

@@ -17,14 +17,14 @@ from whalejax.planner.tables.greedy import Scale, slot_limit
 from whalejax.planner.tables.place import place_tables
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.ranks import Ranks
-from whalejax.planner.tables.table import Table, range_edges
-from whalejax.planner.tables.ways import (
+from whalejax.planner.tables.storage_options import (
     Item,
     Objective,
     StorageOption,
     rank_groups,
     times_chosen,
 )
+from whalejax.planner.tables.table import Table, range_edges
 
 
 RANKS = Ranks(count=3, per_node=3, memory_bytes=1e9)

@@ -19,8 +19,8 @@ from whalejax.planner.cost.optimizer_step import (
 )
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.cost_terms import MemoryTerms
-from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.logical_dimensions import analyse
 from whalejax.planner.sharding.fused_parameters import reading
 from whalejax.planner.sharding.operation_rows import Row
 from whalejax.planner.sharding.parameter_layout import (

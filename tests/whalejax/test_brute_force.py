@@ -23,7 +23,7 @@ from whalejax.planner.cost_terms import ALL
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search import spmd_search
-from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.sequence_parallel import shared_roles, splits_between

@@ -44,8 +44,8 @@ from whalejax import _compat
 from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
 from whalejax.capture.walk import inner_jaxprs, recursion
-from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph, Op
+from whalejax.planner.model.logical_dimensions import analyse
 
 
 pytestmark = pytest.mark.relaxed_promotion

@@ -21,8 +21,8 @@ from jax import lax
 
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph, Op
+from whalejax.planner.model.logical_dimensions import analyse
 
 
 Shape = tuple[int, ...]

@@ -30,7 +30,7 @@ from whalejax.lowering.optimizer_state import optimizer_bytes
 from whalejax.planner.model.analysis import GraphAnalysis, analyse_graph
 from whalejax.planner.plan.build import build_plan
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.layout_search import Search
 from whalejax.planner.search.request import Request
 
 

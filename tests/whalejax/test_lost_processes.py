@@ -16,8 +16,8 @@ import pytest
 from tests.flags import QUICK
 from tests.processes import ROOT, free_port
 from whalejax.distributed.launch_env import COORDINATOR, NUM_PROCESSES, PROCESS_ID
-from whalejax.membership import heartbeat
-from whalejax.membership.heartbeat import Beats, PeerLiveness, ProcessHeartbeat
+from whalejax.membership import launch_heartbeat
+from whalejax.membership.launch_heartbeat import Beats, PeerLiveness, ProcessHeartbeat
 
 
 SCRIPT: Final = """
@@ -293,13 +293,15 @@ def test_what_a_process_reads_does_not_grow_with_their_number(
     def end(beats: Beats, said: str) -> None:
         ends.setdefault(beats._mine, said)
 
-    compat = heartbeat._compat_processes
+    compat = launch_heartbeat._compat_processes
     monkeypatch.setattr(compat, "tell_processes", tell)
     monkeypatch.setattr(compat, "all_told", all_told)
     monkeypatch.setattr(compat, "told_at", told_at)
     monkeypatch.setattr(compat, "joined_processes", lambda: (joined.rank, count))
-    monkeypatch.setattr(heartbeat.jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(heartbeat.atexit, "register", lambda _: None)
+    monkeypatch.setattr(
+        launch_heartbeat.jax.distributed, "is_initialized", lambda: True
+    )
+    monkeypatch.setattr(launch_heartbeat.atexit, "register", lambda _: None)
     monkeypatch.setattr(Beats, "_end", end)
     made = []
     for rank in range(count):

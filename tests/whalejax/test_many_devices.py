@@ -13,8 +13,8 @@ import whalejax as wh
 from whalejax import jobs, models
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import NothingFits
-from whalejax.planner.search import enumerate
-from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search import layout_search
+from whalejax.planner.search.layout_search import Search
 
 
 # Where host memory may serve, optimizers are traced, which promote.
@@ -50,8 +50,8 @@ def test_what_is_near_the_best_holds_the_best(
 
     monkeypatch.setattr(Search, "use_host_memory", counted)
     found = []
-    for listed in (enumerate.LISTED, 10**9):
-        monkeypatch.setattr(enumerate, "LISTED", listed)
+    for listed in (layout_search.LISTED, 10**9):
+        monkeypatch.setattr(layout_search, "LISTED", listed)
         evaluated.append(0)
         found.append(planned(name, cluster, 64))
     assert found[0].axis_sizes == found[1].axis_sizes
@@ -74,8 +74,8 @@ def test_where_nothing_fits_the_nearest_is_named_soon(
     node = dataclasses.replace(small.nodes[0], kind=kind)
     small = dataclasses.replace(small, nodes=(node,) * len(small.nodes))
     needed = []
-    for listed in (enumerate.LISTED, 10**9):
-        monkeypatch.setattr(enumerate, "LISTED", listed)
+    for listed in (layout_search.LISTED, 10**9):
+        monkeypatch.setattr(layout_search, "LISTED", listed)
         with pytest.raises(wh.PlanError, match="needs") as caught:
             planned("gpt-test", small, 64, offload=())
         found = caught.value

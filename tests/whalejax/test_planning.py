@@ -21,7 +21,7 @@ import whalejax as wh
 from whalejax import jobs, models
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.search import spmd_search
-from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.layout_search import Search
 
 
 pytestmark = pytest.mark.relaxed_promotion

@@ -16,7 +16,7 @@ from flax import nnx
 import whalejax as wh
 from whalejax.runtime.table_step import TableStep
 from whalejax.tables.layout import make_layout
-from whalejax.tables.plan import TablesPlan
+from whalejax.tables.tables_plan import TablesPlan
 
 
 SAMPLES: Final = 32

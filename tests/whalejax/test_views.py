@@ -18,7 +18,7 @@ from whalejax import hlo
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.capture.split_dims.rewrite import taken_apart
-from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.logical_dimensions import analyse
 
 
 BATCH, SEQ, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 8, 6, 16, 4, 2, 36, 10

@@ -1,6 +1,6 @@
-"""NNX modules, Linen variables and plain pytrees, brought to one shape.
+"""Adapts NNX modules, Linen variables and plain pytrees to one interface.
 
-Everything behind this module sees a model as two pytrees, trained ``params`` and the
+All code that uses this module sees a model as two pytrees, trained ``params`` and the
 ``rest``, and as a loss that takes both and returns the new rest. It is a module of its
 own because it alone knows Flax, and imports it only where the model is Flax's.
 """
@@ -54,7 +54,7 @@ _RNG_NAMES: Final = ("rng", "rngs", "key")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A model and its loss in the one shape that capture and lowering know.
+    """A model and its loss behind the interface of capture and lowering.
 
     Attributes:
         kind: Kind of the user's model.
@@ -67,10 +67,9 @@ class Adapter:
             dimension (several joined by ``+``), or None.
         called: For each trained leaf, the model's own names of those mesh axes.
         rest_names, rest_pinned, rest_called: The same for each other leaf.
-        short: Number of missing names, by the paths of leaves whose metadata does not
-            name all dimensions, whichever these are; the names are at the first
-            dimensions.
-        takes_rng: The loss function wants a random key of its own.
+        short: Number of missing names, by path of each leaf whose metadata names too
+            few dimensions; the given names are assigned to the first ones.
+        takes_rng: Whether the loss function takes a random key.
         compute_dtype: Type to which float32 weights, trained or not, and batches are
             cast before the loss sees them; None leaves the model's own types.
     """
@@ -93,7 +92,7 @@ class Adapter:
     compute_dtype: Any = None
 
     def loss(self, params: Any, rest: Any, batch: Any, rng: Any = None) -> LossResult:
-        """The user's loss.
+        """Evaluates the user's loss.
 
         Args:
             params: Trained leaves, in the structure of ``params``.
@@ -133,7 +132,7 @@ class Adapter:
         )
 
     def _frozen_cast(self, rest: Any) -> Any:
-        """The rest with its weights, but not its statistics, as computed with."""
+        """Returns the rest with weights, not statistics, in the compute dtype."""
         leaves: list[Any] = jax.tree.leaves(rest)
         tree: Any = jax.tree.structure(rest)
         for index, is_weight in enumerate(self.frozen):
@@ -144,7 +143,7 @@ class Adapter:
         return tree.unflatten(leaves)
 
     def _check_metrics(self, result: LossResult) -> None:
-        """Updated collections that came back as metrics would be lost in silence."""
+        """Refuses updated collections returned as metrics: they would be lost."""
         held = self.rest if self.kind == "linen" else {}
         lost = sorted(set(result.metrics) & set(held))
         if lost:
@@ -154,7 +153,7 @@ class Adapter:
             )
 
     def without_values(self) -> Adapter:
-        """The same with abstract leaves, so that it keeps no array of the user's."""
+        """Returns a copy with abstract leaves, which keeps no array of the user's."""
         return dataclasses.replace(
             self,
             params=abstract_tree(self.params),
@@ -168,7 +167,7 @@ class Adapter:
         return tuple(path in self._form.frozen for path in self.rest_paths)
 
     def rebuild(self, params: Any, rest: Any, modes: Any = None) -> Any:
-        """The model in the user's own type, from its two parts.
+        """Rebuilds the model in the user's own type from its two parts.
 
         Args:
             params, rest: The parts.
@@ -182,16 +181,16 @@ class Adapter:
         return model
 
     def evaluating(self) -> Adapter | None:
-        """The same with the model in evaluation mode; None where that is no other.
+        """Returns a copy in evaluation mode; None if that changes nothing.
 
         Only NNX modules have modes of their own: a Linen module or a plain function
-        takes them as arguments, which the loss function gives.
+        gets them as arguments from the loss function.
         """
         form = self._form.evaluating()
         return None if form is None else dataclasses.replace(self, _form=form)
 
     def modes_of(self, model: Any) -> Any:
-        """The modes that were set on a rebuilt model, such as by its ``eval()``."""
+        """Returns the modes of a rebuilt NNX model, as its ``eval()`` sets them."""
         if self.kind != "nnx":
             return None
         from whalejax.adapters.nnx import modes_of
@@ -199,10 +198,10 @@ class Adapter:
         return modes_of(model)
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
-        """The (params, rest) of another instance of the same model.
+        """Splits another instance of the same model into (params, rest).
 
         Args:
-            model: Model that ``rebuild`` returned, such as a freshly initialised
+            model: Model in the user's own type, such as a freshly initialised
                 module.
 
         Raises:
@@ -215,11 +214,11 @@ class Adapter:
         )
 
     def fold_rest(self, rest: Any, number: Any) -> Any:
-        """The rest with an integer folded into every random key that it holds.
+        """Folds an integer into every random key of the rest.
 
         Executors fold in the step and the index of the micro-batch, always starting
-        from the rest of the step's start, so that every micro-batch draws other
-        dropout masks and no plan changes which. Undo it with ``restore_keys``.
+        from the rest at the start of the step: each micro-batch draws its own dropout
+        masks, the same under every plan. ``restore_keys`` undoes it.
 
         Args:
             rest: Non-trainable state, in the structure of ``rest``.
@@ -228,7 +227,7 @@ class Adapter:
         return jax.tree.map(lambda leaf: fold_key(leaf, number), rest)
 
     def restore_keys(self, rest: Any, original: Any) -> Any:
-        """``rest`` with the random keys of ``original``."""
+        """Returns ``rest`` with the random keys of ``original``."""
         return jax.tree.map(
             lambda new, old: old if is_key(new) else new, rest, original
         )
@@ -241,15 +240,15 @@ def adapt(
     trainable: Any = None,
     axis_names: Mapping[str, str] | None = None,
 ) -> Adapter:
-    """Brings a model and its loss into the one shape.
+    """Returns the adapter of a model and its loss.
 
     Args:
         model: An NNX module, a Linen module's variables (a mapping with ``params``),
             or any pytree; leaves may be abstract.
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
-        trainable: Selection of trained parameters, where that is not every
-            ``nnx.Param``, every leaf of ``params``, or every floating-point leaf: glob
-            patterns of dotted paths, a predicate on the dotted path, or (NNX) a filter.
+        trainable: Trained parameters: glob patterns of dotted paths, a predicate on
+            the dotted path, or (NNX) a filter. By default every ``nnx.Param``, leaf of
+            ``params``, or floating-point leaf.
         axis_names: The user's names of mesh axes, mapped to ours.
 
     Returns:
@@ -304,7 +303,7 @@ def adapt(
 
 
 def _checked_axis_names(axis_names: Any, problems: Problems) -> Mapping[str, str]:
-    """The user's names of mesh axes, mapped to ours; what cannot be is recorded."""
+    """Returns the user's mesh axis names mapped to ours; records invalid ones."""
     if axis_names is None:
         return {}
     if not isinstance(axis_names, Mapping):
@@ -326,7 +325,7 @@ def _checked_axis_names(axis_names: Any, problems: Problems) -> Mapping[str, str
 def _form_of(
     model: Any, trainable: Any
 ) -> tuple[ModelKind, Form, Callable[[str], Any]]:
-    """The kind of a model, its form, and its metadata by dotted parameter path."""
+    """Returns a model's kind, its form, and its metadata by dotted parameter path."""
     if inspect.isclass(model):
         raise WhaleError(
             f"model is the class {model.__name__}; expected an instance of it, real or "
@@ -360,7 +359,7 @@ def _form_of(
 
 
 def _holds_nnx(model: Any) -> bool:
-    """Whether it is an NNX module, or a container of some."""
+    """Whether a model is an NNX module or variable, or contains some."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
@@ -373,14 +372,14 @@ def wants_key(make_model: Callable[..., Any]) -> bool:
     """Whether a function that makes a model is to be given a random key.
 
     Args:
-        make_model: Takes a key as its one required argument, or under a name such as
-            ``rng`` or ``key``; or nothing.
+        make_model: Takes a key if its first parameter has no default, or a name such
+            as ``rng`` or ``key``.
     """
-    # Of a class its own constructor says it, whatever its metaclass takes.
-    made = isinstance(make_model, type)
+    # For a class, the constructor decides, whatever its metaclass takes.
+    is_class = isinstance(make_model, type)
     try:
-        signature = inspect.signature(make_model.__init__ if made else make_model)
-        parameters = list(signature.parameters.values())[made:]
+        signature = inspect.signature(make_model.__init__ if is_class else make_model)
+        parameters = list(signature.parameters.values())[is_class:]
     except (TypeError, ValueError):
         return False
     first = next((p for p in parameters if p.kind < p.VAR_POSITIONAL), None)
@@ -390,7 +389,7 @@ def wants_key(make_model: Callable[..., Any]) -> bool:
 
 
 def made_model(make_model: Callable[..., Any], key: Any) -> Any:
-    """The model that a function or a class makes.
+    """Calls a function or a class that makes a model.
 
     Args:
         make_model: Takes a random key, or nothing. A class of NNX with a parameter
@@ -398,7 +397,7 @@ def made_model(make_model: Callable[..., Any], key: Any) -> Any:
         key: A random key.
 
     Raises:
-        WhaleError: It needs something else; what that is, and how to give it.
+        WhaleError: It needs other arguments; says which, and how to bind them.
     """
     if _takes_rngs(make_model):
         from flax import nnx
@@ -414,31 +413,31 @@ def made_model(make_model: Callable[..., Any], key: Any) -> Any:
 
 
 def _named_key(make_model: Callable[..., Any]) -> str:
-    """The parameter that takes a random key by its name alone; empty for none."""
+    """Returns the keyword-only parameter that takes a random key, or empty."""
     try:
         parameters = inspect.signature(make_model).parameters.values()
     except (TypeError, ValueError):
         return ""
-    named_key = (p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-    return next((name for name in named_key if name in ("rng", "key")), "")
+    keywords = (p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    return next((name for name in keywords if name in ("rng", "key")), "")
 
 
 def _takes_rngs(make_model: Callable[..., Any]) -> bool:
     """Whether it is a class of NNX whose constructor takes ``rngs``."""
     nnx = sys.modules.get("flax.nnx")
-    bound = make_model if isinstance(make_model, functools.partial) else None
-    made = make_model if bound is None else bound.func
+    partial = make_model if isinstance(make_model, functools.partial) else None
+    maker = make_model if partial is None else partial.func
     return (
         nnx is not None
-        and isinstance(made, type)
-        and issubclass(made, nnx.Module)
-        and "rngs" in _constructor(made).parameters
-        and not (bound is not None and "rngs" in bound.keywords)
+        and isinstance(maker, type)
+        and issubclass(maker, nnx.Module)
+        and "rngs" in _constructor(maker).parameters
+        and not (partial is not None and "rngs" in partial.keywords)
     )
 
 
 def _constructor(make_model: type) -> inspect.Signature:
-    """The signature of a class's constructor, whatever its metaclass takes."""
+    """Returns the signature of a class's constructor, not of its metaclass's."""
     constructor: Any = vars(make_model).get("__init__") or make_model.__init__  # type: ignore[misc]
     return inspect.signature(constructor)
 
@@ -446,25 +445,25 @@ def _constructor(make_model: type) -> inspect.Signature:
 def check_needed(
     make_model: Callable[..., Any], *given: str, positional: int = 0
 ) -> None:
-    """Refuses what makes a model and needs more than it is given.
+    """Checks that what makes a model is given every argument that it needs.
 
     Args:
         make_model: Function or class that makes the model.
         given: Names of its parameters that are given.
-        positional: Number of those that are given by their place.
+        positional: Number of arguments that are given by position.
 
     Raises:
-        WhaleError: Which arguments it needs, and how to give them.
+        WhaleError: An argument is missing; says which, and how to bind it.
     """
-    made = isinstance(make_model, type)
+    is_class = isinstance(make_model, type)
     try:
-        signature = inspect.signature(make_model.__init__ if made else make_model)
+        signature = inspect.signature(make_model.__init__ if is_class else make_model)
     except (TypeError, ValueError):
         return
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [
         p.name
-        for p in list(signature.parameters.values())[made + positional :]
+        for p in list(signature.parameters.values())[is_class + positional :]
         if p.default is p.empty and p.kind not in variadic and p.name not in given
     ]
     if needed:

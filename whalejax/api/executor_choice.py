@@ -49,7 +49,7 @@ from whalejax.planner.plan.stage_notes import (
 from whalejax.planner.plan.uneven_pipelines import decide_pipelines
 from whalejax.planner.plan.uneven_replica_plans import decide_shares
 from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.search.enumerate import PLANNED_AXES, fixed_space
+from whalejax.planner.search.layout_search import PLANNED_AXES, fixed_space
 from whalejax.planner.search.least_paces import least_stage_steps
 from whalejax.planner.search.ranking import SURE, TIE
 from whalejax.planner.search.request import OffloadableState, Request

@@ -76,7 +76,7 @@ from whalejax.lowering.spmd.spmd_executor import offloadable_state
 from whalejax.lowering.uneven.zero1_update import elementwise
 from whalejax.meshes import Cluster
 from whalejax.meshes.checks import Arguments, is_whole
-from whalejax.meshes.delivered import efficiency_notes
+from whalejax.meshes.efficiency_notes import efficiency_notes
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.cost.model_work import model_work
@@ -86,7 +86,7 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.square_cube_of_plan import bytes_per_second
 from whalejax.planner.plan_errors import DeviceCountError, NothingFits, PlanError
 from whalejax.planner.search.adasum_limits import check_combine, combine_notes
-from whalejax.planner.search.enumerate import PLANNED_AXES
+from whalejax.planner.search.layout_search import PLANNED_AXES
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.device_order import ordered
 from whalejax.planner.sharding.layout import MESH_AXES

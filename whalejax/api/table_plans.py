@@ -16,9 +16,9 @@ from whalejax.meshes.checks import is_array, short_repr
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.tables.sections import SectionTimes
-from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.recognize import NO_ID, TableProgram
 from whalejax.tables.sparse_optimizers import SparseOptimizer
+from whalejax.tables.tables_plan import TablesPlan, cut_program
 from whalejax.tables.wide_ids import check_32_bits
 
 

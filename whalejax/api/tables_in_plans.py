@@ -22,8 +22,8 @@ from whalejax.meshes.checks import Arguments
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
-from whalejax.tables.plan import cut_program
-from whalejax.tables.record import whole_plan
+from whalejax.tables.table_plan_record import whole_plan
+from whalejax.tables.tables_plan import cut_program
 from whalejax.user_code.ambient_mesh import without_mesh
 
 

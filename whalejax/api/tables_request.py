@@ -28,18 +28,18 @@ from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.place import place_tables
 from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.sections import SectionTimes
+from whalejax.planner.tables.storage_options import PIN_WORDS, SPLITS, read_pin
 from whalejax.planner.tables.table import Table
 from whalejax.planner.tables.two_sections import (
     SectionsWanted,
     TwoSections,
     place_in_sections,
 )
-from whalejax.planner.tables.ways import PIN_WORDS, SPLITS, read_pin
 from whalejax.tables.dense import dense_loss, dense_model
-from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.recognize import TableProgram
-from whalejax.tables.record import program_hash
 from whalejax.tables.sparse_optimizers import SPARSE_FORMS, SparseOptimizer
+from whalejax.tables.table_plan_record import program_hash
+from whalejax.tables.tables_plan import TablesPlan, cut_program
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import check_optimizer
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from whalejax.adapters.base import Adapter
 from whalejax.capture.batch import TracedLeaf
-from whalejax.capture.drafts import OpDraft, Value
 from whalejax.capture.gradients import differentiable, saved_slots
 from whalejax.capture.regions import found_marks, regions
 from whalejax.capture.walk import FlatProgram
+from whalejax.capture.walk_records import OpDraft, Value
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import (
     LOOKUPS,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whalejax.capture.drafts import OpDraft
 from whalejax.capture.walk import FlatProgram
+from whalejax.capture.walk_records import OpDraft
 
 
 def differentiable(walk: FlatProgram, loss: int) -> list[bool]:

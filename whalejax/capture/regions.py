@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from whalejax.capture.drafts import Label, OpDraft, TensorDraft
+from whalejax.capture.walk_records import Label, OpDraft, TensorDraft
 from whalejax.meshes.errors import Problems
 from whalejax.planner.model.graph import Mark, TaskGraph
 from whalejax.user_code.annotations import nesting_problem

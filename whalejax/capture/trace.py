@@ -32,7 +32,6 @@ from whalejax.capture.batch_independent_state import (
     left_alone,
 )
 from whalejax.capture.counters import advances
-from whalejax.capture.drafts import Position, Value
 from whalejax.capture.named_axes import bound, traced_with_axes
 from whalejax.capture.partial_metadata import aligned
 from whalejax.capture.passes.mixed_precision import left_wide, narrowed, wide_products
@@ -67,6 +66,7 @@ from whalejax.capture.sharding_constraints import (
 from whalejax.capture.sorted_rows import holds_sort, rows_after, with_sorted_rows
 from whalejax.capture.split_dims.rewrite import taken_apart
 from whalejax.capture.walk import FlatProgram, KnownRules, SortedRows, holds_tiles
+from whalejax.capture.walk_records import Position, Value
 from whalejax.jaxpr.fewer_rows import BatchRows
 from whalejax.jaxpr.positions import equation_at
 from whalejax.meshes.errors import WhaleError

@@ -24,7 +24,11 @@ from typing import Any
 from whalejax import _compat
 from whalejax._compat import inner_jaxprs as inner_jaxprs
 from whalejax._compat import recursion as recursion
-from whalejax.capture.drafts import (
+from whalejax.capture.patterns.named_calls import is_attention, keeping, makes_logits
+from whalejax.capture.rules.attention_rule import attention_behaviour
+from whalejax.capture.rules.behaviour import Behaviour, Equation, Shape, of_each
+from whalejax.capture.rules.rule_table import behaviour
+from whalejax.capture.walk_records import (
     Context,
     OpDraft,
     Position,
@@ -32,10 +36,6 @@ from whalejax.capture.drafts import (
     Value,
     without_literals,
 )
-from whalejax.capture.patterns.named_calls import is_attention, keeping, makes_logits
-from whalejax.capture.rules.attention_rule import attention_behaviour
-from whalejax.capture.rules.behaviour import Behaviour, Equation, Shape, of_each
-from whalejax.capture.rules.rule_table import behaviour
 from whalejax.jaxpr.fewer_rows import BatchRows
 from whalejax.planner.model.graph import ATTENTION, Factor, LoopResidual, TensorKind
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from whalejax.cli.options import LaunchCommand, TrainCommand
 from whalejax.elastic.mesh_sizes import REPLICAS
-from whalejax.journals.gradient_reduction import COLLECTIVES
 from whalejax.journals.journal import EVENTS, FOLDER, read_events
+from whalejax.journals.reduction_choice import COLLECTIVES
 from whalejax.journals.status import RunStatus, document, status_of
 
 

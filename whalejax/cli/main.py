@@ -239,9 +239,9 @@ def parse_jobs(argv: Sequence[str]) -> JobsCommand:
 
 def _jobs(command: JobsCommand) -> int:
     if isinstance(command, JobsSimulateCommand):
-        from whalejax.cli.jobs import play_trace
+        from whalejax.cli.jobs import simulate_jobs
 
-        return play_trace.simulated(command, find_job)
+        return simulate_jobs.simulated(command, find_job)
     from whalejax.cli.jobs import job_commands  # Which need no JAX.
 
     match command:
@@ -652,7 +652,7 @@ def _calibrate(command: CalibrateCommand) -> None:
     from whalejax.cli.progress import Working
     from whalejax.meshes import Cluster
     from whalejax.meshes.calibration.calibrate import local_network, measured
-    from whalejax.meshes.merge import merge_clusters
+    from whalejax.meshes.merge_kinds import merge_clusters
 
     _check_output(command.output)
     if command.output.suffix.lower() != ".toml":

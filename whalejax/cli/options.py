@@ -1,8 +1,8 @@
 """The options of every command, as data; their docstrings are the help texts.
 
 They stand apart from ``main`` so that what runs a command can name its options without
-importing the command line. Where a help text needs more than a line, it stands with the
-type of the option.
+importing the command line. Long help texts, and those that several commands share, are
+with the type of the option.
 
 The module is long because it has every option of every command.
 """
@@ -44,33 +44,33 @@ Precision = Annotated[
     tuple[str, ...],
     option(
         metavar="[NAME=]f32|bf16|f16",
-        help="f32: the model's own types, as if left out; bf16 or f16, with float32 "
-        "masters; or one for each TaskGraph, * for all others: '*=bf16' split=f32",
+        help="f32, the default: the model's own types; bf16 or f16: with float32 "
+        "master weights; or one for each TaskGraph, * for the rest: '*=bf16' split=f32",
     ),
 ]
 Remat = Annotated[
     tuple[str, ...],
     option(
         metavar="[NAME=]POLICY",
-        help="what layers compute again: none; all but dots; all but what is named; "
-        "full; or one of them for each TaskGraph, as in --precision",
+        help="what layers recompute: none: nothing; dots: all but dots; named: all but "
+        "what is named; full: all; or one for each TaskGraph, as in --precision",
     ),
 ]
 Attention = Annotated[
     tuple[str, ...],
     option(
         metavar="[NAME=]ring|gather",
-        help="ring: in blocks, keys going round; gather: as the model does; or one of "
-        "them for each TaskGraph, as in --precision",
+        help="ring: in blocks, keys passed around; gather: as the model does it; or "
+        "one for each TaskGraph, as in --precision",
     ),
 ]
 Mesh = Annotated[
     tuple[str, ...],
     option(
         metavar="AXIS=N",
-        help="sizes of mesh axes that are fixed, one or several: stage=2 tensor=4; the "
-        "planner chooses those left out, but for stage. With train --processes: -1 for "
-        "what the others leave; auto; or replicas",
+        help="fixed sizes of one or several mesh axes: stage=2 tensor=4; the planner "
+        "chooses the other axes, except stage. With train --processes: -1 for the axis "
+        "that takes what is left; auto; or replicas",
     ),
 ]
 Shares = Annotated[
@@ -85,9 +85,9 @@ Offload = Annotated[
     tuple[Literal["optimizer", "activations", "params", "none"], ...],
     option(
         metavar="optimizer|activations|params|none",
-        help="in host memory, one or several: state of the optimizer, activations of "
-        "layers that are computed again, params of scans over layers; or none; if "
-        "left out what must be",
+        help="kept in host memory, one or several: optimizer state, activations "
+        "of recomputed layers, params of scans over layers; or none; only what must be "
+        "if left out",
     ),
 ]
 
@@ -109,36 +109,37 @@ class TrainCommand:
     plan: Annotated[Path | None, option(metavar="PLAN.json")] = None
     """run this plan, which whalejax plan made, instead of making one"""
     cluster: OptionalText = None
-    """what the devices are, if not to be measured: h100:8, h100:4x8, a .toml file"""
+    """the devices, instead of measuring them: h100:8, h100:4x8, a .toml file"""
     batch: OptionalNumber = None
     """samples in a global batch; the job's own number if left out"""
     steps: int = 100
-    """steps to be done in all, those before a resumption counted"""
+    """total number of steps, including those before a resumption"""
     save: Annotated[Path | None, option(metavar="DIR")] = None
     """write checkpoints into this directory"""
     save_every: int = 100
     """steps between checkpoints; there is one after the last step too"""
     keep: Annotated[int, option(metavar="K")] = 3
-    """checkpoints that stay in the directory of --save, the latest ones"""
+    """number of latest checkpoints to keep in the directory of --save"""
     csv: Annotated[Path | None, option(metavar="FILE.csv")] = None
     """write a row for each step: loss, metrics, seconds"""
     eval_every: OptionalNumber = None
     """steps between evaluations, where the job has eval_batches; those of --save-every
     if left out"""
     best: OptionalText = None
-    """metric of evaluations, such as loss, whose best checkpoint stays too"""
+    """evaluation metric, such as loss, whose best checkpoint is kept too"""
     early_stop: OptionalNumber = None
-    """end when so many evaluations in a row are no better by --best"""
+    """stop after this many evaluations in a row that are no better by --best"""
     resume: Switch = False
-    """go on from the latest whole checkpoint in the directory of --save, if any"""
+    """resume from the latest complete checkpoint in the directory of --save, if any"""
     mesh: Mesh = ()
     precision: Precision = ()
     micro_batches: OptionalNumber = None
-    """parts of a global batch, one after the other; if left out the fewest that fit"""
+    """parts of a global batch, run one after the other; the fewest that fit if left
+    out"""
     per_micro_batch: Switch = False
-    """each part's own loss is meant, where samples of a batch are not independent"""
+    """use each part's own loss, where samples of a batch are not independent"""
     group_size: OptionalNumber = None
-    """neighbouring samples that stay together in every part of a batch"""
+    """number of neighbouring samples that stay in the same part of a batch"""
     shares: Shares = None
     remat: Remat = ()
     offload: Offload = ()
@@ -149,28 +150,28 @@ class TrainCommand:
     """how ranks of data combine gradients: mean, adasum, adasum_nodes (Adasum of the
     nodes' means), adasum_updates (of what each rank's optimizer makes of them)"""
     compiler_options: Settings = ()
-    """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
+    """XLA options for the training step: xla_a=true xla_b=2"""
     tables: Annotated[str | None, option(metavar="KIND:RATE")] = None
-    """place embedding tables, whose rows change by adagrad:0.02, or sgd, row_adagrad,
-    lazy_adam"""
+    """place embedding tables, whose rows are updated by adagrad:0.02, or sgd,
+    row_adagrad, lazy_adam"""
     staleness: int = 0
-    """of --tables on --cluster cpu:2+cpu:1: updates that a lookup may lack"""
+    """with --tables on --cluster cpu:2+cpu:1: updates that a lookup may miss"""
     seed: int = 0
-    """of the model's initial values and of dropout"""
+    """random seed of the initial values and of dropout"""
     processes: Annotated[str | None, option(metavar="MIN:MAX")] = None
-    """train with as many processes, which may be lost and come back; needs --save"""
+    """train with MIN to MAX processes, which may fail and rejoin; needs --save"""
     spares: Annotated[int, option(metavar="N")] = 0
-    """of --processes: further ones that stand by and step in at once"""
+    """with --processes: standby processes, which replace lost ones at once"""
     noise_scale: Switch = False
     """measure the gradient-noise scale, in samples, as a metric; needs --processes"""
     hosts: Hosts = "localhost"
     host: AgentsAddress = None
     ray: RayAddress = None
     port: OptionalNumber = None
-    """of --processes: where the supervisor listens; a free one, or 8476 for agents"""
+    """with --processes: port of the supervisor; a free one, or 8476 for agents"""
     remote_shell: RemoteShell = SSH
     replay: Annotated[int, option(metavar="N")] = 0
-    """then do the first N steps (at most all) on one device and compare the losses"""
+    """then repeat the first N steps (at most all) on one device and compare losses"""
     check: Switch = False
     """first run the plan at reduced sizes and compare it with one device, for at most a
     minute; ends where something differs"""
@@ -197,11 +198,12 @@ class PlanCommand:
     mesh: Mesh = ()
     precision: Precision = ()
     micro_batches: OptionalNumber = None
-    """parts of a global batch, one after the other; if left out the fewest that fit"""
+    """parts of a global batch, run one after the other; the fewest that fit if left
+    out"""
     per_micro_batch: Switch = False
-    """each part's own loss is meant, where samples of a batch are not independent"""
+    """use each part's own loss, where samples of a batch are not independent"""
     group_size: OptionalNumber = None
-    """neighbouring samples that stay together in every part of a batch"""
+    """number of neighbouring samples that stay in the same part of a batch"""
     shares: Shares = None
     remat: Remat = ()
     offload: Offload = ()
@@ -212,24 +214,24 @@ class PlanCommand:
     """how ranks of data combine gradients: mean, adasum, adasum_nodes (Adasum of the
     nodes' means), adasum_updates (of what each rank's optimizer makes of them)"""
     compiler_options: Settings = ()
-    """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
+    """XLA options for the training step: xla_a=true xla_b=2"""
     margin: Annotated[float | None, option(metavar="PART")] = None
-    """part of the predicted memory that stays free on top of it, such as 0.1"""
+    """fraction of the predicted memory to keep free beyond it, such as 0.1"""
     verify: Switch = False
     """compile the plan, and take the next one where the compiler refuses it"""
     allow_idle: Switch = False
     """accept a plan that leaves devices idle where none uses all"""
     estimate: Switch = False
-    """weigh what cannot be run, too; a plan that does not run says so"""
+    """also consider plans that cannot be run; such a plan says so"""
     swarm: Switch = False
     """plan for peers that come and go, each device one of them; needs --bandwidth"""
     bandwidth: OptionalText = None
-    """of each peer's link, with --swarm: 200Mb/s, 25MB/s"""
+    """bandwidth of each peer's link, with --swarm: 200Mb/s, 25MB/s"""
     wire: OptionalText = None
-    """what peers send each other, with --swarm: f32, bf16 or int8"""
+    """type of values between peers, with --swarm: f32, bf16 or int8"""
     sum_wire: OptionalText = None
-    """gradients while the peers of a stage add them up, with --swarm: f32, which is
-    taken if left out, f16 or int8"""
+    """type of gradients that the peers of a stage send to sum them, with --swarm: f32
+    (if left out), f16 or int8"""
     json: Switch = False
     """print the plan as one line of JSON and nothing else"""
     quiet: Switch = False
@@ -256,7 +258,7 @@ class ExportCommand:
 
     Formats: maxtext (rules for custom_mesh_and_rule), axlearn (mesh_rules), haliax
     (axis mappings), levanter (the section trainer), jobset, skypilot. A comment on top
-    names what the file does not say of the plan.
+    lists what the format cannot express.
     """
 
     plan: PlanFile
@@ -264,12 +266,12 @@ class ExportCommand:
     to: Annotated[str, option(metavar="FORMAT")]
     """maxtext, axlearn, haliax, levanter, jobset or skypilot"""
     name: str = "train"
-    """of the job, for jobset and skypilot"""
+    """name of the job, for jobset and skypilot"""
     image: OptionalText = None
     """container image, for jobset and skypilot"""
     command: OptionalText = None
-    """words for the shell that start the run, for jobset and skypilot; whalejax train
-    on one host if left out, python train.py on several"""
+    """shell command that starts the run, for jobset and skypilot; if left out, whalejax
+    train on one host, python train.py on several"""
     output: Annotated[Path | None, option(aliases=["-o"], metavar="FILE")] = None
     """write the file here instead of printing it"""
 
@@ -307,7 +309,7 @@ class WhyCommand:
 class SearchCommand:
     """Plan a model on several clusters and rank them; needs no device of any.
 
-    Prints the plans, fastest step first, and what lacks where nothing fits.
+    Prints the plans, fastest step first, and what is missing where none fits.
     """
 
     model: Model
@@ -317,27 +319,28 @@ class SearchCommand:
     price: Annotated[
         conf.UseAppendAction[tuple[str, ...]], option(metavar="KIND=PRICE")
     ] = ()
-    """of one device for an hour, such as h100=2.5; once for each kind, one currency"""
+    """price of a device-hour, such as h100=2.5; once for each kind, in one currency"""
     set: Settings = ()
     """options of the model, or of your function: layers=96 hidden=12288"""
     batch: OptionalNumber = None
     """samples in a global batch; the job's own number if left out"""
     each: Annotated[int, option(metavar="N")] = 1
-    """at most so many plans of each cluster, on different meshes"""
+    """largest number of plans for each cluster, on different meshes"""
     precision: Precision = ()
     remat: Remat = ()
     attention: Attention = ()
     micro_batches: OptionalNumber = None
-    """parts of a global batch, one after the other; if left out the fewest that fit"""
+    """parts of a global batch, run one after the other; the fewest that fit if left
+    out"""
     per_micro_batch: Switch = False
-    """each part's own loss is meant, where samples of a batch are not independent"""
+    """use each part's own loss, where samples of a batch are not independent"""
     group_size: OptionalNumber = None
-    """neighbouring samples that stay together in every part of a batch"""
+    """number of neighbouring samples that stay in the same part of a batch"""
     estimate: Switch = False
-    """weigh what cannot be run, too; a plan that does not run says so"""
+    """also consider plans that cannot be run; such a plan says so"""
     export: Annotated[str | None, option(metavar="FORMAT")] = None
-    """print a file of another system instead: axlearn (a mesh rule for each cluster),
-    skypilot (clusters in turn), or the best plan's, as whalejax export does"""
+    """print another system's file instead: axlearn (a mesh rule for each cluster),
+    skypilot (clusters in turn), or one for the best plan, as whalejax export does"""
     image: OptionalText = None
     """container image, for --export jobset"""
     json: Switch = False
@@ -372,17 +375,17 @@ class BatchCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileCommand:
-    """Run some steps of a plan on this machine, and set measured beside predicted.
+    """Run some steps of a plan on this machine; compare measured with predicted.
 
-    Prints what was computed, collectives by kind and mesh axes, and gaps, each with
-    what the plan predicts, and collectives that are not planned.
+    Prints compute, collectives by kind and mesh axes, and idle gaps, each with the
+    plan's prediction, and collectives that are not in the plan.
     """
 
     plan: PlanFile
     """a file that whalejax plan wrote, for the devices of this machine"""
     model: OptionalText = None
-    """the model: gpt, or file.py:function. Only a reference model is taken from the
-    plan itself: a file of code is run if it is named here"""
+    """the model: gpt, or file.py:function. If left out, the plan's own if that is a
+    reference model: a file of code is run only if it is named here"""
     set: Settings = ()
     """options of --model"""
     steps: int = 5
@@ -397,9 +400,9 @@ class ProfileCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyCommand:
-    """Compile a plan with the real compiler of its hardware, which need not be here.
+    """Compile a plan with the compiler of its hardware; needs none of that hardware.
 
-    Prints memory, traffic and products, predicted and compiled. TPUs need the extra
+    Prints memory, traffic and matmuls, predicted and compiled. TPUs need the extra
     whalejax[tpu-compile]; GPUs need --setup-gpu once. Ends with status 1 where the
     plan does not fit.
     """
@@ -409,8 +412,8 @@ class VerifyCommand:
     topology: OptionalText = None
     """v5p:4x4x4, v5e:16x16, v6e:8x8, h100:2x8, local; the plan's own if left out"""
     model: OptionalText = None
-    """the model: gpt, or file.py:function. Only a reference model is taken from the
-    plan itself: a file of code is run if it is named here"""
+    """the model: gpt, or file.py:function. If left out, the plan's own if that is a
+    reference model: a file of code is run only if it is named here"""
     set: Settings = ()
     """options of --model"""
     timeout: Annotated[float, option(metavar="SECONDS")] = 1800.0
@@ -437,14 +440,14 @@ class CheckCommand:
     plan: Annotated[conf.Positional[Path], option(metavar="PLAN.json")]
     """a file that whalejax plan wrote"""
     model: OptionalText = None
-    """the model: gpt, or file.py:function. Only a reference model is taken from the
-    plan itself: a file of code is run if it is named here"""
+    """the model: gpt, or file.py:function. If left out, the plan's own if that is a
+    reference model: a file of code is run only if it is named here"""
     set: Settings = ()
     """options of --model"""
     even: Switch = False
-    """leave out extents that are odd on each device; takes half the time"""
+    """skip extents that are odd on each device; halves the time"""
     seed: int = 0
-    """of random numbers"""
+    """seed of random numbers"""
     timeout: Annotated[float, option(metavar="SECONDS")] = 600.0
     """stop the check after so long"""
     json: Switch = False
@@ -462,7 +465,7 @@ class CalibrateCommand:
     kind: OptionalText = None
     """the name of this kind of device; what JAX calls it if left out"""
     append: Switch = False
-    """keep the kinds that the file holds, and add this one on nodes behind them"""
+    """keep the kinds in the file, and add this one as further nodes"""
     seconds: float = 18.0
     """stop measuring after about this long"""
     model: OptionalText = None
@@ -470,7 +473,7 @@ class CalibrateCommand:
     set: Settings = ()
     """options of --model: layers=96 hidden=12288"""
     samples: OptionalNumber = None
-    """of that micro-batch; the job's whole batch if left out"""
+    """samples in that micro-batch; the job's whole batch if left out"""
     precision: Precision = ()
     json: Switch = False
     """print the description as one line of JSON and nothing else"""
@@ -481,9 +484,9 @@ class EstimateCommand:
     """Predict the runs of a table whose layouts are given.
 
     The table is CSV with a header: layers, hidden, seq, global_batch, num_devices and
-    device are needed; what else a row leaves out is inferred and said in its note. A
-    row that cannot be read stays without a prediction, its note says why, and the exit
-    status is how many there were (at most 100).
+    device are needed; the rest is inferred where a row leaves it out, and noted. A row
+    that cannot be read gets no prediction, and a note that says why; the exit status is
+    the number of such rows (at most 100).
     """
 
     table: Annotated[conf.Positional[Path], option(metavar="TABLE.csv")]
@@ -498,7 +501,7 @@ class EstimateCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionCommand:
-    """Print what makes a shell complete the words of this command.
+    """Print the completion script of a shell.
 
     For bash: eval "$(whalejax completion bash)" in ~/.bashrc.
     """
@@ -531,14 +534,14 @@ Command = (
 
 
 def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
-    """Sizes of mesh axes from the words of ``--mesh``; None where none is fixed.
+    """Returns the mesh axis sizes of ``--mesh``; None where none is fixed.
 
     Args:
         words: Words of the option; ``wh.plan`` checks the names of the axes.
 
     Raises:
         WhaleError: A word without ``=``, an axis twice, or a size that is no whole
-            number of 1 or more; all of them.
+            number of 1 or more; lists all.
 
     >>> mesh_sizes(["stage=2", "tensor=4"])
     {'stage': 2, 'tensor': 4}
@@ -553,13 +556,13 @@ def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
 
 
 def share_counts(words: str | None) -> str | tuple[int, ...] | None:
-    """Micro-batches of each replica from the words of ``--shares``.
+    """Returns the micro-batches of each replica from ``--shares``.
 
     Args:
-        words: Words of the option; ``wh.plan`` checks them against the plan.
+        words: Value of the option; ``wh.plan`` checks them against the plan.
 
     Raises:
-        WhaleError: Neither ``even`` nor numbers with commas between them.
+        WhaleError: Neither ``even`` nor comma-separated numbers.
 
     >>> share_counts("5,3")
     (5, 3)
@@ -576,14 +579,14 @@ def share_counts(words: str | None) -> str | tuple[int, ...] | None:
 
 
 def prices(words: Sequence[str]) -> dict[str, float]:
-    """Prices from the words of ``--price``, by the kind of device.
+    """Returns the prices of ``--price`` by kind of device.
 
     Args:
         words: Words of the option; ``wh.search`` checks the kinds.
 
     Raises:
         WhaleError: A word without ``=``, a kind twice, or a price that is no number;
-            all of them.
+            lists all.
 
     >>> prices(["h100=2.5", "v100-32=1"])
     {'h100': 2.5, 'v100-32': 1.0}
@@ -629,10 +632,10 @@ def _word_or_words(
 
 
 def compiler_options(words: Sequence[str]) -> dict[str, Any]:
-    """Options of XLA from the words of ``--compiler-options``.
+    """Returns the XLA options of ``--compiler-options``.
 
     Raises:
-        WhaleError: A word without ``=``, or a name twice; all of them.
+        WhaleError: A word without ``=``, or a name twice; lists all.
 
     >>> compiler_options(["xla_a=true", "xla_b=007", "xla_c=12"])
     {'xla_a': True, 'xla_b': '007', 'xla_c': 12}
@@ -640,7 +643,7 @@ def compiler_options(words: Sequence[str]) -> dict[str, Any]:
     example = "xla_tpu_enable_async_collective_fusion=true"
     options = named_values(words, "--compiler-options", example)
     texts = dict(word.split("=", 1) for word in words)
-    # A number only where it is written as one: texts reach the compiler as they are.
+    # A number only if it is printed as it was written; other texts stay unchanged.
     return {
         name: value
         if isinstance(value, bool) or str(value) == texts[name]
@@ -650,9 +653,7 @@ def compiler_options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _by_task_graph(option: str, example: str) -> Callable[[Sequence[str]], Any]:
-    """Returns a parser of a word, or of ``NAME=WORD`` for each TaskGraph; None if left
-    out.
-    """
+    """Returns a parser of one value, or of ``NAME=VALUE`` for each TaskGraph."""
     return lambda words: _word_or_words(words, f"--{option}", example)
 
 
@@ -670,24 +671,24 @@ _PLAN_OPTIONS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "combine": ("combine", str),
     "compiler_options": ("compiler_options", compiler_options),
 }
-"""Options that are settings of ``wh.plan``: the name there, and what reads words."""
+"""Options that are arguments of ``wh.plan``: the argument's name, and the parser."""
 
 PLAN_NUMBERS: Final = {
     "loss_chunks": (1, LARGEST),
     "group_size": (1, MOST_SAMPLES),
     "micro_batches": (1, MOST_SAMPLES),
 }
-"""Those that are whole numbers: the least and the most."""
+"""Least and greatest value of those that are whole numbers."""
 
 
 def plan_settings(command: Any) -> dict[str, Any]:
-    """The settings of ``wh.plan`` that a command was given; what was left out is not.
+    """Returns the arguments of ``wh.plan`` that a command was given.
 
     Args:
         command: One of the classes here.
 
     Raises:
-        WhaleError: Words that an option cannot have; those of every option.
+        WhaleError: Values that an option cannot have; lists all.
 
     >>> plan_settings(PlanCommand(model="gpt", precision=("*=bf16", "split=f32")))
     {'precision': {'*': 'bf16', 'split': 'f32'}}
@@ -706,7 +707,7 @@ def plan_settings(command: Any) -> dict[str, Any]:
 
 
 def given_places(command: TrainCommand) -> list[str]:
-    """Options given to a command that say where its processes run.
+    """Returns the given options that say where a command's processes run.
 
     Args:
         command: Its options.
@@ -718,7 +719,7 @@ def given_places(command: TrainCommand) -> list[str]:
 
 
 def given_plan_options(command: TrainCommand) -> list[tuple[str, str]]:
-    """(name, words) of the options given to a command that a plan decides.
+    """Returns (name, words) of the given options that a plan replaces.
 
     Args:
         command: Its options.

@@ -1,8 +1,8 @@
 """Displays the result of ``wh.search`` in notebooks: a table, and a chart of all
 candidates.
 
-The table needs nothing; the chart needs the extra ``whalejax[notebook]``: altair draws
-it, and vl-convert brings what it needs to move without a network.
+The table needs no extra, the chart ``whalejax[notebook]``: altair draws it, and
+vl-convert bundles its JavaScript, so that it is interactive without a network.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from whalejax.display.bundles import plan_html
 from whalejax.display.charts import TONE, TONES, needed, styled, unit_of
 from whalejax.display.page import (
     bundle_of,
@@ -24,6 +23,7 @@ from whalejax.display.page import (
     table,
     write,
 )
+from whalejax.display.plan_pages import plan_html
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.units import gigabytes
 from whalejax.meshes.units import milliseconds as seconds_text
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 
 UNFOLDED_PLANS = 10
-"""Plans that the table brings with it, to unfold."""
+"""Most plans that are shown in full, folded, below the table or the chart."""
 
 
 def bundle(found: SearchData) -> dict[str, str]:
-    """MIME type to text."""
+    """Returns the result as HTML and as text, by MIME type."""
     return bundle_of(found_html(found), str(found))
 
 
 def found_html(found: SearchData) -> str:
-    """The table, every plan folded below it, and where there is none."""
+    """Returns the table, folded plans, and the clusters that have no plan."""
     plural = "s" if len(found) > 1 else ""
     rows = ("".join(cell(text) for text in row) for row in found.rows())
     refused = [f"{one.name}: {one.reason}" for one in found.refused]
@@ -78,8 +78,8 @@ class SearchChart:
     """Step time and peak memory of every plan that was evaluated.
 
     Attributes:
-        altair: The chart as altair has it, to be changed or combined.
-        rows: Its data, a dictionary for each point.
+        altair: Altair chart, which can be changed or combined with others.
+        rows: Data of the chart, a dictionary for each point.
     """
 
     def __init__(self, found: SearchData) -> None:
@@ -92,8 +92,8 @@ class SearchChart:
     def __str__(self) -> str:
         front = [row for row in self.rows if row["front"]]
         lines = [
-            f"{len(self.rows)} plans evaluated; {len(front)} that no other beats in "
-            "step time and memory both:"
+            f"{len(self.rows)} plans evaluated; {len(front)} on the Pareto front of "
+            "step time and memory:"
         ]
         for row in sorted(front, key=lambda row: row["seconds"]):
             lines.append(
@@ -114,34 +114,34 @@ class SearchChart:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file, as a page (``.html``) or a drawing (``.svg``).
+        """Writes the chart to a file, as a page (``.html``) or an image (``.svg``).
 
         Raises:
-            WhaleError: Another ending, or the file cannot be written there.
+            WhaleError: Another extension, or the file cannot be written.
         """
         check_path(path)
-        ending = str(path).rpartition(".")[2].lower()
-        if ending == "html":
+        extension = str(path).rpartition(".")[2].lower()
+        if extension == "html":
             write(path, page(self._html(), "Plans that were evaluated"))
-        elif ending == "svg":
+        elif extension == "svg":
             write(path, self._svg())
         else:
             raise WhaleError(
-                f"{path}: a chart is written as .html or .svg; not .{ending}"
+                f"{path}: a chart is written as .html or .svg; not .{extension}"
             )
 
     def _html(self) -> str:
-        """The chart with its programs inside, and the plans that its points lead to."""
+        """Returns the chart with its JavaScript, and the plans that points link to."""
         chart: str = self.altair.to_html(
             inline=True,
             fullhtml=False,
             embed_options={"actions": False, "renderer": "svg"},
         )
-        led = sorted({row["plan"] for row in self.rows if row["plan"] is not None})
-        return chart + "".join(self._link_to_plan(i) for i in led[:UNFOLDED_PLANS])
+        linked = sorted({row["plan"] for row in self.rows if row["plan"] is not None})
+        return chart + "".join(self._link_to_plan(i) for i in linked[:UNFOLDED_PLANS])
 
     def _link_to_plan(self, index: int) -> str:
-        """A plan, with its address inside of what unfolds: browsers unfold it then."""
+        """Returns a folded plan, its anchor inside so that browsers unfold it."""
         plan, name = self._found[index], self._found.names[index]
         inner = f'<div id="{_anchor(plan)}">{plan_html(plan)}</div>'
         return details_html(f"found[{index}]: {name}", inner)
@@ -153,7 +153,7 @@ class SearchChart:
 
 
 def chart(found: SearchData) -> SearchChart:
-    """The chart of a search; see ``SearchResult.chart``."""
+    """Returns the chart of a search; see ``SearchResult.chart``."""
     return SearchChart(found)
 
 
@@ -162,20 +162,15 @@ def _anchor(plan: PlanData) -> str:
 
 
 def points(found: SearchData) -> list[dict[str, Any]]:
-    """One row for each plan that was evaluated: its numbers, and the same as text."""
+    """Returns a row for each evaluated plan: its numbers, and the same as text."""
     rows = []
-    front = pareto(
-        [
-            (w.candidate.step_seconds, w.candidate.memory_bytes)
-            for w in found.weighed
-            if w.candidate.fits
-        ]
-    )
     fitting = [i for i, w in enumerate(found.weighed) if w.candidate.fits]
-    front = {fitting[i] for i in front}
+    candidates = [found.weighed[i].candidate for i in fitting]
+    best = pareto([(c.step_seconds, c.memory_bytes) for c in candidates])
+    front = {fitting[i] for i in best}
     for number, one in enumerate(found.weighed):
         candidate = one.candidate
-        led = (
+        linked = (
             one.index if one.index is not None and one.index < UNFOLDED_PLANS else None
         )
         rows.append(
@@ -195,41 +190,40 @@ def points(found: SearchData) -> list[dict[str, Any]]:
                 ),
                 "front": number in front,
                 "plan": one.index,
-                "link": "" if led is None else f"#{_anchor(found[led])}",
+                "link": "" if linked is None else f"#{_anchor(found[linked])}",
             }
         )
     return rows
 
 
 def pareto(pairs: Sequence[tuple[float, float]]) -> set[int]:
-    """Numbers of the pairs that no other is at most as large as in both parts.
+    """Returns the indices of the Pareto-optimal pairs; smaller is better.
 
     >>> sorted(pareto([(1, 9), (2, 5), (3, 7), (4, 5), (5, 1)]))
     [0, 1, 4]
     """
-    found = set()
+    front = set()
     least = float("inf")
-    for first, second, number in sorted((*p, i) for i, p in enumerate(pairs)):
-        del first
+    for _, second, index in sorted((*p, i) for i, p in enumerate(pairs)):
         if second < least:
-            found.add(number)
+            front.add(index)
             least = second
-    return found
+    return front
 
 
 def _pareto_chart(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
-    """Points over the line of those that no other beats, all in middle tones."""
+    """Returns the plans as points over the line of their Pareto front."""
     unit, scale = unit_of([row["seconds"] for row in rows], _SECONDS)
     size, shrink = unit_of([row["bytes"] for row in rows], _BYTES)
     values = [
         {**row, "x": row["seconds"] * scale, "y": row["bytes"] * shrink} for row in rows
     ]
     data = alt.Data(values=values)
-    few = alt.Axis(tickCount=6)
-    wide = alt.Scale(zero=False, padding=12)
-    x = alt.X("x:Q", title=f"predicted step time ({unit})", scale=wide, axis=few)
+    axis = alt.Axis(tickCount=6)
+    spread = alt.Scale(zero=False, padding=12)
+    x = alt.X("x:Q", title=f"predicted step time ({unit})", scale=spread, axis=axis)
     title = f"predicted peak memory per device ({size})"
-    y = alt.Y("y:Q", title=title, scale=wide, axis=few)
+    y = alt.Y("y:Q", title=title, scale=spread, axis=axis)
     base = alt.Chart(data)
     front = (
         base.transform_filter("datum.front")
@@ -251,29 +245,29 @@ def _pareto_chart(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
             "cluster:N", title="cluster", scale=alt.Scale(domain=names), legend=legend
         ),
         href="link:N",
-        tooltip=[alt.Tooltip(f"{name}:N", title=said) for name, said in _HOVER],
+        tooltip=[alt.Tooltip(f"{name}:N", title=title) for name, title in _TOOLTIP],
     )
     heading = alt.Title(
         "Plans that were evaluated",
-        subtitle="Large, on the dashed line: no other is faster and smaller"
+        subtitle="Large, on the dashed line: the Pareto front"
         + ". Hollow: does not fit" * any(not row["fits"] for row in rows),
     )
     chart = alt.layer(front, shown)
     return styled(chart.properties(width=600, height=340, title=heading))
 
 
-_HOVER = (
+_TOOLTIP = (
     ("cluster", "cluster"),
     ("layout", "mesh"),
     ("step", "step"),
     ("costs", "largest costs"),
     ("memory", "memory"),
-    ("of", "of"),
+    ("of", "memory of a device"),
     ("price", "price a step"),
     ("verdict", "verdict"),
     ("plan", "found[…]"),
 )
-"""What hovering shows, and what it is called."""
+"""Fields of a tooltip, and their titles."""
 
 _SECONDS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 _BYTES = (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3))

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from whalejax.display.bundles import plan_html
 from whalejax.display.page import details_html, fragment
+from whalejax.display.plan_pages import plan_html
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.cluster import cluster
 from whalejax.meshes.errors import WhaleError

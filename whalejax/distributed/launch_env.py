@@ -196,9 +196,9 @@ def parse_report(line: bytes) -> _Line | None:
 
     A script may print anything, so that every part is checked.
 
-    >>> heard(b'whalejax-rank {"type":"introduced","kind":"cpu","devices":2}')
-    Introduced(kind='cpu', devices=2)
-    >>> heard(b"whalejax-rank 1 is mine")
+    >>> parse_report(b'whalejax-rank {"type":"introduced","kind":"cpu","devices":2}')
+    DeviceReport(kind='cpu', devices=2)
+    >>> parse_report(b"whalejax-rank 1 is mine")
     """
     try:
         report = _DECODER.decode(line.removeprefix(MARK.encode()))

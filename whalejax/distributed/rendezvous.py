@@ -21,6 +21,7 @@ from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
+from whalejax.distributed.first_connection import listen_at, reach
 from whalejax.distributed.launch_env import (
     ENDS_FOR_ANOTHER,
     blame,
@@ -28,7 +29,6 @@ from whalejax.distributed.launch_env import (
     printable,
     split_address,
 )
-from whalejax.distributed.meeting import listen_at, reach
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.acceptor import Acceptor
 from whalejax.wire.connection import Channel, OtherProtocol, WireTimeoutError, WrongKey

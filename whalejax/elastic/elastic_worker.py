@@ -1,4 +1,4 @@
-"""A process of ``whalejax train --processes``: finds the job and takes part in it."""
+"""Worker process of ``whalejax train --processes``: builds the job and trains it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from whalejax.user_code.losses import Job
 
 _USER_ERROR: Final = 2
 _MOST_VALUES: Final = 4096
-"""Of an array in a line of metrics."""
+"""Elements of the largest array that a line of metrics holds."""
 
 
 def precision_asked(words: Sequence[str]) -> str | dict[str, str]:
-    """Returns ``--precision`` as ``wh.plan`` takes it; by default its default."""
+    """Returns ``--precision`` as ``wh.plan`` takes it; ``"f32"`` if left out."""
     named: dict[str, str] = {}
     for word in words:
         name, _, value = word.rpartition("=")
@@ -36,7 +36,7 @@ def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
     """Returns ``--mesh`` as ``wh.train_elastic`` takes it.
 
     Raises:
-        WhaleError: Neither ``auto`` or ``replicas`` nor sizes of axes.
+        WhaleError: Neither ``auto``, ``replicas`` nor sizes of mesh axes.
 
     >>> mesh_asked(["fsdp=-1", "tensor=2"]), mesh_asked(["auto"]), mesh_asked([])
     ({'fsdp': -1, 'tensor': 2}, 'auto', None)
@@ -55,39 +55,39 @@ def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
     if expected := refusal(asked):
         commas = any("," in word for word in words)
         raise WhaleError(
-            f"--mesh is {' '.join(words)}; expected {expected}. Give such as fsdp=-1 "
-            f"tensor=2{', with spaces for commas' * commas}, or auto or replicas"
+            f"--mesh is {' '.join(words)}; expected {expected}. Give, say, fsdp=-1 "
+            f"tensor=2{', with spaces, not commas' * commas}, or auto"
         )
     return asked
 
 
 def write_metrics(folder: Path, step: int, metrics: Mapping[str, Any]) -> None:
-    """Adds a line to the metrics of this process.
+    """Appends a line to the metrics file of this process.
 
-    A full disk keeps none of them, and the steps go on.
+    A failed write, as on a full disk, loses the line and does not stop the training.
 
     Args:
         folder: Folder with one file for each process.
         step: Number of the step.
         metrics: Metrics that ``wh.train_elastic`` yielded; large arrays are left out.
     """
-    told = {"step": step, "time": round(time.time(), 3)}
+    record = {"step": step, "time": round(time.time(), 3)}
     leaves = ((name, np.asarray(x)) for name, x in metrics.items())
-    told |= {name: x.tolist() for name, x in leaves if x.size <= _MOST_VALUES}
+    record |= {name: x.tolist() for name, x in leaves if x.size <= _MOST_VALUES}
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
         with (folder / f"{os.getpid()}.jsonl").open("a") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(record) + "\n")
 
 
 def with_rate(job: Job, factor: float) -> Job:
-    """Returns a job whose optimizer's updates are scaled, as by its learning rate.
+    """Returns the job with its optimizer's updates scaled by a factor.
 
     The state of the optimizer keeps its structure, so that checkpoints fit.
 
     Args:
         job: Job to train.
-        factor: Learning rate over that of the job's optimizer.
+        factor: Ratio of the learning rate to that of the job's optimizer.
     """
     if factor == 1.0 or job.optimizer is None:
         return job
@@ -110,7 +110,7 @@ def main(words: Sequence[str]) -> int:
     """Trains until the run is over.
 
     Args:
-        words: One, the options of the command as JSON.
+        words: Single argument: the options of the command as JSON.
     """
     from whalejax.api.named_jobs import find_job, named_values
     from whalejax.elastic.refusals import reported_refusals

@@ -20,6 +20,7 @@ from typing import Any, Final
 import jax
 
 from whalejax import _compat_processes
+from whalejax.distributed.first_connection import shared_key
 from whalejax.distributed.launch_env import (
     DeviceReport,
     Joining,
@@ -29,11 +30,10 @@ from whalejax.distributed.launch_env import (
     split_address,
     tell_launcher,
 )
-from whalejax.distributed.meeting import shared_key
 from whalejax.distributed.rendezvous import ProcessPlace, end_process, rendezvous
 from whalejax.elastic.environment import SUPERVISOR, local_host
 from whalejax.elastic.script_placement import await_placement
-from whalejax.membership import heartbeat as beats
+from whalejax.membership import launch_heartbeat as beats
 from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.errors import WhaleError
 

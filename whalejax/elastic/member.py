@@ -20,8 +20,8 @@ from typing import Any
 from whalejax.distributed.launch_env import is_loopback, joined_address
 from whalejax.elastic.async_checkpoints import Saver
 from whalejax.elastic.environment import HELD_BY, local_host
+from whalejax.elastic.gradient_reduction.message_all_reduce import exchanged
 from whalejax.elastic.member_connections import Peers
-from whalejax.elastic.message_all_reduce import exchanged
 from whalejax.elastic.replica_programs import Buffers, ReplicaPrograms
 from whalejax.elastic.supervisor_client import (
     Control,

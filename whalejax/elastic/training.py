@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from whalejax.elastic.member import Training
     from whalejax.elastic.mesh_sizes import Asked
     from whalejax.elastic.replica_programs import PlannedReplica
-    from whalejax.journals.gradient_reduction import Way
+    from whalejax.journals.reduction_choice import Way
     from whalejax.planner.plan.plan import Plan
 
 
@@ -168,7 +168,7 @@ def _train(
     from whalejax.elastic.member import ElasticMember
     from whalejax.elastic.mesh_sizes import AUTO, REPLICAS
     from whalejax.elastic.replica_programs import ReplicaPrograms
-    from whalejax.journals.gradient_reduction import MESSAGES
+    from whalejax.journals.reduction_choice import MESSAGES
 
     address, key_file = os.environ.get(SUPERVISOR), os.environ.get(KEY_FILE, "")
     planned: PlannedReplica | None = None
@@ -196,11 +196,11 @@ def _agreed(
 ) -> tuple[Way, PlannedReplica | None]:
     """Returns the run's reduction of gradients, and its plan where that was made."""
     from whalejax import _compat_processes
-    from whalejax.elastic.gradient_reduction.backend_agreement import Arbiter, agreed
+    from whalejax.elastic.gradient_reduction.reduction_agreement import Arbiter, agreed
     from whalejax.elastic.gradient_reduction.reduction_cost import ReductionProcesses
     from whalejax.elastic.mesh_sizes import REPLICAS
     from whalejax.elastic.replica_programs import planned_replica
-    from whalejax.journals.gradient_reduction import (
+    from whalejax.journals.reduction_choice import (
         COLLECTIVES,
         MESSAGES,
         GradientReduction,

@@ -155,7 +155,7 @@ class ResizedProgram:
 def scale_size(size: int, whole: int, reduced: int | None) -> int:
     """A size that is or is not the whole of its role, reduced in proportion.
 
-    >>> scaled(8, 16, 4), scaled(16, 16, None)
+    >>> scale_size(8, 16, 4), scale_size(16, 16, None)
     (2, 16)
     """
     if reduced is None or size == 1:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from whalejax.planner.model.builder import GraphBuilder
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.graph_builder import GraphBuilder
 
 
 REGIONS = ("embed", "residual", "inner", "experts", "final", "head")

@@ -25,8 +25,8 @@ from whalejax.estimates.published_run import PublishedRun, StageSpec
 from whalejax.estimates.rematerialization import UNCONFIRMED, Remat
 from whalejax.estimates.table_cells import Cells
 from whalejax.meshes.catalogue import CatalogueEntry
-from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.device_kinds import VOLTA
+from whalejax.meshes.efficiency_notes import efficiency_notes
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.formats.device_aliases import AliasedDevice, read_device
 from whalejax.meshes.texts import quoted

@@ -89,7 +89,7 @@ def yes(text: str) -> bool:
 def is_bool_or_number(text: str) -> bool:
     """Whether a cell is a word for yes or no, or a number.
 
-    >>> [known(text) for text in ("on", "8", "None", "maybe")]
+    >>> [is_bool_or_number(text) for text in ("on", "8", "None", "maybe")]
     [True, True, True, False]
     """
     lowered = text.strip().lower()

@@ -41,9 +41,9 @@ from whalejax.planner.cost.operation_cost import (
 )
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.memory.saved_tensors import Residents, kept_bytes, residents
-from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.logical_dimensions import analyse
 from whalejax.planner.plan_entries import Collective, CollectiveKind
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.operation_rows import OperationRows, Row

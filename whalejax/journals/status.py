@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from whalejax.distributed.launch_env import printable
 from whalejax.journals import journal
-from whalejax.journals.gradient_reduction import GradientReduction
 from whalejax.journals.journal import FOLDER
+from whalejax.journals.reduction_choice import GradientReduction
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import is_held
 

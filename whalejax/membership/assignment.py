@@ -150,7 +150,7 @@ def assign_micro_batches(
         seconds: Seconds of a micro-batch on each.
         count: Micro-batches of a step.
 
-    >>> dealt(["a", "b"], {}, 4)
+    >>> assign_micro_batches(["a", "b"], {}, 4)
     {'a': [(0, 2)], 'b': [(2, 4)]}
     """
     micro_batches, first = {}, 0

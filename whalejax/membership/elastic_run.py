@@ -364,7 +364,7 @@ class ElasticRun:
 def process_count_text(processes: int) -> str:
     """A number of processes.
 
-    >>> counted(1), counted(2)
+    >>> process_count_text(1), process_count_text(2)
     ('1 process', '2 processes')
     """
     return f"{processes} process" + "es" * (processes != 1)

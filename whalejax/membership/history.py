@@ -31,7 +31,7 @@ def replay_events(
         events: Events of one run, in order.
 
     >>> told = [{"event": "started", "name": "m1", "slot": 0, "pid": 7, "began": "1"}]
-    >>> replayed(SupervisorSettings(least=1, most=1), told).members["m1"].status
+    >>> replay_events(SupervisorSettings(least=1, most=1), told).members["m1"].status
     'starting'
     """
     run = ElasticRun(settings=settings)

@@ -85,7 +85,7 @@ class Lease(Generic[K]):
             seconds: Silence that is too long; as made if left out.
 
         >>> lease = Lease(10.0)
-        >>> lease.heard("m1", 0.0), lease.heard("m2", 5.0)
+        >>> lease.renew("m1", 0.0), lease.renew("m2", 5.0)
         (None, None)
         >>> lease.overdue(12.0)
         {'m1': 12.0}

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from whalejax.distributed.cgroup_quota import Quota
+from whalejax.distributed.first_connection import shared_key
 from whalejax.distributed.launch_env import (
     KEY_FILE,
     BlameReport,
@@ -29,7 +30,6 @@ from whalejax.distributed.launch_env import (
     Joining,
     split_address,
 )
-from whalejax.distributed.meeting import shared_key
 from whalejax.distributed.reserved_port import release_port
 from whalejax.distributed.standard_streams import (
     drop_stdout,

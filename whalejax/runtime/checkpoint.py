@@ -52,7 +52,7 @@ from whalejax.runtime.checkpoint_record import (
     read_record,
     write_record,
 )
-from whalejax.runtime.schedule_counts import COUNT
+from whalejax.runtime.optimizer_schedules import COUNT
 
 
 if TYPE_CHECKING:

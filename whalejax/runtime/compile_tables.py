@@ -17,8 +17,8 @@ from whalejax.runtime.sections_step import SectionsStep, check_job
 from whalejax.runtime.table_step import TableStep
 from whalejax.sections.section_run import SectionRun
 from whalejax.tables.host_rows import HOST_BACKENDS
-from whalejax.tables.plan import TablesPlan
-from whalejax.tables.record import program_hash, tables_plan
+from whalejax.tables.table_plan_record import program_hash, tables_plan
+from whalejax.tables.tables_plan import TablesPlan
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import refuse_bad_optimizer
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import jax
 
 from whalejax.lowering.multihost.watchdog import lost_process_error
-from whalejax.membership.heartbeat import tells_of_loss
+from whalejax.membership.launch_heartbeat import tells_of_loss
 from whalejax.runtime.run_records import host_values
 
 

@@ -42,10 +42,10 @@ from whalejax.runtime.table_checkpoint import (
 from whalejax.tables.dense import UNUSED, dense_outputs, dense_params
 from whalejax.tables.layout import TableLayout, make_layout, without_requests
 from whalejax.tables.lookup_counts import LookupCounts
-from whalejax.tables.plan import TablesPlan, cut_program
 from whalejax.tables.programs import TablePrograms
 from whalejax.tables.recognize import Lookup, TableProgram, check_divisible
 from whalejax.tables.store import TableStore
+from whalejax.tables.tables_plan import TablesPlan, cut_program
 from whalejax.tables.wide_ids import check_32_bits
 from whalejax.user_code.ambient_mesh import without_mesh
 

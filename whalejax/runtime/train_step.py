@@ -40,6 +40,7 @@ from whalejax.planner.near_names import names_arguments
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
+from whalejax.runtime.optimizer_schedules import with_schedule
 from whalejax.runtime.plan_compatibility import (
     check_host_memory,
     check_planned,
@@ -56,8 +57,12 @@ from whalejax.runtime.ragged_batch import (
     together,
 )
 from whalejax.runtime.resume import agreed_checkpoints, depends_on_parts, restore_newest
-from whalejax.runtime.runners import evaluator_of, layout_of, rehearsal_of, runner_of
-from whalejax.runtime.schedule_counts import with_schedule
+from whalejax.runtime.runner_choice import (
+    evaluator_of,
+    layout_of,
+    rehearsal_of,
+    runner_of,
+)
 from whalejax.user_code.ambient_mesh import without_mesh
 from whalejax.user_code.argument_checks import (
     check_order,

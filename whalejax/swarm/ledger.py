@@ -93,7 +93,7 @@ class Ledger:
         >>> ledger = Ledger(step=0, stages=1, micro_batches=2)
         >>> for number, peer in enumerate(("a", "b")):
         ...     call = ledger.begin(0, number, Phase.BACKWARD, peer, incarnation=1)
-        ...     print(ledger.done(call))
+        ...     print(ledger.record_answer(call))
         counted
         counted
         >>> ledger.assignment(0)

@@ -28,7 +28,7 @@ class PlanDisplay(PlanData):
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
     ) -> dict[str, str]:
-        from whalejax.display.bundles import bundle
+        from whalejax.display.plan_pages import bundle
 
         return bundle(self)
 

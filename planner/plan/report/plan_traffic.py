@@ -73,10 +73,14 @@ class TrafficRow:
 def stage_list_text(stages: Sequence[Home]) -> str:
     """Stages in words.
 
-    >>> listed([(None, 1), (None, 2), (None, 3)]), listed([(None, 0), (None, 2)])
-    ('stages 1–3', 'stages 0, 2')
-    >>> listed([(0, 1), (1, 1), (2, 1)]), listed([(0, 0), (1, 0), (1, 1)])
-    ('stage 1 of pipelines 0–2', 'stage 0 of pipeline 0, stages 0, 1 of pipeline 1')
+    >>> stage_list_text([(None, 1), (None, 2), (None, 3)])
+    'stages 1–3'
+    >>> stage_list_text([(None, 0), (None, 2)])
+    'stages 0, 2'
+    >>> stage_list_text([(0, 1), (1, 1), (2, 1)])
+    'stage 1 of pipelines 0–2'
+    >>> stage_list_text([(0, 0), (1, 0), (1, 1)])
+    'stage 0 of pipeline 0, stages 0, 1 of pipeline 1'
     """
     by_pipeline: dict[int | None, list[int]] = {}
     for pipeline, stage in stages:

@@ -22,7 +22,7 @@ from whalejax.membership.events import (
     Unrunnable,
 )
 from whalejax.membership.generations import settle
-from whalejax.membership.members import refusal
+from whalejax.membership.member_messages import refusal
 from whalejax.membership.react import react
 from whalejax.membership.settings import SupervisorSettings
 

@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from tests.whalejax.keys import KEY
+from whalejax.elastic.gradient_reduction.message_all_reduce import (
+    SMALL_BYTES,
+    check_arrays,
+    exchanged,
+)
 from whalejax.elastic.member_connections import Peers
-from whalejax.elastic.message_all_reduce import SMALL_BYTES, check_arrays, exchanged
 from whalejax.meshes.errors import WhaleError
 from whalejax.wire.run_messages import GradientPart
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.whalejax.elastic.test_supervisor import live
+from whalejax.distributed.first_connection import listen_at
 from whalejax.distributed.launch_env import KEY_FILE, split_address
-from whalejax.distributed.meeting import listen_at
 from whalejax.distributed.reserved_port import (
     HELD_PORT,
     is_reserved,

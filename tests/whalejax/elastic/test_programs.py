@@ -15,7 +15,7 @@ from tests.compilations import count_compilations
 from tests.whalejax.elastic import job as example
 from whalejax.adapters.leaves import is_key
 from whalejax.elastic.async_checkpoints import Saver
-from whalejax.elastic.message_all_reduce import _added
+from whalejax.elastic.gradient_reduction.message_all_reduce import _added
 from whalejax.elastic.replica_programs import Buffers, ReplicaPrograms
 from whalejax.membership.assignment import Node, assign_micro_batches, cover, total
 from whalejax.meshes.errors import WhaleError

@@ -22,7 +22,7 @@ from whalejax.adapters.base import adapt
 from whalejax.planner.tables.sections import SectionTimes
 from whalejax.runtime.sections_step import SectionsStep
 from whalejax.sections.sparse_section import SparseSection
-from whalejax.tables.plan import TablesPlan
+from whalejax.tables.tables_plan import TablesPlan
 
 
 OPTIMIZER: Final = optax.sgd(0.01, momentum=0.9)

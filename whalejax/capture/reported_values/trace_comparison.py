@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from whalejax import _compat
-from whalejax.capture.drafts import Value
 from whalejax.capture.reported_values.batch_combination import (
     HOWS,
     MADE_OTHERWISE,
@@ -29,6 +28,7 @@ from whalejax.capture.reported_values.sample_dims import (
     rows_of,
 )
 from whalejax.capture.sample_following import statistics
+from whalejax.capture.walk_records import Value
 
 
 Said = SampleRows | UnknownCombination | str | None

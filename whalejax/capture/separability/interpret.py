@@ -8,7 +8,6 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from whalejax import _compat
-from whalejax.capture.drafts import Position
 from whalejax.capture.separability.alignment import align_dims
 from whalejax.capture.separability.derivatives import check_derivative
 from whalejax.capture.separability.elementwise_rules import PLACE
@@ -33,6 +32,7 @@ from whalejax.capture.separability.values import (
     plain_dim,
     same_ratio,
 )
+from whalejax.capture.walk_records import Position
 
 
 OTHER_PROGRAM: Final = "does other operations for other numbers of samples"

@@ -3,7 +3,8 @@
 By messages each process is a whole replica, and one that is lost costs the others a
 moment. By collectives all processes are one program, which starts again when one is
 lost. Links and their formulas are those of the planner, what failures cost is that of
-``wh.goodput``, and the bytes of messages are those that ``exchange`` sends.
+``wh.goodput``, and the bytes of messages are those that
+``message_all_reduce`` sends.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from whalejax.elastic.message_all_reduce import rounds_of, sent_bytes
-from whalejax.journals.gradient_reduction import (
+from whalejax.elastic.gradient_reduction.message_all_reduce import rounds_of, sent_bytes
+from whalejax.journals.reduction_choice import (
     COLLECTIVES,
     MESSAGES,
     GradientReduction,

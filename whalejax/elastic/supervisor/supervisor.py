@@ -49,7 +49,7 @@ from whalejax.membership.elastic_run import (
     MemberRecord,
 )
 from whalejax.membership.history import replay_events
-from whalejax.membership.members import refusal
+from whalejax.membership.member_messages import refusal
 from whalejax.membership.react import react
 from whalejax.membership.resizing import resize_refusal
 from whalejax.membership.run_ends import saves_last

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from whalejax import _compat_processes
 from whalejax._version import __version__
 from whalejax.lowering.multihost.fingerprints import fingerprint
-from whalejax.membership import heartbeat
+from whalejax.membership import launch_heartbeat
 from whalejax.planner.fingerprint import part_digests, told_apart
 from whalejax.planner.plan_errors import PlanError
 
@@ -157,7 +157,7 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
     left = [*range(jax.process_count())]
     while left:
         ended = (
-            heartbeat.start_heartbeat().ended_ranks()
+            launch_heartbeat.start_heartbeat().ended_ranks()
         )  # What one had said would still be there.
         wait = max(0.1, min(end - time.monotonic(), LOOK_SECONDS / len(left)))
         for number in left:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
 from whalejax.distributed.standard_streams import say
-from whalejax.membership import heartbeat
+from whalejax.membership import launch_heartbeat
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.pipeline.schedules import ScheduleRow
 from whalejax.planner.pipeline.transfer_order import ScheduledTransfer, words_of
@@ -44,7 +44,10 @@ def lost_process_error(error: BaseException, where: str) -> WhaleError:
         where: Activity that failed, for the message.
     """
     said = str(error).splitlines()[0][:200]
-    who = heartbeat.start_heartbeat().missing() or "which one cannot be seen from here"
+    who = (
+        launch_heartbeat.start_heartbeat().missing()
+        or "which one cannot be seen from here"
+    )
     return WhaleError(
         f"another process of this step is gone ({said}), at {where}: {who}. Look for "
         "its first error, start all processes anew, and restore the latest checkpoint"
@@ -93,7 +96,7 @@ class Watch:
                 "that error, start all processes anew, and restore the latest "
                 "checkpoint"
             )
-        heartbeat.start_heartbeat().step()
+        launch_heartbeat.start_heartbeat().step()
         with self._lock:
             self._settle()
             self._open.append((kind, time.monotonic(), None))
@@ -126,7 +129,7 @@ class Watch:
             self._failed = kind
             with self._lock:
                 self._open.clear()
-            if not self._alone and heartbeat.tells_of_loss(error):
+            if not self._alone and launch_heartbeat.tells_of_loss(error):
                 raise lost_process_error(error, self._activity_text()) from error
             raise
 
@@ -154,9 +157,11 @@ class Watch:
                 else max(self.least_seconds, TIMES_LONGEST * longest)
             )
             if (
-                heartbeat.start_heartbeat().ended_ranks()
+                launch_heartbeat.start_heartbeat().ended_ranks()
             ):  # for one that has gone home nobody need wait
-                allowed = min(allowed, heartbeat.start_heartbeat().silent_seconds)
+                allowed = min(
+                    allowed, launch_heartbeat.start_heartbeat().silent_seconds
+                )
             return (kind, waited, longest or 0.0) if waited > allowed else None
 
     def _look_on(self) -> None:
@@ -170,7 +175,7 @@ class Watch:
         return "its beginning" if self.doing is None else words_of(self.doing)
 
     def _end(self, kind: str, waited: float, longest: float) -> None:
-        who = heartbeat.start_heartbeat().late() or (
+        who = launch_heartbeat.start_heartbeat().late() or (
             "All processes are there and have begun as many steps: another one does "
             "something else than this one"
         )
@@ -183,7 +188,7 @@ class Watch:
         )
         with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
             faulthandler.dump_traceback(file=sys.stderr)
-        heartbeat.start_heartbeat().leave(ENDS_FOR_ANOTHER)
+        launch_heartbeat.start_heartbeat().leave(ENDS_FOR_ANOTHER)
 
 
 def _results_ready(results: Sequence[Any] | None) -> bool:

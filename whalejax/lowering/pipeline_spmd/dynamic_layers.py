@@ -76,9 +76,11 @@ def run_dynamic_loop(turns: DynamicLoop, count: Any, operands: Operands) -> Oper
     Returns:
         The carries after so many turns.
 
-    >>> turns = Turns(body=lambda x: [x[0] * x[1]], num_consts=0, num_carries=1, most=3)
+    >>> turns = DynamicLoop(
+    ...     body=lambda x: [x[0] * x[1]], num_consts=0, num_carries=1, most=3
+    ... )
     >>> stack = jnp.asarray([2.0, 3.0, 5.0])
-    >>> jax.grad(lambda x: counted(turns, 2, (x, stack))[0])(1.0)
+    >>> jax.grad(lambda x: run_dynamic_loop(turns, 2, (x, stack))[0])(1.0)
     Array(6., dtype=float32, weak_type=True)
     """
     dynamic_loop: Operands = _run_dynamic_loop(turns, count, operands)

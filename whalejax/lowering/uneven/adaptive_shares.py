@@ -20,7 +20,7 @@ from whalejax.lowering.sample_shares import PortionLayout, checked_shares
 from whalejax.lowering.spmd.spmd_executor import Program
 from whalejax.lowering.step_runner import StepRunner
 from whalejax.lowering.uneven.timer import Stopwatch
-from whalejax.planner.balance.online import Rebalance
+from whalejax.planner.balance.rebalance import Rebalance
 from whalejax.planner.balance.shares import micro_batch_ranges
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError

@@ -1,7 +1,7 @@
-"""Trainers beside the one that has the registry, and what they are given to lead.
+"""Secondary trainers of a run, and the micro-batches that they lead.
 
-They ask for micro-batches and answer with who holds what was made of each. A trainer
-that is not heard of, and does not answer either, is lost with what it led.
+They ask for micro-batches and report which peers hold the results of each. A trainer
+that is silent too long or answers no ping is removed; others lead its micro-batches.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from whalejax.wire.swarm_messages import GivenShare, Led, MicroBatchAccepted, Pi
 
 
 WAIT_SECONDS: Final = 0.5
-"""That a trainer which asks for a micro-batch waits for one."""
+"""Longest wait of a trainer that asks for a micro-batch."""
 
 SILENT_SECONDS: Final = 2.0
-"""After which a trainer that leads something is asked whether it is there."""
+"""Silence after which a trainer that leads a micro-batch is pinged."""
 
 PING_SECONDS: Final = 5.0
 LONGEST_CALLS: Final = 4
-"""Deadlines of a call, or as many as there are stages, that a micro-batch may take."""
+"""Call deadlines that a micro-batch may take; with more stages, one for each stage."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Further:
-    """A trainer.
+class _SecondaryTrainer:
+    """A secondary trainer.
 
     Attributes:
         address: Address at which it leads micro-batches.
         led: Micro-batches that it has led.
         leaving: Whether it takes no more.
-        counts: Counts of the faults that it met.
+        counts: Number of faults that it met, by kind.
     """
 
     address: Address
@@ -58,13 +58,13 @@ class _Further:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """Micro-batches of a step that are leased to trainers.
+    """A step whose micro-batches are leased to trainers.
 
     Attributes:
         context: Context of the step.
         passages: Routes of its micro-batches, by number.
-        shares: Leases of the micro-batches.
-        in_flight: Micro-batches at once, of all trainers together.
+        shares: Queue that leases the micro-batches.
+        in_flight: Most micro-batches at once, of all trainers together.
     """
 
     context: StepContext
@@ -74,10 +74,10 @@ class _Step:
 
 
 class TrainerPool:
-    """The further trainers of a run; safe to use from threads.
+    """Secondary trainers of a run; safe to use from several threads.
 
     Attributes:
-        led: Micro-batches that the trainer with the registry has led.
+        led: Number of micro-batches that the primary trainer has led.
     """
 
     def __init__(
@@ -87,21 +87,21 @@ class TrainerPool:
 
         Args:
             fleet: Peers that may be asked.
-            caller: Asks trainers whether they are there.
+            caller: Client that pings the trainers.
             tell: Function that reports events.
-            lease: Seconds after which a trainer that is not heard of is gone.
+            lease: Seconds of silence after which a trainer is removed.
         """
         self._fleet, self._caller, self._tell = fleet, caller, tell
         self.led = 0
         self._lease: Lease[str] = Lease(lease)
         self._lock = threading.RLock()
-        self._trainers: dict[str, _Further] = {}
+        self._trainers: dict[str, _SecondaryTrainer] = {}
         self._step: _Step | None = None
 
-    # Who is there.
+    # Membership.
 
     def enlist(self, name: str, address: Address) -> None:
-        """A trainer is there from now on.
+        """Adds a secondary trainer, in place of one of the same name.
 
         Args:
             name: Unique for each process.
@@ -109,7 +109,7 @@ class TrainerPool:
         """
         with self._lock:
             self._lose(name)
-            self._trainers[name] = _Further(address=address)
+            self._trainers[name] = _SecondaryTrainer(address=address)
             self._lease.renew(name, self._fleet.now())
         self._tell("trainer joined", trainer=name)
 
@@ -119,9 +119,7 @@ class TrainerPool:
             return [trainer.address for trainer in self._trainers.values()]
 
     def status_rows(self) -> list[dict[str, Any]]:
-        """Returns the rows of ``whalejax swarm show`` on trainers; this one comes
-        first.
-        """
+        """Returns the trainers in ``whalejax swarm show``, the primary one first."""
         with self._lock:
             step = self._step
             held = (lambda name: 0) if step is None else step.shares.leading_count
@@ -140,7 +138,7 @@ class TrainerPool:
             return [{**own, "leads": held(OWN), "led": self.led}, *status_rows]
 
     def watch(self) -> None:
-        """Loses those that are not heard of any more."""
+        """Removes silent trainers, and takes back micro-batches that are overdue."""
         now = self._fleet.now()
         with self._lock:
             step = self._step
@@ -149,7 +147,7 @@ class TrainerPool:
                 for name, seconds in self._lease.overdue(now, SILENT_SECONDS).items()
             }
         for name, (address, seconds) in silent.items():
-            why = f"it was not heard of for {seconds:.0f} s"
+            why = f"it gave no sign of life for {seconds:.0f} s"
             if seconds <= self._lease.seconds:
                 if step is None or not step.shares.leading_count(name):
                     continue
@@ -161,7 +159,7 @@ class TrainerPool:
             self._lose(name, why)
 
         if step is not None:
-            # Its process answers and its work stands still, such as on its data.
+            # The process answers, but its work hangs, for example on its data.
             context = step.context
             seconds = max(LONGEST_CALLS, context.cut.stages) * context.call_seconds
             for share in step.shares.overdue(seconds):
@@ -178,7 +176,7 @@ class TrainerPool:
         if known is not None and why:
             self._tell("trainer lost", trainer=name, numbers=lost, why=why)
 
-    # What they lead.
+    # Micro-batches.
 
     def open(
         self, context: StepContext, passages: Sequence[MicroBatchRoute], in_flight: int
@@ -187,8 +185,8 @@ class TrainerPool:
 
         Args:
             context: Context of the step.
-            passages: Routes of its micro-batches.
-            in_flight: Micro-batches at once, of all trainers together.
+            passages: Routes of its micro-batches, by number.
+            in_flight: Most micro-batches at once, of all trainers together.
         """
         shares = MicroBatchQueue(len(passages), context.stop)
         with self._lock:
@@ -198,12 +196,12 @@ class TrainerPool:
         return shares
 
     def close(self) -> None:
-        """Stops giving out micro-batches and counting results, until ``open``."""
+        """Ends the step: gives out nothing and counts no result until ``open``."""
         with self._lock:
             self._step = None
 
     def most(self) -> int:
-        """Micro-batches that one trainer leads at once."""
+        """Returns the most micro-batches that one trainer may lead at once."""
         with self._lock:
             step = self._step
             trainers = 1 + sum(
@@ -214,25 +212,25 @@ class TrainerPool:
         return max(1, -(-min(step.in_flight, len(step.passages)) // trainers))
 
     def give(self, asked: Take) -> GivenShare:
-        """A micro-batch for a trainer that asks for one."""
+        """Answers a trainer that asks for a micro-batch."""
         name = asked.name
         with self._lock:
-            known, step = self._trainers.get(name), self._step
-            if known is None:
+            trainer, step = self._trainers.get(name), self._step
+            if trainer is None:
                 return GivenShare(known=False)
             self._lease.renew(name, self._fleet.now())
-            known.counts, known.leaving = asked.counts, asked.leaving
-            if known.leaving:
+            trainer.counts, trainer.leaving = asked.counts, asked.leaving
+            if trainer.leaving:
                 if step is None or not step.shares.leading_count(name):
                     del self._trainers[name]
                     self._lease.forget(name)
                     self._tell("trainer left", trainer=name)
                 return GivenShare()
             if step is not None:
-                # An answer with a micro-batch may not have arrived.
-                now = step.context.generation, step.context.step
-                leads = [x for x in asked.leads if x[:2] == now]
-                step.shares.lose(name, {(x[2], x[3]) for x in leads})
+                # Requeues those whose lease was lost on the way to the trainer.
+                current = step.context.generation, step.context.step
+                leads = [lead for lead in asked.leads if lead[:2] == current]
+                step.shares.lose(name, {(lead[2], lead[3]) for lead in leads})
         share = None
         if step is None:
             threading.Event().wait(WAIT_SECONDS / 10)
@@ -241,8 +239,8 @@ class TrainerPool:
         if step is None or share is None:
             return GivenShare()
         peers = [
-            (m.name, m.address, m.stage, m.incarnation, m.queue, m.expires)
-            for m in self._fleet.usable()
+            (p.name, p.address, p.stage, p.incarnation, p.queue, p.expires)
+            for p in self._fleet.usable()
         ]
         return GivenShare(
             **step.context.at(),
@@ -257,29 +255,29 @@ class TrainerPool:
         """Records a trainer's report on a micro-batch that it leads.
 
         Raises:
-            Refused: It is not its any more, or is no result.
+            RefusedRequestError: It no longer leads it, or the result is invalid.
         """
         step, name, number = self._step, asked.name, asked.number
         share = MicroBatchLease(number=number, times=asked.times, trainer=name)
         at = {"run": asked.run, "generation": asked.generation, "step": asked.step}
-        late = RefusedRequestError(
+        stale = RefusedRequestError(
             "stale",
             f"micro-batch {number} of {at} is not with {name} any more: another "
             "trainer leads it, or the step is over",
         )
         if step is None or at != step.context.at():
-            raise late
+            raise stale
         if asked.why:
             if not step.shares.give_back(share):
-                raise late
+                raise stale
             self._tell("gave back", trainer=name, number=number, why=asked.why)
             return MicroBatchAccepted()
-        passage = step.passages[number] if number < len(step.passages) else None
-        if passage is None:
-            raise late
+        route = step.passages[number] if number < len(step.passages) else None
+        if route is None:
+            raise stale
 
         def count() -> None:
-            passage.take_in(name, asked.made, asked.arrays, share.attempts)
+            route.take_in(name, asked.made, asked.arrays, share.attempts)
 
         try:
             counts = step.shares.finish(share, count)
@@ -288,10 +286,10 @@ class TrainerPool:
             self._tell("gave back", trainer=name, number=number, why=error.why)
             raise
         if not counts:
-            raise late
+            raise stale
         with self._lock:
-            known = self._trainers.get(name)
-            if known is not None:
+            trainer = self._trainers.get(name)
+            if trainer is not None:
                 self._lease.renew(name, self._fleet.now())
-                known.led += 1
+                trainer.led += 1
         return MicroBatchAccepted()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import whalejax as wh
-from whalejax.elastic.gradient_reduction import backend_agreement
+from whalejax.elastic.gradient_reduction import reduction_agreement
 from whalejax.meshes import cluster
 
 
@@ -47,5 +47,5 @@ def losses() -> list[float]:
 
 
 if __name__ == "__main__":
-    backend_agreement.own_devices = lambda: cluster("h100:1")
+    reduction_agreement.own_devices = lambda: cluster("h100:1")
     losses()

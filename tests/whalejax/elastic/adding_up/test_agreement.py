@@ -22,19 +22,19 @@ from tests.whalejax.elastic.test_supervisor import Live, live
 from whalejax.distributed.launch_env import KEY_FILE
 from whalejax.elastic import replica_programs
 from whalejax.elastic.environment import RUN, SUPERVISOR
-from whalejax.elastic.gradient_reduction import backend_agreement, reduction_cost
-from whalejax.elastic.gradient_reduction.backend_agreement import Arbiter, agreed
+from whalejax.elastic.gradient_reduction import reduction_agreement, reduction_cost
+from whalejax.elastic.gradient_reduction.reduction_agreement import Arbiter, agreed
 from whalejax.elastic.gradient_reduction.reduction_cost import ReductionProcesses
 from whalejax.elastic.replica_programs import planned_replica
 from whalejax.elastic.supervisor.supervisor import KEY
 from whalejax.journals import journal
-from whalejax.journals.gradient_reduction import (
+from whalejax.journals.journal import FOLDER
+from whalejax.journals.reduction_choice import (
     COLLECTIVES,
     MESSAGES,
     GradientReduction,
     Way,
 )
-from whalejax.journals.journal import FOLDER
 from whalejax.journals.status import show, status_of
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes import cluster
@@ -93,7 +93,7 @@ def test_hosts_are_those_of_agents_that_are_there_or_awaited() -> None:
 def test_the_price_decides_and_who_comes_later_prices_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_agreement, "own_devices", lambda: cluster("h100:1"))
+    monkeypatch.setattr(reduction_agreement, "own_devices", lambda: cluster("h100:1"))
     priced: list[ReductionProcesses] = []
 
     def replica(processes: ReductionProcesses) -> None:
@@ -109,7 +109,7 @@ def test_the_price_decides_and_who_comes_later_prices_nothing(
 def test_a_batch_that_starts_the_devices_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_agreement, "own_devices", lambda: cluster("h100:1"))
+    monkeypatch.setattr(reduction_agreement, "own_devices", lambda: cluster("h100:1"))
     started: list[bool] = []
     settings = {"batch": None, "micro_batches": 8, "precision": "f32"}
     plan = planned_replica(example.make(), cluster("h100:1"), **settings).plan
@@ -186,7 +186,7 @@ def test_what_the_planner_refuses_is_raised_as_it_is(
 def test_who_wants_it_otherwise_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_agreement, "own_devices", lambda: cluster("h100:1"))
+    monkeypatch.setattr(reduction_agreement, "own_devices", lambda: cluster("h100:1"))
     with live(tmp_path) as there:
         options: dict[str, Any] = {"mtbf": 3600.0, "too_late": not_yet}
         assert agreed(arbiter(there), ASKED, no_room, **options) == ASKED
@@ -219,7 +219,7 @@ def test_a_process_of_an_earlier_run_decides_nothing(
 def test_nobody_who_answers_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_agreement, "FIRST_SECONDS", 0.3)
+    monkeypatch.setattr(reduction_agreement, "FIRST_SECONDS", 0.3)
     with live(tmp_path / "run") as there:
         key = str(there.folder / FOLDER / KEY)
         with pytest.raises(WhaleError, match="no supervisor answers at 127.0.0.1:1"):

@@ -23,7 +23,7 @@ from whalejax.elastic.gradient_reduction.reduction_cost import (
     price,
 )
 from whalejax.elastic.replica_programs import planned_replica
-from whalejax.journals.gradient_reduction import COLLECTIVES, MESSAGES
+from whalejax.journals.reduction_choice import COLLECTIVES, MESSAGES
 from whalejax.meshes import Cluster, cluster
 from whalejax.meshes.catalogue import kind_names
 from whalejax.planner.plan.plan import Plan

@@ -30,7 +30,7 @@ from whalejax.elastic.supervisor_client import (
     key_of_run,
     unreachable,
 )
-from whalejax.journals.gradient_reduction import (
+from whalejax.journals.reduction_choice import (
     COLLECTIVES,
     MESSAGES,
     GradientReduction,

@@ -29,8 +29,8 @@ from whalejax.planner.tables.sections import (
     process_seconds,
     wire_latency,
 )
+from whalejax.planner.tables.storage_options import SPLITS, list_ways
 from whalejax.planner.tables.table import Table
-from whalejax.planner.tables.ways import SPLITS, list_ways
 
 
 _ON_DEVICES: Final = tuple(split for split in SPLITS if split not in HOST_SPLITS)

@@ -1,5 +1,8 @@
 """Heartbeats: each process reports that it is alive, and notices who does not.
 
+These are the processes that JAX has joined (``whalejax launch -n``, one model over all
+processes); ``overdue_members`` watches over the members of an elastic run.
+
 JAX ends the processes that are left when one is gone, with words that do not always
 name it, and waits minutes for one that failed and holds the others up. Here each
 process writes a heartbeat to the service that joined them and reads that of the next

@@ -118,7 +118,7 @@ def merge_clusters(
 
     Example:
         >>> from whalejax.meshes import cluster
-        >>> joined(cluster("v100-32:4"), cluster("p100-16:2x8")).describe()
+        >>> merge_clusters(cluster("v100-32:4"), cluster("p100-16:2x8")).describe()
         '4×V100-32 + 16×P100-16 (3 nodes of 4 and 8, nvlink + infiniband)'
     """
     for one, other in ((first, second), (second, first)):

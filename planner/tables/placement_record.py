@@ -13,8 +13,8 @@ from whalejax.planner.json_codec import DataError, decode, encode
 from whalejax.planner.plan_errors import PlanError
 from whalejax.planner.tables.placement import TablePlacement, TableShard
 from whalejax.planner.tables.ranks import Ranks
+from whalejax.planner.tables.storage_options import Item, Objective
 from whalejax.planner.tables.table import Table
-from whalejax.planner.tables.ways import Item, Objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""``whalejax jobs``: jobs that share a cluster."""
+"""``whalejax jobs simulate``: jobs that share a cluster, on a virtual clock."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from whalejax.planner.tables.greedy import Assignment, Scale
 from whalejax.planner.tables.ranks import Ranks
-from whalejax.planner.tables.ways import Item, rank_groups, times_chosen
+from whalejax.planner.tables.storage_options import Item, rank_groups, times_chosen
 
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from whalejax.planner.json_codec import DataError, decode, encode
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_entries import BatchLeaf, ModelWork
 from whalejax.planner.plan_errors import PlanError
-from whalejax.planner.tables.cut import TableCost
-from whalejax.planner.tables.record import placement_data, placement_of
+from whalejax.planner.tables.placement_record import placement_data, placement_of
+from whalejax.planner.tables.section_choice import TableCost
 from whalejax.planner.tables.sections import Sections
 from whalejax.planner.tables_data import TablesData
-from whalejax.tables.plan import TablesPlan
 from whalejax.tables.recognize import TableProgram
 from whalejax.tables.sparse_optimizers import SparseOptimizer
+from whalejax.tables.tables_plan import TablesPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
