@@ -123,10 +123,10 @@ def test_every_option_has_a_help_text(command: str, capsys: Captured) -> None:
         assert len(words) >= 5 or entry.startswith("-h, --help"), entry
 
 
-JOBS = ("jobs serve", "jobs add", "jobs show", "jobs simulate")
+JOB_COMMANDS = ("jobs serve", "jobs add", "jobs show", "jobs simulate")
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *JOBS])
+@pytest.mark.parametrize("command", [*COMMANDS, *JOB_COMMANDS])
 def test_help_names_no_default_that_says_nothing(
     command: str, capsys: Captured
 ) -> None:

@@ -16,6 +16,7 @@ from whalejax.membership.exit_status import Ending
 from whalejax.processes.local_processes import began_at
 from whalejax.scheduler.live.device_assignment import MOST_LAUNCHES, Placing
 from whalejax.scheduler.live.job_book import JobBook
+from whalejax.scheduler.live.job_devices import JobDevices
 from whalejax.scheduler.live.requests import Add
 from whalejax.scheduler.live.run_reader import RunReader
 
@@ -185,7 +186,7 @@ class Host:
             self.book.record("planned", name=name, batch=8, options=options)
         there = [f"d{n}" for n in range(4)]
         runs: Any = self.runs
-        self.placing = Placing(self.book, runs, there, masks=masks)
+        self.placing = Placing(self.book, runs, JobDevices(there, masks))
 
     def place(self, **sizes: int) -> None:
         for name, size in sizes.items():

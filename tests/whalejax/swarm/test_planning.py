@@ -98,7 +98,7 @@ def test_the_wire_is_the_most_exact_format_that_is_fast(
 
 def test_reasons_are_told_and_parameters_still_asked_for(plan: wh.Plan) -> None:
     assert plan.why("stages") == "3 stages, as asked"
-    assert plan.why("micro-batches").startswith("16 micro-batches, as asked; adding up")
+    assert plan.why("micro-batches").startswith("16 micro-batches, as asked; reducing")
     assert "in stage 0 3.77 MB of the device and" in plan.why("gradients")
     assert any(note.startswith("a swarm of 6 peers (") for note in plan.notes)
     assert plan.why("a").startswith("a  256×256 float32")
