@@ -572,6 +572,7 @@ def test_an_interrupt_while_the_command_is_imported_tells_nothing() -> None:
     """Its imports are stopped in the middle, where a traceback would tell of them."""
     code = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's job ignores it.
 class Interrupts:
     def find_spec(self, name, path=None, target=None):
         if name == "tyro":
