@@ -1,10 +1,10 @@
-"""Finds further buffers of compilers where they convolve few samples at a time.
+"""Finds extra compiler buffers of convolutions with few samples.
 
-TPU compilers move a part of an extent into the batch of such a convolution, and write
-in that form too what it reads and gives. How many samples a device has depends on the
-layout, which is not known here: every entry says with how many it is in memory
-(``SavedTensorGroup.least_samples``), and ``saved_tensors.kept_bytes`` counts it
-accordingly.
+TPU compilers move a part of an extent into the batch of such a convolution, and also
+write its operand and result in that form. The number of samples on a device depends on
+the layout, which is unknown here. So every entry has the least number of samples with
+which it is in memory (``SavedTensorGroup.least_samples``), and
+``saved_tensors.kept_bytes`` counts it accordingly.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from whalejax.planner.model.graph import CONVOLUTION, Graph, Op
 
 
 class FewSamples:
-    """Values that a step keeps and works with only where there are few samples.
+    """Saved values and temporaries that exist only with few samples on a device.
 
     Args:
-        graph: The captured loss.
+        graph: Captured loss.
         lanes: Lanes of the compiler; without lanes there are no such buffers.
-        is_value: Whether a tensor is computed from data.
+        is_value: Function that returns whether a tensor is computed from data.
         entry: Function from a tensor to its entry.
 
     Attributes:
         kept: Saved values by operation. A convolution's operand is saved in two forms.
-            A normalisation by statistics of samples saves the mean, the factor and what
-            that is multiplied with, each as large as its result.
-        convolves: There is a convolution that may be moved so.
+            A normalisation by statistics of samples saves the mean, the factor and the
+            other operand, each as large as its result.
+        convolves: Whether the compiler may transform some convolution so.
     """
 
     def __init__(
@@ -92,9 +92,7 @@ class FewSamples:
         return overlaps and len(self.graph.tensors[op.results[0]].shape) >= 4
 
     def _of_samples(self, tensor: int, result: int) -> bool:
-        """Returns whether a tensor has one number for all of an extent, and others for
-        each sample.
-        """
+        """Returns whether a tensor has one number per sample for a full extent."""
         small, large = self.graph.tensors[tensor], self.graph.tensors[result]
         own = small.shape[:2] == (*large.shape[:1], 1) != large.shape[:2]
         return own and small.nbytes * SMALL <= large.nbytes

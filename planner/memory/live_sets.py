@@ -1,6 +1,6 @@
-"""The tensors and parameters that are in memory in each span of a step.
+"""Live sets: tensors and parameters that are in memory in each span of a step.
 
-Found once for a program; ``peak`` gives them bytes under a layout.
+They are computed once for a program; ``peak`` computes their bytes under a layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whalejax.planner.sharding.parameter_layout import LeafFacts
 
 
 Counts = Mapping[int, float]
-"""How many of each entry or kind, by its number."""
+"""Number of tensors of each entry or kind, by its index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,27 +29,25 @@ class SpanLiveSets:
     """Live tensors of each span: of the forward pass, then of the backward pass.
 
     Attributes:
-        kinds: The different tensors.
-        saved: For each span, how many of each kind are kept.
-        postponed: Tensors that live longer where products of weights' gradients are
+        kinds: Different kinds of tensors.
+        saved: Number of saved tensors of each kind, by span.
+        postponed: Tensors that live longer if products of weights' gradients are
             postponed to the end of the backward pass.
         working: Temporaries of spans, by kind: one of a span's rows at a time, before
-            the gradients that the span itself makes.
-        making: The same while it makes them.
-        starts: First row of each span, of both.
-        gradients: For each span, how many parameters of each group have their gradient.
-        held: For each span and group, whether it computes with such a parameter, which
-            is there whole at a time if it lies in shards.
-        made: For each span and group, whether it makes such a parameter's gradient.
-        reread: For each span and group, how many such parameters products in a loop
-            read, all of each in every turn. They are there from before the loop.
-        turns: For each group, by how many turns of a loop its parameters are shared
-            out, one part to each.
-        cast: For each group, how many of its parameters are there in the type that
-            they are computed with, all the time: all beside loops over layers, and
-            those that checkpointed regions are given. Others are cast where they are
-            read.
-        waiting: Number of each kind that are offloaded to host memory.
+            the span computes its own gradients.
+        making: Temporaries while the span computes its gradients.
+        starts: First row of each span in ``working`` and in ``making``.
+        gradients: Number of parameters with a gradient, by span and group.
+        held: Whether the span computes with a parameter of the group, by span and
+            group; if it is stored in shards, one is gathered at a time.
+        made: Whether the span computes a gradient of the group, by span and group.
+        reread: Number of parameters that products in a loop read entirely in every
+            iteration, by span and group. They are gathered before the loop.
+        turns: Number of loop iterations that divide the parameters, by group.
+        cast: Number of parameters whose copies in the compute type live throughout, by
+            group: all if there are loops over layers, and inputs of checkpointed
+            regions. Others are cast when they are read.
+        waiting: Number of offloaded tensors of each kind.
     """
 
     kinds: tuple[SavedTensorGroup, ...]
@@ -68,34 +66,36 @@ class SpanLiveSets:
 
 
 class StepLiveness:
-    """The course of a step, wherever its operations stand.
+    """Liveness of a step's tensors, independent of TaskGraphs.
 
     Args:
-        graph: The captured loss.
-        dims: Its logical dimensions.
-        weight: For every tensor, whether it depends on parameters alone.
+        graph: Captured loss.
+        dims: Logical dimensions of the loss.
+        weight: Whether each tensor depends on parameters alone.
         compiler: Model of the compiler: fused computations and their types.
-        waiting: Copies of values that wait in host memory, by tensor.
-        regathers: Products gather their weights again for their backward pass.
-        uses: Makers and readers of the tensors, where they are known.
+        waiting: Number of offloaded copies of values, by tensor.
+        regathers: Whether products gather their weights again for their backward pass.
+        uses: Producers and readers of the tensors, if known.
 
     Attributes:
-        entries: The different tensors by layout, bytes, the operation whose TaskGraph
-            lays it out and least samples, in order of appearance.
-        layouts: The different layouts, with the sizes of their atoms, by number.
-        saved: For each span, forward and then backward, how many of each are kept.
-        postponed: For each, how many more are kept where products of weights'
-            gradients are put off.
-        works: For each, what it may work with, before and while it makes gradients.
-        waits: Number of each tensor that is offloaded to host memory.
-        used: For each span of the forward pass and each parameter, whether a product
-            computes with it (2) or something else (1).
-        ahead: The same, with the spans until which a product's result is written.
-        waited: For each such span and parameter, whether its gradient is there while
-            the backward pass is in it.
-        given: For each parameter, whether checkpointed regions compute with it.
-        reread: For each span of the forward pass and each parameter, whether a product
-            in a loop reads all of it in every turn.
+        entries: Index of each different tensor, by its layout, its bytes, the operation
+            whose TaskGraph sets its sharding, and its least samples.
+        layouts: Index of each different layout with the sizes of its atoms.
+        saved: Number of saved tensors of each entry, by span (forward, then backward).
+        postponed: Number of those saved in addition if products of weights' gradients
+            are postponed, by span.
+        works: Possible temporaries of each span, before and while it computes
+            gradients.
+        waits: Number of offloaded tensors of each entry.
+        used: Use of each parameter by each span of the forward pass: 2 for a product, 1
+            for another operation, 0 for none.
+        ahead: ``used``, extended to the spans until which a product's result is
+            written.
+        waited: Whether each parameter's gradient is in memory while the backward pass
+            is in a span, by span and parameter.
+        given: Whether checkpointed regions compute with each parameter.
+        reread: Whether a product in a loop reads all of a parameter in every
+            iteration, by span of the forward pass and parameter.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class StepLiveness:
         self._number_of: dict[TensorEntry, int] = {}
         self.joined = {atoms for layout in dims.layouts for atoms in layout}
         self.slid = _slid_roles(graph, dims)
-        # Convolutions decide the layouts: batch or channels lie in lanes.
+        # Convolutions decide the layouts: batch or channels are in lanes.
         self.ends = any(op.kind == CONVOLUTION for op in graph.ops)
         saved = [timeline.made_before(span.end) for span in spans]
         saved += [
@@ -155,7 +155,7 @@ class StepLiveness:
         )
 
     def _numbered(self, row: Mapping[TensorEntry, float]) -> Counts:
-        """A row by numbers of its entries."""
+        """Returns a row by the indices of its entries."""
         result: dict[int, float] = {}
         for entry, times in row.items():
             number = self._number_of.get(entry)
@@ -175,7 +175,7 @@ class StepLiveness:
 
 
 def _slid_roles(graph: Graph, dims: Dimensions) -> set[int]:
-    """Roles along which windows slide."""
+    """Returns the roles along which windows slide."""
     return {
         role
         for op in graph.ops
@@ -187,11 +187,11 @@ def _slid_roles(graph: Graph, dims: Dimensions) -> set[int]:
 
 
 def moments(graph: Graph, facts: LeafFacts, course: StepLiveness) -> SpanLiveSets:
-    """Finds what memory holds.
+    """Computes the live sets of all spans.
 
     Args:
-        graph: The captured loss.
-        facts: The parameters.
+        graph: Captured loss.
+        facts: Parameters of the model.
         course: Liveness of the same loss.
     """
     kinds = _Kinds(graph, course)
@@ -210,7 +210,7 @@ def moments(graph: Graph, facts: LeafFacts, course: StepLiveness) -> SpanLiveSet
         making=np.concatenate(works[1]),
         starts=(starts[0], starts[1]),
         gradients=np.concatenate([none, course.waited @ groups]),
-        # Behind a product it is read again, and its gradient is made.
+        # The backward pass of a product reads it again and computes its gradient.
         held=np.concatenate(
             [(course.ahead >= 1) @ groups > 0, (used == 2) @ groups > 0]
         )
@@ -240,7 +240,7 @@ def _joined_at_the_end(
 
 
 class _Kinds:
-    """The different kinds of tensors under the TaskGraphs of a graph."""
+    """Different kinds of tensors under the TaskGraphs of a graph."""
 
     def __init__(self, graph: Graph, course: StepLiveness) -> None:
         homes = [*(op.task_graph for op in graph.ops), 0]
@@ -273,6 +273,6 @@ class _Kinds:
         return full
 
     def table(self, rows: Sequence[Counts]) -> np.ndarray:
-        """The same of several rows, equal ones once."""
+        """Returns ``full`` of several rows, without duplicates."""
         table = dict.fromkeys(tuple(self.full(row)) for row in rows)
         return np.array([*table] or [(0.0,) * len(self.kinds)])

@@ -1,11 +1,11 @@
-"""Values that the forward pass keeps, and that the backward pass works with, by span.
+"""Residuals of the forward pass and temporaries of the backward pass, by span.
 
-A step is cut into spans of operations that follow each other: each loop is one. What is
-kept is what fusions cannot rebuild. Loops keep what their differentiation says, as it
-is: compilers do not reach across their turns.
+A step is cut into spans of consecutive operations; each loop is one span. Residuals are
+the values that fusions cannot recompute. Loops save exactly the residuals of their
+differentiation: compilers do not optimise across iterations.
 
-The module is long because what is kept, what is computed again from it and what the
-backward pass holds beside it are all read off the same sources of each value.
+The module is long because residuals, recomputed values and temporaries all depend on
+the same sources of each value.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from whalejax.planner.model.loop_reads import rereads
 
 
 _PIECES = 12
-"""Into how many spans the operations outside loops are cut, at most."""
+"""Largest number of spans for the operations outside loops."""
 
 _LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
-"""Elementwise operations that expand into so many that no fusion repeats them."""
+"""Elementwise operations too costly for fusions to recompute."""
 
 _WORKING = 2.0
-"""Largest operand or result of a product, times this, is what its backward pass works
-with: the gradients on both sides of what lies between it and the next product."""
+"""Temporaries of a product's backward pass, as a multiple of its largest operand or
+result: the gradients before and after the operations up to the next product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Operations that follow each other: a half-open range of their numbers."""
+    """Consecutive operations: a half-open range of their indices."""
 
     first: int
     end: int
@@ -61,24 +61,24 @@ class Span:
 _SUMS = ("add", "add_any")
 
 NOWHERE = -1
-"""Stands for that operation where there is none."""
+"""Index that means no operation."""
 
 Works = list[dict[TensorEntry, float]]
 
 _PutOff = tuple[int, list[tuple[int, TensorEntry]], list[tuple[int, int, TensorEntry]]]
-"""A product's number; the gradients that it reads; what of all that is kept it reads,
-with the first reader of each."""
+"""Index of a product; gradients that it reads; residuals that it reads, each with its
+first reader."""
 
 
 def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
-    """Data that products read beside weights which they gather again, outside loops.
+    """Returns the data operands of products outside loops that gather weights again.
 
-    The lowering computes such a product in a checkpointed region of its own. What goes
-    into one has to be in memory: no fusion makes it again behind the region's border.
+    The lowering computes such a product in a checkpointed region of its own. The inputs
+    of a region must be in memory: no fusion recomputes them across its boundary.
 
     Args:
-        graph: The captured loss.
-        weight: For every tensor, whether it depends on parameters alone.
+        graph: Captured loss.
+        weight: Whether each tensor depends on parameters alone.
     """
     operands: set[int] = set()
     for op in graph.ops:
@@ -89,31 +89,31 @@ def regathered_operands(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
 
 
 class TensorUses:
-    """Makers and readers of each tensor, and the spans of a step.
+    """Producers and readers of each tensor, and the spans of a step.
 
-    It depends neither on TaskGraphs nor on what waits in host memory or is gathered
-    again, so that all that is asked of one program shares it.
+    It depends neither on TaskGraphs nor on offload or repeated gathers, so all analyses
+    of one program share it.
 
     Args:
-        graph: The captured loss.
-        weight: For every tensor, whether it depends on parameters alone.
+        graph: Captured loss.
+        weight: Whether each tensor depends on parameters alone.
         compiler: Model of the compiler: fused computations and their types.
 
     Attributes:
-        maker: For each tensor that an operation makes, that operation's number.
+        maker: Index of the operation that produces each tensor.
         readers: Number of operations that read each tensor.
-        reader: The last of them.
+        reader: Last operation that reads each tensor.
         masks: Random tensors that are saved.
-        data: For every tensor, whether it depends on the batch, or on such masks.
-        value: For every tensor, whether it is computed from data: no leaf of the
-            program and no weight.
-        narrow: For every tensor, whether products read it in a narrower type.
-        leaving: Values that are put together out of chunks.
-        homes: The operation where each tensor is at home.
-        regions: Numbers of the operations of each checkpointed region.
+        data: Whether each tensor depends on the batch, or on such masks.
+        value: Whether each tensor is computed from data: neither an input of the
+            program nor a weight.
+        narrow: Whether products read each tensor in a narrower type.
+        leaving: Values that are assembled from chunks.
+        homes: Operation whose TaskGraph owns each tensor.
+        regions: Indices of the operations of each checkpointed region.
         spans: Spans of operations, in program order.
-        last: Number of each parameter's last reader; -1 without one.
-        users: Readers of each parameter that are no weights' own operations.
+        last: Index of each parameter's last reader; -1 without one.
+        users: Readers of each parameter, without operations on weights alone.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class TensorUses:
         self.last, self.users = self._parameters()
 
     def _data(self) -> list[bool]:
-        """Whether each tensor depends on the batch, or on masks that are saved."""
+        """Returns whether each tensor depends on the batch or on saved masks."""
         data = [t.kind == "batch" for t in self.graph.tensors]
         drawn = [False] * len(data)
         for op in self.graph.ops:
@@ -156,7 +156,7 @@ class TensorUses:
         return data
 
     def _homes(self) -> dict[int, int]:
-        """The operation where each tensor is at home: its maker, or first reader."""
+        """Returns the owner of each tensor: its producer, or its first reader."""
         homes: dict[int, int] = {}
         for i, op in enumerate(self.graph.ops):
             for t in (*op.results, *op.operands):
@@ -164,7 +164,7 @@ class TensorUses:
         return homes
 
     def _regions(self) -> dict[int, list[int]]:
-        """The operations of each checkpointed region."""
+        """Returns the indices of the operations of each checkpointed region."""
         regions: dict[int, list[int]] = {}
         for i, op in enumerate(self.graph.ops):
             if op.remat is not None:
@@ -191,7 +191,7 @@ class TensorUses:
         return spans or [Span(0, 0, False)]
 
     def _parameters(self) -> tuple[list[int], list[list[int]]]:
-        """Returns the last reader of each parameter, and all but weights' own."""
+        """Returns the last reader and all readers of each parameter."""
         params = self.graph.params
         of: dict[int, set[int]] = {t.id: {i} for i, t in enumerate(params)}
         users: list[list[int]] = [[] for _ in params]
@@ -211,7 +211,7 @@ class TensorUses:
         """Returns the use of each parameter by each span; see ``StepLiveness.used``.
 
         Args:
-            until: Operations to that for which their result is written, if later.
+            until: For some operations, the later one for which the result is written.
         """
         result = np.zeros((len(self.spans), len(self.users)), int)
         ends = [span.end for span in self.spans]
@@ -228,14 +228,12 @@ class TensorUses:
 
     @functools.cached_property
     def directly(self) -> np.ndarray:
-        """Returns the use of each parameter by the operations of each span
-        themselves.
-        """
+        """Use of each parameter by the operations of each span themselves."""
         return self.used({})
 
     @functools.cached_property
     def reread(self) -> np.ndarray:
-        """Returns ``StepLiveness.reread``."""
+        """Value of ``StepLiveness.reread``."""
         times, spans = rereads(self.graph, self.weight), self.spans
         reread = np.zeros((len(spans), len(self.users)), bool)
         ends = [span.end for span in spans]
@@ -249,15 +247,15 @@ class TensorUses:
 class Timeline:
     """Lifetimes of the tensors that the forward pass saves.
 
-    It does not depend on the TaskGraphs of operations.
+    They do not depend on the TaskGraphs of operations.
 
     Args:
-        graph: The captured loss.
-        weight: For every tensor, whether it depends on parameters alone.
+        graph: Captured loss.
+        weight: Whether each tensor depends on parameters alone.
         compiler: Model of the compiler: fused computations and their types.
-        waiting: Copies of values that wait in host memory, by tensor.
-        regathers: Products gather their weights again for their backward pass.
-        uses: Makers and readers of the tensors, where they are known.
+        waiting: Number of offloaded copies of values, by tensor.
+        regathers: Whether products gather their weights again for their backward pass.
+        uses: Producers and readers of the tensors, if known.
     """
 
     def __init__(
@@ -294,7 +292,7 @@ class Timeline:
         self.hard = self._hard()
         lanes = compiler.lanes
         self.few_samples = FewSamples(graph, lanes, self._value, self._entry)
-        # What goes into a checkpointed product, as its gradient, has to be in memory.
+        # The inputs of a checkpointed product and its gradient must be in memory.
         self.fused = set() if regathers else self._fused_gradients()
         self.saved = self._saved()
         self._last_readers = self._read_last()
@@ -303,9 +301,9 @@ class Timeline:
     def _narrowed_operands(self) -> set[int]:
         """Returns the operands of products that are narrower than their sources.
 
-        Such as probabilities in bfloat16 of a softmax in float32. To make it again
-        inside each product would read the wider value each time, so that compilers
-        write it once: it is kept beside the other.
+        An example is bfloat16 probabilities of a float32 softmax. Recomputing it inside
+        each product would read the wider value each time. So compilers write it once,
+        and both are saved.
         """
         if not self.compiler.repeats:
             return set()
@@ -323,11 +321,11 @@ class Timeline:
         return result
 
     def _pooled(self) -> set[int]:
-        """Returns the values that windows choose from: their gradients are scattered to
-        the choices.
+        """Returns the operands of pooling windows; their gradients are scattered to the
+        chosen elements.
 
-        No fusion makes an operand of that scattering, so that it is kept, and what it
-        was made from beside it where an activation's gradient reads that.
+        No fusion recomputes an operand of the scatter, so it is saved. Its sources are
+        saved too if the gradient of an activation reads them.
         """
         return {
             op.operands[0]
@@ -335,7 +333,7 @@ class Timeline:
             if op.remat is None and self._scatters(op)
         }
 
-    # What is kept.
+    # Residuals.
 
     def _value(self, tensor: int) -> bool:
         """Returns whether a tensor is computed from data, and is no leaf of the program
@@ -344,13 +342,14 @@ class Timeline:
         return self.uses.value[tensor]
 
     def sources(self, tensor: int, region: int | None = None) -> frozenset[int]:
-        """The tensors from which fusions rebuild a value; itself if none can.
+        """Returns the tensors from which fusions recompute a value; itself if none can.
 
-        A sum of several is not taken apart: what adds them up would grow with depth.
+        A sum of several large tensors counts as one source: otherwise the number of
+        sources would grow with depth.
 
         Args:
-            tensor: The value.
-            region: Do not go beyond this checkpointed region.
+            tensor: Id of the value.
+            region: Checkpointed region that limits the search for sources.
         """
         stack = [tensor]
         while stack:
@@ -381,7 +380,7 @@ class Timeline:
     def _repeats(self, op: Op) -> bool:
         """Fusions compute it again rather than keep its result."""
         if self.compiler.repeats and op.kind == "div" and len(op.operands) == 1:
-            return True  # By a constant, which is a product with another.
+            return True  # Division by a constant is a product with its inverse.
         return op.reshape or op.kind in (CHEAP if self.compiler.repeats else SPREAD)
 
     def _find_materialized(
@@ -408,11 +407,11 @@ class Timeline:
         return hard
 
     def _lean(self, kept: dict[int, int], region: int | None) -> dict[int, int]:
-        """Returns the bytes without what is computed again from saved values.
+        """Returns the saved tensors without those recomputed from other saved tensors.
 
         Args:
-            kept: Tensor to the number of the first operation that reads it.
-            region: The checkpointed region they are in, or None.
+            kept: Index of each tensor's first reader.
+            region: Checkpointed region of the tensors, or None.
         """
         ops = self.graph.ops
 
@@ -443,7 +442,9 @@ class Timeline:
         return lean
 
     def _saved(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """(Tensor, copy) to first reader, bytes and home, outside regions."""
+        """Returns first reader, bytes and owner of each saved (tensor, copy), outside
+        regions.
+        """
         ops = self.graph.ops
         kept: dict[int, int] = {}
         stacked = bool(self.graph.stacked)
@@ -488,7 +489,7 @@ class Timeline:
         return result
 
     def _kept_by(self, one: LoopResidual) -> int:
-        """The operation as whose a loop keeps a value: its reader, or its maker."""
+        """Returns the owner of a loop's residual: its reader or its producer."""
         shape = self.graph.tensors[one.tensor].shape
         for i, op in enumerate(self.graph.ops if one.gathered else ()):
             if op.trip > 1 and op.matmul is not None:
@@ -530,7 +531,7 @@ class Timeline:
 
     @functools.cached_property
     def _fetched(self) -> dict[int, list[int]]:
-        """Returns what comes back from host memory for each checkpointed region."""
+        """Offloaded tensors that each checkpointed region fetches back."""
         result: dict[int, dict[int, None]] = {}
         for op in self.graph.ops if self.waiting else ():
             if op.remat is not None:
@@ -541,7 +542,7 @@ class Timeline:
 
     @functools.cached_property
     def _saved_entries(self) -> list[tuple[int, int, TensorEntry]]:
-        """First reader, maker and entry of what is kept."""
+        """First reader, producer and entry of each saved tensor."""
         return [
             (
                 first,
@@ -552,7 +553,7 @@ class Timeline:
         ]
 
     def saved_before(self, end: int) -> Counter[TensorEntry]:
-        """Returns the tensors that are still saved when the backward pass is before an
+        """Returns the tensors that are still saved when the backward pass reaches an
         operation.
         """
         return Counter(
@@ -560,16 +561,17 @@ class Timeline:
         )
 
     def made_before(self, end: int) -> Counter[TensorEntry]:
-        """Returns the tensors that are saved already when the forward pass is before an
+        """Returns the tensors that are already saved when the forward pass reaches an
         operation.
         """
         return Counter([entry for _, made, entry in self._saved_entries if made < end])
 
     def gradients_before(self, span: Span) -> Counter[TensorEntry]:
-        """Gradients that wait while the backward pass is in a span.
+        """Returns the partial gradients that are live while the backward pass is in a
+        span.
 
-        What is read before a span and behind it, as skip connections are, has a part of
-        its gradient from its last reader on, and waits with it for the others.
+        A value with readers before and after a span, as of a skip connection, has a
+        partial gradient from its last reader on, until the others add theirs.
         """
         gradients: Counter[TensorEntry] = Counter()
         for t, last in self._last_readers.items():
@@ -580,10 +582,10 @@ class Timeline:
     def postponed_behind(self, span: Span) -> Counter[TensorEntry]:
         """Returns the tensors that postponed products of weights' gradients will read.
 
-        While the backward pass is in a span: what was kept for those behind it, and the
-        gradients that they read, but for what is made inside them, from gradients
-        behind it and the result that was kept. Products in loops and in checkpointed
-        regions are not put off.
+        While the backward pass is in a span, these are the residuals of later products
+        and the gradients that they read. Gradients that the products compute inside a
+        fusion do not count. Products in loops and in checkpointed regions are not
+        postponed.
         """
         kept: dict[int, TensorEntry] = {}
         gradients: dict[int, TensorEntry] = {}
@@ -595,7 +597,7 @@ class Timeline:
         return Counter(kept.values()) + Counter(gradients.values())
 
     def _products_put_off(self) -> list[_PutOff]:
-        """Products whose weights' gradients may be put off, in program order."""
+        """Returns the products whose weights' gradients may be postponed, in order."""
         products_put_off: list[_PutOff] = []
         for i, op in enumerate(self.graph.ops):
             if op.trip > 1 or op.remat is not None or op.matmul is None:
@@ -617,9 +619,9 @@ class Timeline:
         return products_put_off
 
     def _part_of(self, tensor: int) -> int:
-        """The sum of values that a value is a part of, as of a residual, or itself.
+        """Returns the sum that a value is a term of, or the value itself.
 
-        The gradient of the sum is that of its parts, whatever type they have.
+        The gradient of the sum is also that of its terms, whatever type they have.
         """
         t = tensor
         while self.readers[t] == 1:
@@ -634,7 +636,9 @@ class Timeline:
         return tensor
 
     def _read_last(self) -> dict[int, int]:
-        """The last reader of each value with a gradient, outside loops and regions."""
+        """Returns the last reader of each differentiable value, outside loops and
+        regions.
+        """
         last: dict[int, int] = {}
         for i, op in enumerate(self.graph.ops):
             for t in op.operands:
@@ -646,10 +650,10 @@ class Timeline:
         return last
 
     def _fused_gradients(self) -> set[int]:
-        """Results of products whose gradients are not in memory.
+        """Returns the results of products whose gradients are not in memory.
 
-        All that is computed of logits ends in numbers of rows: from these and from the
-        logits, fusions make their gradient inside each product that reads it.
+        All computations on logits end in one number per row. From these numbers and the
+        logits, fusions compute the gradient inside each product that reads it.
         """
         fused_gradients: set[int] = set()
         readers: dict[int, list[Op]] = {}
@@ -678,7 +682,7 @@ class Timeline:
                 stack += (r for r in op.results if tensors[r].size * SMALL > least)
         return True
 
-    # What a span works with.
+    # Temporaries of a span.
 
     def ahead(self, span: Span) -> Iterator[dict[TensorEntry, float]]:
         """Yields the temporaries of the forward pass: results that cannot fuse."""
@@ -696,10 +700,10 @@ class Timeline:
         yield from _undominated([row for row in rows if row] or rows[:1])
 
     def _written_as(self, tensor: int, kept: set[int]) -> bool:
-        """Returns whether a tensor is saved, or no wider than the saved one that is
-        read for it alone.
+        """Returns whether a tensor is saved, or is computed alone from a saved one and
+        not wider.
 
-        The product that makes what is kept writes this form of it then.
+        The product that computes the saved one then writes this form of it.
         """
         nbytes, t = self.graph.tensors[tensor].nbytes, tensor
         while t not in kept or self.graph.tensors[t].nbytes < nbytes:
@@ -720,8 +724,8 @@ class Timeline:
         """Returns the temporaries of each product's backward pass.
 
         Returns:
-            Before a product's own gradients, where what follows it is undone, and while
-            they are made.
+            Temporaries before a product's own gradients, in the backward pass of the
+            operations after it, and temporaries while they are computed.
         """
         before: dict[Any, dict[TensorEntry, float]] = {}
         making: dict[Any, dict[TensorEntry, float]] = {}
@@ -747,7 +751,7 @@ class Timeline:
                 if few.kept:
                     _hold(held, few.before(i + 1, op.remat).items())
             if op.matmul is None:
-                # The gradients of what windows choose from, and of what they give.
+                # The gradients of the windows' operands and results.
                 read = (*op.operands, *op.results) if chooses else ()
                 _hold(held, ((self._entry(t), 1) for t in read))
                 before[frozenset(held.items())] = held
@@ -761,7 +765,7 @@ class Timeline:
             _hold(held, ((self._entry(t), int(n)) for t, n in masked))
             for t in op.results:
                 if self._value(t):
-                    # Logits of a chunk are there again, beside both gradients.
+                    # A chunk's logits are recomputed next to both gradients.
                     times = _WORKING + (op.chunks > 1)
                     if t in self.fused:
                         first, _, _ = self.saved.get((t, 0), (span.end, 0, 0))
@@ -777,8 +781,8 @@ class Timeline:
     def _masked(self, op: Op) -> list[tuple[int, float]]:
         """Returns the masked values of a grouped product, with their multiples.
 
-        What multiplies all rows by the matrices of all groups has the rows once for
-        each, with others' set to zero; backward, their gradients too.
+        A product of all rows with the matrices of all groups needs one masked copy of
+        the rows per group, and of their gradients in the backward pass.
         """
         if op.kind not in RAGGED or self.compiler.groups_rows:
             return []
@@ -789,13 +793,13 @@ class Timeline:
         """Yields the temporaries of blockwise attention's backward pass, with their
         multiples.
 
-        Sums of the gradients of queries, keys and values in float32, and the gradient
-        of its output. In a loop what was kept is cut out of its stacks besides, or
-        dealt out anew where it is computed again, and compilers postpone gradients of
-        weights, which nothing else there waits for.
+        These are float32 sums of the gradients of queries, keys and values, and the
+        gradient of its output. In a loop, the residuals are also sliced out of their
+        stacks, or recomputed, and compilers postpone gradients of weights, because
+        nothing else in the loop needs them.
 
         Args:
-            at: Number of the operation.
+            at: Index of the operation.
             span: Span of the attention.
         """
         op = self.graph.ops[at]
@@ -812,7 +816,7 @@ class Timeline:
     def _deferred(self, at: int, span: Span) -> dict[int, None]:
         """Returns the tensors that postponed gradients of weights read.
 
-        The operands and the gradients of those products behind an operation whose
+        These are operands and gradients of the products after an operation whose
         results other products of the loop read.
         """
         ops, result = self.graph.ops, dict[int, None]()
@@ -830,7 +834,7 @@ class Timeline:
         return result
 
     def _scatters(self, op: Op) -> bool:
-        """Whether an operation's gradient goes to what its windows chose."""
+        """Returns whether an operation's gradient is scattered to chosen elements."""
         chooses = op.kind in CHOOSING_WINDOWS
         return chooses and self.graph.tensors[op.results[0]].differentiable
 
@@ -874,7 +878,7 @@ class Timeline:
         return nbytes // (1 + (self.halves and one.multiplied))
 
     def _slice(self, span: Span) -> list[TensorEntry]:
-        """One turn of the largest value that a loop keeps, cut out of its stack."""
+        """Returns one iteration's slice of the largest residual of a loop."""
         if not span.loop or not self._loop_residuals():
             return []
         largest = max(self._loop_residuals(), key=lambda s: s.nbytes)
@@ -897,10 +901,10 @@ class Timeline:
         return self._lean(kept, region)
 
     def written_until(self) -> dict[int, int]:
-        """Products to the operation for which their result is written in another form.
+        """Returns, by product, the operation that reads its result in another form.
 
-        Such as logits in float32 for the lookup of labels: the product writes that
-        form too, so that its weight is there with it.
+        An example is float32 logits for the lookup of labels: the product also writes
+        that form, so its weight stays in memory until then.
         """
         written_until: dict[int, int] = {}
         for j, op in enumerate(self.graph.ops):
@@ -928,7 +932,7 @@ def _add(
     entry: TensorEntry,
     times: float,
 ) -> None:
-    """One more row: what is held, and an entry so many times more."""
+    """Adds a row: the held entries, and one entry a number of times more."""
     row = {**held, entry: held.get(entry, 0.0) + times}
     rows[frozenset(row.items())] = row
 
@@ -936,7 +940,7 @@ def _add(
 def _hold(
     held: dict[TensorEntry, float], more: Iterable[tuple[TensorEntry, float]]
 ) -> None:
-    """Counts more of what is held."""
+    """Adds entries to the held ones."""
     for entry, times in more:
         held[entry] = held.get(entry, 0) + times
 
@@ -944,9 +948,9 @@ def _hold(
 def _undominated(
     rows: list[dict[TensorEntry, float]],
 ) -> Iterator[dict[TensorEntry, float]]:
-    """The rows that no other holds as much of everything as; of equal ones the first.
+    """Yields the rows that no other row dominates; of equal rows, the first.
 
-    What holds as much as a row holds its rarest entry too, so that few are compared.
+    A dominating row has the rarest entry of the other too, so few pairs are compared.
     """
     holding: dict[TensorEntry, list[int]] = {}
     for i, row in enumerate(rows):

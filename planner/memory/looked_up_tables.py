@@ -1,9 +1,9 @@
-"""Tables that are looked up, as a compiler writes them where memory has lanes.
+"""Bytes of lookup tables as a compiler stores them in memory with lanes.
 
-A row is taken and added to where it lies in memory as one, so that the columns of what
-is gathered and of the gradient fill whole lanes, however few there are. Lookups wait
-for nothing, nor does what follows their gradients: compilers have all tables there at
-once. Tables as they are stored lie with their rows in lanes, and grow by nothing.
+Rows are read and updated where they are contiguous. So the columns of gathered tables
+and of their gradients are padded to full lanes, however few there are. Lookups and
+updates do not depend on each other: compilers hold all tables at once. Stored tables
+have their rows in lanes, and need no padding.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from whalejax.planner.sharding.shard_counts import ShardCounts
 
 
 _SUBLANES = 8
-"""The other side of a tile."""
+"""Size of a tile in the dimension other than lanes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """Bytes on one device of the tables that are looked up, by case.
+    """Bytes of lookup tables on one device, by case.
 
     Attributes:
-        groups: For each group of parameters, whether it holds such tables that stand
-            unsharded after their gradients are made.
-        gathered: Bytes of all tables that are gathered for their lookups, as they are
+        groups: Whether each parameter group has tables whose gradients stay in
+            their compute sharding.
+        gathered: Bytes of all tables that are gathered for lookups, in their own form
             and with their columns in lanes.
-        largest: Bytes of the largest gradient of those that storage shards, as it is
-            made.
-        gradients: Bytes of all gradients of the others.
-        updated: Bytes of the tables and their state during the update, where that has
-            the form of the gradients.
+        largest: Bytes of the largest gradient that storage shards later, when it is
+            computed.
+        gradients: Bytes of all other gradients.
+        updated: Bytes of the tables and their state during the update, if it has the
+            form of the gradients.
     """
 
     groups: np.ndarray
@@ -56,14 +56,14 @@ def tables_of(
     whole: np.ndarray,
     s: CostSetting,
 ) -> Tables | None:
-    """Finds the tables; None where there are none.
+    """Returns the bytes of lookup tables, or None if there are no such tables.
 
     Args:
-        facts: The parameters.
-        cuts: Shard counts of each of their groups.
-        counts: For each group and case, how many lie on a device.
-        gathered: For each group, of one that is put together; 0 where none is.
-        whole: For each group, of one gradient as it is made.
+        facts: Parameters of the model.
+        cuts: Shard counts of each parameter group.
+        counts: Number of parameters on a device, by group and case.
+        gathered: Bytes of one gathered parameter of each group; 0 if it needs none.
+        whole: Bytes of one gradient of each group before it is sharded.
         s: Meshes and compiler.
     """
     lanes, number = s.cluster.compiler.lanes, gathered.shape[1]
@@ -91,7 +91,7 @@ def tables_of(
         whole_update = cut.optimizer.num_shards == cut.compute.num_shards
         applies = unsharded & whole_update & (count > 0)
         if len(sizes) == 2:
-            # Rows are added up where they lie: no other form is needed.
+            # Rows are summed in place: no other form is needed.
             applies = applies & ~(alone & (sizes[0] % lanes == 0))
         updated += np.where(applies, count * there, 0.0)
         largest_update = np.maximum(largest_update, np.where(applies, passing, 0.0))
@@ -107,16 +107,16 @@ def tables_of(
 def _updated(
     group: LeafGroup, sizes: Sequence[Any], gradient: Any, lanes: int
 ) -> tuple[Any, Any]:
-    """Returns the temporaries of an update beside a table and its stored state.
+    """Returns the temporaries of an update, without a table and its stored state.
 
-    It is made in the form in which rows were added up, and copied back. Tables that lie
-    apart are updated one by one, and all wait to be copied; what stacked tables and
-    their state become takes the place of the gradient, if that is no narrower.
+    The update has the form of the summed rows, and is copied back. Separate tables are
+    updated one by one, and all results are live until the copy. Stacked tables and
+    their state reuse the memory of the gradient, if that is not narrower.
 
     Args:
         group: Group of equal parameters.
-        sizes: Sizes of one of them on a device.
-        gradient: Bytes of its gradient there.
+        sizes: Local sizes of one parameter's dimensions.
+        gradient: Bytes of one gradient on a device.
         lanes: Lanes of the compiler.
 
     Returns:
@@ -135,7 +135,7 @@ def _updated(
 
 
 def _local_sizes(shape: Sequence[int], cut: ShardCounts) -> list[Any]:
-    """Each dimension on one device."""
+    """Returns the size of each dimension on one device."""
     return [-(-size // parts) for size, parts in zip(shape, cut.per_dim, strict=True)]
 
 
@@ -145,13 +145,13 @@ def _padding(sizes: Sequence[Any], lanes: int) -> Any:
 
 
 def _forms(sizes: Sequence[Any], lanes: int, *, copied: Any) -> Any:
-    """Returns the number of copies of a gradient: its sum, and of stacked tables one
+    """Returns the size factor of a gradient's forms: its sum, and of stacked tables one
     more.
 
-    These are one long table when rows are added to it. Where the rows of each fill
-    whole tiles, that is what the array is with rows in lanes; it is copied back all the
-    same, with the tables in the other side of a tile, where storage cuts it or the
-    table that it is added to lies otherwise.
+    Stacked tables are one long table while rows are added. If the rows of each fill
+    complete tiles, that form equals the array with rows in lanes. It is still copied if
+    storage shards it or the table has another layout, with the tables in the other
+    dimension of a tile.
     """
     padding = _padding(sizes, lanes)
     if len(sizes) == 2:

@@ -1,13 +1,13 @@
-"""The fullest moment of a step: what is in memory at once, from forward to backward.
+"""Peak memory of a step, over the forward and the backward pass.
 
-While the backward pass is in a span (see ``liveness``), memory holds what the forward
-pass kept for it and for all before it, the gradients of all behind it, and what the
-span itself works with. The peak is the largest of these sums; between the ends of a
-span they are not told apart.
+While the backward pass is in a span (see ``liveness``), memory holds the residuals of
+this and all earlier spans, the gradients of all later spans, and the temporaries of the
+span itself. The peak is the largest of these sums; moments within a span are not
+distinguished.
 
-What is live does not depend on the layout, so that the bytes of many layouts are
-products of the same matrices: all arrays here have one column for each case, and a
-single plan is one column.
+The live sets do not depend on the layout, so the bytes of many layouts are products of
+the same matrices. All arrays here have one column per case, and a single plan is one
+column.
 """
 
 from __future__ import annotations
@@ -35,24 +35,23 @@ from whalejax.planner.sharding.parameter_layout import LeafFacts
 
 
 GATHER_COPIES = 2
-"""Copies of a gathered value that stand beside it on CPU, whose readers want it lying
-otherwise: of logits that a BERT's tensor ranks gather, two beside the two priced
-anyway."""
+"""Extra copies of a gathered value on CPU, because its readers need other layouts: two
+for the logits that a BERT's tensor ranks gather, besides the two counted anyway."""
 
 
 LOOP_COPIES = 3
-"""Forms of a weight that is gathered before a loop: as it comes, as the loop's products
-read it, and that of the next loop, which comes meanwhile (libtpu 0.0.42, v5e, three
-LSTMs of 3072)."""
+"""Copies of a weight that is gathered before a loop: as gathered, in the form that the
+loop's products read, and the weight of the next loop, gathered meanwhile (libtpu
+0.0.42, v5e, three LSTMs of 3072)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory:
-    """Memory on one device at the fullest moment of a step; whole bytes, by case.
+    """Peak memory of a step on one device, in whole bytes by case.
 
     Attributes:
         params, gradients, optimizer, activations, working: Terms of ``MemoryTerms``.
-        host: Bytes in host memory, optimizer state excepted.
+        host: Bytes in host memory, without optimizer state.
     """
 
     params: np.ndarray
@@ -67,20 +66,20 @@ class PeakMemory:
 class StageShare:
     """Share of a program on one device: everything, or a pipeline stage's part.
 
-    A stage runs the spans of its own parts of the program; of layers in a loop it saves
-    as many turns as it has layers, and works with one at a time.
+    A stage runs the spans of its own parts of the program. For layers in a loop, it
+    saves one iteration per layer, and has the temporaries of one at a time.
 
     Attributes:
-        task_graph_shares: Part of each TaskGraph's tensors that the stage makes, by
-            case; None where it makes all.
-        group_shares: Part of each parameter group that the stage stores, by case.
+        task_graph_shares: Fraction of each TaskGraph's tensors that the stage computes,
+            by case; None if it computes all.
+        group_shares: Fraction of each parameter group that the stage stores, by case.
     """
 
     task_graph_shares: Mapping[int, Any] | None = None
     group_shares: Any = 1.0
 
     def take(self, rows: np.ndarray) -> StageShare:
-        """Some of the cases."""
+        """Selects some of the cases."""
         if self.task_graph_shares is None:
             return self
         task_graph_shares = {
@@ -100,7 +99,7 @@ class StageShare:
 
     @property
     def has_group(self) -> Any:
-        """Whether something of each group is there, in each case."""
+        """Whether the stage stores some of each parameter group, by case."""
         return np.asarray(self.group_shares) > 0
 
 
@@ -109,22 +108,23 @@ WHOLE_PROGRAM: Final = StageShare()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ParameterBytes:
-    """Bytes of the parameters on one device, and of what follows them, by case.
+    """Bytes of parameters, gradients and optimizer state on one device, by case.
 
     Attributes:
-        params, state: Bytes of all parameters and of the optimizer's state, as stored.
-        casts: Bytes of the parameters that are there in the computing type.
-        summed: Bytes of all gradients, as accumulated.
-        gradients: For each group, of one gradient as it waits for the optimizer; 0 of
-            what is not trained.
-        gathered: For each group, of one parameter that is put together.
-        fresh: For each group, of one gradient that is there before it is scattered.
-        summing: For each group, of one gradient as the turns of a loop add it up.
+        params, state: Bytes of all parameters and of the optimizer state, as stored.
+        casts: Bytes of the parameters' copies in the compute type.
+        summed: Bytes of all accumulated gradients.
+        gradients: Bytes of one gradient of each group until the update; 0 for
+            frozen parameters.
+        gathered: Bytes of one gathered parameter of each group.
+        fresh: Bytes of one gradient of each group before it is scattered.
+        summing: Bytes of one gradient of each group as a loop's iterations sum it.
         host: Bytes of all parameters in host memory.
-        fetched: For each group, of what comes from there for a layer and the next.
+        fetched: Bytes of each group that are fetched from host memory for two
+            layers.
         updating: Bytes of all gradients during an update in host memory.
-        reduced: Bytes of all gradients before they are reduced, and after; zero where
-            the compiler does not wait for all of them.
+        reduced: Bytes of all gradients before their reduction, and after; zero if the
+            compiler reduces each at once.
     """
 
     params: np.ndarray
@@ -143,7 +143,7 @@ class _ParameterBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PeakInputs:
-    """A program and its cases, as every function of this module reads them.
+    """Program and cases that the functions of this module read.
 
     Attributes:
         facts: Parameters of the model, in groups of equal ones.
@@ -151,7 +151,7 @@ class _PeakInputs:
         found: Live tensors of each span.
         tables: Compute table of each TaskGraph.
         s: Mesh sizes and micro-batches of the cases.
-        stage: Share of the program that the device holds.
+        stage: Share of the program that the device stores.
         away: Number of parameters in host memory, by group and case.
         number: Number of cases.
     """
@@ -166,7 +166,7 @@ class _PeakInputs:
     number: int
 
     def rows(self, values: Iterable[Any]) -> np.ndarray:
-        """Values of each group, or of each kind, as rows over cases."""
+        """Returns the values of each group or kind as rows over cases."""
         listed = list(values)
         table = np.empty((len(listed), self.number))
         for row, value in zip(table, listed, strict=True):
@@ -174,13 +174,13 @@ class _PeakInputs:
         return table
 
     def of_groups(self, name: str) -> np.ndarray:
-        """A number of each group, as a column."""
+        """Returns a numeric attribute of each group as a column."""
         result = np.array([float(getattr(g, name)) for g, _ in self.facts.groups])
         return result[:, None]
 
     @property
     def counts(self) -> np.ndarray:
-        """Returns the number of parameters of each group, as a column."""
+        """Number of parameters of each group, as a column."""
         return np.array([float(count) for _, count in self.facts.groups])[:, None]
 
     @property
@@ -223,7 +223,7 @@ def _parameter_bytes(c: _PeakInputs, cast_bytes: float) -> _ParameterBytes:
     return _ParameterBytes(
         params=((here - gone) * stored).sum(0),
         state=(here * c.of_groups("optimizer_bytes") / optimizer).sum(0),
-        # What is quantised is widened where it is read.
+        # Quantised parameters are widened when they are read.
         casts=np.where(narrow < 1.0, cast, 0.0).sum(0),
         summed=(here * made / gradient).sum(0),
         gradients=waiting,
@@ -240,8 +240,8 @@ def _parameter_bytes(c: _PeakInputs, cast_bytes: float) -> _ParameterBytes:
 def _reduced_gradients(c: _PeakInputs) -> tuple[np.ndarray, np.ndarray]:
     """Returns ``_ParameterBytes.reduced``.
 
-    What is cut into shards after it is reduced comes alone, for each parameter; what is
-    cut in a loop, for each of its turns.
+    Gradients that are sharded after their reduction are reduced one parameter at a
+    time; in a loop, one iteration at a time.
     """
     before, whole, largest = (np.zeros(c.number) for _ in range(3))
     if not c.s.cluster.compiler.reduces_at_end:
@@ -273,9 +273,9 @@ def _saved_bytes(
     *,
     postpones: bool,
 ) -> tuple[np.ndarray, _ParameterBytes]:
-    """Bytes of what is kept in each span, and parameters with gradients as they wait.
+    """Returns the saved bytes of each span, and the parameters with live gradients.
 
-    Gradients whose products are put off are made when nothing else is left.
+    Postponed products compute their gradients at the end of the backward pass.
     """
     here = kinds * c.stage.tensor_shares(c.found)
     saved: np.ndarray = c.found.saved @ here
@@ -291,10 +291,11 @@ def _saved_bytes(
 def _fuller_moment(
     c: _PeakInputs, leaves: _ParameterBytes, working: np.ndarray, making: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Gradients and what works in each span, before it makes its own or meanwhile.
+    """Returns gradients and temporaries at the larger of two moments of each span:
+    before it computes its own gradients, or meanwhile.
 
-    What a span makes is not there yet while it works with what follows; loops hold all
-    of theirs from the start.
+    Before, the span's own gradients are not in memory; loops allocate theirs at the
+    start.
     """
     waiting = leaves.gradients * c.stage.group_shares
     born = c.found.gradients @ waiting
@@ -311,13 +312,13 @@ def _gathered_weight_bytes(
     """Returns the bytes that weights add to each span's temporaries, and while it makes
     gradients.
 
-    Loops whose turns read the same weights find them gathered before, with copies. A
-    compiler that reduces gradients after loops makes room for their sums before the
-    first loop that runs backward.
+    Weights that all iterations of a loop read are gathered before it, with copies. A
+    compiler that reduces gradients after loops allocates their sums before the first
+    loop of the backward pass.
 
     Args:
-        c: The cases.
-        leaves: The parameters.
+        c: Program and cases.
+        leaves: Bytes of the parameters.
         first: Number of each group's parameters that are gathered before anything is
             computed.
     """
@@ -371,11 +372,11 @@ def _table_moments(
 def _gathered_first(
     c: _PeakInputs, leaves: _ParameterBytes, compiler: CompilerProfile
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes that are gathered before they are computed with, outside loops.
+    """Returns the bytes of weights outside loops that are gathered at the start.
 
     Returns:
-        For each group, bytes of one parameter in one form; and of all of them what
-        waits for the backward pass in each span, and last what there is at first.
+        Bytes of one parameter of each group in one form; bytes of all of them that are
+        live until the backward pass, by span, with the initial bytes last.
     """
     one = np.where(c.once, leaves.gathered, 0.0) * compiler.gathers_first
     gradients = c.found.gradients
@@ -407,7 +408,7 @@ def peak_of(
     postpones: bool = False,
     stage: StageShare = WHOLE_PROGRAM,
 ) -> PeakMemory:
-    """Memory on one device at the fullest moment of a step.
+    """Computes the peak memory of a step on one device.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
@@ -415,13 +416,13 @@ def peak_of(
         found: Live tensors of each span.
         tables: Compute table of each TaskGraph, the same in all cases.
         s: Mesh sizes and micro-batches of the cases.
-        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
+        cast_bytes: Bytes of a parameter in its compute type, over its stored bytes.
         accumulates: Whether gradients of several micro-batches are summed, by case.
         away: Number of parameters in host memory, by group and case.
         in_flight: Micro-batches whose activations are saved at once.
         gathered: Bytes of the largest value that is gathered along the sequence.
-        postpones: Whether products of weights' gradients are put off, loops' excepted.
-        stage: Share of the program that the device holds.
+        postpones: Whether products of weights' gradients outside loops are postponed.
+        stage: Share of the program that the device stores.
 
     Returns:
         Bytes of each memory term, by case.
@@ -454,7 +455,7 @@ def peak_of(
 
 
 _MomentBytes = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""What is kept, gradients and what works, by moment and case."""
+"""Bytes of residuals, gradients and temporaries, by moment and case."""
 
 
 def _span_moments(
@@ -466,7 +467,7 @@ def _span_moments(
     *,
     postpones: bool,
 ) -> tuple[_ParameterBytes, _MomentBytes]:
-    """Every span, and what stands before the first and behind the last."""
+    """Returns the bytes of every span, and of the moments before and after them."""
     result, compiler = c.found, c.s.cluster.compiler
     saved, leaves = _saved_bytes(c, leaves, kinds, in_flight, postpones=postpones)
     worked = kinds * (np.asarray(c.stage.tensor_shares(result)) > 0)
@@ -481,7 +482,7 @@ def _span_moments(
     born, working = _fuller_moment(c, leaves, working + held, making + made)
     working = working + leaves.casts
     if first.any():
-        # As many as have no gradient yet wait for the backward pass.
+        # Gathered weights without a gradient yet stay for the backward pass.
         working = working + ready[:-1]
         saved, born, working = _append_moment(
             (saved, born, working), (0.0, 0.0, ready[-1])
@@ -499,12 +500,12 @@ def _with_update_moments(
     moments: tuple[_ParameterBytes, _MomentBytes],
     accumulates: np.ndarray,
 ) -> _MomentBytes:
-    """The moments with what accumulation adds to them, and those of the update."""
+    """Returns the moments with accumulated gradients, and those of the update."""
     saved, born, working = moments[1]
     working = np.where(accumulates, working + born, working)
     born = np.where(accumulates, leaves.summed, born)
     if c.away.any():
-        # The update: what passes through the device in pieces takes wide gradients.
+        # The update in chunks needs gradients in the wide type.
         updating = np.where(c.away.any(axis=0), leaves.updating, 0.0)
         saved, born, working = _append_moment(
             (saved, born, working), (0.0, updating, 0.0)
@@ -521,7 +522,7 @@ def _with_update_moments(
 
 
 def _append_moment(moments: _MomentBytes, last: tuple[Any, Any, Any]) -> _MomentBytes:
-    """Moments with one more behind them."""
+    """Returns the moments with one more at the end."""
     saved, born, working = (
         np.concatenate([rows, np.broadcast_to(end, (1, rows.shape[1]))])
         for rows, end in zip(moments, last, strict=True)

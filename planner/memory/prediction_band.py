@@ -1,9 +1,9 @@
 """Measured errors of the memory prediction against compiled programs.
 
-Ratios of compiled to predicted peak memory, of the programs that
-``scripts/bench_verify.py`` compares and that are no judges: the edges leave out about
-one in twenty on each side. CPUs have no edges: their memory is the host's, which no
-compiler refuses.
+The bands are ratios of compiled to predicted peak memory, over the programs that
+``scripts/bench_verify.py`` compares, without those held out to judge the bands. The
+edges leave out about one in twenty on each side. CPUs have no band: they use host
+memory, which no compiler limits.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _BANDS: Final = {
     ("gpu", True): MemoryBand(low=0.94, high=1.10),
     ("gpu", False): MemoryBand(low=0.95, high=1.15),
 }
-"""By platform, and whether the layers are in a loop. Of GPUs without a loop one program
-is left out, with 36 % more than predicted: XLA's scheduler for GPUs computes again
-ahead of time where memory is free, and here three quarters of it were."""
+"""Bands by platform and whether the layers are in a loop. The band of GPUs without a
+loop leaves out one program, which needs 36 % more than predicted: XLA's scheduler for
+GPUs recomputes early if memory is free, and here three quarters of it were."""
 
 _FOREIGN: Final = {
     "tpu": MemoryBand(low=0.77, high=1.25),
@@ -50,11 +50,11 @@ kind that was compiled, and on TPUs no less than by a quarter."""
 
 
 def memory_band(platform: str, graph: Graph) -> MemoryBand:
-    """The band for a loss on a platform.
+    """Returns the band for a loss on a platform.
 
     Args:
-        platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
-        graph: The captured loss.
+        platform: Name of the platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+        graph: Captured loss.
     """
     return band_of(
         platform, in_a_loop=graph.layers_in_a_loop, unmeasured=unmeasured(graph)
@@ -64,12 +64,12 @@ def memory_band(platform: str, graph: Graph) -> MemoryBand:
 def band_of(
     platform: str, *, in_a_loop: bool, unmeasured: tuple[str, ...] = ()
 ) -> MemoryBand:
-    """The band of a platform.
+    """Returns the band of a platform.
 
     Args:
         platform: Name of the platform, as in ``memory_band``.
-        in_a_loop: Layers are computed by a loop, not written out one by one.
-        unmeasured: Patterns of the program that no compiled one had.
+        in_a_loop: Whether a loop computes the layers, instead of unrolled code.
+        unmeasured: Patterns of the program that no compiled program had.
     """
     if unmeasured and platform in _FOREIGN:
         return replace(_FOREIGN[platform], unmeasured=unmeasured)

@@ -1,8 +1,8 @@
 """Names the parts of a program for which predicted memory was never checked.
 
-Predictions of memory are compared with compiled programs. A program that sorts, loops
-over time or is mostly tables has parts that none of those had, and how far off its
-prediction may be is not known.
+Predicted memory was compared with compiled programs. A program that sorts, loops over
+time or is mostly tables has parts that none of those had. So the error of its
+prediction is unknown.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _BY_KIND: Final = {
 """Names of patterns by the kind of an operation."""
 
 MEASURED: Final = frozenset(("2-D convolutions", "3-D convolutions"))
-"""Patterns of programs that were compiled; those with none were, too."""
+"""Patterns that compiled programs had; programs without patterns were compiled too."""
 
 
 def patterns(graph: Graph) -> frozenset[str]:
-    """Names of the unusual parts of a program.
+    """Returns the names of the unusual parts of a program.
 
     Args:
-        graph: The captured loss.
+        graph: Captured loss.
 
     Returns:
         Names, such as ``"2-D convolutions"`` or ``"sorts"``; empty for layers of
@@ -59,5 +59,5 @@ def patterns(graph: Graph) -> frozenset[str]:
 
 
 def unmeasured(graph: Graph) -> tuple[str, ...]:
-    """The patterns of a program that no compiled program had, sorted."""
+    """Returns the sorted patterns of a program that no compiled program had."""
     return tuple(sorted(patterns(graph) - MEASURED))

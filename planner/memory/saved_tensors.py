@@ -1,8 +1,8 @@
 """Memory of the tensors that a layout saves for the backward pass, and of other terms.
 
-What the backward pass reads again is known per operation (``Op.saves``); inside a
-checkpointed region only its inputs are kept and one instance is rebuilt at a time.
-Broadcasts and casts are not counted: the compiler repeats them where they are read.
+``Op.saves`` lists the values that the backward pass of an operation reads. A
+checkpointed region saves only its inputs, and one instance is recomputed at a time.
+Broadcasts and casts are not counted: the compiler repeats them in each reader.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from whalejax.planner.sharding.shard_counts import ShardCounts
 
 
 SPREAD = frozenset({"broadcast_in_dim", "iota"})
-"""Operations that make much of little, which every compiler repeats."""
+"""Operations with large results from small operands, which every compiler repeats."""
 
 _REPEATED = SPREAD | frozenset({"convert_element_type", "copy"})
-"""Operations the compiler repeats rather than keep their result."""
+"""Operations that the compiler repeats instead of saving their results."""
 
 CHEAP = _REPEATED | frozenset(
     {
@@ -52,30 +52,30 @@ CHEAP = _REPEATED | frozenset(
         "ge",
     }
 )
-"""Elementwise operations that fusions repeat in the backward pass: what they give is
-kept only where something else makes it exist in memory."""
+"""Elementwise operations that fusions repeat in the backward pass: their results are
+saved only if another operation materialises them."""
 
 
 SMALL: Final = 16
-"""Of what is smaller by this factor, such as row maxima, nobody asks where it is."""
+"""Tensors that are smaller by this factor, such as row maxima, are ignored."""
 
 FEW_SAMPLES: Final = 8
 """With fewer samples on a device, TPU compilers move a part of an extent into the batch
-of a convolution (libtpu 0.0.42, v5e and v6e: 1 to 5 samples, not 8). Results are then
-there in two forms; and of 2 samples and more, what is computed from the statistics of
-each is written out for every element."""
+of a convolution (libtpu 0.0.42, v5e and v6e: 1 to 5 samples, not 8). Results then exist
+in two forms. With 2 samples or more, values computed from the statistics of each sample
+are materialised for every element."""
 
 LARGE_EXTENT: Final = 64
-"""The least extent to which they were seen to do that."""
+"""Smallest extent for which this was observed."""
 
 
 class TensorEntry(NamedTuple):
     """A tensor in memory.
 
     Attributes:
-        tensor: Number of the tensor.
-        nbytes: Its bytes, unsharded.
-        home: The operation whose TaskGraph lays it out.
+        tensor: Id of the tensor.
+        nbytes: Unsharded bytes of the tensor.
+        home: Operation whose TaskGraph sets its sharding.
         least_samples: See ``SavedTensorGroup.least_samples``.
     """
 
@@ -92,7 +92,7 @@ class SavedTensorGroup:
     Attributes:
         layout, sizes: Atoms of each dimension.
         nbytes: Bytes of one of them, unsharded.
-        task_graph: TaskGraph whose table lays it out.
+        task_graph: TaskGraph whose table sets their sharding.
         count: Number of equal tensors.
         made: Kind of the maker: ``"product"`` of a value with a weight, ``"name"`` for
             one that the model names for checkpointing, or ``""``.
@@ -100,7 +100,7 @@ class SavedTensorGroup:
         last: Number of dimensions at its end that are one in another form of the value,
             like groups of channels.
         least_samples: Least number of samples on a device with which it is in memory,
-            if that is also below ``FEW_SAMPLES``; 0 where it does not depend on the
+            if that is also below ``FEW_SAMPLES``; 0 if it does not depend on the
             number.
     """
 
@@ -120,10 +120,10 @@ class Residents:
     """Tensors that a forward and backward pass holds, folded.
 
     Attributes:
-        saved: Kept from forward to backward.
-        rebuilt: For each different checkpointed region, what it saves inside when it
-            runs again; one at a time is alive.
-        largest: The largest temporaries of single operations.
+        saved: Tensors that the forward pass saves for the backward pass.
+        rebuilt: Tensors inside each different checkpointed region that its
+            recomputation saves; one region is live at a time.
+        largest: Largest temporaries of single operations.
     """
 
     saved: tuple[SavedTensorGroup, ...]
@@ -138,12 +138,12 @@ def residents(
     *,
     copies_kernels: bool,
 ) -> Residents:
-    """Finds what the backward pass needs.
+    """Finds the tensors that the backward pass needs.
 
     Args:
-        graph: The captured loss.
-        dims: Its logical dimensions.
-        weight: For every tensor, whether it depends on parameters alone.
+        graph: Captured loss.
+        dims: Logical dimensions of the loss.
+        weight: Whether each tensor depends on parameters alone.
         copies_kernels: See ``meshes.CompilerProfile``.
     """
     finder = _MaterializedTensors(graph, weight)
@@ -202,7 +202,7 @@ class _MaterializedTensors:
         for op in graph.ops:
             for t in op.operands:
                 self.kernels.setdefault(t, set()).add(op.kernel)
-        # What a product or a lookup reads has to exist, whoever made it.
+        # Operands of products and lookups are always materialised.
         self.exists = {
             t
             for op in graph.ops
@@ -214,7 +214,7 @@ class _MaterializedTensors:
         """Returns whether a tensor is computed from data, and is no leaf of the program
         or weight.
 
-        What stays inside one fused kernel is never in memory.
+        Values inside one fused kernel are never in memory.
         """
         if self.inner(tensor):
             return False
@@ -246,7 +246,7 @@ class _MaterializedTensors:
             seen.add(t)
             op = self.maker.get(t)
             if not self.counts(t):
-                # A fused kernel makes what is inside it from what it reads.
+                # A fused kernel computes its inner values from its operands.
                 stack.extend(op.operands if op is not None and self.inner(t) else ())
                 continue
             rebuilt = op is not None and (
@@ -279,12 +279,12 @@ def fold_kept(
     entries: Mapping[int, tuple[int, int]],
     made: Mapping[int, str] | None = None,
 ) -> tuple[SavedTensorGroup, ...]:
-    """Folds tensors that memory must hold.
+    """Groups equal tensors that memory must hold.
 
     Args:
-        graph: The captured loss.
-        dims: Its logical dimensions.
-        entries: Tensor id to how many there are and the TaskGraph that lays it out.
+        graph: Captured loss.
+        dims: Logical dimensions of the loss.
+        entries: Number of tensors and TaskGraph that sets their sharding, by tensor id.
         made: Value of ``SavedTensorGroup.made`` for some tensors.
     """
     counts: Counter[tuple[Layout, Layout, int, int, str]] = Counter()
@@ -321,7 +321,9 @@ def _largest(
 def kept_bytes(
     kept: Sequence[SavedTensorGroup], tables: Mapping[int, Table], s: CostSetting
 ) -> list[Any]:
-    """Bytes on one device of each entry, in one micro-batch, counts multiplied."""
+    """Returns the bytes of each entry on one device in one micro-batch, times its
+    count.
+    """
     result = []
     known: dict[tuple[Layout, Layout, int], ShardCounts] = {}
     for entry in kept:
@@ -343,7 +345,7 @@ def kept_bytes(
 def _local_sizes(
     entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting
 ) -> list[Any]:
-    """Each dimension on one device, in one micro-batch."""
+    """Returns the size of each dimension on one device, in one micro-batch."""
     sizes = []
     for roles, atoms, parts in zip(entry.layout, entry.sizes, cut.per_dim, strict=True):
         size = math.prod(atoms) / parts
@@ -354,7 +356,7 @@ def _local_sizes(
 
 
 def _few_samples(entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting) -> Any:
-    """1 where a device has few samples of a large extent, and 0 elsewhere."""
+    """Returns 1 if a device has few samples of a large extent, otherwise 0, by case."""
     samples, *extents = _local_sizes(entry, cut, s)[: -entry.last] or [np.inf]
     largest = functools.reduce(np.maximum, extents, 0.0)
     few = (samples >= entry.least_samples) & (samples < FEW_SAMPLES)
@@ -362,9 +364,9 @@ def _few_samples(entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting) -> A
 
 
 def _padding(entry: SavedTensorGroup, cut: ShardCounts, s: CostSetting) -> Any:
-    """Returns the factor by which a tensor grows where one dimension fills whole lanes.
+    """Returns the factor by which a tensor grows if one dimension is padded to lanes.
 
-    The dimension is the one that wastes least.
+    That dimension is the one with the least padding.
     """
     lanes = s.cluster.compiler.lanes
     sizes = _local_sizes(entry, cut, s)

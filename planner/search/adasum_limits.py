@@ -1,7 +1,7 @@
 """Limits on a search whose ranks of ``data`` combine by Adasum.
 
-Each rank keeps a gradient of its own, so there are several ranks, each holds the whole
-of what it combines, and none takes a larger share of the batch than another.
+Each rank keeps its own gradient. So there must be several ranks, each must hold
+unsharded gradients, and all must take equal shares of the batch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
 
 
 BUFFERS = 3
-"""Times the gradients of a device that are there at once while ranks combine: laid out
-to be sent, as received from all, and as the levels leave them with what they lost."""
+"""Copies of a device's gradients in memory while ranks combine: the send buffer, the
+receive buffer, and the results of the levels."""
 
 PASSES = 12
-"""Times that the levels together read and write as many bytes as the gradients have."""
+"""Bytes that all levels read and write, as a multiple of the gradients' bytes."""
 
 
 def check_combine(
@@ -41,17 +41,17 @@ def check_combine(
     shares: object,
     others: Iterable[str] = (),
 ) -> None:
-    """Refuses what ranks cannot combine.
+    """Checks that ranks can combine their gradients by Adasum.
 
     Args:
-        request: Options of the question.
-        graph: The captured loss.
-        cluster: The machine.
-        shares: Micro-batches that the replicas are asked to take.
-        others: Problems of the same request that are known besides.
+        request: Options of the search.
+        graph: Captured loss.
+        cluster: Devices and links.
+        shares: Requested micro-batches of each replica.
+        others: Other known problems of the same request.
 
     Raises:
-        PlanError: Every problem, with its numbers and a remedy.
+        PlanError: Ranks cannot combine; the message lists every problem with a remedy.
     """
     if request.combine == "mean":
         return
@@ -159,7 +159,7 @@ def _of_parameters(graph: Graph) -> Iterator[str]:
 
 
 def may_combine(request: Request, mesh: Mapping[str, int], cluster: Cluster) -> bool:
-    """Whether a mesh has ranks that combine as asked for."""
+    """Returns whether the ranks of a mesh can combine as requested."""
     if request.combine == "mean":
         return True
     ranks: int = mesh[DATA]
@@ -181,7 +181,7 @@ class GradientCombineCost:
 
     Attributes:
         collectives: Collectives of one step.
-        nbytes: Bytes of a device's gradients, as they are laid out to be sent.
+        nbytes: Bytes of a device's gradients in the send buffer.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -193,9 +193,9 @@ class CombiningCosts:
 
     Args:
         graph, dims: Graph of the loss and its logical dimensions.
-        facts: Its parameters.
-        cluster: The machine.
-        combine: The way.
+        facts: Parameters of the model.
+        cluster: Devices and links.
+        combine: Method of combining, ``mean`` or a form of Adasum.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class CombiningCosts:
     def of(
         self, layouts: tuple[LeafLayout, ...], mesh: Mapping[str, int]
     ) -> GradientCombineCost:
-        """The costs of one layout.
+        """Returns the costs of one layout.
 
         Args:
             layouts: Layout of each group of parameters.
@@ -265,10 +265,10 @@ class CombiningCosts:
 
 
 def averaged_bytes(graph: Graph, dims: Dimensions) -> int:
-    """Bytes that ranks average once a step beside gradients.
+    """Returns the bytes that ranks average once a step, without gradients.
 
-    These are the loss and what else it gives, such as metrics and running statistics,
-    but for values of each sample, and for what it gives as it was given it.
+    These are the loss and its other results, such as metrics and running statistics.
+    Values of each sample and results that are unchanged inputs do not count.
     """
     batch = {role.index for role in dims.batch}
     made = {t for op in graph.ops for t in op.results}
@@ -281,7 +281,7 @@ def averaged_bytes(graph: Graph, dims: Dimensions) -> int:
 
 
 def combine_seconds(nbytes: int, cluster: Cluster) -> float:
-    """Time of the arithmetic of all levels."""
+    """Returns the seconds of the arithmetic of all levels."""
     return float(cluster.slowest.elementwise_seconds(PASSES * nbytes, 0.0))
 
 

@@ -1,7 +1,7 @@
-"""Results that searches of one program share, whichever TaskGraphs it is cut into.
+"""Analysis results that searches of one program share.
 
-Searches beside each other plan the same operations in other TaskGraphs. What depends on
-the operations alone is found once, when the first of them asks for it.
+Searches may cut the same operations into different TaskGraphs. Results that depend on
+the operations alone are computed once, at the first request.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from whalejax.planner.sharding.offload_candidates import sliced_leaves, waiting_
 
 
 class AnalysedProgram:
-    """The operations of one captured loss.
+    """Cached analyses of the operations of one captured loss.
 
     Args:
-        graph: The loss.
-        dims: Its logical dimensions.
+        graph: Captured loss.
+        dims: Logical dimensions of the loss.
         compiler: Model of the compiler's treatment of the operations.
-        views: The operations in roles, where they are known.
+        views: Operations in terms of roles, if known.
 
     Attributes:
-        views: The operations in roles.
+        views: Operations in terms of roles.
     """
 
     def __init__(
@@ -45,30 +45,31 @@ class AnalysedProgram:
 
     @functools.cached_property
     def waiting(self) -> dict[int, int]:
-        """Copies of activations that may wait in host memory, by tensor."""
+        """Number of copies of each activation that may be in host memory, by tensor."""
         return waiting_values(self.graph)
 
     @functools.cached_property
     def sliced(self) -> frozenset[int]:
-        """Parameters of which loops over layers read a slice at a time."""
+        """Parameters that loops over layers read one slice at a time."""
         return sliced_leaves(self.graph)
 
     @functools.cached_property
     def regathered(self) -> bool:
-        """Whether memory depends on weights being gathered again."""
+        """Whether memory depends on gathering weights again in the backward pass."""
         return bool(regathered_operands(self.graph, self.views.weight))
 
     @functools.cached_property
     def uses(self) -> TensorUses:
-        """Returns the makers and readers of each tensor, for every liveness."""
+        """Producers and readers of each tensor, which every liveness uses."""
         return TensorUses(self.graph, self.views.weight, self.compiler)
 
     def course(self, *, apart: bool, regathers: bool) -> StepLiveness:
         """Returns the live tensors of each span of a step.
 
         Args:
-            apart: Activations wait in host memory.
-            regathers: Products gather their weights again for their backward pass.
+            apart: Whether activations are in host memory.
+            regathers: Whether products gather their weights again for their backward
+                pass.
         """
         key = apart, regathers and self.regathered
         if key not in self._courses:

@@ -1,7 +1,7 @@
 """``Evaluator``: time and memory of any layouts of one program, as arrays.
 
-A plan, a row beside it and each of the thousands of layouts of a search are priced
-here: one case is an array of one.
+Plans, their alternatives and the thousands of layouts of a search are all evaluated
+here. A single case is an array of length one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Evaluator:
 
     @functools.cached_property
     def hosting(self) -> HostMemoryLimits:
-        """Returns the state that may be kept in host memory."""
+        """Limits on the state in host memory."""
         return HostMemoryLimits(self.program, self.cluster, self.request, self.facts)
 
     @functools.cached_property
@@ -107,11 +107,11 @@ class Evaluator:
         """Returns the cost setting of rows on a mesh with ``count`` micro-batches.
 
         Args:
-            mesh: Sizes of the axes; arrays are of many meshes.
+            mesh: Sizes of the axes, or arrays with the sizes of many meshes.
             count: Micro-batches, or an array of them.
         """
-        # The graph was traced at one part of its batch; what is searched is how many
-        # parts there are in all.
+        # The graph was traced with one part of the batch; the search varies the total
+        # number of parts.
         return CostSetting(
             mesh,
             count // self.graph.num_micro_batches,
@@ -127,10 +127,10 @@ class Evaluator:
         zero: int,
         count: int,
     ) -> LayoutCases:
-        """One layout as an array of one case.
+        """Returns one layout as an array of one case.
 
         Args:
-            mesh: Size of each axis; an axis that is absent has size 1.
+            mesh: Size of each axis; a missing axis has size 1.
             tables: Compute table of each TaskGraph.
             zero: ZeRO level over ``data``.
             count: Micro-batches of a step.
@@ -146,7 +146,7 @@ class Evaluator:
         )
 
     def times(self, cases: LayoutCases) -> TimeColumns:
-        """Time of a step, without host memory.
+        """Returns the time of a step, without transfers to host memory.
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
@@ -165,12 +165,14 @@ class Evaluator:
     def near(
         self, cases: LayoutCases, seconds: float, *, sequence_parallel: bool
     ) -> tuple[np.ndarray, TimeColumns]:
-        """Time of the steps that can be as fast as that, without host memory.
+        """Returns the times of the cases that can be fast enough.
+
+        Transfers to host memory do not count.
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
-            seconds: Seconds of a step.
-            sequence_parallel: Whether it is enough that the same layout can be, with
+            seconds: Largest seconds of a step.
+            sequence_parallel: Whether to include cases that are fast enough only with
                 the sequence sharded between products.
 
         Returns:
@@ -198,16 +200,16 @@ class Evaluator:
         in_flight: float | None = None,
         times: TimeColumns | None = None,
     ) -> MemoryColumns:
-        """Memory at the fullest moment of a step.
+        """Returns the peak memory of a step.
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
-            offload: Names of what is in host memory.
-            postpones: Whether the compiler puts off products of weights' gradients
-                where gradients are not summed.
+            offload: Names of the offloaded memory terms.
+            postpones: Whether the compiler postpones products of weights' gradients
+                if gradients are not summed.
             in_flight: Micro-batches whose activations are saved at once; by default
-                as many as the request says.
-            times: Time terms of the cases, where they are known.
+                the number in the request.
+            times: Time terms of the cases, if known.
         """
         number = len(cases)
         gathered = np.zeros(number)
@@ -238,7 +240,7 @@ class Evaluator:
         return self._with_buffers(cases, MemoryColumns(terms=terms, host=host))
 
     def _with_buffers(self, cases: LayoutCases, found: MemoryColumns) -> MemoryColumns:
-        """Memory at the fuller of two moments: as it is, or while ranks combine."""
+        """Returns the larger of two peaks: within the step, or while ranks combine."""
         if self.request.combine == "mean":
             return found
         indices = range(len(cases))
@@ -250,11 +252,11 @@ class Evaluator:
         return MemoryColumns(terms=terms, host=found.host)
 
     def least_memory(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
-        """Bytes that a device needs at any moment of a step, by case.
+        """Returns the bytes that a device needs throughout a step, by case.
 
         Args:
             cases: Layouts with their ZeRO levels.
-            offload: Names of what is in host memory.
+            offload: Names of the offloaded memory terms.
         """
         least_memory = np.zeros(len(cases))
         for rows, cuts in cases.cuts(self.facts):
@@ -262,8 +264,8 @@ class Evaluator:
         return least_memory
 
     def serves(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
-        """Returns, by case, whether some parameter goes to host memory where parameters
-        are asked for.
+        """Returns whether each case can offload a parameter, if ``offload`` names
+        parameters.
         """
         serves = np.full(len(cases), "params" not in offload)
         for rows, cuts in cases.cuts(self.facts) if not serves.all() else ():
@@ -278,11 +280,11 @@ class Evaluator:
         times: TimeColumns,
         memory: MemoryColumns | None = None,
     ) -> np.ndarray:
-        """Times that moving to host memory and back adds to a step, by case.
+        """Returns the seconds that offload transfers add to a step, by case.
 
         Args:
             cases: Layouts with their ZeRO levels and micro-batches.
-            offload: Names of what is in host memory.
+            offload: Names of the offloaded memory terms.
             times: Time terms of the cases.
             memory: Memory terms of the cases; without them activations are left out.
         """
@@ -303,13 +305,13 @@ class Evaluator:
         return offload_seconds
 
     def lacks(self, memory: MemoryColumns) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that cases lack on a device, and of its part of the host."""
+        """Returns the missing bytes of device memory and of host memory, by case."""
         room = min(kind.host_memory_bytes or np.inf for kind in self.cluster.kinds)
         device = memory.total - self.cluster.memory_bytes
         return np.maximum(0.0, device), np.maximum(0.0, memory.host - room)
 
     def fits(self, memory: MemoryColumns) -> np.ndarray:
-        """Whether devices hold each case, and hosts what is there."""
+        """Returns whether each case fits in device memory and host memory."""
         device, host = self.lacks(memory)
         result: np.ndarray = (device == 0) & (host == 0)
         return result

@@ -1,7 +1,7 @@
-"""Host memory of one search: its candidates, their bytes and their transfer times.
+"""Host memory of one search: offload candidates, their bytes and transfer times.
 
-It is apart from the search, which asks for each layout; what waits in host memory, and
-which parameters and whose state may lie there, depends on the model and its optimizer
+This module is separate from the search, which queries it for each layout. The
+offloadable activations, parameters and state depend on the model and its optimizer
 alone.
 """
 
@@ -38,13 +38,13 @@ UPDATED_IN_OTHER_SHARDS = (
 
 @dataclass(frozen=True)
 class HostMemoryLimits:
-    """Host memory, as one search asks for it.
+    """Offloadable state of one search, its bytes and its transfer times.
 
     Attributes:
         program: Program that is planned.
-        cluster: The machine.
+        cluster: Devices and links.
         request: Options that the user fixed.
-        facts: The parameters.
+        facts: Parameters of the model.
     """
 
     program: AnalysedProgram
@@ -54,8 +54,8 @@ class HostMemoryLimits:
 
     @functools.cached_property
     def streamed(self) -> OffloadableState:
-        """Returns the state that the optimizer can update in chunks; in estimates all,
-        if there is none.
+        """State that the optimizer can update in chunks; in estimates all state if
+        there is none.
         """
         request = self.request
         result = OffloadableState() if request.hosted is None else request.hosted()
@@ -85,13 +85,13 @@ class HostMemoryLimits:
 
     @property
     def is_host_memory_known(self) -> bool:
-        """The cluster says how much there is and how fast it is reached."""
+        """Whether the cluster gives the size and the transfer rate of host memory."""
         return hosts_known(self.cluster)
 
     @property
     def nothing(self) -> str:
-        """Returns the state that the user wants there and the model lacks; empty if it
-        has all.
+        """Reason why the model lacks state that the user asked to offload; empty if
+        it has all.
         """
         asked = self.request.offload or ()
         if "activations" in asked and not self.program.waiting:
@@ -99,17 +99,17 @@ class HostMemoryLimits:
         return NOTHING_IS_SLICED if "params" in asked and not any(self.leaves) else ""
 
     def serves(self, layouts: Sequence[LeafLayout], offload: Offload) -> bool:
-        """Returns whether some parameter goes to host memory where parameters are asked
-        for.
+        """Returns whether some parameter can be offloaded, if ``offload`` names
+        parameters.
 
         Args:
-            layouts, offload: Arguments of ``params_on_host``, unchanged.
+            layouts, offload: Arguments of ``params_on_host``.
         """
         return "params" not in offload or any(self.params_on_host(layouts, offload))
 
     def on_paper(self) -> list[Offload]:
-        """Returns the further state that estimates keep there, though no executor of
-        this version does.
+        """Returns the offload options that only estimates have: no executor of this
+        version supports them.
         """
         if not self.is_host_memory_known:
             return []
@@ -120,14 +120,14 @@ class HostMemoryLimits:
         return [one for some in self.options() for one in some if one not in kept]
 
     def options(self) -> Iterator[list[Offload]]:
-        """Yields groups of state to keep there; larger ones only where smaller ones do
-        not fit.
+        """Yields lists of offload options; options with more terms come later, for use
+        if those with fewer do not fit.
         """
         asked = self.request.offload
         yield [() if asked is None else asked]
         if asked is not None or not self.is_host_memory_known:
             return
-        # Some optimizers need their state as a whole.
+        # Some optimizers need all their state at once.
         there = {
             "optimizer": any(self.state),
             "activations": bool(self.program.waiting),
@@ -145,12 +145,12 @@ class HostMemoryLimits:
     def state_bytes(
         self, cuts: Sequence[LeafShardCounts], offload: Offload, shares: Any = None
     ) -> Any:
-        """Optimizer state of one device that is in host memory, by case.
+        """Returns the bytes of one device's optimizer state in host memory, by case.
 
         Args:
             cuts: Shard counts of each parameter group.
-            offload: Names of what is in host memory.
-            shares: Part of each parameter group on the device; None for all of it.
+            offload: Names of the offloaded memory terms.
+            shares: Fraction of each parameter group on the device; None for all.
         """
         if "optimizer" not in offload:
             return 0
@@ -164,20 +164,20 @@ class HostMemoryLimits:
 
     @functools.cached_property
     def _state_counts(self) -> Counter[tuple[int, int]]:
-        """Bytes of optimizer state that may lie there and the group, with how many."""
+        """Parameter count by offloadable state bytes and parameter group."""
         return Counter(zip(self.state, self.facts.group_of, strict=True))
 
     def params_on_host(
         self, layouts: Sequence[LeafLayout], offload: Offload
     ) -> list[bool]:
-        """Whether each parameter is in host memory.
+        """Returns whether each parameter is in host memory.
 
-        Those whose update takes other shards than are stored do not: they would have
-        to be on the device as a whole to be cut.
+        A parameter stays on the device if its update uses other shards than its
+        storage: it would have to be unsharded on the device first.
 
         Args:
             layouts: Layout of each group of parameters.
-            offload: State to keep there.
+            offload: Names of the offloaded memory terms.
         """
         if "params" not in offload:
             return [False] * len(self.facts.tensors)
@@ -193,7 +193,7 @@ class HostMemoryLimits:
 
         Args:
             cuts: Shard counts of each parameter group.
-            offload: Names of what is in host memory.
+            offload: Names of the offloaded memory terms.
         """
         host_param_counts: list[Any] = [0] * len(cuts)
         if "params" in offload:
@@ -206,11 +206,11 @@ class HostMemoryLimits:
         return host_param_counts
 
     def params_bytes(self, cuts: Sequence[LeafShardCounts], offload: Offload) -> Any:
-        """Parameters of one device that are in host memory, by case.
+        """Returns the bytes of one device's parameters in host memory, by case.
 
         Args:
             cuts: Shard counts of each parameter group.
-            offload: Names of what is in host memory.
+            offload: Names of the offloaded memory terms.
         """
         groups = zip(
             self.facts.groups, cuts, self.host_param_counts(cuts, offload), strict=True
@@ -229,9 +229,9 @@ class HostMemoryLimits:
         count: Any,
     ) -> Any:
         """Returns the seconds that transfers to and from host memory add to a step; 0
-        where no rate is known.
+        if no rate is known.
 
-        Arrays are over cases.
+        Arrays hold one number for each case.
 
         Args:
             state: Bytes of optimizer state on one device.
@@ -246,7 +246,7 @@ class HostMemoryLimits:
             return 0.0
         moved = waiting + params
         each = (exposed_seconds(moved, link, compute) for compute in passes)
-        # A loop over pieces of state waits for each: nothing hides behind it.
+        # A loop over chunks of state waits for each transfer: nothing overlaps.
         return 2 * (state + params) / link + count * sum(each)
 
 
@@ -259,9 +259,9 @@ def unhosted(
     """Yields the reasons why no executor keeps the requested state in host memory.
 
     Args:
-        offload: Names of what is to be in host memory.
-        hosts: Function that returns the offloadable state, called where it matters.
-        has_optimizer: Whether there is one.
+        offload: Names of the memory terms to offload.
+        hosts: Function that returns the offloadable state; called only if needed.
+        has_optimizer: Whether there is an optimizer.
     """
     if "gradients" in offload:
         yield (

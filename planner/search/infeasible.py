@@ -1,7 +1,7 @@
-"""Errors where no layout is feasible: the reason for each, and a remedy.
+"""Errors if no layout is feasible: each with a reason and a remedy.
 
-Separate from the decision because it runs only when that failed, and because its texts
-are the ones a user reads most closely: each names the parameter, the numbers and the
+This module is separate from the search because it runs only after the search failed.
+Users read its messages most closely: each names the parameter, the numbers and the
 remedy.
 """
 
@@ -42,15 +42,15 @@ from whalejax.planner.sharding.strategies import (
 
 
 MOST_LEAVES = 4
-"""Dimensions listed of one region."""
+"""Largest number of dimensions that a message lists for one region."""
 
 
 def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError:
-    """The error for searches that found nothing.
+    """Returns the error for searches without a feasible plan.
 
     Args:
         searches: Searches of all programs, none of which has a plan that fits.
-        open_remat: The user left it to the planner what is computed again.
+        open_remat: Whether the user left remat to the planner.
     """
     search = min(searches[::-1], key=_lacks)
     if search.hosting.nothing == NOTHING_WAITS:
@@ -80,7 +80,7 @@ def refusal(searches: Sequence[Search], *, open_remat: bool = True) -> PlanError
 
 
 def _reason(search: Search, why: str) -> str:
-    """One reason for which meshes were refused, with what was given and a remedy."""
+    """Returns a reason why meshes were refused, with the user's input and a remedy."""
     fixed = " × ".join(f"{a} {n}" for a, n in (search.request.mesh or {}).items())
     given = f"mesh= fixes {fixed}" if fixed else "no mesh gives it"
     marks = (m.kind for g in search.graph.task_graphs for m in g.marks)
@@ -112,8 +112,8 @@ def _reason(search: Search, why: str) -> str:
 
 
 def _sorted_rows(search: Search, means: str) -> str:
-    """Returns the consequence of expert-sorted rows for an axis, where there
-    are any.
+    """Returns the consequence of expert-sorted rows for an axis; empty if there are
+    none.
     """
     if all(op.kind not in RAGGED for op in search.graph.ops):
         return ""
@@ -124,9 +124,7 @@ def _sorted_rows(search: Search, means: str) -> str:
 
 
 def _padding(search: Search) -> str:
-    """Describes the length to which a sequence would have to be padded, and the memory
-    that takes.
-    """
+    """Returns the padded length that a sequence would need, and its memory."""
     parts = (search.request.mesh or {}).get("context", 2)
     padding = []
     for role in search.options.sequence:
@@ -175,7 +173,7 @@ def _extents(search: Search) -> str:
             padded = role.size // role.divisible * common
             devices = search.request.num_devices
             usable = ", ".join(map(str, divisors(math.gcd(role.divisible, devices))))
-            # Windows without padding make another difference to another extent.
+            # Windows without padding change each extent by another amount.
             other = (
                 f"pad the extent to {padded}"
                 if axis in scaled
@@ -192,7 +190,7 @@ def _extents(search: Search) -> str:
 
 
 def _wide_halos(search: Search) -> str:
-    """The operations whose windows reach too far, and what would do."""
+    """Returns the operations whose halos are too wide, with feasible axis sizes."""
     wide_halos = []
     mesh = fixed_space(search.request.mesh)
     for wide in search.wide_halos(mesh):
@@ -231,7 +229,7 @@ def _nothing_is_sliced() -> str:
 
 
 def _lacks(search: Search) -> float:
-    """Bytes that the nearest plan of a search lacks."""
+    """Returns the missing bytes of the plan that is nearest to fitting."""
     lacks = (sum(search.lacks(one.memory)) for one in search.scored)
     return min(lacks, default=math.inf)
 
@@ -299,7 +297,9 @@ def _batch(search: Search) -> str:
 
 
 def _least_share(search: Search) -> int:
-    """The fewest devices that share a micro-batch on any mesh that serves the marks."""
+    """Returns the fewest devices that share a micro-batch, over meshes that obey all
+    marks.
+    """
     options, request = search.options, search.request
     shares = []
     for mesh in search.meshes():
@@ -323,7 +323,7 @@ def _least_share(search: Search) -> int:
 
 
 def _unobeyed_pins(search: Search) -> Iterator[str]:
-    """Dimensions that metadata fixes to an axis and that no size of it divides."""
+    """Yields errors for dimensions that no size of their axis in metadata divides."""
     allowed = search.meshes()
     for tensor in search.graph.params:
         for dim, axis in pins_of(tensor):
@@ -341,7 +341,7 @@ def _unobeyed_pins(search: Search) -> Iterator[str]:
 
 
 def _indivisible(search: Search) -> Iterator[str]:
-    """Yields the dimensions of every region that no axis can serve, and the remedy."""
+    """Yields errors for regions whose dimensions no axis size divides."""
     fixed = (search.request.mesh or {}).get("tensor", 1) > 1
     for choice in search.options.choices.values():
         free = fixed and choice.strategy != "replicate"
@@ -372,7 +372,9 @@ def _region(search: Search, choice: Choice) -> Iterator[str]:
 
 
 def _dimension(search: Search, tensor: Tensor, dim: int, axis: int) -> str:
-    """A dimension that an axis does not divide, or the first of those it holds."""
+    """Returns the text for a dimension, or its first factor, that an axis does not
+    divide.
+    """
     parts, size = search.dims.sizes[tensor.id][dim], tensor.shape[dim]
     first, what, remedies = parts[0], f"is {size}; ", list[str]()
     if len(parts) > 1:

@@ -1,7 +1,7 @@
-"""Memory of layouts by term, whoever searches: liveness, batch and host memory.
+"""Memory of layouts by term, for every search: liveness, batch and host memory.
 
-The search of plans that run and the search over arrays ask here, with one case and with
-many, so that a row of either says the same of the same layout.
+A single plan and a search over arrays use the same code, with one case or many. So both
+predict the same memory for the same layout.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class StepLayout:
         tables: Compute table of each TaskGraph, the same in all cases.
         cuts: Shard counts of each parameter group.
         accumulates: Whether gradients of several micro-batches are summed, by case.
-        offload: Names of what is in host memory, the same in all cases.
+        offload: Names of the offloaded memory terms, the same in all cases.
         in_flight: Micro-batches whose activations are saved at once.
         gathered: Bytes of the largest value that is gathered along the sequence.
-        postpones: Whether the compiler puts off products of weights' gradients.
-        stage: Share of the program that a device holds.
+        postpones: Whether the compiler postpones products of weights' gradients.
+        stage: Share of the program that a device stores.
     """
 
     tables: Mapping[int, Table]
@@ -74,7 +74,7 @@ class MemoryColumns:
     """``MemoryTerms`` of many cases, in whole bytes.
 
     Attributes:
-        terms: Bytes of each term on a device, by its name in ``MemoryTerms`` and case.
+        terms: Bytes of each term on a device, by term name and case.
         host: Bytes in host memory, by case.
     """
 
@@ -92,7 +92,7 @@ class MemoryColumns:
         return MemoryColumns(terms=terms, host=self.host[rows])
 
     def with_rows(self, rows: np.ndarray, other: MemoryColumns) -> MemoryColumns:
-        """Takes these cases from others."""
+        """Returns a copy whose given rows come from ``other``."""
 
         def mixed(before: np.ndarray, after: np.ndarray) -> np.ndarray:
             result = before.copy()
@@ -110,7 +110,7 @@ class MemoryColumns:
         )
 
     def at(self, index: int) -> MemoryTerms:
-        """Terms of one case."""
+        """Returns the memory terms of one case."""
         result = {f"{name}_bytes": int(v[index]) for name, v in self.terms.items()}
         return MemoryTerms(**result, host_bytes=int(self.host[index]))
 
@@ -136,11 +136,11 @@ class LayoutMemory:
 
     @functools.cached_property
     def homes(self) -> tuple[tuple[int, int | None], ...]:
-        """The leaves of the batch, and the TaskGraph that reads each first."""
+        """Leaves of the batch, and the TaskGraph that reads each first."""
         return batch_homes(self.graph)
 
     def of(self, one: StepLayout, s: CostSetting) -> MemoryColumns:
-        """Computes the memory at the fullest moment of a step.
+        """Computes the peak memory of a step.
 
         Args:
             one: Layouts of the cases.
@@ -176,11 +176,11 @@ class LayoutMemory:
         return MemoryColumns(terms=result, host=host)
 
     def least(self, cuts: Sequence[LeafShardCounts], offload: tuple[str, ...]) -> Any:
-        """Bytes that parameters and the optimizer's state take at any moment, by case.
+        """Returns the bytes of parameters and other permanent state, by case.
 
         Args:
             cuts: Shard counts of each parameter group.
-            offload: Names of what is in host memory.
+            offload: Names of the offloaded memory terms.
         """
         result: Any = self.hosting.request.state_bytes
         away = self.hosting.host_param_counts(cuts, offload)
@@ -214,7 +214,7 @@ class LayoutMemory:
         )
 
     def moments(self, apart: bool, regathers: bool) -> SpanLiveSets:
-        """Live tensors of each span.
+        """Returns the live tensors of each span.
 
         Args:
             apart: Whether activations are in host memory.

@@ -1,16 +1,16 @@
-"""The search: every mesh, table and ZeRO level, and the cheapest that fits.
+"""Search over every mesh, table and ZeRO level for the fastest layout that fits.
 
-Exact enumeration over the factorisations of the devices into ``data``, ``fsdp``,
-``expert``, ``context`` and ``tensor``, over the logical dimensions that each model axis
-may shard in each TaskGraph, and over what is sharded in storage. All layouts are
-evaluated as arrays, by the evaluator that says what a single plan takes. Of very many
-meshes, what is slower than the best by more than plans may tie is only timed.
+The search enumerates the factorisations of the devices into ``data``, ``fsdp``,
+``expert``, ``context`` and ``tensor``, the logical dimensions that each model axis may
+shard in each TaskGraph, and the sharding of stored state. It evaluates all layouts as
+arrays, with the evaluator of single plans. With very many meshes, it predicts only the
+time of layouts that are clearly slower than the best.
 
-Among plans within half a percent of the fastest, the one with less memory is taken, and
-among equals the one that communicates less: predictions are not finer than that.
+Among plans within half a percent of the fastest, it chooses the one with the least
+memory, and among equals the least communication: predictions are not more precise.
 
-The module is long because ``Search`` is one class: what it enumerates and what it
-evaluates share what was asked, and what others have found.
+The module is long because ``Search`` is one class: enumeration and evaluation share the
+request and the results of other searches.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ from whalejax.planner.sharding.strategies import (
 
 
 PLANNED_AXES = ("data", "fsdp", "expert", "context", "tensor")
-"""Mesh axes that the search gives sizes to, outermost first; beside them those of space
-where samples are shared (``SPATIAL_AXES``)."""
+"""Mesh axes whose sizes are searched, outermost first. Meshes that shard the space of
+samples also have ``SPATIAL_AXES``."""
 
 BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
 NO_SEQUENCE = "no dimension for a context axis"
@@ -82,44 +82,46 @@ HALO_IS_WIDER = "a halo is wider than what a device has of the dimension"
 """Reasons to refuse a layout."""
 
 MANY_SPACES = 1000
-"""Meshes with spatial axes from which not all of them are looked at."""
+"""Number of meshes with spatial axes above which the search skips some of them."""
 
 SPACE_SLACK = 1.1
-"""How much slower than the best a plan that shares space may be for its memory to be
-weighed; more than what ties and what is listed beside the best."""
+"""Largest step time, as a multiple of the best, at which plans that shard space are
+evaluated; larger than the margins for ties and for listed alternatives."""
 
 LISTED = 40
-"""Meshes of which all that fits is evaluated; of more, what is near the best."""
+"""Largest number of meshes that are all evaluated; above it, only those near the best.
+"""
 
 NEAR = 1.02
-"""How many times the best step a plan of many meshes may take that is evaluated: more
-than plans may tie."""
+"""Largest step time, as a multiple of the best, at which plans of many meshes are
+evaluated; larger than the margin for ties."""
 
 MANY_TABLES = 8
-"""Tables of a block of cases from which those of one are evaluated together."""
+"""Number of tables in a block of cases above which blocks have one table each."""
 
 ROUNDED = 2**10
-"""Bytes that sums of memory may be off by rounding."""
+"""Largest rounding error of memory sums, in bytes."""
 
 FIRST_BLOCK, BLOCK = 32, 256
-"""Cases whose memory is computed together: the fastest, and others."""
+"""Number of cases whose memory is computed together: in the first block, and later."""
 
 MOST_PAIRS = 4096
-"""Layouts times numbers of micro-batches that are evaluated at once."""
+"""Largest number of pairs of layout and micro-batch count that are evaluated at once.
+"""
 
 LEAST_SHARE = 0.5
-"""Part of the parameters' bytes that an axis must shard to count as sharding them."""
+"""Least fraction of the parameters' bytes that a storage axis must shard."""
 
 
 def meshes(
     num_devices: int, context: int = 1, space: Mapping[str, int] | None = None
 ) -> Iterator[dict[str, int]]:
-    """Every factorisation into data, fsdp, expert and tensor, outermost first.
+    """Yields every factorisation into data, fsdp, expert and tensor, outermost first.
 
     Args:
-        num_devices: The product of all axes.
-        context: The size of that axis, a divisor of it.
-        space: Sizes of spatial axes; those that are 1 are left out of the meshes.
+        num_devices: Product of all axis sizes.
+        context: Size of the ``context`` axis, a divisor of ``num_devices``.
+        space: Sizes of spatial axes; meshes leave out those of size 1.
     """
     sizes = divisors(num_devices)
     spatial = {a: (space or {}).get(a, 1) for a in SPATIAL_AXES}
@@ -142,20 +144,20 @@ def meshes(
 
 
 def fixed_space(mesh: Mapping[str, int] | None) -> dict[str, int]:
-    """The spatial axes above 1 that a user fixes."""
+    """Returns the spatial axes that the user fixes to sizes above 1."""
     given = mesh or {}
     return {a: given[a] for a in SPATIAL_AXES if given.get(a, 1) > 1}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WideHalo:
-    """An operation that needs more of a dimension than a neighbour has.
+    """Operation whose halo is wider than a neighbour's part of the dimension.
 
     Attributes:
-        axis: The spatial axis.
-        row: The operation.
-        halo: Elements that it needs of neighbours on one side.
-        size: Elements of the dimension, of all devices.
+        axis: Spatial axis that shards the dimension.
+        row: Cost row of the operation.
+        halo: Number of elements that it reads from neighbours on one side.
+        size: Length of the dimension over all devices.
     """
 
     axis: str
@@ -169,8 +171,8 @@ class _Layouts:
     """Layouts that a search evaluates.
 
     Attributes:
-        cases: With as few micro-batches as there can be.
-        counts: Possible numbers of micro-batches of each layout in the grid, rising.
+        cases: Layouts with their smallest possible number of micro-batches.
+        counts: Possible numbers of micro-batches of each layout in the grid, ascending.
         meshes: Axis sizes of each layout in the grid.
     """
 
@@ -179,7 +181,7 @@ class _Layouts:
     meshes: Sequence[dict[str, int]]
 
     def copy(self) -> _Layouts:
-        """The same, with shard counts of parameters of its own."""
+        """Returns a copy with its own cache of the parameters' shard counts."""
         return dataclasses.replace(self, cases=dataclasses.replace(self.cases))
 
     def take(self, rows: np.ndarray) -> _Layouts:
@@ -189,23 +191,23 @@ class _Layouts:
         return dataclasses.replace(self, cases=self.cases.take(rows))
 
     def counts_of(self, rows: np.ndarray) -> list[tuple[int, ...]]:
-        """Numbers of micro-batches that there can be, of some of the layouts."""
+        """Returns the possible numbers of micro-batches of some layouts."""
         return [self.counts[place] for place in self.cases.row[rows].tolist()]
 
     def at(self, rows: np.ndarray, place: int) -> LayoutCases:
-        """Some of them, at one of their numbers of micro-batches."""
+        """Returns some layouts at one of their possible numbers of micro-batches."""
         count = np.array([counts[place] for counts in self.counts_of(rows)])
         return self.cases.take(rows).with_count(count)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NearLayouts:
-    """Layouts that may be near the best if they shard the sequence, too.
+    """Layouts that may be near the best if they also shard the sequence.
 
     Attributes:
         meshes: Sizes of the axes, by row.
         row: Row of each layout.
-        likely, least: Seconds of a step, by layout.
+        likely, least: Likely and least seconds of a step, by layout.
     """
 
     meshes: Sequence[Mapping[str, int]]
@@ -214,19 +216,20 @@ class NearLayouts:
     least: np.ndarray
 
     def sizes(self, best: float) -> set[tuple[int, ...]]:
-        """Axis sizes of the meshes that are likely fast enough."""
+        """Returns the axis sizes of the meshes that are likely fast enough."""
         rows = np.unique(self.row[self.likely <= best]).tolist()
         return {tuple(self.meshes[row].values()) for row in rows}
 
     def least_of_others(self, known: Collection[tuple[int, ...]]) -> float:
-        """Least seconds on other meshes than those of known sizes."""
+        """Returns the least seconds of a step over meshes whose sizes are not known."""
         rows = np.unique(self.row).tolist()
         others = [row for row in rows if tuple(self.meshes[row].values()) not in known]
         return float(self.least[np.isin(self.row, others)].min(initial=np.inf))
 
 
 _Waiting = tuple[_Layouts, TimeColumns, np.ndarray]
-"""Layouts with their times, and the indices of those that wait, the fastest first."""
+"""Layouts with their times, and the indices of those not yet evaluated, the fastest
+first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,9 +237,9 @@ class KnownLayouts:
     """Layouts that searches of several programs of a loss share.
 
     Attributes:
-        key, options: Program and options that they follow from.
+        key, options: Program and options that determine the layouts.
         layouts: Layouts that searches found.
-        refused: For each reason, how many meshes it ruled out.
+        refused: Number of refused meshes, by reason.
     """
 
     key: object
@@ -334,7 +337,7 @@ class Search:
         self._begin(beside)
 
     def _begin(self, beside: Search | None) -> None:
-        """Starts without evaluated layouts."""
+        """Initialises the results, without evaluated layouts."""
         self._combined: dict[object, tuple[list[dict[int, Table]], bool]] = {}
         self._divided: dict[object, dict[int, Table] | None] = {}
         self._distinct: dict[object, dict[int, Table]] = {}
@@ -361,28 +364,28 @@ class Search:
         )
 
     def run(self) -> list[LayoutCandidate]:
-        """Evaluates everything.
+        """Evaluates all layouts.
 
         Returns:
-            The plans that fit, best first; empty if none does (``scored`` then holds
-            those that do not fit).
+            Plans that fit, the best first; empty if none fits (``scored`` then has the
+            others).
         """
         self.search_layouts()
         self.use_host_memory(math.inf)
         return ranked([s for s in self.scored if s.fits])
 
     def search_layouts(self) -> None:
-        """Evaluates every layout with as little in host memory as may be.
+        """Evaluates every layout with the least possible offload.
 
-        Where many lack memory, and nothing is known of how fast a plan must be, most
-        of them wait for ``resume`` or ``use_host_memory``.
+        If many lack memory and there is no bound on the step time yet, most of them are
+        left for ``resume`` or ``use_host_memory``.
         """
         self._score_meshes(self._every_mesh())
         if self._wants_space():
             self._share_space()
 
     def _every_mesh(self, devices: int | None = None) -> list[dict[str, int]]:
-        """Every mesh without spatial axes but those that the user fixed.
+        """Returns every mesh without spatial axes except those that the user fixed.
 
         Args:
             devices: Number of devices of a mesh; all if left out.
@@ -396,10 +399,10 @@ class Search:
         return [m for m in every if not self.sizes or tuple(m.values()) in self.sizes]
 
     def at_every_count(self, allowed: Mapping[int, Collection[int]]) -> LayoutCases:
-        """Every layout with every number of micro-batches; nothing is evaluated.
+        """Returns every layout with every number of micro-batches, not evaluated.
 
         Args:
-            allowed: Numbers of micro-batches, by devices of a mesh.
+            allowed: Numbers of micro-batches, by number of devices of a mesh.
         """
         layouts = self._layouts([m for n in allowed for m in self._every_mesh(n)])
         layouts = layouts.take(self._allowed(layouts.cases))
@@ -414,11 +417,10 @@ class Search:
         return layouts.cases.take(each).with_count(count)
 
     def _share_space(self) -> None:
-        """Evaluates every mesh on which devices share the space of samples.
+        """Evaluates every mesh on which devices shard the space of samples.
 
-        Those that shard nothing else come first: what they take bounds what of the
-        others is worth its evaluation. Of very many meshes, those whose model axes are
-        larger than in some plan that shares space and fits are not looked at.
+        Meshes without model axes come first: their times bound the others. With very
+        many meshes, it skips those with larger model axes than a plan that fits.
         """
         every = [m for space in self.spaces() for m in self.meshes(space=space)]
         every.sort(key=lambda m: (m["tensor"] * m["expert"], m["fsdp"]))
@@ -437,28 +439,29 @@ class Search:
 
     @property
     def has_one_sample(self) -> bool:
-        """A micro-batch has one sample, in any layout."""
+        """Whether a micro-batch has one sample in any layout."""
         graph = self.graph
         count = self.request.num_micro_batches or graph.num_micro_batches
         return graph.batch_size * graph.num_micro_batches == count
 
     def _evenly_shared(self) -> float:
-        """Seconds that all devices compute, each an even part of the step."""
+        """Returns the compute seconds of a step, divided evenly over all devices."""
         ones = dict.fromkeys(SEARCHED_AXES, 1)
         tables = next(iter(self._combinations(ones, 1, 1, (1, 1, 1))), None)
         if tables is None:
-            return 0.0  # Marks leave no layout of one device, by which it is told.
+            return 0.0  # Marks allow no layout of one device to compute it from.
         case = self.evaluator.case(ones, tables, 0, self.graph.num_micro_batches)
         compute = self.evaluator.times(case).terms["compute"]
         return float(compute[0]) / self.request.num_devices
 
     def _wants_space(self) -> bool:
-        """The space of samples may be worth sharing: the user leaves it open, and
-        samples are fewer than devices, memory is short, or weights have the dimension.
+        """Returns whether sharding the space of samples may pay off: the user leaves it
+        open, and samples do not divide by the devices, memory is short, or weights
+        have the dimension.
 
-        Where every device can have samples of its own and enough memory, sharing a
-        sample moves what is not moved otherwise, and gives nothing but shards of
-        weights over space, as a dense layer behind convolutions has them.
+        If every device has samples of its own and enough memory, sharding a sample adds
+        communication. It then gains only shards of weights over space, as of a dense
+        layer after convolutions.
         """
         request = self.request
         if not any(self.options.space.values()) or self.split is not None:
@@ -474,7 +477,7 @@ class Search:
         return few or weights or short
 
     def spaces(self) -> list[dict[str, int]]:
-        """Sizes of the spatial axes that the model's extents allow and none fixes."""
+        """Returns the possible sizes of the spatial axes, by the model's extents."""
         fixed, count = self.request.mesh or {}, self.request.num_devices
         choices: list[list[int]] = []
         for axis in SPATIAL_AXES:
@@ -495,13 +498,13 @@ class Search:
         space: Mapping[str, int] | None = None,
         devices: int | None = None,
     ) -> list[dict[str, int]]:
-        """The meshes that obey what the user fixed, by ``mesh``, marks and metadata.
+        """Returns the meshes that obey the user's ``mesh``, marks and metadata.
 
-        Of the axes that metadata names, as many are above size 1 as the devices and
-        the user's ``mesh`` allow at once.
+        As many axes that metadata names have sizes above 1 as the devices and the
+        user's ``mesh`` allow.
 
         Args:
-            context: The size of that axis; None for the one that the user fixed.
+            context: Size of the ``context`` axis; None for the one that the user fixed.
             space: Sizes of the spatial axes; None for those that the user fixed.
             devices: Number of devices of a mesh; all if left out.
         """
@@ -538,7 +541,7 @@ class Search:
         for index, tables in enumerate(combinations):
             if self.split is not None and not self._serves(self.split, mesh, tables):
                 continue
-            # What divides the batch depends on no more of a mesh than this.
+            # Whether the batch divides depends only on these sizes of a mesh.
             key = mesh["data"] * mesh["fsdp"], mesh["expert"], mesh["tensor"], space
             if (index, key) not in self._divided:
                 apart = self._set_apart(tables)
@@ -553,7 +556,9 @@ class Search:
     def _shared_tables(
         self, tables: dict[int, Table] | None
     ) -> dict[int, Table] | None:
-        """Equal tables as one object, under which cases are evaluated together."""
+        """Returns one shared object for equal tables, so that their cases are evaluated
+        together.
+        """
         if tables is None:
             return None
         key = tuple((home, tuple(sorted(t.items()))) for home, t in tables.items())
@@ -571,7 +576,7 @@ class Search:
         tensor: int,
         space: tuple[int, ...],
     ) -> list[dict[int, Table]]:
-        """Tables of all TaskGraphs that use the model axes of a mesh."""
+        """Returns the combinations of TaskGraphs' tables that use the model axes."""
         key = expert, tensor, space
         if key not in self._combined:
             lists = [self.options.tables(g, mesh) for g in self.options.order]
@@ -589,7 +594,9 @@ class Search:
     def _serves(
         self, split: SequenceSplit, mesh: Mapping[str, int], tables: Mapping[int, Table]
     ) -> bool:
-        """The products are sharded as the split takes it, and the sequence divides."""
+        """Returns whether the products have the split's sharding and the sequence
+        divides.
+        """
         parts = mesh["context"] * mesh["tensor"]
         sizes = [self.options.sizes[r] for r in self.options.sequence]
         return (
@@ -611,7 +618,7 @@ class Search:
         return "" if divides else SEQUENCE_DOES_NOT_DIVIDE
 
     def _no_space(self, mesh: Mapping[str, int]) -> str:
-        """Returns the reason why a mesh's spatial axes share no space, or an empty
+        """Returns the reason why a mesh's spatial axes shard no space, or an empty
         text.
         """
         for axis in SPATIAL_AXES:
@@ -626,15 +633,15 @@ class Search:
         return HALO_IS_WIDER if any(self.wide_halos(mesh)) else ""
 
     def scaled_space(self, mesh: Mapping[str, int]) -> set[str]:
-        """Spatial axes whose dimension every window makes a fraction or multiple of.
+        """Returns the spatial axes whose extents every window scales by a fixed factor.
 
         Then another extent changes all of the model's resolutions by the same factor.
 
         Args:
-            mesh: Sizes of the axes asked about.
+            mesh: Sizes of the spatial axes to check.
         """
         shared = ((w, axis, ends) for _, w, axis, ends in self._shared_windows(mesh))
-        # Beside attention some operations see the whole of what the axis shards.
+        # Next to attention, some operations read the unsharded dimension.
         whole = (
             (window, window.space, _ends(row, window))
             for row in self.rows.ops
@@ -648,7 +655,7 @@ class Search:
         return set(mesh) - uneven
 
     def wide_halos(self, mesh: Mapping[str, int]) -> Iterator[WideHalo]:
-        """Yields windows that reach further than into the next device's part."""
+        """Yields windows that reach beyond the neighbouring device's part."""
         for row, window, axis, (size, result) in self._shared_windows(mesh):
             halo = max(window.halo(size, result, mesh[axis]))
             if halo > size // mesh[axis]:
@@ -657,7 +664,7 @@ class Search:
     def _shared_windows(
         self, mesh: Mapping[str, int]
     ) -> Iterator[tuple[Row, Window, str, tuple[int, int]]]:
-        """Windows along dimensions that spatial axes shard.
+        """Finds windows along dimensions that spatial axes shard.
 
         Yields:
             The operation, the window, the axis and the extents of operand and result.
@@ -682,9 +689,9 @@ class Search:
     def _uses_model_axes(
         self, mesh: Mapping[str, int], tables: Mapping[int, Table]
     ) -> bool:
-        """Some TaskGraph uses each model axis for more than the batch.
+        """Returns whether each model axis shards more than the batch in some TaskGraph.
 
-        Otherwise the mesh is another one, with that axis's devices in ``data``.
+        Otherwise the mesh equals another one with that axis's devices in ``data``.
         """
         batch = self.evaluator.batch_roles
         for axis in ("expert", "tensor"):
@@ -698,7 +705,7 @@ class Search:
     def _score_meshes(self, every: Sequence[dict[str, int]]) -> None:
         """Evaluates meshes under all of their tables, the fastest first.
 
-        Time is that with as few micro-batches as there can be, which is the least.
+        Times are those of the smallest numbers of micro-batches, which are the least.
         """
         layouts = self._layouts(every)
         layouts = layouts.take(self._allowed(layouts.cases))
@@ -716,9 +723,9 @@ class Search:
         self._score_layouts(layouts.take(near), times)
 
     def _score_layouts(self, layouts: _Layouts, times: TimeColumns) -> None:
-        """Evaluates layouts with as little in host memory as may be, the fastest first.
+        """Evaluates layouts with the least possible offload, the fastest first.
 
-        Those that lack memory wait for ``use_host_memory``.
+        Those that lack memory are left for ``use_host_memory``.
         """
         order = np.argsort(times.step, kind="stable")
         first = next(self.hosting.options())
@@ -727,14 +734,14 @@ class Search:
             left = self._score_group(layouts, times, some, first)
             self._lacking.append((layouts, times, left))
             if self.bound == math.inf:
-                # Another search may soon know how fast a plan must be.
+                # Another search may soon give a bound on the step time.
                 self._postponed.append((layouts, times, order))
                 return
         left = self._score_group(layouts, times, order, first)
         self._lacking.append((layouts, times, left))
 
     def resume(self, best: float) -> None:
-        """Evaluates the layouts that were put off until more is known.
+        """Evaluates the postponed layouts.
 
         Args:
             best: Step time of the best plan of all searches.
@@ -754,21 +761,21 @@ class Search:
         rows: np.ndarray,
         groups: Sequence[Sequence[Offload]],
     ) -> np.ndarray:
-        """Cases that can be fast enough with something in host memory."""
+        """Returns the cases that can be fast enough with some offload."""
         if self.bound == math.inf or not groups:
             return rows
         cases, here = layouts.cases.take(rows), times.take(rows)
-        # The more is there, the more is moved.
+        # Offload of more state needs more transfers.
         moves = [self.evaluator.offload_seconds(cases, o, here) for o in groups[0]]
         near = here.step + np.min(moves, axis=0) <= self.bound
         result: np.ndarray = rows[near]
         return result
 
     def far_from_fitting(self) -> bool:
-        """Whether layouts of least parameters lack memory even for what is neither an
-        activation nor the optimizer's state.
+        """Returns whether the smallest layouts lack memory even without activations and
+        optimizer state.
 
-        Of each block of layouts the ``FIRST_BLOCK`` smallest are evaluated.
+        It evaluates the ``FIRST_BLOCK`` smallest of each block of layouts.
         """
         if any(one.fits for one in self.scored):
             return False
@@ -783,10 +790,10 @@ class Search:
         return bool(waiting)
 
     def fits_without_state(self, times: float) -> bool:
-        """Whether some layout fits so many times the memory without optimizer's state.
+        """Returns whether a layout without optimizer state fits in scaled memory.
 
-        Activations are where they take least of the device; what it would take to keep
-        the state in host memory is not asked, which takes long for many parameters.
+        Activations are offloaded if that helps. The cost of offloading the state is not
+        computed, because that is slow for many parameters.
 
         Args:
             times: Available memory, as a multiple of a device's.
@@ -810,7 +817,7 @@ class Search:
         """Returns the layouts that may gain by sharding the sequence between products.
 
         Args:
-            best: Seconds of a step that the least may not exceed.
+            best: Upper limit on the least seconds of a step.
 
         Returns:
             Layouts by the roles that ``tensor`` shards in their products; the roles of
@@ -850,9 +857,9 @@ class Search:
         }
 
     def use_host_memory(self, best: float) -> None:
-        """Evaluates layouts that lack memory with more of theirs in host memory.
+        """Evaluates layouts that lack memory with more offload.
 
-        So are those that fit, but with more micro-batches than memory would ask for.
+        These include layouts that fit only with more than the fewest micro-batches.
 
         Args:
             best: Step time of the best plan of all searches.
@@ -865,8 +872,8 @@ class Search:
             left = self._near_in_host_memory(layouts, times, left, others)
             others = others if len(left) else []
             if len(others) > 1 and not self.cluster.compiler.reduces_at_end:
-                # Where memory holds a case with neither the fewest micro-batches nor
-                # the most, what lies between is not looked at.
+                # If a case fits neither with the fewest micro-batches nor with the
+                # most, the numbers between are skipped.
                 hopeful = self._fits_in_corner(layouts, times, left, others)
                 self._score_group(layouts, times, left[~hopeful], others[-1])
                 left = left[hopeful]
@@ -875,7 +882,7 @@ class Search:
         nothing = best == math.inf and not self._has_fit
         if self.follows and self.weighed and nothing:
             if self._nearest is None:
-                # Devices hold the parameters of none: what needs least is evaluated.
+                # No layout's parameters fit: the smallest are evaluated.
                 *_, group = self.hosting.options()
                 self.keep_nearest(group[-1])
             else:
@@ -884,10 +891,10 @@ class Search:
         self._lacking = []
 
     def on_paper(self, best: float) -> list[LayoutCandidate]:
-        """Plans that keep more in host memory than an executor of this version does.
+        """Returns plans that offload more than the executors of this version support.
 
         Args:
-            best: Seconds of a step that none may exceed.
+            best: Largest seconds of a step.
         """
         paper = copy.copy(self)
         paper.request = dataclasses.replace(self.request, estimate=True)
@@ -903,9 +910,9 @@ class Search:
         return [o for o in paper.scored if o.fits and o.time.step_seconds <= best]
 
     def _may_hold(self, cases: LayoutCases, offload: Offload) -> np.ndarray:
-        """Whether devices hold parameters and the optimizer's state, by case.
+        """Returns whether parameters and optimizer state fit, by case.
 
-        Of few meshes all are evaluated, which say what they lack.
+        With few meshes it returns true for all, so that errors can report what lacks.
         """
         if not self.follows:
             return np.ones(len(cases), dtype=bool)
@@ -914,12 +921,12 @@ class Search:
         return result
 
     def keep_nearest(self, offload: Offload = ()) -> None:
-        """Keeps the layout that lacks least, where nothing fits.
+        """Adds the layout that lacks the least memory to ``scored``, if none fits.
 
-        Of few meshes all that lack memory are kept already.
+        With few meshes, ``scored`` has all layouts that lack memory already.
 
         Args:
-            offload: State in host memory of the layouts that are evaluated for it.
+            offload: Names of the offloaded memory terms of these layouts.
         """
         waiting = (*self._postponed, *(self._lacking if self.follows else ()))
         for layouts, times, rows in waiting:
@@ -938,11 +945,11 @@ class Search:
         rows: np.ndarray,
         group: Sequence[Offload],
     ) -> np.ndarray:
-        """Evaluates layouts with each of some sets in host memory, the fastest first.
+        """Evaluates layouts with each of several offloads, the fastest first.
 
         Returns:
-            Those that do not fit with the fewest micro-batches, and those that are too
-            slow to be evaluated.
+            Indices of layouts that do not fit with the fewest micro-batches, and of
+            those too slow to be evaluated.
         """
         step, left = times.step, rows
         size = FIRST_BLOCK if self.bound == math.inf else BLOCK
@@ -969,7 +976,7 @@ class Search:
     def score(self, mesh: dict[str, int], tables: dict[int, Table]) -> None:
         """Evaluates one mesh under one table for each TaskGraph, at every ZeRO level.
 
-        What can be is added to ``scored``.
+        The results are added to ``scored``.
         """
         layouts = self._on_grid([(mesh, tables)])
         layouts = layouts.take(self._allowed(layouts.cases))
@@ -978,7 +985,7 @@ class Search:
             self.use_host_memory(math.inf)
 
     def _layouts(self, every: Sequence[dict[str, int]]) -> _Layouts:
-        """Layouts of meshes; those that a search beside this one has made, too."""
+        """Returns the layouts of meshes, from the shared ``grids`` if possible."""
         size = self.graph.batch_size, self.graph.num_micro_batches
         apart = self.split and (self.split.shared, self.split.parents)
         asked = self.request.zero, self.request.num_micro_batches, self.request.combine
@@ -1004,7 +1011,7 @@ class Search:
     def _on_grid(
         self, pairs: Sequence[tuple[dict[str, int], dict[int, Table]]]
     ) -> _Layouts:
-        """Meshes with their tables at every ZeRO level."""
+        """Returns the layouts of meshes with their tables, at every ZeRO level."""
         distinct: dict[int, int] = {}
         table, levels, counts = [], [], []
         for mesh, tables in pairs:
@@ -1031,7 +1038,9 @@ class Search:
         return _Layouts(cases=cases, counts=counts, meshes=meshes_of)
 
     def _allowed(self, cases: LayoutCases) -> np.ndarray:
-        """Indices of the cases whose storage obeys metadata and shards something."""
+        """Returns the indices of the cases whose storage obeys metadata and shards
+        enough.
+        """
         number = len(cases)
         ignores = np.zeros(number, dtype=bool)
         shares = {axis: np.ones(number) for axis in ("fsdp", "data")}
@@ -1046,7 +1055,7 @@ class Search:
         stores = {"fsdp": cases.mesh["fsdp"] > 1, "data": cases.zero > 0}
         for axis, here in stores.items():
             asked = axis in fixed or (axis == "data" and self.request.zero)
-            # A storage axis that divides little of the parameters is another plan's.
+            # A storage axis that shards few of the parameters is not worth a plan.
             little = allowed & here & (shares[axis] < LEAST_SHARE)
             if not asked:
                 why = f"{axis} would shard less than half of the parameters"
@@ -1055,7 +1064,7 @@ class Search:
         return np.flatnonzero(allowed)
 
     def _zero_levels(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
-        """Levels of ZeRO that are tried."""
+        """Returns the ZeRO levels to try."""
         levels: tuple[int, ...] = (0, 1, 2) if mesh["data"] > 1 else (0,)
         if self.request.zero is not None:
             levels = (self.request.zero,)
@@ -1068,11 +1077,11 @@ class Search:
         rows: np.ndarray,
         groups: Sequence[Sequence[Offload]],
     ) -> np.ndarray:
-        """Whether devices hold cases with the fewest or the most micro-batches.
+        """Returns whether cases fit with the fewest or the most micro-batches.
 
-        State of the optimizer takes no room of its own while it is in host memory, as
-        parameters and activations do that pass through the device: sets without it are
-        looked at where there are none with it, or hosts are short.
+        Offloaded optimizer state needs no memory on the device, while offloaded
+        parameters and activations pass through it. So offloads without it are tried
+        only if none includes it, or if host memory is short.
         """
         result = np.zeros(len(rows), dtype=bool)
         hosts = np.zeros(len(rows), dtype=bool)
@@ -1099,7 +1108,7 @@ class Search:
         rows: np.ndarray,
         group: Sequence[Offload],
     ) -> tuple[list[LayoutCandidate], np.ndarray]:
-        """Plans of some cases with each of some sets in host memory.
+        """Makes plans of some cases with each of several offloads.
 
         Returns:
             The plans, and whether any fits with the fewest micro-batches, by case.
@@ -1132,9 +1141,9 @@ class Search:
         rows: np.ndarray,
         offload: Offload,
     ) -> tuple[list[LayoutCandidate], np.ndarray]:
-        """Plans with as few micro-batches as fit, or as many as there can be.
+        """Makes plans with the fewest micro-batches that fit, or the most possible.
 
-        Of very many meshes, only plans that fit are made, and the nearest to that.
+        With very many meshes, it makes only plans that fit, and the nearest to fitting.
 
         Returns:
             The plans, and whether they fit with the fewest micro-batches, by case.
@@ -1176,7 +1185,7 @@ class Search:
         memory: MemoryColumns,
         offload: Offload,
     ) -> list[LayoutCandidate]:
-        """Plans of some of the cases whose numbers of micro-batches are chosen."""
+        """Makes plans of some cases with chosen numbers of micro-batches."""
         if not len(places):
             return []
         rows, cases, memory = rows[places], cases.take(places), memory.take(places)
@@ -1223,10 +1232,10 @@ class Search:
         rows: np.ndarray,
         cases: LayoutCases,
     ) -> TimeColumns:
-        """Time of some layouts with numbers of micro-batches of their own.
+        """Returns the times of some layouts, each with its number of micro-batches.
 
-        Of few layouts all numbers are evaluated at once: that takes hardly longer than
-        one of them, and others will be asked for.
+        For few layouts, it evaluates all numbers at once: that is hardly slower than
+        one, and later calls need the others.
         """
         if (layouts.cases.count[rows] == cases.count).all():
             return times.take(rows)
@@ -1254,7 +1263,7 @@ class Search:
         cases: LayoutCases,
         offload: Offload,
     ) -> MemoryColumns:
-        """Memory of some layouts with numbers of micro-batches of their own."""
+        """Returns the memory of some layouts, each with its number of micro-batches."""
         here = None
         if self.cluster.compiler.reduces_at_end:
             here = self._times_at(layouts, times, rows, cases)
@@ -1267,7 +1276,9 @@ class Search:
         rows: np.ndarray,
         offload: Offload,
     ) -> tuple[LayoutCases, MemoryColumns]:
-        """Cases with the fewest micro-batches that fit, or the most there can be."""
+        """Returns cases with the fewest micro-batches that fit, or the most possible,
+        and their memory.
+        """
         cases = layouts.at(rows, 0)
         memory = self._memory(layouts, times, rows, cases, offload)
         fits = self.evaluator.fits(memory)
@@ -1301,11 +1312,11 @@ class Search:
     # What was evaluated.
 
     def layouts_of(self, scored: LayoutCandidate) -> tuple[LeafLayout, ...]:
-        """Layout of each parameter group of a plan of this search."""
+        """Returns the layout of each parameter group of a plan of this search."""
         return lay_out(self.facts, scored.tables, scored.mesh, scored.zero)
 
     def collectives_of(self, scored: LayoutCandidate) -> tuple[Collective, ...]:
-        """Collectives of one step of a plan of this search, as they run."""
+        """Returns the collectives that one step of a plan of this search runs."""
         return self.evaluator.times(self._case(scored)).collectives
 
     def _case(self, scored: LayoutCandidate) -> LayoutCases:
@@ -1313,7 +1324,7 @@ class Search:
         return self.evaluator.case(*given)
 
     def lacks(self, memory: MemoryTerms) -> tuple[int, int]:
-        """Bytes that a plan lacks on a device, and of its part of the host."""
+        """Returns the missing bytes of device memory and of host memory of a plan."""
         room = min(k.host_memory_bytes or memory.host_bytes for k in self.cluster.kinds)
         device = memory.total_bytes - self.cluster.memory_bytes
         return max(0, device), max(0, memory.host_bytes - room)
@@ -1322,7 +1333,7 @@ class Search:
         """Returns the memory of a plan with the activations of several micro-batches.
 
         Args:
-            scored: One of this search.
+            scored: Plan of this search.
             in_flight: Number of micro-batches in flight.
         """
         case, offload = self._case(scored), scored.offload
@@ -1331,18 +1342,18 @@ class Search:
     def reported(self, scored: LayoutCandidate) -> MemoryTerms:
         """Returns the memory of a plan's compiled program.
 
-        It takes more than it has to where its compiler puts products of weights'
-        gradients off: it does so while memory holds what they read, and else for none.
+        The program needs extra memory if its compiler postpones products of weights'
+        gradients. It postpones all of them if their operands fit, otherwise none.
 
         Args:
-            scored: One of this search.
+            scored: Plan of this search.
         """
         cluster, result = self.cluster, scored.memory
         hides = cluster.compiler.hides_updates and scored.fits
         if not hides or not {k.name for k in cluster.kinds} <= HIDES_UPDATES_ON:
             return result
         others = any(n > 1 for axis, n in scored.mesh.items() if axis != "data")
-        # Vectors of all layers are gathered at once, behind the last gradient.
+        # Vectors of all layers are gathered at once, after the last gradient.
         pairs = zip(self.facts.groups, scored.layouts, strict=True)
         vectors = [one for (group, _), one in pairs if len(group.shape) == 1]
         if others or all(vector.optimizer == vector.param for vector in vectors):
@@ -1356,7 +1367,7 @@ class Search:
         """Returns the cost setting of rows on a mesh with ``count`` micro-batches.
 
         Args:
-            mesh: Sizes of the axes; arrays are of many meshes.
+            mesh: Sizes of the axes, or arrays with the sizes of many meshes.
             count: Micro-batches, or an array of them.
         """
         return self.evaluator.setting(mesh, count)
@@ -1364,18 +1375,18 @@ class Search:
     def _micro_batches(
         self, mesh: Mapping[str, int], tables: Mapping[int, Table]
     ) -> tuple[int, ...]:
-        """Numbers of micro-batches that there can be, rising."""
+        """Returns the possible numbers of micro-batches, ascending."""
         fixed = self.request.num_micro_batches
         if fixed is not None:
             return (fixed,)
         parts = max(self.options.batch_parts(t, mesh) for t in tables.values())
         size = self.graph.batch_size
-        # A program for one sample has no dimension that tells what is set apart.
+        # With one sample, no batch dimension marks the values between products.
         most = size if self.split is None else max(1, size - 1)
         return tuple(n for n in divisors(size // parts) if n <= most)
 
     def product_flops(self, scored: LayoutCandidate) -> int:
-        """FLOPs of matrix products on one device in one step."""
+        """Returns the FLOPs of matrix products on one device in one step."""
         s = self.setting(scored.mesh, scored.num_micro_batches)
         total = sum(
             row_flops(row, row_hits(row, scored.tables[row.task_graph], s), s)
@@ -1385,13 +1396,13 @@ class Search:
 
 
 def _ends(row: Row, window: Window) -> tuple[int, int]:
-    """Extents of the operand and the result along which a window slides."""
+    """Returns the extents of operand and result along a window's dimension."""
     size = math.prod(row.operands[0].sizes[window.dim])
     return size, math.prod(row.results[0].sizes[window.out])
 
 
 def ranked(scored: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Best first: the fastest, ties broken by memory, then by communication."""
+    """Sorts plans, the fastest first; memory, then communication, breaks ties."""
     return best_first(
         scored,
         seconds=lambda s: s.time.step_seconds,

@@ -1,7 +1,7 @@
-"""A lower bound on the seconds of a micro-batch, by the number of micro-batches.
+"""Lower bounds on the seconds of a micro-batch, by the number of micro-batches.
 
-Pipelines are searched for each number of micro-batches; numbers with which none can be
-fast enough are left out.
+The search for pipelines tries each number of micro-batches. It skips numbers with which
+no pipeline can be fast enough.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from whalejax.planner.step_options import options_off
 
 
 MOST_ROUNDS = 16
-"""Micro-batches that are weighed, for each stage."""
+"""Largest evaluated number of micro-batches per stage."""
 
 
 def least_stage_steps(
@@ -38,23 +38,23 @@ def least_stage_steps(
     known: ProgramCache,
     most: int,
 ) -> dict[int, float]:
-    """Least seconds of a step in each number of stages of alike devices.
+    """Returns the least seconds of a step for each number of stages of equal devices.
 
-    Stages take no less than an even part of what all of the model takes on the devices
-    of one, in layouts of which they hold an even part of parameters and state. Stages
-    that divide a scan compute at least what is no product again, and each
-    micro-batch passes through them in turn.
+    The bound takes the time of the full model on the devices of one stage, and divides
+    it by the number of stages. A layout counts if an even part of its parameters and
+    state fits. Stages that divide a scan recompute at least all but the products, and
+    each micro-batch passes through the stages in turn.
 
     Args:
         graph: Captured loss.
         cluster: Devices of one kind.
-        request: Options of the question, over all devices.
+        request: Options of the search, over all devices.
         again: Traces other programs of the loss.
         known: Programs that were analysed before.
-        most: Most stages.
+        most: Largest number of stages.
 
     Returns:
-        Seconds by number of stages; those that no layout has are left out.
+        Seconds by number of stages; numbers without a layout are left out.
     """
     devices = request.num_devices
     samples = graph.batch_size * graph.num_micro_batches
@@ -108,17 +108,17 @@ def least_stage_steps(
 def least_paces(
     search: Search, counts: Collection[int]
 ) -> dict[int, tuple[float, float]]:
-    """Least seconds of a micro-batch in any layout, whether memory holds it or not.
+    """Returns the least seconds of a micro-batch in any layout, whether it fits or not.
 
-    Plans that shard the sequence beside ``tensor`` are bounded by those that do not.
+    The bounds also hold for plans that shard the sequence over ``tensor``.
 
     Args:
-        search: Search of the program that computes nothing again.
+        search: Search of the program without remat.
         counts: Numbers of micro-batches.
 
     Returns:
         Seconds of a micro-batch and of its forward pass, by number of micro-batches; 0
-        where no layout has that number, which the search for it says why.
+        if no layout has that number, for which the search itself reports the reason.
     """
     paces = dict.fromkeys(counts, (0.0, 0.0))
     cases = search.at_every_count({search.request.num_devices: counts})
@@ -133,18 +133,17 @@ def least_paces(
 
 
 def _paces(search: Search, cases: LayoutCases) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a micro-batch and of what its forward pass computes, by case."""
+    """Returns the seconds of a micro-batch and of its forward pass, by case."""
     times = search.evaluator.times(cases)
     tensor = cases.mesh["tensor"]
     _, step = times.sequence_parallel(tensor)
-    # A forward pass is a third of what is not computed again.
+    # A forward pass takes a third of the time without recomputation.
     shared = times.between / cases.count / 3 * (1 - 1 / tensor)
     return (step - times.terms["update"]) / cases.count, times.ahead - shared
 
 
 def not_faster(stages: int, known_seconds: float) -> NotFaster:
-    """Returns the error for numbers of stages in which no plan is faster than a known
-    one.
+    """Returns the error for a number of stages without a plan faster than a known one.
 
     Args:
         stages: Number of stages.

@@ -1,8 +1,8 @@
-"""The replicas of unlike devices that are weighed first: an estimate of each.
+"""Estimates of replicas on mixed devices, which choose those to evaluate first.
 
 Layouts of replicas of all sizes are evaluated as arrays, at all numbers of
-micro-batches: all replicas have the fastest that the kind with the least memory holds.
-What an estimate leaves out is sequence parallelism and host memory.
+micro-batches. All replicas use the fastest layout that fits the device kind with the
+least memory. Estimates leave out sequence parallelism and host memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from whalejax.planner.step_options import ProgramOptions
 
 
 SLACK: Final = 0.1
-"""How much slower than the fastest estimate replicas may be that are weighed."""
+"""Largest relative slowdown against the fastest estimate for replicas to evaluate."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class LikelyReplicas:
     """Replicas that may be among the fastest.
 
     Attributes:
-        case: Devices of a replica, micro-batches and the ZeRO level.
+        case: Devices of a replica, number of micro-batches and ZeRO level.
         seconds: Estimated seconds of a step.
     """
 
@@ -56,7 +56,7 @@ class LikelyReplicas:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """The fastest layout of one case that the kind with the least memory holds.
+    """Fastest layout of one case that fits the device kind with the least memory.
 
     Attributes:
         program: Program of the loss.
@@ -83,13 +83,13 @@ def likely_replicas(
     Args:
         graph: Captured loss.
         cluster: Devices of several kinds.
-        request: Options of the question, over all replicas.
+        request: Options of the search, over all replicas.
         allowed: Numbers of micro-batches of all replicas, by the devices of a replica.
         again: Traces other programs of the loss.
         known: Programs that were analysed before.
 
     Returns:
-        Those within ``SLACK`` of the fastest, the fastest first.
+        Replicas within ``SLACK`` of the fastest, the fastest first.
     """
     analyses = ProgramAnalyses(
         graph=graph,
@@ -113,7 +113,7 @@ class _Estimates:
     Args:
         analyses: Programs of the loss.
         cluster: Devices of several kinds.
-        request: Options of the question, over all replicas.
+        request: Options of the search, over all replicas.
         allowed: Numbers of micro-batches of all replicas, by the devices of a replica.
     """
 
@@ -132,7 +132,7 @@ class _Estimates:
         self._evaluated: dict[ProgramOptions, tuple[Evaluator, LayoutCases]] = {}
 
     def step_seconds(self) -> dict[SharesCase, float]:
-        """Seconds of a step, of the replicas that every kind of device holds."""
+        """Returns the step seconds of the replicas that fit every kind of device."""
         layouts = self._layouts()
         paces: dict[tuple[SharesCase, DeviceKind], tuple[float, float]] = {}
         for program, (evaluator, cases) in self._evaluated.items():
@@ -156,7 +156,7 @@ class _Estimates:
         return result
 
     def _exchange_seconds(self, case: SharesCase, nbytes: int) -> float:
-        """Seconds in which replicas reduce gradients, and gather parameters."""
+        """Returns the seconds to reduce gradients and, with ZeRO, gather parameters."""
         mesh = {DATA: len(self.devices) // case.size, "replica": case.size}
         parts = axis_parts((DATA,), mesh, self.cluster)
         kinds: tuple[CollectiveKind, ...] = ("all-reduce", "all-gather")
@@ -164,7 +164,7 @@ class _Estimates:
         return sum(float(collective_seconds(one, nbytes, parts)) for one in several)
 
     def _layouts(self) -> dict[SharesCase, _Layout]:
-        """Layouts of the programs that compute least again of those that fit."""
+        """Returns the fitting layout with the least remat of each case."""
         request, ring = self.request, ((ALL, "ring"),)
         remats: Sequence[Remat] = [
             ((ALL, policy),) if policy != "none" else () for policy in request.policies
@@ -198,7 +198,7 @@ class _Estimates:
         return devices_of_kind(self.cluster, kind, max(self.allowed))
 
     def _search(self, program: ProgramOptions) -> Search | None:
-        """Search of one replica on the kind with the least memory."""
+        """Returns a search of one replica on the device kind with the least memory."""
         analysed = self.analyses.of(*program)
         if analysed is None:
             return None
@@ -219,7 +219,9 @@ class _Estimates:
     def _fastest(
         self, program: ProgramOptions, levels: Sequence[int]
     ) -> dict[SharesCase, tuple[float, _Layout]]:
-        """Layouts that the kind with the least memory holds, and their pace there."""
+        """Returns the fastest layouts that fit the device kind with the least memory,
+        with the seconds of a micro-batch there.
+        """
         search = self._search(program)
         cases = None if search is None else search.at_every_count(self.allowed)
         if search is None or cases is None or not len(cases):
@@ -229,7 +231,7 @@ class _Estimates:
         offload = self.request.offload or ()
         memory = search.evaluator.memory(cases, offload, times=times)
         pace = (times.step - times.terms["update"]) / cases.count
-        # Beside the gradients there is the buffer in which they are exchanged.
+        # The buffer of the gradient exchange has the size of the gradients.
         gradients = memory.terms["gradients"]
         needs = memory.total + gradients
         sliced = memory.terms["optimizer"] * (1 - cases.devices / len(self.devices))

@@ -1,9 +1,9 @@
-"""Samples that a device takes at a time, and a note where plans differ in them.
+"""Samples that a device processes at a time, and a note if plans differ in them.
 
-``num_micro_batches`` cuts the global batch. What a device then takes at a time depends
-on the plan: where replicas have shares each takes whole micro-batches, elsewhere all of
-them share every one. Plans that were asked for with one fixed number on several
-clusters may so differ in what a device does at once, and in how fast it can do it.
+``num_micro_batches`` divides the global batch. The samples that a device then processes
+at a time depend on the plan: with shares, each replica takes complete micro-batches;
+without, all replicas share each micro-batch. So plans for several clusters with one
+fixed number may differ in the work per device, and in its efficiency.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ P = TypeVar("P", bound=PlanData)
 
 
 def samples_at_a_time(plan: PlanData) -> float:
-    """The work that one device does at once, in samples of its stage.
+    """Returns the work that one device does at a time, in samples of its stage.
 
-    Devices share the samples of a micro-batch, or each sample's work: a device of four
-    under ``tensor`` that see four samples does the work of one.
+    Devices share the samples of a micro-batch, or the work of each sample: if four
+    devices under ``tensor`` process four samples, each does the work of one.
 
     Args:
-        plan: The batch is dimension 0 of its leaves.
+        plan: Plan whose batch leaves have the samples in dimension 0.
     """
     mesh = dict(plan.axis_sizes)
     for one in plan.stage_plans[:1]:
@@ -43,11 +43,11 @@ def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
     """Returns the note on a number of micro-batches that means several sizes.
 
     Args:
-        asked: The number.
+        asked: Requested number of micro-batches.
         samples: Samples per micro-batch and device, by the name of the cluster.
 
     Returns:
-        One note, or none where all are alike.
+        One note, or none if all clusters have equal samples.
 
     >>> unlike_note(8, {"a": 4.0, "b": 4.0})
     ()
@@ -70,12 +70,12 @@ def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def with_samples_note(before: PlanData, after: P, changes: Mapping[str, Any]) -> P:
-    """A plan on another cluster, with what is to be said of its micro-batches.
+    """Returns a plan for another cluster, with the note on its micro-batches.
 
     Args:
-        before: The plan that was asked what would be.
-        after: The answer.
-        changes: Changes that were asked for.
+        before: Original plan.
+        after: Plan with the changes.
+        changes: Requested changes.
     """
     asked = getattr(before.question, "num_micro_batches", None)
     if asked is None or "cluster" not in changes or "num_micro_batches" in changes:

@@ -1,7 +1,4 @@
-"""Ranks plans: the fastest first, and the leanest of those that tie.
-
-And how far a search has come with them.
-"""
+"""Ranks plans: the fastest first; among ties, the one with the least memory."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from typing import TypeVar
 Weighable = TypeVar("Weighable")
 
 TIE = 0.005
-"""Plans closer than this part of the best step time count as equally fast."""
+"""Largest relative difference of step times that count as equal."""
 
 SURE = 0.1
-"""By which part of its time a plan of another sort has to be faster to be taken or
-named where nobody asks for it: predictions of two sorts are no closer to each other."""
+"""Least relative speedup at which a plan of another kind is chosen or reported without
+a request: predictions of different kinds are not more precise than that."""
 
 
 def best_first(
@@ -27,13 +24,13 @@ def best_first(
     ties: Callable[[Weighable], tuple[float, float]],
     most: int = 32,
 ) -> list[Weighable]:
-    """Plans, the fastest first; among those that tie, the one with the least ``ties``.
+    """Returns plans, the fastest first; among ties, the one with the least ``ties``.
 
     Args:
         plans: Plans in any order.
-        seconds: Step time of one.
-        ties: Memory and communication of one.
-        most: Number of plans to rank; the rest is in order of time alone.
+        seconds: Function that returns the step time of a plan.
+        ties: Function that returns the memory and communication of a plan.
+        most: Number of plans to rank; the others are in order of time alone.
     """
     left = sorted(plans, key=seconds)
     first: list[Weighable] = []

@@ -1,4 +1,4 @@
-"""``Request``: what is asked of a search; and the candidates that it evaluates."""
+"""``Request``, the options of a search, and the candidates that it evaluates."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ class OffloadableState:
     """State that an optimizer updates in chunks, so that it may be in host memory.
 
     Attributes:
-        state: Bytes of its state, by the path of the parameter that it follows.
-        params: Paths of parameters that may lie there themselves.
+        state: Bytes of optimizer state, by the path of its parameter.
+        params: Paths of parameters that may be in host memory themselves.
     """
 
     state: Mapping[str, int] = field(default_factory=dict)
     params: frozenset[str] = frozenset()
 
     def with_state(self, nbytes: Callable[[str, int], int]) -> OffloadableState:
-        """The same for a part of a model, which has less of the state.
+        """Returns a copy for a part of a model, which has less of the state.
 
         Args:
-            nbytes: Bytes of the state there, from the path and the bytes of all of it.
+            nbytes: Function from a path and the bytes of its full state to the bytes in
+                the part.
         """
         state = {path: nbytes(path, whole) for path, whole in self.state.items()}
         return replace(self, state=state)
@@ -42,35 +43,36 @@ class OffloadableState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(FixedOptions):
-    """Question of a search, beside the graph and the cluster; extends ``FixedOptions``.
+    """Options of a search, apart from graph and cluster; extends ``FixedOptions``.
 
     Attributes:
-        optimizer: Bytes of its state.
-        state_bytes: Bytes that are neither trained nor computed.
+        optimizer: Bytes of the optimizer state.
+        state_bytes: Bytes of state that is neither trained nor computed.
         batch_bytes: Bytes of each leaf of the global batch.
         num_micro_batches: Fixed by the user, or None for the search to choose.
         default: Strategy kind of unmarked operations (``"replicate"`` or ``"split"``),
             or None to leave them to the search.
-        cast_bytes: Bytes of a parameter as computed with, over its stored bytes.
-        narrowed: Only some TaskGraphs compute in 16 bits; of what is read in them, the
-            graph says it.
+        cast_bytes: Bytes of a parameter in its compute type, over its stored bytes.
+        narrowed: Whether only some TaskGraphs compute in 16 bits; the graph marks the
+            tensors that they read.
         num_devices: Devices to use.
         mesh: Axis sizes that the user fixed; others are searched.
         zero: ZeRO level over ``data`` that the user fixed, or None.
         policies: Remat policies to choose from, the one that saves most first.
         hosted: Function that returns the state that the optimizer can update in chunks,
-            so that it may be in host memory; called where it matters.
-        sliced: Paths of parameters whose optimizer state is updated element by element,
-            so that each replica can keep a slice; asked for where it matters.
-        in_flight: Micro-batches whose activations are kept at once, as in a stage of a
-            pipeline.
+            so that it may be in host memory; called only if needed.
+        sliced: Function that returns the paths of parameters whose optimizer state is
+            updated element by element, so that each replica can keep a slice; called
+            only if needed.
+        in_flight: Micro-batches whose activations are saved at once, as in a pipeline
+            stage.
         copies: Least number of copies of the model, by the marks: ``data`` × ``fsdp`` ×
             ``context`` is a multiple of it.
         estimate: Whether the plan may use features that no executor of this version
             runs.
-        one_part: A stage has one part of the model: no schedule interleaves several.
-        is_part: Devices are those of a stage or a replica, which hold more than a
-            search of them alone sees.
+        one_part: Whether a stage has only one part of the model, without interleaving.
+        is_part: Whether the devices are those of one stage or replica; they then store
+            more than this search knows.
     """
 
     optimizer: OptimizerBytes
@@ -97,27 +99,27 @@ class PlanDetails(Protocol):
     """Details of a plan that are computed on demand."""
 
     def layouts_of(self, scored: LayoutCandidate) -> tuple[LeafLayout, ...]:
-        """Layout of each parameter group."""
+        """Returns the layout of each parameter group."""
 
     def collectives_of(self, scored: LayoutCandidate) -> tuple[Collective, ...]:
-        """Collectives of one step, as the compiler runs them."""
+        """Returns the collectives of one step, as the compiler runs them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCandidate(StepOptions):
-    """One evaluated plan: its ``StepOptions``, and what they come with.
+    """One evaluated plan: its ``StepOptions``, layout and predictions.
 
     Attributes:
         mesh: Axis sizes, outermost first, all axes present.
         zero: ZeRO level over ``data``.
-        num_micro_batches: Parts of the batch.
+        num_micro_batches: Number of micro-batches in a step.
         tables: Compute table of each TaskGraph.
-        facts: The parameters.
-        details: Works out ``layouts`` and ``collectives``.
-        time, memory: Predictions.
+        facts: Parameters of the model, in groups of equal ones.
+        details: Computes ``layouts`` and ``collectives``.
+        time, memory: Predicted time and memory of a step.
         wire_bytes: Payload of all collectives in a step, for breaking ties.
-        fits: Memory is within the device's.
-        roomy: So it is with as few micro-batches as there can be.
+        fits: Whether the plan fits in memory.
+        roomy: Whether it fits with the smallest possible number of micro-batches.
         sequence_parallel_seconds: Likely and least seconds of a step of this layout
             with the sequence sharded over ``tensor`` between products.
     """
@@ -147,12 +149,12 @@ class LayoutCandidate(StepOptions):
 
     @property
     def leaves(self) -> tuple[LeafPlan, ...]:
-        """The plan of every parameter."""
+        """Plan of every parameter."""
         return self.facts.leaves(self.layouts, self.tables, self.mesh)
 
     @property
     def layout(self) -> str:
-        """The layout in words."""
+        """Text that describes the layout."""
         axes = [f"{a} {n}" for a, n in self.mesh.items() if n > 1]
         words = " × ".join(axes) or "one device"
         if self.zero:

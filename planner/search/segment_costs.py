@@ -1,7 +1,7 @@
-"""Time, memory and traffic of a model's segments, between places where it may be cut.
+"""Time, memory and transfers of a model's segments, between its cut points.
 
-A model that is cut into stages is cut at borders, and a layout of the whole says what
-lies between any two of them costs: the same rows as the search's, folded by segment.
+A model is cut into stages at cut points. The cost rows of a layout of the full model,
+summed by segment, give the cost between any two of them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from whalejax.planner.sharding.operation_rows import OperationRows
 
 
 class SegmentOperations:
-    """A model's operations by segment, whatever their layout.
+    """Operations of a model by segment, for any layout.
 
     Attributes:
-        units: The program.
-        analysed: The same with its logical dimensions.
-        borders: Names of the parameters whose reading begins each segment but the
+        units: Program in units.
+        analysed: Graph of the program with its logical dimensions.
+        borders: Name of the parameter whose first read starts each segment but the
             first, in order.
-        at: The unit that each of these begins with.
+        at: Unit at which each of these segments starts.
     """
 
     def __init__(
@@ -55,24 +55,24 @@ class SegmentOperations:
         self._copies_kernels = copies_kernels
         order = sorted(units.borders.items(), key=lambda pair: pair[1])
         at = [border for _, border in order]
-        # Of two names for one border the first is kept.
+        # If two names mean one cut point, the first is kept.
         self.borders = [
             name for i, (name, border) in enumerate(order) if border not in at[:i]
         ]
         self.at = sorted(set(at))
 
     def segment_of(self, unit: int) -> int:
-        """The segment that a unit lies in."""
+        """Returns the segment of a unit."""
         return bisect_right(self.at, unit)
 
     @property
     def count(self) -> int:
-        """Returns the number of segments."""
+        """Number of segments."""
         return len(self.at) + 1
 
     @functools.cached_property
     def _regions(self) -> tuple[Graph, list[tuple[int, int]]]:
-        """The graph with a TaskGraph for each segment of each of its own."""
+        """Graph with one TaskGraph for each pair of segment and original TaskGraph."""
         graph, spots = self.analysed.graph, dict[tuple[int, int], int]()
         ops = []
         for op in graph.ops:
@@ -86,17 +86,17 @@ class SegmentOperations:
 
     @property
     def spots(self) -> list[tuple[int, int]]:
-        """Segment and TaskGraph of each region that rows are folded by."""
+        """Segment and original TaskGraph of each region."""
         return self._regions[1]
 
     @functools.cached_property
     def rows(self) -> OperationRows:
-        """Returns the cost rows of operations, by these regions."""
+        """Cost rows of operations, by these regions."""
         return build_rows(self._regions[0], self.analysed.dims)
 
     @functools.cached_property
     def saved(self) -> Sequence[SavedTensorGroup]:
-        """Returns the saved tensors, by these regions."""
+        """Saved tensors, by these regions."""
         graph = self._regions[0]
         weight = graph.weight_tensors()
         copies = self._copies_kernels
@@ -105,12 +105,12 @@ class SegmentOperations:
 
 
 class Segments:
-    """A model's segments in one layout.
+    """Segments of a model in one layout.
 
     Attributes:
-        folded: Its operations by segment.
-        search, scored: The layout, and the search that found it.
-        handed: Seconds in which so many bytes reach the next stage.
+        folded: Operations of the model by segment.
+        search, scored: Search that found the layout, and the layout.
+        handed: Function from bytes to the seconds of their transfer to the next stage.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class Segments:
         self.scored = scored
 
     def starts(self, counts: Sequence[int]) -> tuple[str, ...]:
-        """Returns the cut points of parts with so many segments each."""
+        """Returns the cut points of parts, from the number of segments of each."""
         ends, borders = itertools.accumulate(counts), self.folded.borders
         return tuple(borders[end - 1] for end in ends if end <= len(borders))
 
     @property
     def setting(self) -> CostSetting:
-        """Returns the cost setting of the rows."""
+        """Cost setting of the rows."""
         return self.search.setting(self.scored.mesh, self.scored.num_micro_batches)
 
     @functools.cached_property
@@ -142,7 +142,7 @@ class Segments:
 
     @functools.cached_property
     def seconds(self) -> list[float]:
-        """Returns each segment's seconds, forward and backward of a micro-batch."""
+        """Seconds of each segment's forward and backward pass of a micro-batch."""
         rows, spots = self.folded.rows, self.folded.spots
         s, result = self.setting, [0.0] * self.folded.count
         launch = self.search.cluster.slowest.launch_seconds
@@ -159,7 +159,7 @@ class Segments:
 
     @functools.cached_property
     def layers(self) -> list[Layer]:
-        """The segments as links of a chain."""
+        """Segments as links of a chain."""
         saved, kept = self.folded.saved, [0.0] * self.folded.count
         sizes = kept_bytes(saved, self._tables, self.setting)
         for entry, nbytes in zip(saved, sizes, strict=True):
@@ -183,7 +183,7 @@ class Segments:
         )
 
     def layers_of(self, division: Division) -> list[Layer]:
-        """The parts of a division as links of a chain."""
+        """Returns the parts of a division as links of a chain."""
         layers = []
         for each in self._shares(division):
             links = [(self.layers[i], share) for i, share in each.items()]
@@ -214,7 +214,9 @@ class Segments:
         ]
 
     def _static_bytes(self) -> list[float]:
-        """Parameters, gradients and optimizer state, where they are read first."""
+        """Returns each segment's bytes of parameters, gradients and optimizer state; a
+        parameter counts for its first reader.
+        """
         facts, mesh = self.scored.facts, self.scored.mesh
         static_bytes, seen = [0.0] * self.folded.count, set[int]()
         units = self.folded.units

@@ -1,10 +1,9 @@
 """Searches for the best layout of one program, from a captured loss and a cluster.
 
-Checks what can be checked before searching, searches, and writes down what was
-decided with everything needed to explain it.
+It checks the request, searches, and records the decision with its explanation.
 
 The module is long because ``ProgramSearches`` tries the programs of a loss in an order
-in which each bounds those behind it.
+in which each bounds the later ones.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from whalejax.planner.step_options import LOSS_CHUNKS
 
 
 def analysed_for(plan: PlanData, graph: Graph) -> GraphAnalysis:
-    """A graph with the TaskGraphs of a plan.
+    """Returns a graph with the TaskGraphs of a plan.
 
     Args:
-        plan: Made for the same model.
-        graph: A trace of it.
+        plan: Plan of the same model.
+        graph: Graph of the model.
     """
     analysed = analyse_graph(graph)
     if not plan.sequence_parallel:
@@ -70,12 +69,12 @@ def analysed_for(plan: PlanData, graph: Graph) -> GraphAnalysis:
 
 
 Again = Callable[[Remat, Chosen, int], Graph]
-"""The captured loss with some TaskGraphs computed again in the backward pass, some
-attention run in blocks, and logits made of a part of the tokens at a time."""
+"""Function that returns the captured loss with remat of some TaskGraphs, blockwise
+attention in some, and logits computed in a number of chunks."""
 
 
 MOST_GRIDS = 32
-"""Grids of layouts that are kept for later searches."""
+"""Largest number of layout grids that are kept for later searches."""
 
 
 class ProgramCache(
@@ -84,15 +83,15 @@ class ProgramCache(
         "tuple[GraphAnalysis, AnalysedProgram] | None",
     ]
 ):
-    """Programs of one loss, as policies, attention and chunks make them, for devices of
-    a compiler; None where there is no such program.
+    """Programs of one loss, by remat, attention, chunks and compiler; None if there is
+    no such program.
 
     Attributes:
-        grids: Layouts that the last searches of some of them have made.
+        grids: Layouts of the last searches.
     """
 
     def __init__(self) -> None:
-        """Starts without programs."""
+        """Initialises the cache, without programs."""
         super().__init__()
         self.grids: deque[KnownLayouts] = deque(maxlen=MOST_GRIDS)
 
@@ -102,12 +101,12 @@ class SpmdDecision:
     """Result of a search.
 
     Attributes:
-        analysed: The graph that was searched.
-        search: The search.
-        weighed: Its plans, of which the first is taken.
-        gap: Part of the step by which another plan of one program may be faster; None
-            for a stage or a replica.
-        on_paper: A clearly faster plan of one program that no executor runs, or None.
+        analysed: Analysed graph of the chosen plan.
+        search: Search that found the plan.
+        weighed: Evaluated plans, of which the first is chosen.
+        gap: Fraction of the step by which another plan of one program may be faster;
+            None for a stage or a replica.
+        on_paper: Clearly faster plan of one program that no executor runs, or None.
     """
 
     analysed: GraphAnalysis
@@ -124,10 +123,10 @@ def decided_on(
     again: Again | None = None,
     known: ProgramCache | None = None,
 ) -> SpmdDecision:
-    """Search; ``decide`` without the checks before and the writing after it.
+    """Searches without the checks and the records of ``decide``.
 
     Args:
-        graph, cluster, request, again, known: Arguments of ``decide``, unchanged.
+        graph, cluster, request, again, known: Arguments of ``decide``.
 
     Raises:
         PlanError: No plan fits.
@@ -160,7 +159,7 @@ def decided_on(
 
 
 def _without_needless(fits: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Plans without those that keep more in host memory than others that tie."""
+    """Returns plans without those that offload more than others that are as fast."""
     alike: dict[object, list[LayoutCandidate]] = {}
     for one in fits:
         # All other options are those of the search that gives the details.
@@ -188,11 +187,11 @@ def searches(
     again: Again | None,
     known: ProgramCache | None = None,
 ) -> ProgramSearches:
-    """One search for each policy of remat that may be worth it, the lightest first.
+    """Returns a search for each remat policy that may pay off, the least remat first.
 
-    Computing again takes time and gives memory: where every layout has enough with the
-    fewest micro-batches, or those that lack some would be slower with enough than what
-    fits, no policy can be better than none.
+    Remat costs time and saves memory. It cannot help if every layout fits with the
+    fewest micro-batches, or if the layouts that do not fit are slower anyway than one
+    that does.
     """
     known = ProgramCache() if known is None else known
     result = ProgramSearches(graph, cluster, request, again, known)
@@ -201,7 +200,7 @@ def searches(
 
 
 def _normalised_mesh(mesh: Mapping[str, int] | None) -> dict[str, int]:
-    """Returns the mesh that the user fixed, without spatial axes of one."""
+    """Returns the mesh that the user fixed, without spatial axes of size 1."""
     every = (mesh or {}).items()
     return {a: n for a, n in every if n > 1 or a not in SPATIAL_AXES}
 
@@ -209,7 +208,9 @@ def _normalised_mesh(mesh: Mapping[str, int] | None) -> dict[str, int]:
 def attention_variants(
     graph: Graph, request: Request, again: Again | None
 ) -> dict[Chosen, Graph]:
-    """The loss as it is, and with attention in blocks, as far as they are asked for."""
+    """Returns the requested variants of the loss: unchanged, and with blockwise
+    attention.
+    """
     variants: dict[Chosen, Graph] = {}
     if not request.attention:
         variants[()] = graph
@@ -228,7 +229,7 @@ class ProgramAnalyses:
     Attributes:
         graph: Captured loss.
         cluster: Devices and their compiler.
-        again: Traces other programs of the loss; None where there are none.
+        again: Traces other programs of the loss; None if there are none.
         known: Programs that were analysed before.
     """
 
@@ -240,7 +241,7 @@ class ProgramAnalyses:
     def of(
         self, remat: Remat, attention: Chosen, chunks: int
     ) -> tuple[GraphAnalysis, AnalysedProgram] | None:
-        """One program, or None where there is none such."""
+        """Returns one program, or None if there is no such program."""
         key = remat, attention, chunks, self.cluster.compiler
         if key not in self.known:
             graph = self._graph(remat, attention, chunks)
@@ -252,11 +253,11 @@ class ProgramAnalyses:
         return result, AnalysedProgram(result.graph, result.dims, self.cluster.compiler)
 
     def _graph(self, remat: Remat, attention: Chosen, chunks: int) -> Graph | None:
-        """A graph that is traced for it, or None where there is none such."""
+        """Traces the graph of a program; returns None if there is no such program."""
         if self.again is None or not (remat or attention or chunks > 1):
             return self.graph
         graph = self.graph
-        # Where nothing runs in blocks or chunks, none of it has to be computed again.
+        # Without blocks or chunks, there is no need to trace the program with remat.
         for policy in dict.fromkeys(((), remat)):
             graph = self.again(policy, attention, chunks)
             rings = any(op.kind == ATTENTION for op in graph.ops)
@@ -270,7 +271,7 @@ class ProgramSearches:
     """Searches of programs of one loss; each is bounded by the best before it.
 
     Attributes:
-        found: GraphAnalysis programs with their searches.
+        found: Analysed programs with their searches.
     """
 
     def __init__(
@@ -296,21 +297,21 @@ class ProgramSearches:
         self.hopeless = False
 
     def best_seconds(self) -> float:
-        """Step time of the fastest plan so far that fits; infinite without one."""
+        """Returns the step time of the fastest plan so far that fits, or infinity."""
         steps = (
             s.time.step_seconds for _, one in self.found for s in one.scored if s.fits
         )
         return min(steps, default=math.inf)
 
     def all(self) -> None:
-        """Searches every program that may be worth it."""
+        """Searches every program that may have the best plan."""
         request = self.request
         asked = request.loss_chunks or 1
         self.policies(request.attention or (), asked)
         if self.hopeless:
             return
         if request.attention is None and self.again is not None:
-            # In blocks it moves less even where nothing can share the sequence.
+            # Blockwise attention moves fewer bytes even if no axis shards the sequence.
             self.policies(((ALL, "ring"),), asked)
         if request.loss_chunks is None and self.again is not None:
             if any(self.gains(search) for _, search in self.found):
@@ -321,10 +322,10 @@ class ProgramSearches:
                 apart.use_host_memory(self.best_seconds())
 
     def use_host_memory(self, pairs: Sequence[tuple[GraphAnalysis, Search]]) -> None:
-        """Puts more in host memory, where with enough memory a plan may be the best.
+        """Tries more offload for layouts that lack memory and may be the best.
 
         Args:
-            pairs: Searches that have looked at their layouts.
+            pairs: Programs with their finished searches.
         """
         plain = [pair for pair in pairs if pair[1].split is None]
         others = [pair for pair in pairs if pair[1].split is not None]
@@ -347,19 +348,18 @@ class ProgramSearches:
         return last if best is None else best.attention
 
     def gains(self, search: Search) -> bool:
-        """Some plan that lacks memory would be the fastest if it had enough.
+        """Returns whether a plan that lacks memory would be the fastest with enough.
 
-        What gives memory takes time: else nothing that does can be faster than what
-        fits. Nor does it serve layouts that nothing else serves: where there is no
-        layout, other programs have none.
+        Saving memory costs time: without such a plan, no other program can be faster.
+        Nor do other programs allow more layouts: if this one has none, they have none.
         """
         best = self.best_seconds() * (1 + TIE)
         lacks = search.least_lacking < math.inf and search.least_lacking <= best
         return bool(search.hosting.nothing) or lacks
 
     def policies(self, attention: Chosen, chunks: int) -> None:
-        """Search with one way of attention and of logits, under policies of remat."""
-        # Of replicas and stages many are asked about, of which some fit.
+        """Searches the remat policies for one choice of attention and chunks."""
+        # Replicas and stages are searched many times, and some of them fit.
         first_of_all = not (self.found or self.request.is_part)
         lightest, *others = self.remats()
         if not self.search(lightest, attention, chunks):
@@ -383,11 +383,11 @@ class ProgramSearches:
         return [((ALL, p),) if p != "none" else () for p in policies]
 
     def leanest_lacks(self) -> bool:
-        """Whether the program of least memory lacks much of it under any layout.
+        """Returns whether the program with the least memory lacks much in any layout.
 
-        It computes all again, has attention in blocks, logits in parts, and what it can
-        in host memory. No other program of the loss takes notably less, so that where
-        this lacks more than ``HOPELESS`` of a device none of them has to be traced.
+        This program uses full remat, blockwise attention, logits in chunks and all
+        possible offload. No other program of the loss needs much less. So if this one
+        lacks more than ``HOPELESS`` of a device, no other has to be traced.
         """
         request = self.request
         blocks = ((ALL, "ring"),) if request.attention is None else request.attention
@@ -420,7 +420,7 @@ class ProgramSearches:
         attention: Chosen,
         chunks: int,
     ) -> bool:
-        """One program, and beside its best plans those that shard the sequence too.
+        """Searches one program, and its best plans also with sequence parallelism.
 
         Args:
             remat, attention, chunks: Options of the program.
@@ -462,8 +462,9 @@ class ProgramSearches:
         """Returns searches that also shard the sequence, for a search's best plans.
 
         Args:
-            analysed, plain: The program, and its search.
-            every: All that may be the best plan, not only the likeliest.
+            analysed, plain: Program and its search without sequence parallelism.
+            every: Whether to search all that may have the best plan, not only the most
+                likely ones.
         """
         options, asked = plain.options, self.request.sequence_parallel
         if asked is False or not options.sequence or plain.has_one_sample:
@@ -484,11 +485,11 @@ class ProgramSearches:
             near = dict(itertools.islice(near.items(), left))
         tried.update(near)
         if asked:
-            plain.scored = []  # Nor do they bound those that are asked for.
+            plain.scored = []  # They must not bound the requested plans.
         result = []
         for split in splits_between(analysed.graph, analysed.dims, near):
             if not split.parents:
-                continue  # Nothing stands between products.
+                continue  # There are no operations between products.
             apart = Search(
                 split.graph,
                 analysed.dims,
@@ -509,10 +510,10 @@ class ProgramSearches:
         return result
 
     def on_paper(self, best: float) -> LayoutCandidate | None:
-        """The fastest plan that keeps more in host memory than an executor does.
+        """Returns the fastest plan that offloads more than the executors support.
 
         Args:
-            best: Seconds of a step that it may not exceed.
+            best: Largest seconds of a step.
         """
         if self.request.estimate or self.request.offload is not None:
             return None
@@ -520,7 +521,7 @@ class ProgramSearches:
         return min(paper, key=lambda one: one.time.step_seconds, default=None)
 
     def least_left_out(self) -> float:
-        """Least seconds of a step in any layout that was not evaluated."""
+        """Returns the least seconds of a step over layouts that were not evaluated."""
         best = self.best_seconds()
         least_left_out = [search.least_skipped for _, search in self.found]
         if self.request.sequence_parallel is False:
@@ -537,12 +538,12 @@ class ProgramSearches:
 
 
 HOPELESS = 0.1
-"""Part of a device's memory that the leanest program may lack before others are tried:
-what is computed again, in blocks or in parts takes some room of its own."""
+"""Fraction of a device's memory that the leanest program may lack while other programs
+are still tried: remat, blocks and chunks need some memory themselves."""
 
 FIRST_SPLITS, MOST_PART_SPLITS = 1, 3
-"""Sets of sharded dimensions beside which the sequence is sharded, too: before the best
-plan of each program is known, and at all in a stage or a replica."""
+"""Largest numbers of sets of sharded dimensions with which sequence parallelism is
+tried: before the best plan of each program is known, and in a stage or replica."""
 
 
 def _no_sequence(search: Search) -> str:
@@ -575,16 +576,15 @@ def _no_sequence(search: Search) -> str:
 
 
 def check_marks(graph: Graph, num_devices: int, stages: int = 1) -> None:
-    """Refuses marks that nothing can obey.
+    """Checks that a plan can obey the marks.
 
     Args:
-        graph: The captured loss.
+        graph: Captured loss.
         num_devices: Number of devices to use.
-        stages: Number of stages of a pipeline in which no stage is marked, where that
-            is known.
+        stages: Number of stages of a pipeline without ``stage`` marks, if known.
 
     Raises:
-        PlanError: Every problem is listed.
+        PlanError: No plan can obey the marks; the message lists every problem.
     """
     problems = Problems("the marks cannot be obeyed", DeviceCountError)
     for text in graph.undeclared_marks:
@@ -599,15 +599,15 @@ def check_marks(graph: Graph, num_devices: int, stages: int = 1) -> None:
 
 
 def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
-    """Returns the question with the devices that marks give one copy of the model.
+    """Returns the request with the number of model copies that the marks imply.
 
     Args:
-        graph: The captured loss.
-        request: Other options of the question.
-        stages: Number of stages of a pipeline in which no stage is marked.
+        graph: Captured loss.
+        request: Other options of the search.
+        stages: Number of stages of a pipeline without ``stage`` marks.
 
     Raises:
-        PlanError: Nothing can obey the marks; every problem is listed.
+        PlanError: No plan can obey the marks; the message lists every problem.
     """
     count = request.num_devices
     check_marks(graph, count, stages)

@@ -36,18 +36,18 @@ from whalejax.planner.search.stage_time import handed_seconds
 
 
 ROOM = 1000
-"""How often the memory of a device stages are searched with: whether they fit is said
-of all of them together."""
+"""Factor on device memory in the search of stages: whether they fit is decided later,
+for all stages together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
-    """A model, or a stage's part of it, in one layout.
+    """Layout of a model, or of a stage's part of it.
 
     Attributes:
-        analysed: The model.
+        analysed: Analysed graph of the model or the part.
         search: Search that found the layout.
-        scored: The layout.
+        scored: Evaluated layout.
     """
 
     analysed: GraphAnalysis
@@ -58,13 +58,13 @@ class StageLayout:
 def laid_out(
     graph: Graph, cluster: Cluster, request: Request, known: ProgramCache
 ) -> list[StageLayout]:
-    """Every layout of a model, however much memory it takes.
+    """Returns every layout of a model, almost without a memory limit.
 
     Args:
-        graph, cluster, request, known: Arguments of ``decide``, unchanged.
+        graph, cluster, request, known: Arguments of ``decide``.
 
     Raises:
-        PlanError: There is none.
+        PlanError: The model has no layout.
     """
     roomy = cluster.with_memory(ROOM * cluster.memory_bytes)
     pairs = searches(graph, roomy, request, None, known).found
@@ -80,14 +80,13 @@ def laid_out(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DivisibleProgram:
-    """One program that may be cut, and what all plans in stages share of it.
+    """Program that may be cut, with the results that all pipeline plans share.
 
     Attributes:
-        graph: The captured loss.
-        units: The same in units.
+        graph: Captured loss.
+        units: Program of the loss in units.
         known: Results of earlier searches.
-        stages: The model of each stage by where it is cut, and what searches have
-            found of that.
+        stages: Model of each stage and its search results, by cut points.
     """
 
     graph: Graph
@@ -106,7 +105,7 @@ class DivisibleProgram:
         them.
         """
         copies = cluster.compiler.copies_kernels
-        key = id(analysed.graph), copies  # of a graph that what is found keeps alive
+        key = id(analysed.graph), copies  # the result keeps the graph alive
         if key not in self._folded:
             operations = SegmentOperations(self.units, analysed, copies_kernels=copies)
             self._folded[key] = operations
@@ -123,14 +122,14 @@ class TooFewParts(PlanError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCut:
-    """A model in parts.
+    """Model that is cut into parts.
 
     Attributes:
         division: Operations of each part.
-        paces: About how long each takes for a micro-batch.
-        graphs: The model of each stage, and what searches have found of it.
-        grounds: The devices of each stage.
-        allotted: Placement of the model on unlike devices; None where they are alike.
+        paces: Estimated seconds of each part for a micro-batch.
+        graphs: Model of each stage, with its search results.
+        grounds: Devices of each stage.
+        allotted: Placement of the model on mixed devices; None if they are equal.
     """
 
     division: Division
@@ -141,18 +140,18 @@ class ModelCut:
 
     @property
     def cut_key(self) -> tuple[object, ...]:
-        """Returns the key of the cut: its cut points and its devices."""
+        """Key of the cut: its cut points and its devices."""
         return self.division.starts, tuple(ground.block for ground in self.grounds)
 
 
 @dataclass(slots=True, kw_only=True)
 class ModelCuts:
-    """Cuts of one program, found once for each number of parts.
+    """Cuts of one program, computed once for each number of parts.
 
     Attributes:
-        whole: The program.
+        whole: Program to cut.
         cluster: All devices.
-        marked: ``stage`` marks say where to cut.
+        marked: Whether ``stage`` marks set the cut points.
     """
 
     whole: DivisibleProgram
@@ -169,19 +168,19 @@ class ModelCuts:
         *,
         hidden: bool = False,
     ) -> ModelCut:
-        """The model in the parts of a schedule.
+        """Cuts the model into the parts of a schedule.
 
         Args:
-            table: The schedule.
-            request: Question for the whole model on the devices of one stage.
+            table: Pipeline schedule.
+            request: Options for the full model on the devices of one stage.
             reserved: Bytes of a device that belong to no layer, by the name of its
                 kind.
-            hidden: Whether transfers between stages overlap with computing; else they
-                take time of both.
+            hidden: Whether transfers between stages overlap with computation; otherwise
+                they take time of both stages.
 
         Raises:
-            TooFewParts: It has fewer parts.
-            PlanError: Devices of unlike kinds have no whole stages.
+            TooFewParts: The model has fewer parts than the schedule.
+            PlanError: Mixed devices cannot be divided into stages of one kind each.
         """
         reserved = reserved or {}
         key: tuple[object, ...] = table.num_stages, table.num_chunks, hidden
@@ -270,7 +269,7 @@ class ModelCuts:
         reserved: Mapping[str, float],
         hidden: bool,
     ) -> tuple[Division, HeterogeneousPlacement]:
-        """The model in parts, one for each stage, on devices of unlike kinds."""
+        """Cuts the model into one part for each stage, on devices of several kinds."""
         first = next(iter(segments.values()))
         division = self.whole.by_marks() if self.marked else None
         chains = {
@@ -291,7 +290,7 @@ class ModelCuts:
     def _division(
         self, segments: Segments, table: Schedule, part: Cluster, hidden: bool
     ) -> tuple[Division, tuple[float, ...]]:
-        """The model in parts, and about how long each takes."""
+        """Cuts the model; returns the parts and the estimated seconds of each."""
         if self.marked:
             division = self.whole.by_marks()
             return division, segments.seconds_of(division)

@@ -29,14 +29,14 @@ from whalejax.planner.sharding.operation_rows import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchCost:
-    """One micro-batch, and what is done once in a step.
+    """Times of one micro-batch, and of the work that is done once in a step.
 
     Attributes:
-        ahead: Its forward pass.
-        both: Forward and backward.
-        once: The update.
-        weight_share: Part of the backward pass that makes gradients of parameters and
-            can be put off.
+        ahead: Time of the forward pass.
+        both: Time of the forward and the backward pass.
+        once: Time of the update.
+        weight_share: Fraction of the backward pass that computes gradients of
+            parameters and can be postponed.
     """
 
     ahead: TimeTerms
@@ -45,7 +45,7 @@ class MicroBatchCost:
     weight_share: float
 
     def measured(self, ratio: float) -> MicroBatchCost:
-        """The same where a micro-batch took so many times what is predicted."""
+        """Returns a copy whose micro-batch times are multiplied by a measured ratio."""
         ahead, both = times(self.ahead, ratio), times(self.both, ratio)
         return replace(self, ahead=ahead, both=both)
 
@@ -56,9 +56,9 @@ def turn_of(
     """Returns the costs of a micro-batch on a stage.
 
     Args:
-        search: Search of its model.
-        scored: Its layout.
-        ahead_rows: Rows of its forward pass; default: all of the model.
+        search: Search of the stage's model.
+        scored: Layout of the stage.
+        ahead_rows: Cost rows of the forward pass; default: all rows of the model.
     """
     time, count = scored.time, scored.num_micro_batches
     s = search.setting(scored.mesh, count)
@@ -85,7 +85,7 @@ def turn_of(
     )
 
 
-_TERMS = {  # What a collective is for, and the term that its seconds count in.
+_TERMS = {  # Purpose of a collective, and the term that counts its seconds.
     "gradient": "gradient_seconds",
     "parameter": "parameter_seconds",
     "activation": "activation_seconds",
@@ -98,10 +98,10 @@ _TERMS = {  # What a collective is for, and the term that its seconds count in.
 def _sent_ahead(
     collectives: Sequence[Collective], both: TimeTerms, s: CostSetting
 ) -> dict[str, float]:
-    """The forward pass's part of each term of communication, by name.
+    """Returns the forward pass's part of each communication term, by name.
 
-    What is hidden behind computation is hidden in either pass alike, so each term is
-    dealt out by what the collectives of the passes take by themselves.
+    Overlap with computation is assumed equal in both passes. So each term is split in
+    proportion to the time of each pass's collectives without overlap.
     """
     whole: dict[str, float] = defaultdict(float)
     ahead: dict[str, float] = defaultdict(float)
@@ -121,8 +121,8 @@ def _sent_ahead(
 def _weight_share(graph: Graph) -> float:
     """Returns the fraction of the backward pass's products that can be postponed.
 
-    Those are products of values with weights, but in loops and in regions that are
-    computed again, whose backward pass is one operation.
+    These are products of values with weights outside loops and checkpointed regions,
+    whose backward pass is one operation.
     """
     weight = graph.weight_tensors()
     late = whole = 0
@@ -143,10 +143,10 @@ def handed_bytes(
     """Returns the bytes of some values of a micro-batch on a device of a stage.
 
     Args:
-        analysed: The model that makes or reads them.
-        scored: Its layout.
-        tensors: Their ids.
-        parts: Micro-batches in what the model was captured with.
+        analysed: Model that computes or reads the values.
+        scored: Layout of the model.
+        tensors: Ids of the values.
+        parts: Number of micro-batches in the batch of the captured model.
     """
     graph, dims, mesh = analysed.graph, analysed.dims, scored.mesh
     homes = graph.homes() if tensors else {}
@@ -163,21 +163,21 @@ def handed_seconds(nbytes: float, mesh: Mapping[str, int], cluster: Cluster) -> 
     """Returns the seconds of a transfer from the devices of one stage to the next.
 
     Args:
-        nbytes: Bytes that each of them transfers.
+        nbytes: Bytes that each device transfers.
         mesh: Axis sizes, with that of the stages.
-        cluster: The machine.
+        cluster: Devices and links.
     """
     parts = axis_parts((STAGE,), mesh, cluster)
     return float(collective_seconds("collective-permute", int(nbytes), parts))
 
 
 def times(terms: TimeTerms, number: float) -> TimeTerms:
-    """Every term so many times."""
+    """Returns the terms, each multiplied by a number."""
     return TimeTerms(
         **{f.name: getattr(terms, f.name) * number for f in dataclasses.fields(terms)}
     )
 
 
 def less(terms: TimeTerms, other: TimeTerms) -> TimeTerms:
-    """Every term less another's."""
+    """Returns the difference of the terms."""
     return terms + times(other, -1)

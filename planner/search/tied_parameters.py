@@ -1,6 +1,7 @@
-"""Parameters that several stages read: copied once in a step, and gradients back.
+"""Costs of parameters that several stages read, such as tied tables.
 
-They lie on the first stage that reads them; a tied table is one.
+The first stage that reads such a parameter stores it. Once in a step, the parameter is
+copied to the others, and their gradients are sent back.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from whalejax.planner.sharding.layout import shards
 
 
 def copied_bytes(division: Division, chosen: Sequence[StageLayout]) -> list[int]:
-    """Bytes that each device of every stage is given of other stages' parameters.
+    """Returns the bytes of other stages' parameters on a device of each stage.
 
     Args:
         division: Division of the model into parts.
-        chosen: The layout of each stage.
+        chosen: Layout of each stage.
     """
     stages = len(chosen)
     result = [0.0] * stages
@@ -57,15 +58,15 @@ def exposed(
     """Returns a step's waits for copies of parameters, and for their gradients at its
     end.
 
-    A stage needs its copies when its first micro-batch comes, and is done with their
-    gradients when its last one has gone.
+    A stage needs its copies when its first micro-batch starts. It has their gradients
+    when its last micro-batch ends.
 
     Args:
-        table: The schedule.
-        line: The same in time.
-        ahead: Seconds of a forward pass at each place along the pipeline.
-        copied: Seconds in which what every stage is given reaches it, and as many
-            for the gradients to go back.
+        table: Pipeline schedule.
+        line: Timeline of the schedule.
+        ahead: Seconds of a forward pass on each virtual stage.
+        copied: Seconds to transfer the copies to each stage; their gradients take the
+            same time.
     """
     before = after = 0.0
     for stage, seconds in enumerate(copied):

@@ -1,4 +1,4 @@
-"""Replicas of unlike devices: what each takes of a step, and what its memory holds."""
+"""Replicas of mixed devices: their shares of a step, times and memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class SharesCase:
 
     Attributes:
         size: Devices of a replica.
-        count: Micro-batches of all.
-        zero: Level over replicas: 1 where each keeps a slice of the optimizer's state.
+        count: Number of micro-batches of all replicas.
+        zero: ZeRO level over replicas: 1 if each keeps a slice of the optimizer state.
     """
 
     size: int
@@ -35,7 +35,7 @@ class SharesCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """A plan of unlike replicas, and what its ranks take.
+    """Plan of unequal replicas, with the time and memory of each.
 
     Attributes:
         case: Case that was evaluated.
@@ -45,9 +45,8 @@ class Replicas:
         seconds: Seconds of a micro-batch on each replica.
         after: Seconds of a replica's update.
         exchange: Exchange between replicas, with its seconds.
-        slices: Slices of the optimizer's state; None where each replica keeps all of
-            it.
-        shares: Micro-batches of each.
+        slices: Slices of the optimizer state; None if each replica keeps all of it.
+        shares: Micro-batches of each replica.
     """
 
     case: SharesCase
@@ -61,11 +60,11 @@ class Replicas:
 
     @property
     def memory(self) -> MemoryTerms:
-        """Returns the memory of a device of the replica with the most micro-batches."""
+        """Memory of a device of the replica with the most micro-batches."""
         return self._memory_of(max(self.shares))
 
     def _memory_of(self, share: int) -> MemoryTerms:
-        """Returns the memory with so many micro-batches, and what replicas exchange."""
+        """Returns the memory for a share, with the buffer of the gradient exchange."""
         alone = self.plan.memory
         if self.slices is not None:
             kept = self.slices.state_bytes
@@ -73,13 +72,13 @@ class Replicas:
         return dataclasses.replace(
             alone,
             batch_bytes=alone.batch_bytes * share,
-            # Beside the sums there is the buffer in which they cross.
+            # The exchange needs a buffer of the size of the gradient sums.
             working_bytes=alone.working_bytes + alone.gradients_bytes,
         )
 
     @property
     def devices(self) -> list[Device]:
-        """A device of each replica: its memory, and what a micro-batch adds."""
+        """Device of each replica: its memory, and the bytes per micro-batch."""
         static = self._memory_of(0).total_bytes
         piece = self._memory_of(1).total_bytes - static
         return [
@@ -95,20 +94,20 @@ class Replicas:
 
     @property
     def most(self) -> list[int]:
-        """Micro-batches that each replica's memory holds, of those that there are."""
+        """Largest number of micro-batches that fits each replica's memory."""
         return [device.most(self.case.count) for device in self.devices]
 
     @property
     def lacks_bytes(self) -> int:
-        """Returns the bytes that a device of the tightest replica lacks; negative:
-        room.
+        """Bytes that a device of the tightest replica lacks; negative if it has free
+        memory.
         """
         pairs = zip(self.shares, self.devices, strict=True)
         return int(max(one.needs(k) - one.memory_bytes for k, one in pairs))
 
     @property
     def fits(self) -> bool:
-        """Every device holds its replica's micro-batches."""
+        """Whether every replica's micro-batches fit its devices."""
         return self.lacks_bytes <= 0
 
     @property
@@ -118,17 +117,17 @@ class Replicas:
 
     @property
     def gather_seconds(self) -> float:
-        """Returns the seconds in which replicas gather the updated slices."""
+        """Seconds in which replicas gather the updated slices."""
         return 0.0 if self.slices is None else self.slices.gather[1]
 
     @property
     def pace(self) -> float:
-        """Seconds after which the last replica is done with its micro-batches."""
+        """Seconds until the last replica finishes its micro-batches."""
         return makespan(self.shares, self.seconds)
 
     @property
     def layout(self) -> str:
-        """Describes the layout in words."""
+        """Text that describes the layout."""
         inner = "".join(f" × {axis} {n}" for axis, n in self.plan.axes)
         total = self.plan.num_micro_batches
         words = f"data {len(self.kinds)}{inner}, {self.share_words} of {total} "
@@ -149,12 +148,12 @@ class Replicas:
 
 
 def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> PlanError:
-    """Returns the error for a lack of memory in all evaluated replicas, by the nearest
-    of them.
+    """Returns the error if no evaluated replicas fit; it describes those nearest to
+    fitting.
 
     Args:
         found: Evaluated replicas.
-        asked: The shares that the user wants, or None.
+        asked: Shares that the user requested, or None.
     """
     nearest = min(found, key=lambda one: one.lacks_bytes)
     if asked is not None and min(nearest.most) > 0:
@@ -179,7 +178,7 @@ def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> Plan
     else:
         count, most = nearest.case.count, sum(nearest.most)
         held, remedy = most, "Take a smaller batch, more micro-batches, more devices, "
-        if most >= count:  # dealt out in another way
+        if most >= count:  # other shares fit
             held = sum(map(min, nearest.shares, nearest.most))
             remedy = "Leave shares= out, which follow memory then, take more devices, "
         text = (
@@ -197,21 +196,21 @@ def device_kinds(cluster: Cluster) -> list[DeviceKind]:
 
 
 def devices_of_kind(cluster: Cluster, kind: DeviceKind, size: int) -> Cluster:
-    """Returns a cluster of so many devices of one kind.
+    """Returns a cluster with a number of devices of one kind.
 
     Args:
         cluster: Devices of several kinds.
-        kind: One of them.
-        size: Number of devices.
+        kind: Kind of the devices to select.
+        size: Number of devices to select.
     """
     first = sorted(cluster.nodes, key=lambda node: node.kind.name != kind.name)
     return dataclasses.replace(cluster, nodes=tuple(first)).part(size)
 
 
 def most_shares(plan: PlanData) -> tuple[int, ...]:
-    """Micro-batches that the memory of each replica of a plan holds.
+    """Returns the largest number of micro-batches that fits each replica of a plan.
 
-    Of pipelines side by side a plan does not say it, and they are not bounded.
+    For parallel pipelines, a plan does not record it, and there is no bound.
 
     Args:
         plan: Plan whose replicas take unequal shares.

@@ -16,7 +16,7 @@ class PipelineConstraints:
     """Pipeline options that the user fixed, by arguments and by ``pipeline`` marks.
 
     Attributes:
-        mesh: Sizes of axes.
+        mesh: Fixed axis sizes.
         num_micro_batches: Number of micro-batches of one pipeline, or None.
         schedule: Pipeline schedule, or None for any.
     """
@@ -29,17 +29,17 @@ class PipelineConstraints:
     def of(
         cls, graph: Graph, request: Request, known: Collection[str]
     ) -> PipelineConstraints:
-        """Joins arguments and marks.
+        """Merges arguments and marks.
 
         Args:
-            graph: The captured loss, with its marks.
-            request: The arguments.
-            known: Schedules that can be had.
+            graph: Captured loss with its marks.
+            request: Arguments of the user.
+            known: Supported schedules.
 
         Raises:
-            PlanError: Two of them contradict each other, every pair is listed; or a
-                pipeline asks for a schedule that cannot be had, or for micro-batches
-                into which the batch does not divide.
+            PlanError: Arguments and marks contradict each other (the message lists
+                every pair), the schedule is not supported, or the batch does not
+                divide by the number of micro-batches.
         """
         problems = Problems("the hints contradict each other", PlanError)
         fixed: dict[str, tuple[str, str]] = {}

@@ -1,4 +1,4 @@
-"""Shares that a user asks for by hand: what they have to be."""
+"""Checks of the shares that a user requests."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def check_shares(
     num_devices: int,
     stages: int = 1,
 ) -> None:
-    """Refuses shares that cannot be.
+    """Checks requested shares.
 
     Args:
-        graph: The captured loss.
-        request: Other options of the question.
+        graph: Captured loss.
+        request: Other options of the search.
         asked: Micro-batches of each replica, or of each pipeline.
-        num_devices: Number of devices of the whole mesh.
+        num_devices: Number of devices of the full mesh.
         stages: Number of stages of each pipeline; 1 for replicas without stages.
 
     Raises:
-        PlanError: They are no counts, or the devices or the batch do not divide so.
+        PlanError: The shares are not counts, or do not divide the devices or the batch.
     """
     one = "replica" if stages == 1 else "pipeline"
     data, size = dict(request.mesh or {}).get(DATA), graph.batch_size
@@ -64,13 +64,13 @@ def check_shares(
 
 @contextlib.contextmanager
 def said_of(what: str) -> Iterator[None]:
-    """Says of what a problem is, where it is only that of a part of the devices.
+    """Adds a prefix to plan errors that concern only a part of the devices.
 
     Args:
-        what: The part, in words that others may follow.
+        what: Text that names the part.
 
     Raises:
-        PlanError: As it was raised, with these words before it.
+        PlanError: The body raised it; the message gets the prefix.
     """
     try:
         yield

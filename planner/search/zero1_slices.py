@@ -1,8 +1,8 @@
-"""Optimizer state in slices between replicas that take unlike shares: ZeRO-1.
+"""ZeRO-1 for replicas with unequal shares: each keeps a slice of the optimizer state.
 
-Each replica keeps, and updates, an equal slice of the state of every parameter that has
-a dimension to cut, whatever its share of the micro-batches; then all gather the
-parameters. State that an optimizer needs as a whole stays so on each.
+Each replica keeps and updates an equal slice of the state of every parameter that has
+a divisible dimension, whatever its share of the micro-batches; then all gather the
+parameters. State that an optimizer needs unsharded is replicated.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Slices:
     """Slices of the optimizer's state.
 
     Attributes:
-        leaves: The parameters, with the layout of their state.
-        state_bytes: Bytes of the optimizer's state on a device.
-        whole_bytes: The same, if every replica kept all of it.
-        gather: The parameters, gathered, and how long that takes.
+        leaves: Parameters with the layout of their state.
+        state_bytes: Bytes of the optimizer state on a device.
+        whole_bytes: Bytes on a device if every replica kept all of the state.
+        gather: Collective that gathers the parameters, and its seconds.
     """
 
     leaves: tuple[LeafPlan, ...]
@@ -43,7 +43,7 @@ class Slices:
     gather: tuple[Collective, float]
 
     def note(self, replicas: int) -> str:
-        """Describes the saving in words."""
+        """Returns the note on the saved memory."""
         return (
             f"ZeRO-1: each of {replicas} replicas keeps and updates a slice of the "
             f"optimizer's state, {gigabytes(self.state_bytes)} a device and not "
@@ -53,23 +53,23 @@ class Slices:
 
 
 def sliceable(request: Request) -> frozenset[str]:
-    """Paths of the parameters whose state can be cut.
+    """Returns the paths of the parameters whose state can be divided into slices.
 
     Args:
-        request: Options of the question.
+        request: Options of the search.
     """
     return request.sliced() if request.sliced is not None else frozenset()
 
 
 def check_zero(request: Request) -> None:
-    """Refuses levels of ZeRO that replicas of unlike shares cannot have.
+    """Checks the ZeRO level of replicas with unequal shares.
 
     Args:
-        request: Options of the question.
+        request: Options of the search.
 
     Raises:
-        PlanError: Gradients in slices, or an optimizer or host memory that leaves
-            nothing to cut.
+        PlanError: The level would shard gradients, or the optimizer or offload leaves
+            no state to slice.
     """
     if not request.zero:
         return
@@ -94,10 +94,10 @@ def check_zero(request: Request) -> None:
 
 
 def with_slices(request: Request, replicas: int) -> Request:
-    """Returns the question for one replica that keeps a slice of the state.
+    """Returns the request for one replica that keeps a slice of the state.
 
     Args:
-        request: Question for a replica that keeps all of it.
+        request: Request for a replica that keeps all of the state.
         replicas: Number of replicas that divide the state.
     """
     paths = sliceable(request)
@@ -110,16 +110,16 @@ def with_slices(request: Request, replicas: int) -> Request:
 
 
 def sliced(plan: PlanData, cluster: Cluster, replicas: int, request: Request) -> Slices:
-    """Cuts the state of a plan's parameters.
+    """Divides the state of a plan's parameters into slices.
 
     Args:
         plan: Plan of one replica.
         cluster: Cluster of all replicas.
         replicas: Number of replicas.
-        request: With the bytes of the whole state.
+        request: Request with the bytes of the full state.
 
     Raises:
-        PlanError: No parameter has a dimension that so many divide.
+        PlanError: No parameter has a dimension that the number of replicas divides.
     """
     mesh = {DATA: replicas, **plan.axis_sizes}
     paths = sliceable(request)
@@ -151,7 +151,9 @@ def sliced(plan: PlanData, cluster: Cluster, replicas: int, request: Request) ->
 
 
 def _cut(leaf: LeafPlan, mesh: Mapping[str, int], paths: Collection[str]) -> LeafPlan:
-    """A parameter whose state is cut along its longest dimension that divides."""
+    """Returns a parameter with its state sharded along the longest dimension that
+    divides.
+    """
     if leaf.path not in paths:
         return leaf
     dims = sorted(range(len(leaf.shape)), key=lambda dim: -leaf.shape[dim])
@@ -162,7 +164,7 @@ def _cut(leaf: LeafPlan, mesh: Mapping[str, int], paths: Collection[str]) -> Lea
 def _state_bytes(
     leaves: Collection[LeafPlan], mesh: Mapping[str, int], request: Request
 ) -> int:
-    """Bytes of the optimizer's state on a device."""
+    """Returns the bytes of the optimizer state on a device."""
     state = request.optimizer
     held: int = state.other_bytes
     for leaf in leaves:
@@ -171,7 +173,7 @@ def _state_bytes(
 
 
 def slices_of(plan: PlanData, node: int) -> tuple[slice, ...]:
-    """``Plan.batch_slices``."""
+    """Implements ``Plan.batch_slices``."""
     if not is_whole(node, 0):
         raise PlanError(
             f"node is {short_repr(node)}; expected the number of a node, from 0"

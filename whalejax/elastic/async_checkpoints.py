@@ -1,4 +1,4 @@
-"""Checkpoints of an elastic run, written beside its steps by one of its members."""
+"""Checkpoints of an elastic run, which a member writes in parallel with its steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whalejax.wire.run_messages import NotSaved, Report, Saved
 
 
 SAVE_SECONDS: Final = 600.0
-"""A step does not wait for an earlier checkpoint for longer."""
+"""Longest wait of a step for an earlier checkpoint, in seconds."""
 
 _LOOK_SECONDS: Final = 0.05
 _REMOVED: Final = re.compile(r"step_\d{6,}\.deleted")
@@ -30,7 +30,7 @@ class StateWriter(Protocol):
     """Copies and writes states."""
 
     def copy_state(self, state: TrainState) -> TrainState:
-        """A state of its own, which no later step takes."""
+        """Returns a copy of the state, which no later step donates."""
         ...
 
     def save(
@@ -41,7 +41,7 @@ class StateWriter(Protocol):
 
 
 class Saver:
-    """Writes checkpoints in a thread of its own; a failed one ends nothing."""
+    """Writes checkpoints in its own thread; a failed write does not end the run."""
 
     def __init__(
         self,
@@ -53,16 +53,16 @@ class Saver:
         *,
         may_keep: Callable[[int], bool] | None = None,
     ) -> None:
-        """Starts without a checkpoint under way.
+        """Creates a saver that writes nothing yet.
 
         Args:
             programs: Programs whose states are saved.
             folder: Folder of the checkpoints; None saves none.
             every: Steps between checkpoints.
-            keep: Number of newest checkpoints that stay.
+            keep: Number of newest checkpoints to keep.
             tell: Function that receives ``Saved`` or ``NotSaved``.
-            may_keep: Asked before a checkpoint that is written takes its name, so that
-                a member that was given up puts none in another's place.
+            may_keep: Function that returns whether a written checkpoint may take its
+                name, so that a member that was given up replaces no other's.
         """
         self._programs, self._folder = programs, folder
         self._every, self._keep, self._tell = every, keep, tell
@@ -71,7 +71,7 @@ class Saver:
         self._writes = -1
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether the state after a step is to be saved, and is not yet."""
+        """Returns whether the state after a step is to be saved and is not yet."""
         if self._folder is None or not step:
             return False
         due = step % self._every == 0 or step == last
@@ -80,12 +80,12 @@ class Saver:
     def save(
         self, state: TrainState, step: int, look: Callable[[], None] = lambda: None
     ) -> None:
-        """Begins to write a state, of which a copy is made.
+        """Copies a state and begins to write the copy.
 
         Args:
             state: State to copy; it is not donated.
-            step: Steps that it has behind it.
-            look: Called while an earlier one is waited for; may raise.
+            step: Number of steps that led to it.
+            look: Called while an earlier checkpoint is written; may raise.
         """
         assert self._folder is not None
         if not self.wait(look):
@@ -103,10 +103,10 @@ class Saver:
         self._thread.start()
 
     def wait(self, look: Callable[[], None] = lambda: None) -> bool:
-        """Waits until what was begun is written; whether it is.
+        """Waits for the current write; returns whether it has ended.
 
         Args:
-            look: Called meanwhile; may raise, and what was begun goes on.
+            look: Called meanwhile; may raise, and the write goes on.
         """
         end = time.monotonic() + SAVE_SECONDS
         while self._thread is not None:
@@ -126,7 +126,7 @@ class Saver:
                 approve = functools.partial(self._approve, step)
                 self._programs.save(path, state, approve)
             self._remove_old(folder)
-        except Exception as error:  # The run goes on, and the last one stays.
+        except Exception as error:  # The run goes on with the previous checkpoint.
             self._tell(NotSaved(step=step, why=str(error)[:2000]))
         else:
             self._tell(Saved(step=step, path=str(path)))
@@ -140,10 +140,10 @@ class Saver:
 
     def _remove_old(self, folder: Path) -> None:
         for path in checkpoints(folder)[self._keep :]:
-            # Renamed first: half a checkpoint must never bear a checkpoint's name.
+            # Renamed first: an incomplete one must not have a checkpoint's name.
             path.rename(path.with_name(f"{path.name}.deleted"))
         for path in folder.iterdir():
-            if _REMOVED.fullmatch(path.name):  # Also by one that was killed meanwhile.
+            if _REMOVED.fullmatch(path.name):  # Also those of a killed process.
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -20,11 +20,11 @@ from whalejax.user_code.losses import Job
 
 _USER_ERROR: Final = 2
 _MOST_VALUES: Final = 4096
-"""Elements of the largest array that a line of metrics holds."""
+"""Number of elements above which an array is left out of a line of metrics."""
 
 
 def precision_asked(words: Sequence[str]) -> str | dict[str, str]:
-    """Returns ``--precision`` as ``wh.plan`` takes it; ``"f32"`` if left out."""
+    """Returns the value of ``--precision`` for ``wh.plan``; ``"f32"`` if left out."""
     named: dict[str, str] = {}
     for word in words:
         name, _, value = word.rpartition("=")
@@ -33,10 +33,10 @@ def precision_asked(words: Sequence[str]) -> str | dict[str, str]:
 
 
 def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
-    """Returns ``--mesh`` as ``wh.train_elastic`` takes it.
+    """Returns the value of ``--mesh`` for ``wh.train_elastic``.
 
     Raises:
-        WhaleError: Neither ``auto``, ``replicas`` nor sizes of mesh axes.
+        WhaleError: It is neither ``auto``, ``replicas`` nor sizes of mesh axes.
 
     >>> mesh_asked(["fsdp=-1", "tensor=2"]), mesh_asked(["auto"]), mesh_asked([])
     ({'fsdp': -1, 'tensor': 2}, 'auto', None)
@@ -64,7 +64,7 @@ def mesh_asked(words: Sequence[str]) -> dict[str, int] | str | None:
 def write_metrics(folder: Path, step: int, metrics: Mapping[str, Any]) -> None:
     """Appends a line to the metrics file of this process.
 
-    A failed write, as on a full disk, loses the line and does not stop the training.
+    If the write fails, as on a full disk, the line is lost and training goes on.
 
     Args:
         folder: Folder with one file for each process.

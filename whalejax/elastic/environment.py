@@ -1,6 +1,6 @@
-"""Environment variables of an elastic run's processes: one address and a key file.
+"""Environment variables of an elastic run's processes.
 
-One that an agent started is told who that is, too.
+They give the supervisor's address and a key file, and the agent if one started them.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from whalejax.distributed.launch_env import split_address
 
 
 SUPERVISOR: Final = "WHALEJAX_SUPERVISOR"
-"""Where a member finds the supervisor, which tells it everything else."""
+"""Address of the supervisor, which sends a member everything else."""
 
 RUN: Final = "WHALEJAX_RUN"
-"""What the supervisor calls the run, unlike earlier ones of its folder."""
+"""The supervisor's name for the run, unique among the runs of its folder."""
 
 AT_ONCE: Final = signal.SIGQUIT
-"""By which a launcher tells its supervisor to end all processes, whatever they do."""
+"""Signal by which a launcher tells its supervisor to end all processes at once."""
 
 SUPERVISOR_SECONDS: Final = 120.0
-"""A supervisor that is gone for so long does not come back."""
+"""Seconds after which a lost supervisor is given up."""
 
 HELD_BY: Final = "WHALEJAX_AGENT"
-"""Name of the agent that started it."""
+"""Name of the agent that started the process."""
 
 MEMBER_HOST: Final = "WHALEJAX_MEMBER_HOST"
-"""Address at which other members reach it, where its agent was given one."""
+"""Address at which other members reach the process, if its agent was given one."""
 
 
 def local_host(address: str) -> str:
-    """The address of this host at which others reach what runs here.
+    """Returns the address of this host at which other members reach this process.
 
-    That from which it reaches the supervisor, unless its agent was given another.
+    It is the address that reaches the supervisor, unless its agent was given another.
 
     >>> local_host("127.0.0.1:1")
     '127.0.0.1'

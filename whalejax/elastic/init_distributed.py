@@ -1,7 +1,7 @@
-"""Start JAX over several processes, with deadlines on what they wait for.
+"""Starts JAX over several processes, with a deadline for every wait.
 
-Processes come together (``rendezvous``) before JAX joins them, and beat before JAX
-looks for their devices: whoever fails or stands still in between is named.
+Processes meet (``rendezvous``) before JAX joins them, and send heartbeats before JAX
+initialises their devices: an error names a process that fails or freezes meanwhile.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from whalejax.meshes.errors import WhaleError
 
 
 INTERRUPT_SECONDS: Final = 2.0
-"""After Ctrl-C, JAX may take so long to return before the process ends without it."""
+"""Seconds that JAX has to return after Ctrl-C before the process ends without it."""
 
 _JOIN_SECONDS: Final = 86_400  # JAX's own deadline aborts; rendezvous has a better one
 _MOST_PROCESSES: Final = 2**20
 _LONGEST_SECONDS: Final = 10**6
-"""A week and more; what JAX takes as whole seconds of 32 bits."""
+"""More than a week; fits JAX's 32-bit number of seconds."""
 
 
 def init_distributed(
@@ -58,30 +58,31 @@ def init_distributed(
 ) -> int:
     """Makes this process one of several that run the same program.
 
-    Call it before anything touches a device, in all of them. With no argument
-    ``whalejax launch`` has said who is who, or JAX asks the cluster: Slurm, Open MPI,
-    Kubernetes (jobs with indices), TPU. A process that dies or stands still ends the
-    others, with an error that names it, once it was silent for ``heartbeat_seconds``;
-    one that fails ends them at once.
+    Call it in all processes before anything touches a device. Without arguments the
+    ranks come from ``whalejax launch``, or from the cluster through JAX: Slurm, Open
+    MPI, Kubernetes (jobs with indices), TPU. A process that dies or freezes ends the
+    others, with an error that names it, after ``heartbeat_seconds`` of silence; a
+    process that fails with an error ends them at once.
 
     Args:
         coordinator: Address and port of process 0, ``"host:port"``; an IPv6 address
-            in brackets. At a loopback address nothing is open to other machines.
+            in brackets. A loopback address opens nothing to other machines.
         num_processes: Number of processes.
-        process_id: The number of this one, from 0.
-        timeout_seconds: After which a process that has not come is missed.
-        heartbeat_seconds: After which one that says nothing is gone; Python must get a
-            turn in this time in each.
-        preemption: SIGTERM does not end a process but is a notice for
+        process_id: Rank of this process, from 0.
+        timeout_seconds: Longest wait for all processes to join.
+        heartbeat_seconds: Seconds of silence after which a process counts as dead; no
+            process may block Python threads for longer.
+        preemption: Whether SIGTERM, in place of ending a process, is a preemption
+            notice for
             ``jax.experimental.multihost_utils.reached_preemption_sync_point``, which
-            the program then asks in every step.
+            the program then calls in every step.
 
     Returns:
-        The number of processes. It may be called again, and does nothing then.
+        The number of processes. A second call does nothing else.
 
     Raises:
-        WhaleError: What was given is not enough or contradicts itself; no cluster is
-            known; the port is in use; or not all processes came in time.
+        WhaleError: The arguments are incomplete or contradictory; no cluster is known;
+            the port is in use; or not all processes joined in time.
     """
     if coordinator is None and num_processes is None and process_id is None:
         known = launched()
@@ -100,7 +101,7 @@ def init_distributed(
     with _interruptible(place.rank):
         _join(place, heartbeat_seconds, preemption)
         if place.count > 1:
-            # JAX waits for the devices of all: whoever fails there is told of.
+            # JAX waits for the devices of all: report a process that fails there.
             beats.start_heartbeat(heartbeat_seconds, processes=place.count)
         kind, devices = jax.local_devices()[0].device_kind, jax.local_device_count()
         tell_launcher(DeviceReport(kind=kind, devices=devices))
@@ -110,9 +111,7 @@ def init_distributed(
 
 
 def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> ProcessPlace:
-    """Returns this process's place, from the arguments or from the cluster's
-    environment.
-    """
+    """Returns this process's rank and address, from the arguments or the cluster."""
     known: tuple[str, int, int] | None = None
     if given["coordinator"] is not None:
         known = given["coordinator"], given["num_processes"], given["process_id"]
@@ -137,7 +136,7 @@ def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> ProcessPl
 
 
 def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
-    """Has JAX join the processes, once all are there."""
+    """Joins the processes by JAX, once all are present."""
     if _compat_processes.backends_are_there():
         raise WhaleError(
             "init_distributed came too late. Call it before anything asks for devices "
@@ -146,14 +145,14 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
     host, port = split_address(place.coordinator)
     local = is_loopback(host)
     supervisor = os.environ.get(SUPERVISOR)
-    # What a supervisor names is the very address that its members reach.
+    # A supervisor gives the exact address that its members reach.
     narrow = local or supervisor is not None
     if place.count > 1:
         tell_launcher(Joining())
     came = rendezvous(place, functools.partial(end_process, rank=place.rank))
     try:
         if local:
-            # Gloo takes numbers, of the kind that the name has.
+            # Gloo needs a numeric address of the same family.
             _compat_processes.listen_at("::1" if ":" in host else "127.0.0.1")
         elif supervisor is not None:
             _compat_processes.listen_at(local_host(supervisor))
@@ -164,7 +163,7 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
                 place.count,
                 place.rank,
                 initialization_timeout=_JOIN_SECONDS,
-                # JAX's own end is for what ours does not see, and tells less.
+                # JAX's own check is for failures that ours misses, and reports less.
                 heartbeat_timeout_seconds=math.ceil(2 * heartbeat),
                 coordinator_bind_address=joined_address(*bind)
                 if narrow and bind
@@ -184,9 +183,9 @@ def _join(place: ProcessPlace, heartbeat: float, preemption: bool) -> None:
 
 @contextlib.contextmanager
 def _interruptible(rank: int) -> Iterator[None]:
-    """Ctrl-C ends this process also where JAX waits, in which Python cannot raise.
+    """Lets Ctrl-C end this process also while JAX waits, when Python cannot raise.
 
-    Python writes the number of a signal to a file as it comes, and a thread reads it.
+    Python writes the number of each signal to a socket, which a thread reads.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
@@ -268,7 +267,7 @@ def _check(
 
 
 def _check_second_call(given: dict[str, Any]) -> int:
-    """A second call is as good as none, if it asks for the same."""
+    """Accepts a second call with the same arguments; returns the process count."""
     count, number = given["num_processes"], given["process_id"]
     here = jax.process_count(), jax.process_index()
     if number is not None and (count, number) != here:

@@ -1,6 +1,6 @@
-"""A supervisor as a process of its own, started again if it is killed.
+"""Runs a supervisor in its own process, and restarts it if it is killed.
 
-Its members do not stop for that.
+Its members go on meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from whalejax.meshes.errors import WhaleError
 _MOST_RESTARTS: Final = 1000
 _FIRST_PULSE_SECONDS: Final = 120.0
 _AGAIN_PULSE_SECONDS: Final = SUPERVISOR_SECONDS / 3
-"""For one that is started again, so that members do not give it up for another."""
+"""Deadline of the first heartbeat of a restarted supervisor, before members give up."""
 
 _PULSE_SECONDS: Final = 1.0
 _ERROR_STATUS: Final = 2
@@ -38,7 +38,7 @@ _INTERRUPTED: Final = (
     "or of a checkpoint; once more ends all processes at once",
     "interrupted for the third time: all processes are ended",
 )
-"""What a user is told who interrupts for the first, second and third time."""
+"""Messages to a user who interrupts for the first, second and third time."""
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -48,9 +48,8 @@ class ProcessPlaces:
     """Places of a run's processes: the supervisor's address and the expected agents.
 
     Attributes:
-        host: Address at which agents join; None where all processes are of this
-            machine.
-        port: A free one if None.
+        host: Address at which agents join; None if all processes are on this machine.
+        port: Port of that address; a free one if None.
         awaited: Names of agents that are started for the run.
     """
 
@@ -69,19 +68,19 @@ def supervise(
     quiet: bool = False,
     devices: tuple[str, ...] | None = None,
 ) -> int:
-    """Runs a supervisor to its end, again where it is killed.
+    """Runs a supervisor to its end, and restarts it when it is killed.
 
     Args:
         words: Command of the processes that it starts.
         folder: Folder of the run.
         settings: Settings of the supervisor.
-        places: Places of the processes; on this machine if None.
-        seconds: For processes to end after the run has.
-        quiet: Say what goes wrong, and no progress.
-        devices: Argument of ``Supervised``, unchanged.
+        places: Placement of the processes; on this machine if None.
+        seconds: Deadline for processes to end after the run.
+        quiet: Whether to report errors only, and no progress.
+        devices: Field of ``Supervised``.
 
     Returns:
-        Its status.
+        Exit status of the supervisor.
     """
     places = places or ProcessPlaces()
     run = Supervised(
@@ -107,13 +106,13 @@ def supervise(
 
 
 def _run_once(run: Supervised, ends: _SignalForwarder) -> int:
-    """Starts a supervisor and waits for its end, which a frozen one is brought to."""
+    """Starts a supervisor and waits for its end; kills one that is frozen."""
     read, write = os.pipe()
     try:
         run = dataclasses.replace(run, pulse=write)
         said = msgspec.json.encode(run, enc_hook=str).decode()
         ends.hears = False
-        # Not in this one's group: Ctrl-C comes once, by way of this process.
+        # In a group of its own: it gets Ctrl-C only once, through this process.
         child = ends.child = subprocess.Popen(
             [sys.executable, "-m", "whalejax.elastic.launching", said],
             start_new_session=True,
@@ -135,17 +134,17 @@ def _run_once(run: Supervised, ends: _SignalForwarder) -> int:
 
 
 class _SignalForwarder:
-    """Passes on to the supervisor that this process is to end.
+    """Forwards signals that end this process to the supervisor.
 
-    One that still starts, or is started again, does not hear it: it is told when it
-    beats for the first time. Ctrl-C for the third time ends the run at once.
+    A supervisor that is still starting cannot handle them: it gets them after its first
+    heartbeat. The third Ctrl-C ends the run at once.
 
     Attributes:
         child: The supervisor.
         hears: Whether the supervisor has sent a heartbeat, after which signals do not
             end it.
-        told: This process is to end.
-        interrupts: Number of times that Ctrl-C has come.
+        told: Whether this process got such a signal.
+        interrupts: Number of times that the user pressed Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -157,7 +156,7 @@ class _SignalForwarder:
                 signal.signal(number, self._pass_on)
 
     def beats(self) -> None:
-        """The supervisor has beaten."""
+        """Handles a heartbeat of the supervisor."""
         first, self.hears = not self.hears, True
         if first and self.told:
             self._tell()
@@ -178,7 +177,7 @@ class _SignalForwarder:
 
 
 def main(words: Sequence[str]) -> int:
-    """The supervisor's own process."""
+    """Runs the supervisor in its own process."""
     from whalejax.elastic.supervisor.supervisor import Supervisor
 
     def decode_path(kind: type, text: str) -> Path:

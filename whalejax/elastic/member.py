@@ -1,9 +1,9 @@
-"""A member of an elastic run: its steps, and what it does when the world changes.
+"""A member of an elastic run: its steps, and its reaction to changes of the members.
 
-It runs its micro-batches, adds gradients up with the others by messages, and updates
-its own copy of the state. Before the sum of a step is there, its state is whole, so a
-generation that ends in the middle of a step loses no step: micro-batches that are done
-are kept, and only those that were lost are run again, by others.
+It runs its micro-batches, reduces gradients with the others by messages, and updates
+its own copy of the state. It changes the state only after the sum of a step is known.
+So a generation that ends within a step loses no step: finished micro-batches are kept,
+and others repeat only the lost ones.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Training:
     """Extent of a member's training, and its folder.
 
     Attributes:
-        steps: Number of steps of the whole run.
+        steps: Number of steps of the run.
         save: Folder of checkpoints, or None.
-        save_every, keep: Steps between checkpoints, and how many stay.
+        save_every, keep: Steps between checkpoints, and number of checkpoints to keep.
         copy_every: Steps between copies in memory, of a model over several processes;
-            None finds the best number, 0 makes none.
-        mtbf: Seconds between failures, for that.
+            None finds the best number, 0 makes no copies.
+        mtbf: Mean seconds between failures, to find that number.
     """
 
     steps: int
@@ -96,7 +96,7 @@ class Training:
 
 
 class _Regroup(Exception):
-    """The supervisor forms a generation: what is being done is to be left."""
+    """Signals that the supervisor forms a generation: the current work stops."""
 
 
 class ElasticMember:
@@ -105,13 +105,13 @@ class ElasticMember:
     def __init__(
         self, programs: ReplicaPrograms, training: Training, address: str, key_file: str
     ) -> None:
-        """Prepares the member; connects to nothing yet.
+        """Prepares the member; does not connect yet.
 
         Args:
             programs: Programs of the replica.
             training: Extent of the training, and its folder.
             address: Address of the supervisor.
-            key_file: Path of the key of the run.
+            key_file: Path of the run's key file.
         """
         self._programs, self._training = programs, training
         self._control = Control(address, key_file, self._registers)
@@ -137,7 +137,7 @@ class ElasticMember:
         self._suspected: set[str] = set()
         self._seconds = 0.0
         self._leaves = self._told_leaving = self._done = False
-        self._has_saved = False  # Since it was told to leave.
+        self._has_saved = False  # Since the request to leave.
 
     def _registers(self) -> dict[str, Any]:
         """Returns the fields with which it registers."""
@@ -158,15 +158,15 @@ class ElasticMember:
 
     @property
     def _at(self) -> int:
-        """Steps that the state has behind it; -1 without a state."""
+        """Number of steps that led to the state; -1 without a state."""
         return self._control.step
 
     def run(self) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-        """The states and metrics of steps, from the one where this member joined.
+        """Yields state and metrics after each step since this member joined.
 
         Raises:
             WhaleError: The run cannot go on, or this member's part in it is over.
-            SystemExit: It was told to leave, or was a spare that nobody needed.
+            SystemExit: It was asked to leave, or was a spare that nobody needed.
         """
         self._control.open()
         check_shared(self._training.save)
@@ -200,7 +200,7 @@ class ElasticMember:
                     raise
 
     def _generations(self) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-        """The steps of the next generation; returns at the end of the run."""
+        """Yields the steps of the next generation; returns at the end of the run."""
         begin = self._await_begin()
         if begin is None:
             return
@@ -216,15 +216,15 @@ class ElasticMember:
         self._saver.wait(self._look)
         self._control.phase = FINISHED
         self._control.post(Finished(step=self._at))
-        if self._asked is not None:  # A boundary that lies behind the last step.
+        if self._asked is not None:  # The boundary is after the last step.
             raise _Regroup
         while not self._done:
             self._listen()
 
-    # What the supervisor says.
+    # Messages of the supervisor.
 
     def _look(self) -> None:
-        """Takes what was said meanwhile; raises where it ends what is being done."""
+        """Handles new messages; raises if one ends the current work."""
         self._tell_leaving()
         while (said := self._control.poll()) is not None:
             self._hear(said)
@@ -238,7 +238,7 @@ class ElasticMember:
                     self._control.post(suspect)
 
     def _look_later(self) -> None:
-        """Takes what was said; a generation that is asked for comes after the step."""
+        """Handles new messages; a requested generation waits until after the step."""
         with contextlib.suppress(_Regroup):
             self._look()
 
@@ -268,12 +268,12 @@ class ElasticMember:
                 self._done = True
 
     def _stop(self, said: Stop) -> None:
-        """The run ends here."""
+        """Ends this member's run, after a checkpoint if it is to write one."""
         if said.saves and self._state is not None and self._training.save:
             self._control.phase = SAVING
             self._saver.save(self._state, self._at)
             while not self._saver.wait():
-                pass  # The supervisor ends this process where it takes too long.
+                pass  # The supervisor ends this process if it takes too long.
         if said.well:
             raise SystemExit(_TERMINATED_STATUS)
         raise RunStopped(said.why)
@@ -284,7 +284,7 @@ class ElasticMember:
             raise _Regroup
 
     def _await_begin(self) -> Begin | None:
-        """Says what is held, and waits until a generation begins; None at the end."""
+        """Reports its state, and waits until a generation begins; None at the end."""
         self._control.phase = STOPPED
         while True:
             if self._asked is not None:
@@ -312,7 +312,7 @@ class ElasticMember:
     # A generation.
 
     def _join(self, begin: Begin) -> None:
-        """Connects to the others, and come to the state that they have."""
+        """Connects to the others, and brings all to the same state."""
         name = self._control.name
         self._suspected.clear()
         members = begin.members
@@ -342,7 +342,7 @@ class ElasticMember:
                     self._generation, self._control.name, members, self._look
                 )
                 return
-            # The supervisor knows who is gone, or that somebody cannot be reached.
+            # The supervisor learns which member failed or is unreachable.
             self._pause()
 
     def _pause(self) -> None:
@@ -363,7 +363,7 @@ class ElasticMember:
     def _hand_over(self, other: str) -> None:
         assert self._state is not None
         self._control.phase = HANDING_OVER
-        with contextlib.suppress(WireError):  # Who is gone needs none.
+        with contextlib.suppress(WireError):  # A failed member needs no state.
             for piece in self._programs.pieces(self._state):
                 self._control.done += 1
                 self._peers.send(other, piece, self._look)
@@ -373,10 +373,10 @@ class ElasticMember:
         self._control.step = int(state.step)
 
     def _save_if_due(self) -> None:
-        """The first member saves; so a checkpoint that another began is made up for.
+        """Saves a checkpoint if this is the first member and one is due or missing.
 
-        One that is told to leave, and alone has the state, saves it first: whoever
-        told it may not wait until another has come.
+        A leaving member that alone has the state saves it first: its process may be
+        ended before another member has joined.
         """
         assert self._state is not None
         if self._names[0] == self._control.name:
@@ -385,11 +385,11 @@ class ElasticMember:
             if last or self._saver.is_due(self._at, self._training.steps):
                 self._has_saved = self._has_saved or last
                 self._control.phase = SAVING
-                # What was done is given to the user's loop before anything else.
+                # The finished step goes to the user's loop before anything else.
                 self._saver.save(self._state, self._at, self._look_later)
 
     def _save_last(self) -> None:
-        """Writes the state where no supervisor comes back: the run may begin again."""
+        """Writes the state if no supervisor returns, so that the run can be resumed."""
         if self._state is None or self._training.save is None:
             return
         there = [name for name in self._names if name not in self._peers.broken]
@@ -414,14 +414,14 @@ class ElasticMember:
         self._state, metrics = programs.finish(self._state, sums)
         self._held = {}
         loss = float(metrics["loss"])
-        control.phase = BETWEEN  # Before the step: it has not begun the next one.
+        control.phase = BETWEEN  # Set first: the next step has not begun.
         control.step = step + 1
         committed = Committed(
             generation=self._generation,
             step=step + 1,
             loss=loss,
             seconds=self._seconds,
-            # Of the others the supervisor knows what they were given.
+            # The supervisor knows the micro-batches of the others.
             parts=came if self._names[0] == control.name else {},
         )
         control.post(committed)
@@ -441,7 +441,7 @@ class ElasticMember:
 
         self._programs.add_up(self._state, self._batch[1], nodes, self._held, look)
         for node in [n for n in self._held if n not in nodes]:
-            del self._held[node]  # Others were given it.
+            del self._held[node]  # Assigned to others.
         ran = self._control.done - before
         if ran:
             each = (time.monotonic() - began) / ran
@@ -466,28 +466,28 @@ class ElasticMember:
     # The end.
 
     def _leave(self) -> None:
-        """Leaves at a step, so that none is lost."""
+        """Asks for leave at the next step, so that no step is lost."""
         self._leaves = True
 
     def _close(self) -> None:
-        # The connection stays until the process ends: the script goes on, perhaps for
-        # long, and who is silent is taken for frozen.
+        # The connection stays until the process ends: the script may go on for long,
+        # and a silent member counts as frozen.
         self._control.phase = FINISHED
         self._control.flush(_FLUSH_SECONDS)
         self._peers.close()
 
 
 def check_shared(save: Path | None) -> None:
-    """Refuses a folder of checkpoints that is not the supervisor's.
+    """Refuses a folder of checkpoints that is not shared with the supervisor.
 
-    The supervisor holds it before a member is admitted, so that its lock is seen there,
-    after a while on some network file systems.
+    The supervisor locks the folder before it admits a member. So the lock must be
+    visible there; on some network file systems this takes a while.
 
     Args:
         save: The folder; None for no checkpoints.
 
     Raises:
-        WhaleError: The lock is not there.
+        WhaleError: The folder has no lock.
     """
     agent = os.environ.get(HELD_BY)
     if save is None or agent is None:

@@ -1,7 +1,7 @@
-"""Connections between the members of one generation, and what came over them.
+"""Connections between the members of one generation, and their messages.
 
-Each generation has connections of its own: what was under way in an earlier one is lost
-with them, and cannot be taken for a part of this one.
+Each generation has its own connections: messages of an earlier generation are lost with
+its connections, and cannot be mistaken for those of this one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from whalejax.wire.run_messages import (
 
 
 CONNECT_SECONDS: Final = 30.0
-"""For members of a generation to find each other; then the supervisor is told."""
+"""Deadline for members of a generation to connect, before a failure is reported."""
 
 _TICK_SECONDS: Final = 0.05
 _DIALS: Final = 3
 _AGAIN_SECONDS: Final = 0.2
 _CLOSED: Final = 1 << 60
-"""A generation that never comes."""
+"""Number of a generation that never begins."""
 
 _SILENT_SECONDS: Final = 86_400.0
 
 Look = Callable[[], None]
-"""Called while something is waited for; raises where waiting has no point any more."""
+"""Called during a wait; raises if the wait has become useless."""
 
 
 class Peers:
@@ -45,7 +45,7 @@ class Peers:
 
     Attributes:
         host, port: Address of this member for others.
-        generation: The one that it is in.
+        generation: Number of its generation.
     """
 
     def __init__(self, key: Key, host: str = "127.0.0.1") -> None:
@@ -74,16 +74,16 @@ class Peers:
         members: Sequence[tuple[str, str, int]],
         look: Look,
     ) -> None:
-        """Connects to the members of a generation, and leaves the one before.
+        """Connects to the members of a generation, and leaves the previous one.
 
         Args:
-            generation: Its number.
+            generation: Number of the generation.
             name: Name of this member.
             members: Names, hosts and ports, by rank.
-            look: Called while others are waited for.
+            look: Called during waits for others.
 
         Raises:
-            WireError: One does not answer in time; ``broken`` tells which.
+            WireError: A member does not answer in time; ``broken`` names it.
         """
         self._leave(generation)
         self.generation, self._name = generation, name
@@ -102,7 +102,7 @@ class Peers:
             self._await(generation, other, end, look)
 
     def _dial(self, address: tuple[str, int], look: Look) -> Channel:
-        """Connects to a member; again where the connection ends, as under load."""
+        """Connects to a member; retries if the connection ends, as under load."""
         left = _DIALS
         while True:
             try:
@@ -134,12 +134,12 @@ class Peers:
 
     @property
     def broken(self) -> dict[str, str]:
-        """Members of this generation that cannot be reached any more, and why."""
+        """Members of this generation that became unreachable, and the reasons."""
         with self._changed:
             return dict(self._broken)
 
     def send(self, other: str, message: Message, look: Look) -> None:
-        """Sends a member of this generation a message."""
+        """Sends a message to a member of this generation."""
 
         def gives_up() -> bool:
             look()
@@ -155,7 +155,9 @@ class Peers:
             raise
 
     def take(self, other: str, kind: type[M], step: int, look: Look) -> M:
-        """The next message of a kind and step from a member of this generation."""
+        """Returns the next message of a kind and step from a member of this generation;
+        waits for it.
+        """
         key = (self.generation, other, kind, step)
         while True:
             with self._changed:
@@ -169,7 +171,7 @@ class Peers:
             look()
 
     def wake(self) -> None:
-        """Lets whoever waits look at once."""
+        """Wakes all waiting threads."""
         with self._changed:
             self._changed.notify_all()
 
@@ -230,7 +232,7 @@ class Peers:
         self, generation: int, other: str, said: GradientPart | Total | State
     ) -> None:
         if getattr(said, "generation", generation) != generation:
-            return  # Of another generation: it counts for nothing here.
+            return  # Ignored: a message of another generation.
         with self._changed:
             key = (generation, other, type(said), getattr(said, "step", -1))
             self._inbox.setdefault(key, []).append(said)
@@ -239,11 +241,11 @@ class Peers:
     def _on_disconnect(
         self, generation: int, other: str, channel: Channel, why: str
     ) -> None:
-        """A connection has ended; one that took its place goes on."""
+        """Handles the end of a connection, unless another has replaced it."""
         with self._changed:
             if self._channels.get((generation, other)) is not channel:
                 return
-            if generation != self.generation:  # It counts as one that never came.
+            if generation != self.generation:  # As if it had never been made.
                 del self._channels[generation, other]
         self._breaks(generation, other, why)
 

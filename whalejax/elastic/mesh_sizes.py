@@ -1,4 +1,4 @@
-"""The mesh that a user asks for, at whatever number of devices there is."""
+"""The mesh that a user requests, for any number of devices."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from whalejax.planner.sharding.layout import MESH_AXES
 
 
 AUTO: Final = "auto"
-"""The planner chooses all of the mesh."""
+"""The planner chooses the mesh."""
 
 REPLICAS: Final = "replicas"
-"""A whole replica in each process; gradients are reduced by messages."""
+"""One full replica per process; gradients are reduced by messages."""
 
 REST: Final = -1
-"""The size of an axis that takes the devices which the others leave."""
+"""Size of the axis that takes all devices left by the other axes."""
 
 Asked = Mapping[str, int] | Callable[[int], Mapping[str, int]] | str
 
 
 def refusal(asked: Any) -> str:
-    """Describes the expected argument ``mesh``; empty where the given one can be used.
+    """Returns text on the expected argument ``mesh``; empty if the given one is valid.
 
     >>> refusal({"fsdp": -1}), refusal("auto"), refusal({"fsdp": 0})[:40]
     ('', '', 'sizes of at least 1, or -1 for the one a')
@@ -47,10 +47,10 @@ def refusal(asked: Any) -> str:
 
 
 def mesh_of(asked: Asked, devices: int) -> dict[str, int] | None:
-    """Sizes of mesh axes as ``wh.plan`` takes them; None leaves them to the planner.
+    """Returns sizes of mesh axes for ``wh.plan``; None leaves them to the planner.
 
     Raises:
-        PlanError: What is asked for does not fit on so many devices.
+        PlanError: The requested mesh does not fit this number of devices.
 
     >>> mesh_of({"fsdp": -1, "tensor": 2}, 8), mesh_of("auto", 8)
     ({'fsdp': 4, 'tensor': 2}, None)

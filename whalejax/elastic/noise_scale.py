@@ -19,8 +19,8 @@ class NoiseScale:
     2018, appendix A.1). Below it, larger batches need fewer steps in proportion; above
     it, they gain little.
 
-    Both terms are estimated without bias from the squared norms of gradients of
-    micro-batches and of the whole batch, and averaged over steps.
+    Both terms are estimated without bias from the squared norms of the gradients of
+    micro-batches and of the full batch, and averaged over steps.
 
     Attributes:
         noise: Running mean of the trace of the covariance of a sample's gradient.
@@ -43,8 +43,8 @@ class NoiseScale:
         """Adds the measurements of a step.
 
         Args:
-            squares: Squared norms of the mean gradients of some micro-batches, any of
-                the step; without them the step is left out.
+            squares: Squared norms of the mean gradients of some micro-batches of the
+                step; if empty, the step is left out.
             total: Squared norm of the mean gradient of the global batch.
 
         >>> scale = NoiseScale(batch=4, micro_batches=2)

@@ -1,7 +1,7 @@
-"""Errors of what was given, which a process tells the supervisor before it joins.
+"""Reports errors in a process's arguments to the supervisor, before the process joins.
 
-Every process is given the same, and would be refused in the same words however often it
-is started. So the supervisor ends the run at once instead.
+Every process gets the same arguments and would fail in the same way after each restart.
+So the supervisor ends the run at once instead.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _LONGEST: Final = 5000
 
 @contextlib.contextmanager
 def reported_refusals() -> Iterator[None]:
-    """Tells this process's supervisor, if it has one, of an error within the block.
+    """Reports an error within the block to this process's supervisor, if it has one.
 
     Raises:
-        WhaleError: As raised there.
+        WhaleError: The error of the block.
     """
     try:
         yield
@@ -39,7 +39,7 @@ def reported_refusals() -> Iterator[None]:
     except WhaleError as error:
         address = os.environ.get(SUPERVISOR)
         if address is not None:
-            # Who is not heard is started again, as after any other error.
+            # If the report is lost, the process is restarted, as after other errors.
             with contextlib.suppress(WhaleError, WireError):
                 _report(address, os.environ.get(KEY_FILE, ""), str(error))
         raise

@@ -48,11 +48,11 @@ from whalejax.wire.run_messages import Note, Recovered, State
 
 
 MICRO_BATCHES: Final = 16
-"""At most so many of a step, where the user names no number: enough for several
-members to share without one of them idle for long."""
+"""Largest default number of micro-batches in a step: enough to divide among several
+members without long idle times."""
 
 PIECE_BYTES: Final = 1 << 24
-"""Of a state, in one message."""
+"""Bytes of a state in one message."""
 
 _LONGEST_NOTE: Final = 2000
 
@@ -61,13 +61,13 @@ Buffers = list[np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedReplica:
-    """A job, planned as one whole replica.
+    """A job, planned as one full replica.
 
     Attributes:
-        plan: Plan of the replica alone.
-        model: Its shapes.
+        plan: Plan of this replica alone.
+        model: Shapes of the model.
         first: The first global batch, of ``size`` samples, or its shapes.
-        count: Micro-batches of a step.
+        count: Number of micro-batches in a step.
     """
 
     plan: Plan
@@ -86,7 +86,7 @@ def planned_replica(
     precision: Any,
     by_shapes: bool = False,
 ) -> PlannedReplica:
-    """Plans a whole replica; no device is touched, unless the job's batch does.
+    """Plans a full replica; touches no device, unless the job's batch function does.
 
     Args:
         job: Job to train.
@@ -94,10 +94,10 @@ def planned_replica(
         batch: Samples of the global batch; the job's own number if left out.
         micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
         precision: Precision of the model, as ``wh.plan`` takes it.
-        by_shapes: Trace the first batch, where it can be, in place of making it.
+        by_shapes: Whether to trace the first batch, if possible, in place of making it.
 
     Raises:
-        PlanError: It has no room there, or cannot be planned.
+        PlanError: The replica does not fit there, or cannot be planned.
     """
     make = _shapes_of_batch if by_shapes else job_plans.first_batch
     first = make(job, batch)
@@ -126,11 +126,11 @@ def planned_replica(
 
 
 def _shapes_of_batch(job: Job, batch: int | None) -> Any:
-    """The first batch as shapes, so that arrays of JAX's start no device; the batch
-    itself where it cannot be traced."""
+    """Returns the shapes of the first batch, so that JAX arrays initialise no device;
+    the batch itself if it cannot be traced."""
     try:
         return jax.eval_shape(lambda: job.batch_at(0, batch))
-    except Exception:  # Whatever the user's function raises there.
+    except Exception:  # Any error of the user's function.
         return job_plans.first_batch(job, batch)
 
 
@@ -140,9 +140,9 @@ class ReplicaPrograms:
     Attributes:
         job: Job that is trained.
         size: Samples of a global batch.
-        step: The compiled step of the replica alone.
-        count: Micro-batches of a step.
-        shapes: Length and dtype of each buffer of a sum.
+        step: Compiled step of this replica alone.
+        count: Number of micro-batches in a step.
+        shapes: Length and dtype of each buffer of a gradient sum.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class ReplicaPrograms:
             micro_batches: Number of micro-batches in a step; see ``MICRO_BATCHES``.
             precision: Precision of the model, as ``wh.plan`` takes it.
             seed: Seed of the run.
-            planned: Replica that was planned from the first batch itself, where there
-                is one; it is planned anew where that was for another platform than this
+            planned: Replica that was planned from the first batch itself, or None. It
+                is planned anew if it was planned for another platform than this
                 process's.
             noise_scale: Whether to measure the gradient-noise scale.
         """
@@ -223,15 +223,15 @@ class ReplicaPrograms:
     # The state.
 
     def init_state(self) -> TrainState:
-        """A fresh state, the same in every member."""
+        """Returns an initial state, the same in every member."""
         key = jax.random.key(self._seed)
         return self.step.init(self.job.make_model, rng=key)
 
     def newest(self, save: Path | None, tell: Tell = lambda report: None) -> TrainState:
-        """The newest whole checkpoint of a folder, or a fresh state.
+        """Restores the newest complete checkpoint of a folder, or makes a new state.
 
         Args:
-            save: The folder; None has none.
+            save: Folder of checkpoints, or None.
             tell: Function that receives notes for the user, and ``Recovered``.
         """
         newest = restore_newest(self.step, checkpoints(save) if save else [])
@@ -240,7 +240,7 @@ class ReplicaPrograms:
         return state
 
     def pieces(self, state: TrainState) -> Iterator[State]:
-        """A state as messages, with a hash of all in the last."""
+        """Yields a state as messages; the last one holds a hash of all."""
         leaves = [np.asarray(_raw(x)) for x in jax.tree.leaves(state)]
         flat = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]
         data = np.concatenate(flat)
@@ -255,10 +255,10 @@ class ReplicaPrograms:
             yield State(place=place, count=count, text=text, arrays=(piece,))
 
     def assembled(self, take: Callable[[], State], whose: str) -> TrainState:
-        """A state of another member's messages.
+        """Returns a state from another member's messages.
 
         Raises:
-            WhaleError: They are not those of a state of this job.
+            WhaleError: The messages are not a state of this job.
         """
         pieces: list[np.ndarray] = []
         while True:
@@ -303,7 +303,8 @@ class ReplicaPrograms:
         Args:
             path: Path of the new checkpoint.
             state: State to write; it is not donated.
-            before_it_appears: Raises where it may not.
+            before_it_appears: Function called before the checkpoint gets its name;
+                raises if it must not.
         """
         whole = to_save(state, self.step.abstract_state(), trains=True)
         save(
@@ -315,7 +316,7 @@ class ReplicaPrograms:
         )
 
     def copy_state(self, state: TrainState) -> TrainState:
-        """A state of its own, which no later step takes."""
+        """Returns a copy of the state, which no later step donates."""
         result: TrainState = jax.tree.map(
             lambda x: _typed(np.array(_raw(x), copy=True), x), state
         )
@@ -324,12 +325,11 @@ class ReplicaPrograms:
     # A step.
 
     def batch(self, step: int, samples: int | None = None) -> list[Any]:
-        """Flat leaves of the global batch of a step.
+        """Returns the flat leaves of the global batch of a step.
 
         Args:
-            step: Its number, counted from 0.
-            samples: Number of samples of the steps before; default: as many batches as
-                there were steps.
+            step: Number of the step, from 0.
+            samples: Number of samples of all earlier steps; default: ``step`` batches.
         """
         return jax.tree.leaves(
             self._batches(step * self.size if samples is None else samples)
@@ -348,14 +348,14 @@ class ReplicaPrograms:
         held: dict[Node, Buffers],
         look: Callable[[], None],
     ) -> None:
-        """Runs micro-batches, and adds up the gradients of each subtree.
+        """Runs micro-batches, and sums the gradients of each subtree.
 
         Args:
             state: State of the run; it is not donated.
             batch: Global batch of the step.
             nodes: Subtrees of micro-batches.
-            held: Sums by node, extended in place: when ``look`` raises, nothing that
-                was computed is lost.
+            held: Sums by node, extended in place, so that no result is lost when
+                ``look`` raises.
             look: Called before every micro-batch.
         """
 
@@ -378,7 +378,7 @@ class ReplicaPrograms:
     def finish(
         self, state: TrainState, sums: Sequence[np.ndarray]
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The next state and metrics."""
+        """Returns the next state and the metrics."""
         if self._noise is None:
             return self._contributing.finish(state, sums)
         squares = list(self._contributing.squares.values())
@@ -390,11 +390,11 @@ class ReplicaPrograms:
         return state, metrics
 
     def warm_up(self) -> None:
-        """Compiles what steps, checkpoints and states of others take.
+        """Compiles the programs for steps, checkpoints and states of other members.
 
-        The state that it takes for that is thrown away.
+        The state that is used for this is thrown away.
         """
-        # A member may come to save, or to fetch a state, in the middle of the run.
+        # A member may have to save or fetch a state at any time in the run.
         state = self.copy_state(self.init_state())
         batch = self.batch(0)
         sums = self._contributing.part(state, batch, 0)
@@ -409,11 +409,11 @@ NEW_STATE: Final = "a new state"
 
 
 def tell_source(state: TrainState, found: RestoredRun | None, tell: Tell) -> None:
-    """Says where a state is from, and what is to be known of that.
+    """Reports the source of a state, and the notes on it.
 
     Args:
-        state: With which a run goes on.
-        found: The checkpoint that it is of; None for a new one.
+        state: State with which a run goes on.
+        found: Checkpoint of the state; None for a new state.
         tell: Function that receives a ``Note`` and ``Recovered``.
     """
     for note in () if found is None else found.notes:
@@ -424,7 +424,8 @@ def tell_source(state: TrainState, found: RestoredRun | None, tell: Tell) -> Non
 
 
 def most_micro_batches(size: int, group: int = 1) -> int:
-    """The largest number up to ``MICRO_BATCHES`` that divides a batch into groups.
+    """Returns the largest number of micro-batches, up to ``MICRO_BATCHES``, that
+    divides a batch of ``size`` samples into whole groups of ``group`` samples.
 
     >>> most_micro_batches(40), most_micro_batches(7), most_micro_batches(40, 8)
     (10, 7, 5)
@@ -436,10 +437,10 @@ def most_micro_batches(size: int, group: int = 1) -> int:
 def _with_fewer(
     planned: Callable[[int], Plan], size: int, error: DependentSamplesError
 ) -> tuple[Plan, int]:
-    """A replica with as many micro-batches as a loss allows that was not asked for any.
+    """Returns a plan with as many micro-batches as the loss allows, and that number.
 
     Args:
-        planned: Plans with a number of them.
+        planned: Function that plans with a number of micro-batches.
         size: Samples of the batch.
         error: Error that rules out the usual number.
     """
@@ -458,7 +459,7 @@ def local_cluster() -> Cluster:
     accelerators.
     """
     if jax.local_devices()[0].platform == "cpu":
-        return parse_cluster("cpu:1")  # Not measured: members are compared by steps.
+        return parse_cluster("cpu:1")  # Not measured: step times compare members.
     return Cluster.detect()
 
 
@@ -467,9 +468,9 @@ def _raw(leaf: Any) -> Any:
 
 
 def _typed(array: np.ndarray, like: Any) -> Any:
-    """A device's array of NumPy's, laid out and typed like another."""
+    """Returns a NumPy array as a device array with another's sharding and type."""
     result = jax.device_put(array, like.sharding)
-    # On CPUs a NumPy array may be taken as it is, and then be donated.
+    # On CPUs the NumPy array's memory may be used as it is, and then be donated.
     result = jax.numpy.array(result, copy=True)
     if is_key(like):
         result = jax.random.wrap_key_data(result, impl=impl_of(like))

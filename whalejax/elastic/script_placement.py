@@ -1,8 +1,8 @@
 """Asks the supervisor for the rank of an ordinary script's process.
 
-Such a script knows nothing of members: its processes meet by the platform's
-collectives, and one that is lost ends the generation for all of them. The supervisor
-starts them again, and they go on from their newest checkpoint.
+Such a script knows nothing of members: its processes use the platform's collectives,
+and the loss of one ends the generation for all. The supervisor restarts them, and they
+go on from their newest checkpoint.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 _FLUSH_SECONDS: Final = 5.0
 
 _held: list[Control] = []
-"""The connection, which lasts as long as the process does."""
+"""The connection to the supervisor, kept until the process ends."""
 
 
 def connection() -> Control:
-    """The connection to the supervisor of a process that was placed."""
+    """Returns the connection to the supervisor; ``await_placement`` makes it."""
     return _held[-1]
 
 
@@ -58,17 +58,17 @@ def await_placement(
     told: Mapping[str, Any] | None = None,
     hears: Callable[[ToMember], bool] = lambda said: False,
 ) -> tuple[str, int, int] | None:
-    """Coordinator, number of processes and rank; None without a supervisor.
+    """Returns coordinator, number of processes and rank; None without a supervisor.
 
-    It returns when a generation begins. Until the process ends, a thread of its own
-    beats, and ends it when the supervisor says so.
+    It returns when a generation begins. From then on, threads send heartbeats, and end
+    the process when the supervisor asks for it.
 
     Args:
         environment: Environment of the process.
-        told: Fields to register with beside its address: ``steps``, ``save``,
-            ``micro_batches`` and further ``facts``.
-        hears: Handler of the supervisor's later messages, called in that thread; it
-            returns whether it has dealt with one.
+        told: Fields to register in addition to its address: ``steps``, ``save``,
+            ``micro_batches`` and more ``facts``.
+        hears: Handler of the supervisor's later messages, called in a thread; returns
+            whether it has handled the message.
 
     Raises:
         WhaleError: No supervisor answers, or it refuses this process.
@@ -79,7 +79,7 @@ def await_placement(
     from whalejax.elastic.supervisor_client import Control
 
     host = local_host(address)
-    # For the coordinator of a generation in which this is the first process.
+    # For the coordinator, if this is the first process of a generation.
     port = reserve_port(host)
 
     more = {"micro_batches": 0, "steps": 0, "save": "", "facts": {}, **(told or {})}
@@ -115,7 +115,7 @@ def await_placement(
 
 
 def listens(coordinator: str) -> str:
-    """Describes who can reach the coordinator of a generation.
+    """Returns text on who can reach the coordinator of a generation.
 
     >>> listens("10.0.0.1:8476").partition(";")[0]
     'the coordination service of JAX listens at 10.0.0.1:8476'
@@ -157,8 +157,8 @@ def _obey(control: Any, said: Any) -> None:
 
 
 def _finished(control: Any) -> None:
-    """Says that the script came to its end: a supervisor that was started again since
-    cannot ask for the status of a process that another one started."""
+    """Reports that the script ended without an error: a restarted supervisor cannot
+    read the exit status of a process that it did not start."""
     if not hasattr(sys, "last_value"):  # No exception ended it.
         control.post(Finished(step=-1))
     control.flush(_FLUSH_SECONDS)

@@ -1,9 +1,9 @@
-"""One model over all processes of a generation, which start again when they change.
+"""One model over all processes of a generation, which restart to change their number.
 
-Its shards lie on the devices of several processes, which meet by the platform's
-collectives: one that is lost ends the generation for all. The supervisor starts them
-again, as many as there are, and they plan anew. Where it asks them to stop, because
-others came or one is to leave, they do so together behind a step, with a checkpoint.
+Its shards are on the devices of several processes, which use the platform's
+collectives: the loss of one process ends the generation for all. The supervisor
+restarts the processes, and they plan anew. If it asks them to stop, because others
+joined or one leaves, all stop after the same step, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _BUSY: Final = "busy"
 _FLUSH_SECONDS: Final = 5.0
 _MOST_WORDS: Final = 2000
 _NICE: Final = 10
-"""Of the thread that plans and compiles ahead, as ``nice`` counts."""
+"""``nice`` value of the thread that plans and compiles ahead."""
 
 Steps = Iterator[tuple[TrainState, dict[str, Any]]]
 
 
 class SpreadMember:
-    """A process of a model that lies on several."""
+    """A process of a model that is sharded over several processes."""
 
     def __init__(
         self,
@@ -81,11 +81,10 @@ class SpreadMember:
         """Prepares the member; joins nothing yet.
 
         Args:
-            programs: Plans and traces, once the devices of all are known.
+            programs: Function that plans and traces, called once all devices are known.
             training: Extent of the training, and its folder.
-            facts: Facts that all members must share, compared before anything is
-                planned.
-            supervised: A supervisor says who takes part.
+            facts: Facts that all members must share, compared before planning.
+            supervised: Whether a supervisor chooses the members.
         """
         self._make, self._training, self._facts = programs, training, facts
         self._supervised = supervised
@@ -100,11 +99,11 @@ class SpreadMember:
         self._status: int | None = None
 
     def run(self) -> Steps:
-        """The states and metrics of steps, from the one where this process began.
+        """Yields state and metrics after each step since this process began.
 
         Raises:
             WhaleError: There is no plan, or the run cannot go on.
-            SystemExit: It was asked to end.
+            SystemExit: The process was asked to end.
         """
         self._join()
         with on_notice(self._leave) if self._supervised else contextlib.nullcontext():
@@ -126,7 +125,7 @@ class SpreadMember:
         while done < self._training.steps:
             if control is not None:
                 control.step = done
-                self._phase(WAITING)  # Steps are between the processes.
+                self._phase(WAITING)  # The processes watch over their steps.
                 self._agree(state, done)
             began = time.monotonic()
             state, metrics = self._programs.step(
@@ -183,11 +182,11 @@ class SpreadMember:
             why = str(error)[:_MOST_WORDS]
             print(f"whalejax: {why}", file=sys.stderr, flush=True)
             self._control.post(Unfit(count=jax.process_count(), why=why))
-            while True:  # The supervisor ends it, and starts as many as there fit.
+            while True:  # The supervisor ends it, and starts a number that fits.
                 self._wait()
 
     def _restore_or_init(self) -> TrainState:
-        """The newest state that there is; where it was found is told."""
+        """Returns the newest state, or an initial one; reports its source."""
         save, control = self._training.save, self._control
         if control is None or self._training.copy_every == 0:
             return self._programs.restore_or_init(save, self._post_first)
@@ -213,22 +212,23 @@ class SpreadMember:
         self._post_first(NotCopied(step=done, why=why[:_MOST_WORDS]))
 
     def _look_ahead(self, done: int) -> None:
-        """Prepares for other numbers of processes, once it is known what steps take."""
+        """Prepares for other numbers of processes, once the step time is known."""
         if self._control is None or jax.process_index() != 0 or len(self._times) > 2:
             return
         self._times.append(time.monotonic())
         if len(self._times) > 2:
-            # A process that ends waits for what it compiles, or it may crash: so not
-            # where the run is over before. The first step was compiled, too.
+            # A process that ends must wait for its compilations, or it may crash. So
+            # compile only if the run lasts longer. The first step included a
+            # compilation.
             began, first, second = self._times
             left = (self._training.steps - done) * (second - first)
             work = functools.partial(self._prepare_ahead, left > 2 * (first - began))
             threading.Thread(target=work).start()
 
     def _prepare_ahead(self, compiles: bool) -> None:
-        """Plans for the next numbers of processes, beside the steps, and compiles for
-        the next smaller one."""
-        with contextlib.suppress(OSError):  # The steps come first.
+        """Plans for the next numbers of processes, in parallel with the steps, and may
+        compile for the next smaller number."""
+        with contextlib.suppress(OSError):  # The steps have priority.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         here = jax.process_count()
         self._planned_for(here + 1)
@@ -240,7 +240,7 @@ class SpreadMember:
                 break
 
     def _planned_for(self, count: int) -> Plan | None:
-        """A plan for so many processes; the supervisor is told where there is none."""
+        """Returns a plan for a number of processes; reports it if there is none."""
         assert self._control is not None
         if self._over:
             return None
@@ -250,7 +250,7 @@ class SpreadMember:
             why = str(error)[:_MOST_WORDS]
             self._control.post(Unfit(count=count, why=why))
         except Exception as error:
-            # Nothing depends on it: the processes plan again when they begin.
+            # Not needed: the processes plan again when they begin.
             warn(f"no plan was made ahead for {count} processes: {error}")
         return None
 
@@ -294,13 +294,13 @@ class SpreadMember:
                         text = f"whalejax: {why}\n"
                         with contextlib.suppress(OSError):
                             os.write(2, text.encode())
-                        # Its steps may wait for a process that is gone.
+                        # Its steps may wait for a failed process.
                         os._exit(self._status)
             self._changed.notify_all()
         return True
 
     def _agree(self, state: TrainState, done: int) -> None:
-        """Stops or copies, where a process was asked to or the first finds it due."""
+        """Stops if any process was asked to, or copies if the first finds it due."""
         assert self._control is not None
         if self._leaves and not self._told_leaving:
             self._told_leaving = True
@@ -317,7 +317,7 @@ class SpreadMember:
             self._copying.copy(state, done)
 
     def _stop(self, state: TrainState, done: int) -> None:
-        """Save, say so, and wait to be ended or let go."""
+        """Saves the state, reports it, and waits for the end of the process."""
         assert self._control is not None
         if done and self._training.save is not None:
             self._save(state, done)
@@ -340,7 +340,7 @@ class SpreadMember:
         """Waits for a message of the supervisor, for a while.
 
         Raises:
-            WhaleError: It is gone, so that it says nothing any more.
+            WhaleError: The supervisor is gone.
         """
         assert self._control is not None
         with self._changed:
@@ -348,13 +348,13 @@ class SpreadMember:
         self._control.check()
 
     def _leave(self) -> None:
-        """All stop behind a step, and none is lost."""
+        """Asks all processes to stop after a step, so that no step is lost."""
         self._leaves = True
 
     # Saving.
 
     def _save(self, state: TrainState, done: int) -> None:
-        """Writes a checkpoint; one that cannot be written ends nothing."""
+        """Writes a checkpoint; a failed write does not end the run."""
         folder = self._training.save
         if folder is None:
             return
@@ -380,7 +380,7 @@ class SpreadMember:
             warn(f"no checkpoint was written after step {done}: {why}")
 
     def _approve(self, done: int) -> None:
-        """A process that was given up puts no checkpoint in another's place."""
+        """Refuses the checkpoint of a process that was given up."""
         error = ""
         if self._control is not None and jax.process_index() == 0:
             folder = self._training.save
@@ -390,7 +390,7 @@ class SpreadMember:
         fail_together(error, f"step {done} kept")
 
     def _post_first(self, report: Report) -> None:
-        """Tells the supervisor what holds of all, once."""
+        """Sends a report from the first process only, as it holds for all."""
         if self._control is not None and jax.process_index() == 0:
             self._control.post(report)
 
@@ -400,9 +400,9 @@ class SpreadMember:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Removes checkpoints but for the newest ones."""
+    """Removes all checkpoints except the newest ones."""
     for path in checkpoints(folder)[keep:]:
-        # Renamed first: half a checkpoint must never bear a checkpoint's name.
+        # Renamed first: an incomplete one must not have a checkpoint's name.
         gone = path.with_name(f"{path.name}.deleted")
         path.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)

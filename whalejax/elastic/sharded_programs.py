@@ -32,13 +32,13 @@ from whalejax.user_code.losses import Job
 
 
 class SpreadPrograms:
-    """A job, planned and compiled for the processes that are there.
+    """A job, planned and compiled for the present processes.
 
     Attributes:
         size: Samples of a global batch.
-        count: Micro-batches of a step, the same at every number of processes: random
-            keys and statistics depend on it.
-        plan: For these processes.
+        count: Number of micro-batches in a step, the same for any number of processes,
+            as random keys and statistics depend on it.
+        plan: Plan for these processes.
         step: Compiled training step.
     """
 
@@ -56,10 +56,10 @@ class SpreadPrograms:
 
         Args:
             job: Job to train.
-            mesh: Sizes of its axes, or how they come of a number of devices.
+            mesh: Sizes of mesh axes, or a rule for any number of devices.
             batch: Samples of the global batch; the job's own number if left out.
             micro_batches: Number of micro-batches in a step; default: 1, or
-                ``most_micro_batches`` where ``mesh`` has stages.
+                ``most_micro_batches`` if ``mesh`` names stages.
             precision: Precision of the model, as ``wh.plan`` takes it.
             seed: Seed of the run.
 
@@ -89,10 +89,10 @@ class SpreadPrograms:
         )
 
     def plan_for(self, processes: int) -> Plan:
-        """The plan for another number of processes; nothing is traced or compiled.
+        """Returns the plan for another number of processes, without tracing.
 
         Raises:
-            PlanError: There is none.
+            PlanError: There is no such plan.
         """
         sizes = mesh_of(self._mesh, processes * jax.local_device_count())
         return self.plan.what_if(cluster=cluster_of(processes), mesh=sizes)
@@ -101,11 +101,10 @@ class SpreadPrograms:
         """Compiles the step of one process into the persistent cache; runs nothing.
 
         Returns:
-            Whether it was: only on CPUs, and only the step of one process. The name of
-            a program in the cache tells on CPUs which process it is of, and on GPUs how
-            many there are; and to compile on GPUs, XLA may wait for the other
-            processes, which share its measurements. Stages with programs of their own
-            are not compiled either.
+            Whether it was compiled: only on CPUs, only for one process, and not for
+            stage programs. Cache keys depend on the process's rank on CPUs, and on the
+            number of processes on GPUs; and on GPUs, XLA may wait for the other
+            processes, which share its measurements.
         """
         several = plan.cluster.num_devices > jax.local_device_count()
         if plan.stage_plans or several or plan.cluster.platform != "cpu":
@@ -124,11 +123,13 @@ class SpreadPrograms:
     def restore_or_init(
         self, folder: Path | None, tell: Tell = lambda report: None
     ) -> TrainState:
-        """The newest whole checkpoint, or a new state.
+        """Restores the newest complete checkpoint, or makes a new state.
+
+        All processes call this.
 
         Args:
-            folder: Folder of checkpoints; None has none. All processes call this.
-            tell: Argument of ``ReplicaPrograms.newest``, unchanged.
+            folder: Folder of checkpoints, or None.
+            tell: Argument of ``ReplicaPrograms.newest``.
         """
         result = (
             restore_newest(self.step, agreed_checkpoints(folder)) if folder else None
@@ -145,9 +146,8 @@ class SpreadPrograms:
         """Returns this process's part of the global batch of a step.
 
         Args:
-            step: Its number, counted from 0.
-            samples: Number of samples of the steps before; default: as many batches as
-                there were steps.
+            step: Number of the step, from 0.
+            samples: Number of samples of all earlier steps; default: ``step`` batches.
         """
         batch = self._batches(step * self.size if samples is None else samples)
         if jax.process_count() == 1:
@@ -173,7 +173,8 @@ class SpreadPrograms:
         Args:
             path: Path of the new checkpoint.
             state: State to write; it is not donated.
-            before_it_appears: Raises where it may not, in all of them.
+            before_it_appears: Function called before the checkpoint gets its name;
+                raises in all processes if it must not.
         """
         whole = to_save(state, self.step.abstract_state(), trains=True)
         size = self.step._batch_size
@@ -181,9 +182,9 @@ class SpreadPrograms:
 
 
 def cluster_of(processes: int) -> Cluster:
-    """Returns the cluster of so many processes, each with as many devices as this one.
+    """Returns a cluster of processes that each have as many devices as this one.
 
-    Processors of hosts are not measured: all processes must come to the same plan.
+    Host CPUs are not measured: all processes must compute the same plan.
     """
     each = jax.local_device_count()
     if jax.local_devices()[0].platform == "cpu":

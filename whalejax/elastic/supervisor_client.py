@@ -1,7 +1,7 @@
-"""A member's connection to the supervisor: kept up, with beats while it lasts.
+"""A member's connection to the supervisor, with heartbeats and reconnection.
 
-A supervisor that is killed is waited for: it is started again at the same address and
-takes its members back. Steps go on meanwhile, as long as every member is there.
+If the supervisor is killed, members wait for it: it restarts at the same address and
+takes its members back. Steps go on meanwhile, as long as no member fails.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from whalejax.wire.run_messages import (
 
 
 FIRST_SECONDS: Final = 30.0
-"""For the first connection, when it should be there."""
+"""Deadline of the first connection, when the supervisor should already run."""
 
 _AGAIN_SECONDS: Final = 0.2
 _ASK_SECONDS: Final = 5.0
@@ -58,7 +58,7 @@ _FIRST_BEAT_SECONDS: Final = 1.0
 
 @contextlib.contextmanager
 def on_notice(leave: Callable[[], None]) -> Iterator[None]:
-    """Takes SIGTERM as a notice within the block; only the main thread can."""
+    """Handles SIGTERM as a notice within the block, in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -70,14 +70,14 @@ def on_notice(leave: Callable[[], None]) -> Iterator[None]:
 
 
 def key_of_run(key_file: str, address: str) -> Key:
-    """The key by which members and supervisor know each other.
+    """Returns the key by which members and supervisor authenticate each other.
 
     Args:
-        key_file: Path of its file; empty where none was given.
+        key_file: Path of the key file; empty if none was given.
         address: Address of the supervisor, for the error.
 
     Raises:
-        WhaleError: There is none, or others can read it.
+        WhaleError: There is no key file, or other users can read it.
     """
     if not key_file:
         raise WhaleError(
@@ -88,7 +88,7 @@ def key_of_run(key_file: str, address: str) -> Key:
 
 
 def is_hopeless(error: WireError) -> bool:
-    """Whether to dial again is of no use."""
+    """Returns whether a retry of the connection is useless."""
     return isinstance(error, WrongKey | OtherProtocol)
 
 
@@ -97,10 +97,10 @@ class NoSupervisorError(WhaleError):
 
 
 def unreachable(where: str, error: WireError) -> WhaleError:
-    """Returns the error of a process that reaches no supervisor.
+    """Returns the error for a process that reaches no supervisor.
 
     Args:
-        where: Host and port at which it looked.
+        where: Host and port that it tried.
         error: Error of the connection.
     """
     if isinstance(error, WrongKey):
@@ -128,10 +128,10 @@ class Control:
 
     Attributes:
         key: Key of the run.
-        name: Under which it goes; empty before it is admitted.
+        name: Name of the member; empty before it is admitted.
         goodput: Goodput of the run in the supervisor's last message.
         phase, step, done: Contents of its heartbeats; set by the member.
-        generation: Newest generation that began, of a process that was placed in one.
+        generation: Generation in which ``await_placement`` placed the process; else 0.
     """
 
     def __init__(
@@ -142,13 +142,14 @@ class Control:
         *,
         supervisor_seconds: float = SUPERVISOR_SECONDS,
     ) -> None:
-        """Names the supervisor; connects to nothing yet.
+        """Stores the supervisor's address; does not connect yet.
 
         Args:
             address: Address of the supervisor.
-            key_file: Path of the key of the run.
-            registers: Gives the fields of ``"register"`` but for those known here.
-            supervisor_seconds: After which one that is gone is given up.
+            key_file: Path of the run's key file.
+            registers: Function that returns the fields of ``"register"`` that are not
+                known here.
+            supervisor_seconds: Seconds after which a lost supervisor is given up.
         """
         self._address, self._where = split_address(address, "supervisor"), address
         self.key = key_of_run(key_file, address)
@@ -160,24 +161,23 @@ class Control:
         self._channel: Channel | None = None
         self._changed = threading.Condition()
         self._heard: collections.deque[ToMember] = collections.deque()
-        # A supervisor that is killed may not have written down what it was told last:
-        # reports stay until they are acknowledged, and are sent again till then. Their
-        # numbers follow each other; the last two are of the newest that was sent over
-        # this connection, and of the newest.
+        # A killed supervisor may not have written the last reports: they stay here, and
+        # are sent again, until they are acknowledged. Reports are numbered in sequence:
+        # ``_sent`` is the newest sent over this connection, ``_number`` the newest.
         self._reports: collections.deque[Report] = collections.deque()
         self._sent = self._number = 0
         self._kept: set[int] = set()
         self._token = secrets.token_hex(16)
-        self._run_name = os.environ.get(RUN, "")  # Of its start; empty where unknown.
+        self._run_name = os.environ.get(RUN, "")  # Empty if unknown.
         self._error: WhaleError | None = None
         self._closed = False
         self._beat_seconds = _FIRST_BEAT_SECONDS
 
     def open(self) -> None:
-        """Connects and be admitted.
+        """Connects to the supervisor and registers.
 
         Raises:
-            WhaleError: Nothing answers there, the key is refused, or this member is.
+            WhaleError: Nothing answers there, or the key or this member is refused.
         """
         self._connect(time.monotonic() + FIRST_SECONDS, first=True)
         for work in (self._listen, self._speak):
@@ -186,7 +186,7 @@ class Control:
     # For the member's own thread.
 
     def post(self, report: Report) -> None:
-        """Tells the supervisor something, again until it says that it is written."""
+        """Sends a report to the supervisor, again until it is acknowledged."""
         with self._changed:
             self._number += 1
             numbered = msgspec.structs.replace(report, number=self._number)
@@ -194,14 +194,14 @@ class Control:
             self._changed.notify_all()
 
     def may_keep(self, step: int, folder: Path, *, seconds: float) -> bool:
-        """Asks whether a checkpoint may take its name: not where this one is given up.
+        """Returns whether a checkpoint may get its name: not after this member's loss.
 
-        Where no supervisor lives there is nobody who could have given this one up, nor
-        another run in the folder, which would hold it.
+        It may also if the supervisor is gone and the folder's lock is free: then nobody
+        has given this member up, and no other run uses the folder.
 
         Args:
             step: Step of the checkpoint.
-            folder: Folder of the checkpoint, which a supervisor holds.
+            folder: Folder of the checkpoint, which a live supervisor locks.
             seconds: Longest wait for the answer.
         """
         end = time.monotonic() + seconds
@@ -231,7 +231,7 @@ class Control:
         """Returns the supervisor's next message, or None.
 
         Raises:
-            WhaleError: It is gone, or this member was refused.
+            WhaleError: The supervisor is gone, or refused this member.
         """
         with self._changed:
             if self._heard:
@@ -241,10 +241,10 @@ class Control:
             return None
 
     def check(self) -> None:
-        """Raises where the supervisor is gone, or has refused this process.
+        """Raises if the supervisor is gone or has refused this process.
 
         Raises:
-            WhaleError: Why.
+            WhaleError: The reason.
         """
         with self._changed:
             if self._error is not None:
@@ -261,7 +261,7 @@ class Control:
         return self.poll()
 
     def flush(self, seconds: float) -> None:
-        """Waits until all is written down, at most so long."""
+        """Waits until all reports are acknowledged, at most ``seconds``."""
         end = time.monotonic() + seconds
         with self._changed:
             while self._reports and self._error is None and time.monotonic() < end:
@@ -278,7 +278,7 @@ class Control:
     # Threads.
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Runs a thread; what ends it, the member's own thread hears."""
+        """Runs a thread's work; passes its error on to the member's own thread."""
         try:
             work()
         except Exception as error:
@@ -330,7 +330,7 @@ class Control:
                 raise RunStopped(f"the supervisor refused this member: {said.why}")
             if isinstance(said, MemberWelcome):
                 break
-            self._hear(said)  # Such as what it missed.
+            self._hear(said)  # Such as a message that it missed.
         self.name, self._run_name = said.name, said.run
         self._beat_seconds = said.beat_seconds
         with self._changed:
@@ -386,11 +386,11 @@ class Control:
                         if channel is self._channel:
                             self._sent = said.number
             except WireError:
-                channel.shut_down()  # The other thread connects anew.
+                channel.shut_down()  # The other thread reconnects.
                 time.sleep(_AGAIN_SECONDS)
 
     def _unsent(self) -> Report | None:
-        """The next report that was neither sent over this connection nor taken."""
+        """Returns the next report to send over this connection, or None."""
         if not self._reports or self._sent >= self._number:
             return None
         place = self._sent + 1 - self._reports[0].number

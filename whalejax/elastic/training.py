@@ -1,4 +1,4 @@
-"""``wh.train_elastic``: a training loop whose members may come and go."""
+"""``wh.train_elastic``: a training loop whose members may join and leave."""
 
 from __future__ import annotations
 
@@ -42,63 +42,63 @@ def train_elastic(
     mtbf: float = 3600.0,
     noise_scale: bool = False,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """Trains a job with whoever is there, under ``whalejax launch --processes
+    """Trains a job with the present processes, under ``whalejax launch --processes
     MIN:MAX``.
 
-    As whole replicas, each process runs some of the micro-batches of every step and
-    adds its gradients up with those of the others by messages. When one is lost, the
-    others run what it had not done and go on; when one joins, it gets the state from
-    them. The global batch, its micro-batches, their random keys and the order of the
-    sum depend on the step alone, so that losses are those of an undisturbed run.
-    Without a launcher, this process trains alone, to the same losses.
+    As full replicas, each process runs some of the micro-batches of every step and
+    reduces its gradients with those of the others by messages. When a process fails,
+    the others run its unfinished micro-batches and go on; when one joins, it gets the
+    state from them. The global batch, its micro-batches, their random keys and the
+    order of the sum depend on the step alone, so losses equal those of an undisturbed
+    run. Without a launcher, this process trains alone, to the same losses.
 
-    As one model over all processes, they meet by the platform's collectives. Which of
-    the two is chosen by price unless ``mesh`` says: replicas on CPUs, and where
-    messages and failures cost less than collectives and beginning anew after failures;
-    one model where collectives are faster by more than that, as on accelerators with
-    short steps, or where a replica has no room in one process. The first process that
-    joins a run decides for all; the launcher and ``whalejax status`` say how and why.
+    As one model over all processes, they use the platform's collectives. Unless
+    ``mesh`` says which, the cheaper is chosen: replicas on CPUs, and if messages cost
+    less than collectives with a restart after each failure; one model if collectives
+    are faster by more than that, as on accelerators with short steps, or if a replica
+    does not fit in one process. The first process that joins a run decides for all; the
+    launcher and ``whalejax status`` report the choice and its reason.
 
     Args:
         job: Job to train; the same in all processes.
-        steps: Total number of steps, those of a checkpoint counted.
-        save: Folder of checkpoints, in which a run that begins goes on from the newest.
-        save_every: Steps between checkpoints; there is one after the last step too.
-        keep: Number of newest checkpoints that stay.
+        steps: Total number of steps, including those of a restored checkpoint.
+        save: Folder of checkpoints; a new run goes on from the newest one there.
+        save_every: Steps between checkpoints; the last step also has one.
+        keep: Number of newest checkpoints to keep.
         batch: Samples of the global batch; the job's own number if left out.
         num_micro_batches: Number of micro-batches in a step, which members divide;
-            default: the largest number up to 16 that divides the batch. Of one model
-            over all processes, 1 by default, or that number where ``mesh`` names
+            default: the largest number up to 16 that divides the batch. For one model
+            over all processes, the default is 1, or that number if ``mesh`` names
             stages.
         precision: Precision of the model, as ``wh.plan`` takes it.
         seed: Seed of the model's and the run's random keys.
-        mesh: None chooses by price; ``"replicas"`` are whole ones that add up by
-            messages. One model over the devices of all processes: ``"auto"`` as the
-            planner chooses; sizes of mesh axes, such as ``{"fsdp": -1, "tensor": 2}``
-            where -1 takes all that is left; or a function that gives them for a
-            number of devices. Its processes begin anew, with another plan, when they
-            change: from their newest state where one was lost, without losing a step
-            where one is asked to end or others come. A number of processes for which
-            there is no plan is not used, and the reason is in the journal.
+        mesh: None takes the cheaper; ``"replicas"`` takes full replicas with messages.
+            For one model over the devices of all processes: ``"auto"`` lets the planner
+            choose; or sizes of mesh axes, such as ``{"fsdp": -1, "tensor": 2}``, where
+            -1 takes all devices that are left; or a function that returns the sizes for
+            a number of devices. These processes restart with another plan when their
+            number changes: from their newest saved state after a failure, and without a
+            lost step if one is asked to end or others join. A number of processes
+            without a plan is not used, and the reason is in the journal.
         copy_every: Steps between copies of the shards of one model over all processes,
-            in the memory of the machine and of a second one where there are several;
-            they outlive the processes and are read before a checkpoint is. Default: the
-            best number by Daly's formula; 0 makes none.
+            in the memory of the machine and of a second one if there are several. The
+            copies outlive the processes and are tried before a checkpoint. Default: the
+            best number by Daly's formula; 0 makes no copies.
         mtbf: Mean seconds between failures of any process, for that formula and for
-            the price.
+            the choice of the cheaper.
         noise_scale: Whether to measure the gradient-noise scale of replicas, from the
-            gradients of their micro-batches: the metric ``noise_scale``, in samples,
-            below which a larger batch needs fewer steps in proportion. Each process
+            gradients of their micro-batches: the metric ``noise_scale``, in samples.
+            Below it, a larger batch needs fewer steps in proportion. Each process
             measures its own micro-batches. Needs 2 micro-batches or more.
 
     Yields:
-        The state after each step from where this process joined, and its metrics:
-        ``loss``, what the loss reports, ``generation`` and ``goodput``. The next step
-        consumes the state.
+        The state after each step since this process joined, and its metrics: ``loss``,
+        the values that the loss reports, ``generation`` and ``goodput``. The next step
+        donates the state.
 
     Raises:
-        WhaleError: An argument cannot be used, no supervisor answers, this process
-            differs from the others, or the run cannot go on.
+        WhaleError: An argument is invalid, no supervisor answers, this process differs
+            from the others, or the run cannot go on.
     """
     from whalejax.elastic.member import Training
     from whalejax.elastic.mesh_sizes import REPLICAS, refusal
@@ -146,7 +146,7 @@ def train_elastic(
 
 
 def _check_noise_scale(problems: Arguments, noise_scale: bool, mesh: object) -> None:
-    """Refuses a noise scale that no replicas measure."""
+    """Refuses ``noise_scale`` for runs without replicas, which alone measure it."""
     from whalejax.elastic.mesh_sizes import REPLICAS
 
     problems.switch("noise_scale", noise_scale)
@@ -164,7 +164,7 @@ def _train(
     mesh: Asked | None,
     noise_scale: bool,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """Trains the job in the way that this run takes, and yields each step."""
+    """Trains the job with the run's gradient reduction, and returns its steps."""
     from whalejax.elastic.member import ElasticMember
     from whalejax.elastic.mesh_sizes import AUTO, REPLICAS
     from whalejax.elastic.replica_programs import ReplicaPrograms
@@ -194,7 +194,7 @@ def _agreed(
     address: str,
     key_file: str,
 ) -> tuple[Way, PlannedReplica | None]:
-    """Returns the run's reduction of gradients, and its plan where that was made."""
+    """Returns the run's gradient reduction, and the replica if it was planned."""
     from whalejax import _compat_processes
     from whalejax.elastic.gradient_reduction.reduction_agreement import Arbiter, agreed
     from whalejax.elastic.gradient_reduction.reduction_cost import ReductionProcesses
@@ -216,7 +216,7 @@ def _agreed(
                 job,
                 processes.each,
                 **wanted,
-                # Arrays of JAX's would start the devices before the processes join.
+                # JAX arrays would initialise devices before the processes join.
                 by_shapes=processes.platform != "cpu",
             )
         except NothingFits:
@@ -243,7 +243,7 @@ def _agreed(
 def _train_sharded(
     job: Job, training: Any, settings: dict[str, Any], mesh: Any
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """The steps of one model over all processes."""
+    """Returns the steps of one model over all processes."""
     from whalejax.elastic.sharded_member import SpreadMember
     from whalejax.elastic.sharded_programs import SpreadPrograms
 
@@ -261,7 +261,7 @@ def _train_sharded(
 
 
 def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """The same steps in one process."""
+    """Yields the same steps in one process."""
     from whalejax.elastic.async_checkpoints import Saver
     from whalejax.meshes.errors import warn
     from whalejax.runtime.resume import hold_folder
@@ -289,4 +289,4 @@ def _alone(programs: Any, training: Any) -> Iterator[tuple[TrainState, dict[str,
                     saver.save(state, done + 1)
                 yield state, {**metrics, "generation": 0, "goodput": 1.0}
         finally:
-            saver.wait()  # Also where the loop was left.
+            saver.wait()  # Also if the loop was left.

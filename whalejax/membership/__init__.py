@@ -1,1 +1,1 @@
-"""Rules without sockets for the members of a run, their losses and the consequences."""
+"""Rules for the members of a run, their failures and what follows; uses no sockets."""

@@ -1,8 +1,8 @@
-"""Assigns micro-batches to members, with one order in which gradients are summed.
+"""Assigns micro-batches to members, and fixes the order in which gradients are summed.
 
-Sums of floating-point numbers depend on their order. Here the order is that of a binary
-tree over the numbers of the micro-batches, whoever ran them: a member adds up whole
-subtrees of its own, and what is left of the tree is added up where they meet. So a
+Sums of floating-point numbers depend on their order. Here a binary tree over the
+indices of the micro-batches fixes the order, whichever member ran them. A member sums
+complete subtrees; the sums of several members are then added at the upper nodes. So a
 step's sum is the same to the last bit with any members and any shares.
 """
 
@@ -17,11 +17,11 @@ from whalejax.meshes.errors import WhaleError
 
 T = TypeVar("T")
 Node = tuple[int, int]
-"""A subtree: its first micro-batch, and the one behind its last."""
+"""A subtree: its first micro-batch, and the one after its last."""
 
 
 def halves(node: Node) -> tuple[Node, Node]:
-    """The two subtrees of a node of more than one micro-batch.
+    """Returns the two subtrees of a node that has more than one micro-batch.
 
     >>> halves((0, 6)), halves((4, 6))
     (((0, 4), (4, 6)), ((4, 5), (5, 6)))
@@ -32,7 +32,7 @@ def halves(node: Node) -> tuple[Node, Node]:
 
 
 def is_node(node: Node, count: int) -> bool:
-    """Whether it is a subtree of the tree over so many micro-batches.
+    """Returns whether ``node`` is a subtree of the tree over ``count`` micro-batches.
 
     >>> is_node((2, 4), 8), is_node((1, 3), 8)
     (True, False)
@@ -51,7 +51,7 @@ def is_node(node: Node, count: int) -> bool:
 
 
 def cover(numbers: Collection[int], count: int) -> list[Node]:
-    """The fewest subtrees that hold exactly these micro-batches, in order.
+    """Returns the fewest subtrees that hold exactly these micro-batches, in order.
 
     >>> cover({3, 4, 5}, 8), cover(range(6), 6)
     ([(3, 4), (4, 6)], [(0, 6)])
@@ -71,10 +71,10 @@ def cover(numbers: Collection[int], count: int) -> list[Node]:
 
 
 def check_tiles(nodes: Collection[Node], count: int) -> None:
-    """Refuses parts of a sum that leave a micro-batch out or hold one twice.
+    """Refuses parts of a sum that lack a micro-batch or hold one twice.
 
     Raises:
-        WhaleError: Which are missing, doubled or no subtrees.
+        WhaleError: Micro-batches are missing or doubled, or parts are not subtrees.
     """
     strange = [node for node in nodes if not is_node(node, count)]
     seen = sorted(n for node in nodes if node not in strange for n in range(*node))
@@ -93,12 +93,12 @@ def total(
     add: Callable[[T, T], T],
     node: Node | None = None,
 ) -> T:
-    """The sum of parts in the order of the tree.
+    """Returns the sum of the parts in the order of the tree.
 
     Args:
-        parts: Sums of subtrees, which hold every micro-batch below ``node`` once.
+        parts: Sums of subtrees that together hold every micro-batch of ``node`` once.
         count: Micro-batches of a step.
-        add: Function that adds two parts, the first of lower numbers.
+        add: Function that adds two parts; the first has the lower indices.
         node: Root of the sum; default: all micro-batches.
 
     >>> total({(0, 1): "a", (1, 2): "b", (2, 4): "c"}, 4, lambda x, y: f"({x}{y})")
@@ -114,11 +114,11 @@ def total(
 
 
 def shares(seconds: Sequence[float], count: int) -> list[int]:
-    """Micro-batches of each member, so that the slowest is done soonest.
+    """Returns the micro-batches per member that minimise the time of the slowest.
 
     Args:
-        seconds: Seconds of a micro-batch on each; those within a quarter of each other,
-            or not known (0), count as equal.
+        seconds: Seconds per micro-batch of each member. Unknown ones (0) count as the
+            mean; if all are within a quarter of each other, they count as equal.
         count: Micro-batches of a step.
 
     >>> shares([1.0, 1.1, 0.0], 8), shares([1.0, 3.0], 8)
@@ -133,7 +133,7 @@ def shares(seconds: Sequence[float], count: int) -> list[int]:
     done_at = [(each, place) for place, each in enumerate(pace)]
     heapq.heapify(done_at)
     for _ in range(count):
-        # The exact optimum: each goes where it is done first.
+        # The exact optimum: each goes to the member that finishes it first.
         place = done_at[0][1]
         result[place] += 1
         heapq.heapreplace(done_at, ((result[place] + 1) * pace[place], place))
@@ -143,11 +143,11 @@ def shares(seconds: Sequence[float], count: int) -> list[int]:
 def assign_micro_batches(
     names: Sequence[str], seconds: Mapping[str, float], count: int
 ) -> dict[str, list[Node]]:
-    """The micro-batches of each member in a step that begins.
+    """Returns the micro-batches of each member in a new step.
 
     Args:
         names: Names of the members, in the order of ranks.
-        seconds: Seconds of a micro-batch on each.
+        seconds: Seconds per micro-batch of each member.
         count: Micro-batches of a step.
 
     >>> assign_micro_batches(["a", "b"], {}, 4)
@@ -167,13 +167,13 @@ def repaired(
     held: Mapping[str, Sequence[Node]],
     count: int,
 ) -> dict[str, list[Node]]:
-    """The micro-batches of each member in a step that others began and did not end.
+    """Returns the micro-batches of each member in a step that was interrupted.
 
-    What members have done stays theirs; the rest is dealt out anew.
+    Members keep the micro-batches that they have done; the rest is assigned anew.
 
     Args:
-        names, seconds, count: Arguments of ``assign_micro_batches``, unchanged.
-        held: Subtrees that members have added up in this step.
+        names, seconds, count: Arguments of ``assign_micro_batches``.
+        held: Subtrees that members have summed in this step.
 
     >>> repaired(["a", "b"], {}, {"a": [(0, 2)], "b": [(4, 5)]}, 6)
     {'a': [(0, 4)], 'b': [(4, 6)]}
@@ -195,11 +195,11 @@ def repaired(
 
 
 def ranks(before: Sequence[str], present: Sequence[str]) -> list[str]:
-    """Members in the order of their ranks: who was there keeps its rank if it can.
+    """Returns members in the order of ranks; earlier members keep theirs if possible.
 
     Args:
-        before: Names in the order of the earlier ranks.
-        present: Names of those who take part now.
+        before: Names of the earlier members, in the order of their ranks.
+        present: Names of the members that take part now.
 
     >>> ranks(["a", "b", "c"], ["b", "c", "d"]), ranks(["a", "b", "c"], ["c", "b"])
     (['d', 'b', 'c'], ['c', 'b'])

@@ -1,4 +1,4 @@
-"""Rates of commits: detection of stuck steps, step boundaries, goodput."""
+"""Times of commits: limits for stuck steps, step boundaries, goodput."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from whalejax.membership.settings import SupervisorSettings
 
 
 _BOUNDARY_SECONDS: Final = 0.5
-"""How far ahead a boundary is agreed on, so that all hear of it before it comes."""
+"""Time from the choice of a boundary to the boundary, so that all members learn of it
+before."""
 
 _MOST_AHEAD: Final = 1000
 _STEPS_REMEMBERED: Final = 50
@@ -18,11 +19,11 @@ _FIRST_STEP_SECONDS: Final = 120.0
 
 
 class CommitTimes:
-    """The steps of a run in time.
+    """Times at which the steps of a run were committed.
 
     Attributes:
-        step: The newest that a member has committed; -1 before there is a state.
-        at: When that was, or when its generation began.
+        step: Newest step that a member has committed; -1 before there is a state.
+        at: Time of that commit, or of the start of its generation.
     """
 
     def __init__(self, settings: SupervisorSettings) -> None:
@@ -34,14 +35,14 @@ class CommitTimes:
         self._redone = 0
 
     def start_generation(self, step: int, now: float) -> None:
-        """A generation began with the state of a step."""
+        """Records that a generation began with the state of a step."""
         if 0 <= step < self.step:
             self._redone += self.step - step
         self.step, self.at, self._counts = step, now, False
 
     def committed(self, step: int, now: float) -> None:
-        """A step that is newer than all before was committed."""
-        # The first of a generation connects, and may compile.
+        """Records the commit of a step that is newer than all before."""
+        # The first step of a generation connects, and may compile.
         if self._counts:
             self._took.append((now - self.at) / (step - self.step))
         self.step, self.at, self._counts = step, now, True
@@ -50,21 +51,21 @@ class CommitTimes:
 
     @property
     def has_committed(self) -> bool:
-        """A step was committed in this run."""
+        """Returns whether a step was committed in this run."""
         return self._first is not None
 
     @property
     def moves(self) -> bool:
-        """A step was committed in this generation."""
+        """Returns whether a step was committed in this generation."""
         return self._counts
 
     @property
     def median(self) -> float:
-        """Seconds of a step; 0 where none was measured."""
+        """Median seconds of a step; 0 if none was measured."""
         return statistics.median(self._took) if self._took else 0.0
 
     def limit(self) -> float:
-        """Seconds after which a step is stuck."""
+        """Returns the seconds after which a step counts as stuck."""
         settings = self._settings
         if not self._took:
             return settings.compile_seconds
@@ -73,23 +74,25 @@ class CommitTimes:
         return limit if self._counts else max(_FIRST_STEP_SECONDS, 3 * limit)
 
     def boundary(self, newest: int) -> int:
-        """A step that is far enough ahead for all to hear of it before.
+        """Returns a step so far ahead that all members learn of it before.
 
         Args:
-            newest: Step that a member is known to have come to.
+            newest: Newest step that a member is known to have reached.
         """
         median = self.median or _BOUNDARY_SECONDS
         ahead = min(int(_BOUNDARY_SECONDS / max(median, 1e-6)), _MOST_AHEAD)
         return max(newest, 0) + 2 + ahead
 
     def patience(self, after: int) -> float:
-        """Returns the longest wait for the step that follows ``after``."""
+        """Returns the longest wait, in seconds, for the step that follows ``after``."""
         steps = max(after - self.step, 0) + 3
         most = self._settings.prepare_seconds / 2
         return min(2.0 + 2 * steps * (self.median or 5.0), most)
 
     def goodput(self, now: float) -> float:
-        """Committed steps times what one takes undisturbed, over the time since."""
+        """Returns the goodput: committed steps times the median step time, over the
+        time since the first commit.
+        """
         if not self._took or self._first is None:
             return 1.0
         step, began = self._first

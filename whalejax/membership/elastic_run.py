@@ -1,6 +1,6 @@
-"""The state of an elastic run: what its supervisor knows of it and of its members.
+"""State of an elastic run and of its members, as its supervisor knows them.
 
-Data and questions to it; what changes it is in the modules that ``react`` calls.
+Holds the data and queries of it; the modules that ``react`` calls change it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from whalejax.wire import run_messages as wire
 
 MODE = "mode"
 IN_GENERATIONS = "collectives in generations"
-"""The fact of members that meet by the platform's collectives: one that is lost ends
-the generation for all, and they start again from a checkpoint."""
+"""Value of the fact ``MODE`` for members that communicate by the platform's
+collectives: the loss of one ends the generation, and all restart from a checkpoint."""
 
 AT_STEPS = "collectives in generations, stopping at steps"
-"""The same of members that stop together behind a step where they are asked to, having
-saved their state."""
+"""The same, for members that on request save their state and stop after the same
+step."""
 
 LONGEST_TURN_SECONDS: Final = 1.0
-"""Between two turns of the supervisor: more, and it may have been stopped."""
+"""Longest time between two turns of the supervisor; after more, it may have been
+stopped."""
 
 
 Parts = Mapping[str, Sequence[Node]]
@@ -53,34 +54,35 @@ class MemberRecord:
     """A member, as the supervisor last heard of it.
 
     Attributes:
-        name: Unlike that of any other process of the run, also of earlier ones.
-        slot: The place among local processes that it fills; None for one that the
-            supervisor did not start.
-        pid: Process id of a local process; 0 where it is not known.
-        began: When that process began.
-        agent: Agent that holds the process; empty where it runs on the supervisor's
+        name: Name, unique among all processes of the run, also earlier ones.
+        slot: Number of its slot; None if the supervisor did not start the process.
+        pid: Process id of a local process; 0 if it is not known.
+        began: Start time of that process.
+        agent: Agent that runs the process; empty if it runs on the supervisor's
             machine.
         machine: Machine of the process, as ``processes.machine`` names it.
-        token: Random token of the process, by which it is known before it has its name.
-        status: ``"starting"`` until it says something, ``"registered"`` while it
-            compiles, ``"ready"`` where it could take part, ``"active"`` where it does,
-            ``"finished"`` behind the last step, ``"left"`` where its loop was left,
-            ``"failed"`` where it told its error and has not ended yet.
+        token: Random token that identifies the process before it has its name.
+        status: ``"starting"`` until its first message, ``"registered"`` while it
+            compiles, ``"ready"`` if it could take part, ``"active"`` if it does,
+            ``"finished"`` after the last step, ``"left"`` if the user's loop ended
+            early, ``"failed"`` if it reported its error and has not ended yet,
+            ``"gone"`` if it has ended or was given up.
         leaving: Whether it asked to leave.
-        reached: Its status before it failed or was given up.
-        since: When it came to the status that it reached.
-        connected: There is a connection.
-        released_at: When it was told that its part is over; None before.
+        reached: Status before it failed or was given up.
+        since: Time at which it got the status ``reached``.
+        connected: Whether it is connected to the supervisor.
+        released_at: Time at which its part in the run ended; None before.
         ends_by_kill: Whether it is ended by SIGKILL, because it has nothing to save.
-        reported: Number of its newest report that was taken.
+        reported: Number of its newest report that was received.
         host, port: Address at which other members reach it.
-        step: The step of the state that it holds; -1 without a state.
-        seconds: Seconds of a micro-batch.
-        phase, done, moved_at: Current phase, a count that rises during it, and the time
-            of the last rise.
-        beyond: Beats that told of a step after the one where others left their loops.
-        prepared: The generation for which it has stopped.
-        held: Nodes that it has summed in the step after ``step``.
+        step: Step of the state that it holds; -1 without a state.
+        seconds: Seconds per micro-batch.
+        phase, done, moved_at: Current phase, a progress count within it, and the time
+            of the last change of either.
+        beyond: Number of successive heartbeats from a step after the one at which
+            others left their loops.
+        prepared: Generation for which it has stopped.
+        held: Subtrees that it has summed in the step after ``step``.
     """
 
     name: str
@@ -115,7 +117,7 @@ class MemberRecord:
         return self.status != "gone"
 
     def becomes(self, status: Status, now: float) -> None:
-        """Comes to a status."""
+        """Sets the status."""
         self.status = status
         if status not in ("failed", "gone"):
             self.reached, self.since = status, now
@@ -123,47 +125,48 @@ class MemberRecord:
 
 @dataclass(slots=True, kw_only=True)
 class ElasticRun:
-    """A run: what its journal tells of it, down to ``over``, and what else is known.
+    """State of a run. The journal restores the fields down to ``over``.
 
     Attributes:
         settings: Settings of the supervisor.
-        members: All that ever were, by name.
-        generation: The newest that members were asked to form.
+        members: All members, also failed ones, by name.
+        generation: Number of the newest generation that members were asked to form.
         phase: ``"gathering"`` members, ``"preparing"`` a generation, ``"running"``,
-            ``"draining"`` where it was asked to end, ``"ending"``.
+            ``"draining"`` if the run was asked to end, ``"ending"``.
         active: Members of the newest generation that began, by rank.
         target, after: Members that were asked to form the newest generation, and the
             step that it follows.
         step: Step at which the newest generation began.
-        size: Members that the run is to have, as it was last resized.
-        devices: Names of the devices of each slot; None where they were never said.
+        size: Number of members that the run should have, as last resized.
+        devices: Names of the devices of each slot; None if they were never reported.
         facts: Facts that all members share.
-        checkpoint: The newest.
+        checkpoint: Path of the newest checkpoint; empty without one.
         adding_up: Gradient reduction and its reason; empty before it is decided.
-        formed: A generation has begun.
-        draining: The run was asked to end.
-        well: Members of the generation that have done their work and ended.
+        formed: Whether a generation has begun.
+        draining: Whether the run was asked to end.
+        well: Members of the generation that ended without an error.
         over: Outcome of the run; None before its end.
-        pace: The steps that were committed.
+        pace: Times of the commits.
         failures: Failures of members, and the times at which slots are filled again.
         lease: Leases of the members that have sent a message.
         losses: Generation and loss of committed steps.
         assigned: Number of a generation, with micro-batches of each member in its
             first step and in those after it.
-        asked_at: When members were asked to form the newest generation.
-        short_since: Since when too few members are there; None where enough are.
-        expected: Members that are waited for, so that the world is no smaller.
-        unfit: Numbers of members that no plan was found for, and why.
+        asked_at: Time at which members were asked to form the newest generation.
+        short_since: Time since which there are too few members; None if there are
+            enough.
+        expected: Number of members to wait for, so that the run does not shrink.
+        unfit: Numbers of members for which no plan was found, and the reasons.
         starting, unplaced: Slots whose processes are being started, and those that no
             agent has room for.
         saver_reported: Whether the writer of the last checkpoint has reported.
         awaited: Agents that were started for this run and have not joined yet.
         agents: Agents, with the number of processes that each has room for.
-        placed: Processes are placed on agents.
-        suspected_at: When a link between members was first said to be broken.
-        broken_links, reconnected_links: Links that broke, and those that were connected
-            again.
-        is_settled: Nothing has happened that may change who takes part.
+        placed: Whether processes are placed on agents.
+        suspected_at: Time at which a link between members was first reported broken.
+        broken_links, reconnected_links: Links that broke, and links that were
+            connected again.
+        is_settled: Whether nothing has happened that may change who takes part.
         outbox: Effects that the next ``react`` returns.
     """
 
@@ -218,9 +221,7 @@ class ElasticRun:
 
     @property
     def steps(self) -> int:
-        """Returns the number of steps of the whole run; 0 until a member has reported
-        it.
-        """
+        """Returns the number of steps of the run; 0 until a member has reported it."""
         return int(self.facts.get("steps", 0))
 
     @property
@@ -230,18 +231,20 @@ class ElasticRun:
 
     @property
     def stops(self) -> bool:
-        """Members of collectives can be stopped at a step, with their state saved."""
+        """Returns whether members use collectives and can stop at a step with their
+        state saved.
+        """
         return self.facts.get(MODE) == AT_STEPS
 
     @property
     def restarts(self) -> bool:
-        """A loss ends all members, which start again from a checkpoint."""
+        """Returns whether the loss of one member restarts all from a checkpoint."""
         return self.facts.get(MODE) in (AT_STEPS, IN_GENERATIONS)
 
     # Who is there.
 
     def present_members(self) -> list[MemberRecord]:
-        """Members that were not given up."""
+        """Returns the members that have not ended or been given up."""
         return [m for m in self.members.values() if m.status != "gone"]
 
     def taking_part(self) -> list[MemberRecord]:
@@ -251,31 +254,31 @@ class ElasticRun:
 
     @property
     def slots(self) -> range:
-        """Places for processes of this machine or of agents."""
+        """Slots for processes, on this machine or on agents."""
         return range(self.size + self.settings.spares)
 
     def refill(self, now: float, slot: int | None) -> None:
-        """Has a slot filled at a time, if the run still has it."""
+        """Schedules the refill of a slot at a time, if the run still has the slot."""
         if slot is not None and slot in self.slots:
             self.failures.due.setdefault(slot, now)
 
     @property
     def are_coming(self) -> bool:
-        """Processes start that may take part."""
+        """Returns whether processes are starting that may take part."""
         return bool(self.starting) or any(
             m.status in ("starting", "registered") for m in self.members.values()
         )
 
     @property
     def is_finishing(self) -> bool:
-        """A member has done all steps."""
+        """Returns whether a member has done all steps."""
         return any(m.status == "finished" for m in self.members.values())
 
     def candidates(self) -> list[str]:
-        """Returns the members that could take part now: active ones, then
-        ready ones.
+        """Returns the members that could take part now: active ones, then ready
+        ones.
         """
-        # Who has done all steps has nothing to leave any more.
+        # A member that has done all steps has nothing to leave any more.
         there = [
             m for m in self.present_members() if not m.leaving or m.status == "finished"
         ]
@@ -286,9 +289,9 @@ class ElasticRun:
         return (took + ready)[: self.size]
 
     def fitting(self) -> list[str]:
-        """Returns as many of the candidates as there is a plan for.
+        """Returns the most candidates for which no missing plan is known.
 
-        Fewer than the least number where there is none: the run waits for others.
+        They may be fewer than the least number; then the run waits for others.
         """
         candidates = self.candidates()
         count = len(candidates)
@@ -309,7 +312,7 @@ class ElasticRun:
         self._knows_left = False
 
     def hosts(self) -> int:
-        """Returns the number of hosts on which members will run, as far as is known."""
+        """Returns the expected number of hosts on which members will run."""
         most = self.settings.most
         if not self.placed:
             return 1
@@ -321,8 +324,8 @@ class ElasticRun:
     def limit(
         self, member: MemberRecord, step_seconds: float | None = None
     ) -> float | None:
-        """Returns the longest time of a member's phase; None where it waits
-        for others.
+        """Returns the deadline in seconds of a member's phase; None if it waits for
+        others.
         """
         name = DEADLINES.get(member.phase, STEP)
         if name == STEP:
@@ -330,20 +333,20 @@ class ElasticRun:
         return None if name is None else float(getattr(self.settings, name))
 
     def boundary(self) -> int:
-        """A step that is far enough ahead for all to hear of it before."""
+        """Returns a step so far ahead that all members learn of it before."""
         return self.pace.boundary(
             max((m.step for m in self.present_members()), default=0)
         )
 
     def checkpoint_text(self) -> str:
-        """Describes the place of the newest checkpoint, to follow a sentence."""
+        """Returns text that names the newest checkpoint, to append to a sentence."""
         if self.checkpoint:
             return f". The last checkpoint is {self.checkpoint}"
         return ". No checkpoint was written"
 
     def agents_text(self) -> str:
-        """Describes the agents that are there and those missing; empty in a run without
-        agents.
+        """Returns text that lists the present and missing agents; empty in a run
+        without agents.
         """
         if not self.placed:
             return ""
@@ -357,12 +360,12 @@ class ElasticRun:
     # What is to be done.
 
     def send(self, name: str, message: wire.ToMember) -> None:
-        """Has a member told something."""
+        """Queues a message to a member."""
         self.outbox.append(Send(name, message))
 
 
 def process_count_text(processes: int) -> str:
-    """A number of processes.
+    """Returns the text for a number of processes.
 
     >>> process_count_text(1), process_count_text(2)
     ('1 process', '2 processes')

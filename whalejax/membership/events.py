@@ -10,7 +10,7 @@ from whalejax.membership.exit_status import STATUS, Ending
 from whalejax.wire import run_messages as wire
 
 
-# What may happen.
+# Events.
 
 
 class StartsAllowedEvent(NamedTuple):
@@ -18,13 +18,13 @@ class StartsAllowedEvent(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """A supervisor that was killed is started again.
+    """A supervisor that was killed has been started again.
 
     Attributes:
         events: Events of its journal.
-        losses: Generation and loss of the steps that were written down.
-        wall: The time by which failures in the journal are told.
-        committed_at: When the newest step was, by the same.
+        losses: Generation and loss of the recorded steps.
+        wall: Current time by the clock of the journal.
+        committed_at: Time of the newest commit, by the same clock.
     """
 
     events: Sequence[Mapping[str, Any]]
@@ -34,11 +34,14 @@ class Resume(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """A turn of the loop: time has passed, and what came in it has been told."""
+    """A turn of the loop ended: time has passed; its other events were handled."""
 
 
 class RegisterEvent(NamedTuple):
-    """A member that is not refused introduces itself; ``slot`` if it was started."""
+    """A member that is not refused registers.
+
+    ``slot`` is None if the supervisor did not start it.
+    """
 
     name: str
     slot: int | None
@@ -46,7 +49,7 @@ class RegisterEvent(NamedTuple):
 
 
 class MemberMessageEvent(NamedTuple):
-    """A member said something; ``name`` is the one it was registered under."""
+    """A member sent a message; ``name`` is its registered name."""
 
     name: str
     message: wire.OfMember
@@ -59,9 +62,10 @@ class Disconnected(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A process was started, and waits until that is written down.
+    """A process was started, and waits until its start is in the journal.
 
-    A later supervisor knows it by when it ``began``; ``agent`` is empty for none.
+    A later supervisor identifies it by its start time ``began``; ``agent`` is empty if
+    no agent runs it.
     """
 
     name: str
@@ -73,21 +77,21 @@ class Started(NamedTuple):
 
 
 class NotStarted(NamedTuple):
-    """A process could not be started, as the system said; it is tried again."""
+    """A process could not be started, for a reason of the system; retried later."""
 
     slot: int
     why: str
 
 
 class Deferred(NamedTuple):
-    """A process is started later: at a time, or when an agent has room for it."""
+    """A start is deferred until a time; if None, until an agent has room."""
 
     slot: int
     until: float | None = None
 
 
 class ProcessExitEvent(NamedTuple):
-    """A process has ended, by a status if it is known; ``log`` ends what it wrote."""
+    """A process ended with a status, if it is known; ``log`` is the end of its log."""
 
     name: str
     status: int | None
@@ -95,14 +99,14 @@ class ProcessExitEvent(NamedTuple):
 
 
 class Unrunnable(NamedTuple):
-    """A process that has not joined cannot be run with what it was given."""
+    """A process that has not joined cannot run with its arguments."""
 
     name: str
     why: str
 
 
 class AgentJoined(NamedTuple):
-    """An agent joined the run, and may hold so many processes."""
+    """An agent joined the run, with room for ``room`` processes."""
 
     agent: str
     host: str
@@ -110,37 +114,40 @@ class AgentJoined(NamedTuple):
 
 
 class RoomFreed(NamedTuple):
-    """Agents have room for so many further processes."""
+    """Agents have room for ``rooms`` more processes."""
 
     rooms: int
 
 
 class AgentLeft(NamedTuple):
-    """An agent was asked to end, and holds no process any more."""
+    """An agent that was asked to end runs no process any more."""
 
     agent: str
 
 
 class AgentLost(NamedTuple):
-    """An agent is lost with all members that it holds, which is one failure."""
+    """An agent failed, and with it all its members; this counts as one failure."""
 
     agent: str
     why: str
 
 
 class ReductionProposed(NamedTuple):
-    """A process says how gradients are added up, or asks; what is said first holds."""
+    """A process proposes a gradient reduction, or asks for it if ``by`` is empty.
+
+    The first proposal holds.
+    """
 
     by: str
     why: str
 
 
 class ResizeEvent(NamedTuple):
-    """The run is to have another number of members; none ends it as ``Terminate`` does.
+    """A resize of the run was requested.
 
     Attributes:
-        size: Number of members.
-        devices: Names of the devices of each slot; None where they stay.
+        size: New number of members; 0 ends the run as ``Terminate`` does.
+        devices: Names of the devices of each slot; None if they stay the same.
     """
 
     size: int
@@ -148,7 +155,10 @@ class ResizeEvent(NamedTuple):
 
 
 class Terminate(NamedTuple):
-    """The run is to end: at once, or at a step after which a member saves its state."""
+    """The end of the run was requested.
+
+    It ends at once, or after a step with a saved state.
+    """
 
     at_once: bool
 
@@ -173,7 +183,7 @@ Event = (
 )  # fmt: skip
 
 
-# What is to be done.
+# Effects.
 
 
 class Send(NamedTuple):
@@ -184,7 +194,7 @@ class Send(NamedTuple):
 
 
 class KillEffect(NamedTuple):
-    """End a member's process at once, so that it can do nothing more."""
+    """Kill a member's process at once."""
 
     name: str
     pid: int
@@ -197,20 +207,20 @@ class StartEffect(NamedTuple):
 
 
 class ReleaseEffect(NamedTuple):
-    """Let a process run that was started: it is written down."""
+    """Let a started process run: its start is in the journal."""
 
     name: str
 
 
 class WriteEvent(NamedTuple):
-    """Write an event down, before anything that follows it is done."""
+    """Write an event to the journal before any later effect is carried out."""
 
     event: str
     fields: dict[str, object]
 
 
 class StepCommit(NamedTuple):
-    """A step was committed: what it took from whom."""
+    """Record a committed step, with the micro-batches of each member."""
 
     step: int
     generation: int
@@ -219,7 +229,7 @@ class StepCommit(NamedTuple):
 
 
 class End(NamedTuple):
-    """The run is over: how, and what a user is told of it."""
+    """End the run: kind of its end, and the message for the user."""
 
     how: Ending
     text: str

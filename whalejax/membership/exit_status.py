@@ -1,4 +1,4 @@
-"""Ends of a run, or of a member's part in it: each has one meaning."""
+"""Kinds of ends of a run, or of a member's part in it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import Final
 
 
 class Ending(enum.StrEnum):
-    """Ends of a run or a member.
+    """How a run or a member ended.
 
     Attributes:
         COMPLETE: All steps are done, or all members left their loops at one step.
         DRAINED: Ended on request after a step, with its state saved or held by others.
         INTERRUPTED: Ended on request before it had a state that could be saved.
         FAILED: An error of its own ended it.
-        REFUSED: Ended because the run's first process found that its question cannot be
-            run.
-        LOST: Ended by being killed, frozen or out of reach; a run, because too few
-            members were left.
+        REFUSED: Ended because its command or plan cannot be run at all.
+        LOST: Of a member: killed, frozen or unreachable. Of a run: too few members
+            were left.
     """
 
     COMPLETE = "complete"
@@ -31,10 +30,10 @@ class Ending(enum.StrEnum):
 
 
 def exit_text(status: int | None) -> str:
-    """The status of a process in words.
+    """Returns the exit status of a process as text.
 
     Args:
-        status: Status of ``subprocess``; None where nobody could ask for it.
+        status: Status as ``subprocess`` has it; None if it is not known.
 
     >>> exit_text(1), exit_text(-9), exit_text(None)
     ('with status 1', 'by SIGKILL', 'with a status that is not known')
@@ -47,7 +46,7 @@ def exit_text(status: int | None) -> str:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal; Python knows only the first and last realtime ones.
+    """Returns the name of a signal, also of those without a name in Python.
 
     >>> signal_name(9), signal_name(signal.SIGRTMIN + 3)
     ('SIGKILL', 'SIGRTMIN+3')

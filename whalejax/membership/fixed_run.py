@@ -1,8 +1,8 @@
-"""A run of a fixed number of processes: the first that fails ends all.
+"""A run of a fixed number of processes: the first failure ends all.
 
-The policy of ``whalejax launch N``, as ``react`` is that of runs whose processes may be
-lost: no process, pipe or clock is touched here. What a process ended with, what it told
-and how it stands come in; whether the run is over, and because of whom, is asked.
+This is the policy of ``whalejax launch N``, as ``react`` is that of elastic runs. It
+touches no process, pipe or clock. Its inputs are exit statuses, reports and states of
+the processes; its results are whether the run is over, and which process failed first.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from whalejax.membership.exit_status import signal_name
 
 
 SOON_SECONDS: Final = 1.0
-"""Processes that fail so soon after the first may have failed before it."""
+"""Processes that fail within this time after the first may have failed before it."""
 
 LOOK_SECONDS: Final = 1.0
-"""Between two looks at processes that may stand still."""
+"""Time between two checks for frozen processes."""
 
 STOPPED_LOOKS: Final = 20
-"""A process that a signal has stopped for so many looks is taken for failed."""
+"""Number of checks after which a process stopped by a signal counts as failed."""
 
 _FOR_ANOTHER: Final = (ENDS_FOR_ANOTHER, -signal.SIGABRT)
 _STOPPED: Final = "T"
@@ -42,12 +42,13 @@ class FixedRun:
 
     Attributes:
         processes: Number of processes.
-        stops: A failure of any ends all; else that of rank 0 alone, and the rest go on.
-        exit_seconds: One that is silent for so long, when others have ended, is stuck.
-        now: When it begins.
+        stops: Whether any failure ends all; if not, only a failure of rank 0 does.
+        exit_seconds: Seconds of silence, after others have ended, after which a process
+            counts as stuck.
+        now: Start time; later, time of the newest end of a process.
         reports: Devices that each process reported.
-        over: Ranks that have ended, or are given up.
-        failed: Statuses of those that failed, in the order in which they did.
+        over: Ranks that have ended, or were given up.
+        failed: Exit statuses of the failed ranks, in the order of their failures.
     """
 
     processes: int
@@ -63,7 +64,7 @@ class FixedRun:
     _ends_at: float = math.inf
 
     def hear(self, rank: int, said: DeviceReport | BlameReport | Joining) -> bool:
-        """Notes what a process says; False if it cannot be true."""
+        """Records a report of a process; returns False if it cannot be true."""
         match said:
             case Joining():
                 self._joining.add(rank)
@@ -76,7 +77,7 @@ class FixedRun:
         return True
 
     def end(self, now: float, rank: int, status: int) -> None:
-        """A process has ended, by a signal where the status is below 0."""
+        """Records the end of a process; a status below 0 means a signal."""
         if rank in self.over:
             return
         self.over.add(rank)
@@ -89,12 +90,12 @@ class FixedRun:
     def look(
         self, now: float, state: Callable[[int], str], heard_at: Mapping[int, float]
     ) -> None:
-        """Gives up a process that others wait for in vain.
+        """Gives up processes for which others wait in vain.
 
         Args:
             now: The time.
-            state: The letter that Linux gives the state of a process.
-            heard_at: When each wrote something last.
+            state: Function that returns Linux's letter for the state of a rank.
+            heard_at: Time of the last output of each rank.
         """
         for rank in self.running_ranks():
             looks = self._stopped_looks.get(rank, 0) + 1
@@ -120,7 +121,7 @@ class FixedRun:
         self.end(now, rank, _GIVEN_UP)
 
     def running_ranks(self) -> list[int]:
-        """Returns the ranks that run."""
+        """Returns the ranks that still run."""
         return [rank for rank in range(self.processes) if rank not in self.over]
 
     def seconds_left(self, now: float) -> float:
@@ -128,18 +129,19 @@ class FixedRun:
         return max(0.0, self._ends_at - now) if self.running_ranks() else 0.0
 
     def who_failed(self, state: Callable[[int], str]) -> tuple[int, str]:
-        """The process that failed first, and how, as words that follow its name.
+        """Returns the rank that failed first, and text that says how.
 
         Args:
-            state: The letter that Linux gives the state of a process.
+            state: Function that returns Linux's letter for the state of a rank.
         """
         if not self._blamed and {*self.failed.values()} <= {*_FOR_ANOTHER}:
-            # All ended for another one, and none could say for whom.
+            # All ended because of another one, and none could name it.
             for rank in self.running_ranks():
                 if state(rank) == _STOPPED:
                     self._blamed[rank] = _IS_STOPPED
         first = next(iter(self.failed))
-        # Who ends for another one says so; JAX aborts those that a service has left.
+        # A process that ends because of another reports it; JAX aborts processes whose
+        # service has gone.
         own = [r for r, status in self.failed.items() if status not in _FOR_ANOTHER]
         killed = [rank for rank in own if self.failed[rank] < 0]
         rank = next(iter((*killed, *self._blamed, *own, first)))
@@ -152,7 +154,7 @@ class FixedRun:
 
     @property
     def status(self) -> int:
-        """Returns the shell status of the first rank that failed; 0 where none did."""
+        """Returns the shell status of the first rank that failed; 0 if none did."""
         status = next(iter(self.failed.values()), 0)
         return status if status >= 0 else 128 - status
 

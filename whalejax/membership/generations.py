@@ -1,4 +1,4 @@
-"""When a generation is formed, of whom, and when a run is complete or drained."""
+"""Decides when to form a generation, of which members, and when a run ends."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from whalejax.wire import run_messages as wire
 
 
 _LONG: Final = frozenset({BETWEEN, RESTORING, SAVING})
-"""Phases that stop at nothing until they are over."""
+"""Phases that cannot be interrupted."""
 
 _PREPARE_STEPS: Final = 3
 
 _BEATS_BEYOND: Final = 2
-"""After so many beats from a later step a member has not left its loop."""
+"""Number of heartbeats from a later step that show that a member is still in its
+loop."""
 
 
 def settle(run: ElasticRun, now: float) -> None:
-    """Forms a generation, or ends, where it is time for that."""
+    """Forms a generation or ends the run, if it is time for that."""
     if _all_leave(run, now):
         terminate(run, now)
     if not _left_alike(run, now):
@@ -57,7 +58,7 @@ def _gather(run: ElasticRun, now: float) -> None:
         ):
             change(run, now, -1)
         return
-    # Who starts or compiles has deadlines of its own.
+    # Members that start or compile have deadlines of their own.
     if waited > settings.wait_seconds and not coming:
         gone = [m for m in run.members.values() if not m.is_there]
         names = ", ".join(m.name for m in gone) or "nobody"
@@ -70,7 +71,9 @@ def _gather(run: ElasticRun, now: float) -> None:
 
 
 def _release_stopped(run: ElasticRun, now: float) -> None:
-    """Lets those go that asked to and have stopped, unless they are needed."""
+    """Releases members that asked to leave and have stopped, unless their state is
+    needed.
+    """
     there = run.taking_part()
     newest = max((m.step for m in there if not m.leaving), default=-1)
     for member in there:
@@ -80,7 +83,7 @@ def _release_stopped(run: ElasticRun, now: float) -> None:
 
 
 def release(run: ElasticRun, now: float, member: MemberRecord) -> None:
-    """Lets a member go that asked to."""
+    """Tells a member that asked to leave that it may end."""
     if member.released_at is None:
         member.released_at = now
     run.send(member.name, wire.RunEnded(why="drained", well=True))
@@ -101,7 +104,7 @@ def _watch(run: ElasticRun, now: float) -> None:
     if all(there[name].status == "finished" for name in run.active):
         end(run, now, Ending.COMPLETE, "")
         return
-    # With the short run's end in sight nobody joins any more.
+    # Near the end of the run nobody joins any more.
     boundary = run.boundary()
     if run.steps and boundary >= run.steps:
         return
@@ -113,17 +116,17 @@ def _watch(run: ElasticRun, now: float) -> None:
 
 
 def _watch_world(run: ElasticRun, now: float) -> None:
-    """Stops a world at a step where members are to leave it or could enlarge it."""
+    """Stops a world at a step if members leave or more members could take part."""
     there = run.taking_part()
     if len(there) < len(run.active) or run.is_finishing:
         return
     if not run.pace.moves:
-        return  # It has done nothing yet.
+        return  # No step was committed yet.
     ready = [m for m in run.present_members() if m.status == "ready" and not m.leaving]
     members = run.fitting()
     enough = len(members) > len(there)
     if enough and len(members) < run.size:
-        # Those that start may come along: one stop does for all of them.
+        # Wait for members that are starting: one stop serves all.
         coming = run.are_coming or bool(run.failures.due)
         waited = now - min(m.since for m in ready)
         enough = not coming or waited > run.settings.gather_seconds
@@ -132,7 +135,9 @@ def _watch_world(run: ElasticRun, now: float) -> None:
 
 
 def unfit(run: ElasticRun, now: float, size: int, why: str) -> None:
-    """No plan was found for a number of members; one over MAX is of no interest."""
+    """Records that no plan was found for a number of members; ignores numbers over
+    MAX.
+    """
     if size > run.settings.most:
         return
     if size not in run.unfit:
@@ -153,10 +158,10 @@ def unfit(run: ElasticRun, now: float, size: int, why: str) -> None:
 
 
 def _left_alike(run: ElasticRun, now: float) -> bool:
-    """Members whose loops were left; whether nothing else is to be done.
+    """Handles members whose loops were left; returns whether nothing else is to do.
 
-    Where all were left at one step, the run is complete as soon as a process has ended
-    well: an error in the loop's body leaves it too. One that was left alone has failed.
+    If all left, the run is complete once they have ended without an error: an error in
+    the loop's body leaves the loop too. A member that left it alone has failed.
     """
     if run.restarts or run.phase in ("draining", "ending"):
         return False
@@ -179,13 +184,13 @@ def _left_alike(run: ElasticRun, now: float) -> bool:
     gone = len(others) + len(left) + len(run.well) < len(run.active)
     behind = any(m.step < min(steps) for m in others)
     if "left" in asked or (run.phase == "running" and gone and behind):
-        # Who is left may wait for the part of one that is gone.
+        # The others may wait for the part of a member that is gone.
         change(run, now, -1)
     return run.phase == "running"
 
 
 def _fail_left(run: ElasticRun, now: float, names: list[str]) -> None:
-    """Records as failed those whose loops were left while others go on."""
+    """Records as failed the members whose loops were left while others continue."""
     for name in names:
         member = run.members[name]
         why = f"its loop was left at step {member.step}, where others go on"
@@ -200,9 +205,7 @@ def _fail_left(run: ElasticRun, now: float, names: list[str]) -> None:
 
 
 def change(run: ElasticRun, now: float, after: int) -> None:
-    """Asks for a new generation of those who are there, after a step or at once
-    (-1).
-    """
+    """Asks the present members for a new generation, after a step or at once (-1)."""
     if run.phase == "ending":
         return
     members = run.fitting()
@@ -223,7 +226,7 @@ def change(run: ElasticRun, now: float, after: int) -> None:
 def ask(
     run: ElasticRun, now: float, target: list[str], after: int, *, phase: Phase
 ) -> None:
-    """Asks members to stop behind a step, for a new generation."""
+    """Asks members to stop after a step, for a new generation."""
     run.asked_at, run.suspected_at = now, None
     run.broken_links.clear()
     record(
@@ -240,13 +243,13 @@ def ask(
 
 
 def ask_again(run: ElasticRun, name: str) -> None:
-    """Asks one member to stop, as all were asked."""
+    """Sends one member the current request to stop."""
     run.send(name, wire.Prepare(generation=run.generation, after=run.after))
 
 
 def _await_prepared(run: ElasticRun, now: float) -> None:
     if run.stops and (run.is_finishing or run.well):
-        return  # They came to their last step before they heard of it.
+        return  # They reached their last step before the request.
     absent = ("gone", "left", "failed")
     asked = [n for n in run.target if run.members[n].status not in absent]
     if len(asked) < len(run.target) and run.phase != "draining":
@@ -262,14 +265,12 @@ def _await_prepared(run: ElasticRun, now: float) -> None:
         why = f"it did not stop for generation {run.generation} in {waited:.0f} s"
         lose(run, now, run.members[name], why)
     if not stuck and run.after >= 0 and waited > run.pace.patience(run.after):
-        # Some stopped before others could hear of it, and these wait for them.
+        # Some stopped before others got the request, and these wait for them.
         ask(run, now, asked, -1, phase=run.phase)
 
 
 def _is_late(run: ElasticRun, now: float, member: MemberRecord) -> bool:
-    """Returns whether a member had enough time to stop, whatever its phase was when it
-    was asked.
-    """
+    """Returns whether a member had enough time to stop in its phase, but did not."""
     limit = max(run.settings.prepare_seconds, _PREPARE_STEPS * run.pace.median)
     since = run.asked_at
     if member.phase in _LONG:
@@ -281,11 +282,11 @@ def _is_late(run: ElasticRun, now: float, member: MemberRecord) -> bool:
 
 
 def _form(run: ElasticRun, now: float) -> None:
-    """All have stopped: begin the generation."""
+    """Begins the generation; all members have stopped."""
     asked = [run.members[name] for name in run.target]
     if run.stops and any(m.status == "active" for m in asked):
-        # They cannot change the world they are in. As many are waited for as there are
-        # now, or it could be smaller afterwards.
+        # They cannot change their world while it runs. Wait for as many members as now;
+        # otherwise the next world could be smaller.
         run.expected = len(run.fitting())
         restart_world(run, now)
         return
@@ -296,7 +297,7 @@ def _form(run: ElasticRun, now: float) -> None:
             if member.leaving:
                 release(run, now, member)
         asked = [m for m in asked if not m.leaving]
-    # Else who leaves stays for a step, to hand the state over.
+    # Otherwise leaving members stay for a step, to hand over the state.
     if asked:
         _begin(run, now, asked, step)
     else:
@@ -348,9 +349,9 @@ def _begin(run: ElasticRun, now: float, members: list[MemberRecord], step: int) 
 
 
 def _all_leave(run: ElasticRun, now: float) -> bool:
-    """Whether all who have the state were asked to leave, and none comes to take it.
+    """Returns whether all members with the state leave, and none comes to take it over.
 
-    Who is held out for failing again and again is not waited for.
+    Slots whose restart is delayed after repeated failures are not waited for.
     """
     there = [m for m in run.taking_part() if m.status == "active"]
     if not there or not all(m.leaving for m in there):
@@ -363,7 +364,7 @@ def _all_leave(run: ElasticRun, now: float) -> bool:
 
 
 def terminate(run: ElasticRun, now: float) -> None:
-    """The run is to end: members stop at a step, and one saves its state."""
+    """Starts the end of the run: members stop at a step, and one saves its state."""
     if run.draining or run.phase == "ending":
         return
     record(run, now, "draining", step=run.pace.step)
@@ -371,9 +372,9 @@ def terminate(run: ElasticRun, now: float) -> None:
 
 
 def begin_draining(run: ElasticRun, now: float) -> None:
-    """Asks members to stop for the end, or ends where they have done nothing."""
+    """Asks members to stop for the end; ends the run at once if no step was done."""
     there = [m for m in run.taking_part() if m.status == "active"]
-    # What members that have not come back yet hold is not known.
+    # The states of members that have not reconnected yet are unknown.
     newest = max([run.pace.step, *(m.step for m in there)])
     alone = run.restarts and not (run.stops and run.phase != "gathering")
     if alone or not there or newest < 0:

@@ -1,7 +1,7 @@
-"""Applies the events of a journal to a run: one function for each of them.
+"""Applies the events of a journal to a run.
 
-A living supervisor changes by the same function what it writes down, and one that was
-killed goes on from it, so that it does not matter behind which event it is killed.
+A supervisor applies each event as it writes it, and one that restarts replays them by
+the same function. So it does not matter after which event a supervisor is killed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from whalejax.membership.settings import SupervisorSettings
 
 
 def record(run: ElasticRun, now: float, event: str, **fields: Any) -> None:
-    """Lets an event happen to a run, and have it written down."""
+    """Applies an event to a run, and queues it for the journal."""
     run.outbox.append(WriteEvent(event=event, fields=fields))
     apply(run, now, event, fields)
 
@@ -24,7 +24,7 @@ def record(run: ElasticRun, now: float, event: str, **fields: Any) -> None:
 def replay_events(
     settings: SupervisorSettings, events: Iterable[Mapping[str, Any]]
 ) -> ElasticRun:
-    """The run that the events of a journal tell of.
+    """Returns the run that results from the events of a journal.
 
     Args:
         settings: Settings of the run.
@@ -41,10 +41,10 @@ def replay_events(
 
 
 def apply(run: ElasticRun, now: float, event: str, fields: Mapping[str, Any]) -> None:
-    """Changes what a journal tells of a run, as an event does.
+    """Changes the journalled state of a run as an event says.
 
     Args:
-        run: Changed by it.
+        run: Run to change.
         now: The time.
         event: Kind of the event; unknown ones change nothing.
         fields: Fields of the event.
@@ -104,7 +104,7 @@ def _apply_to_member(
         return
     match event:
         case "registered":
-            if member.status == "starting":  # Else it came back.
+            if member.status == "starting":  # Otherwise it has reconnected.
                 member.becomes("registered", now)
             member.token = fields.get("token", "")
             run.generation = max(run.generation, fields.get("generation", 0))
@@ -122,10 +122,10 @@ def _apply_to_member(
 
 
 def _parts(told: Mapping[str, Iterable[Sequence[int]]] | None) -> Parts:
-    """Micro-batches of each member, as a journal has them."""
+    """Returns the micro-batches of each member, from the fields of an event."""
     return {n: [(a, b) for a, b in nodes] for n, nodes in (told or {}).items()}
 
 
 def _known_members(run: ElasticRun, names: Iterable[str]) -> list[str]:
-    """Returns the members that the journal names: a line may be missing."""
+    """Returns the named members that are known: the journal may lack a line."""
     return [name for name in names if name in run.members]

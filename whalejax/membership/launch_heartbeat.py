@@ -1,14 +1,14 @@
-"""Heartbeats: each process reports that it is alive, and notices who does not.
+"""Heartbeats: each process reports that it is alive, and notices processes that fail.
 
 These are the processes that JAX has joined (``whalejax launch -n``, one model over all
-processes); ``overdue_members`` watches over the members of an elastic run.
+processes); ``overdue_members`` does the same for the members of an elastic run.
 
-JAX ends the processes that are left when one is gone, with words that do not always
-name it, and waits minutes for one that failed and holds the others up. Here each
-process writes a heartbeat to the service that joined them and reads that of the next
-one; who ends, fails, or finds the next one silent writes that where all read it, and
-the others end with an error that names it. So what a process reads does not grow with
-their number, until something went wrong: then it reads the heartbeats of all.
+When a process fails, JAX ends the others with a message that does not always name it,
+and it waits minutes for a process that failed and blocks the others. Here each process
+writes a heartbeat to JAX's coordination service and reads that of the next process. A
+process that ends, fails, or finds the next one silent writes this where all read it,
+and the others end with an error that names the cause. So the data that a process reads
+does not grow with their number until there is a failure; then it reads all heartbeats.
 """
 
 from __future__ import annotations
@@ -41,23 +41,25 @@ from whalejax.membership.lease import Lease
 
 
 SILENT_SECONDS: Final = 30.0
-"""A process that has said nothing for so long is gone or stands still."""
+"""Seconds without a heartbeat after which a process counts as dead or frozen."""
 
 BEATS_IN_SILENCE: Final = 15
-"""So many beats fall into that time."""
+"""Number of heartbeats in that time."""
 
 MISSED: Final = 4
-"""Beats missed by one that, after a connection broke, is taken for gone."""
+"""Number of missed heartbeats after which, once a connection broke, a process counts as
+dead."""
 
 GRACE_LOOKS: Final = 2
-"""So often one that failed is seen, each half a beat apart, before others end."""
+"""Number of checks, each half a heartbeat apart, for which a failure is seen before the
+others end."""
 
 _SERVICE: Final = -1
-"""Stands for the service that joined all processes."""
+"""Key of JAX's coordination service in the lease."""
 
 _FOLDER: Final = "whalejax/beats"
 _LAST: Final = "whalejax/last"
-"""Beats of those that have ended, failed or were found silent."""
+"""Folder of the last heartbeats of processes that ended, failed or fell silent."""
 _REMEDY: Final = (
     "Look for its first error, start all processes anew, and restore the latest "
     "checkpoint"
@@ -65,7 +67,7 @@ _REMEDY: Final = (
 
 
 def tells_of_loss(error: BaseException) -> bool:
-    """Whether an error of a step says that another process is gone.
+    """Returns whether an error of a step says that another process failed.
 
     Args:
         error: Error raised by issuing a step, or by waiting for its results.
@@ -80,14 +82,14 @@ class ProcessHeartbeat:
     """Heartbeat of a process.
 
     Attributes:
-        count: Rises with every beat.
+        count: Number of the heartbeat, which rises with each.
         host: Host of the process.
-        pid: Its number there.
+        pid: Process id on that host.
         steps: Number of steps that it has begun.
-        failed: The error that it ends with, or empty.
+        failed: Error with which it ends, or empty.
         ended: Whether it ends without an error.
-        ready: Its devices are there, and with them those of all.
-        silent: Silent process that its successor in the ring has found.
+        ready: Whether its devices, and so those of all processes, are initialised.
+        silent: Reason for which another process reported it as silent, or empty.
     """
 
     count: int
@@ -103,7 +105,7 @@ class ProcessHeartbeat:
 class PeerLiveness:
     """Heartbeats of all processes, and the times at which they were received.
 
-    Apart from threads and from JAX, so that it is a function of what was heard.
+    Uses neither threads nor JAX: it depends only on the received heartbeats.
     """
 
     def __init__(
@@ -116,11 +118,11 @@ class PeerLiveness:
         """Starts without heartbeats.
 
         Args:
-            mine: The number of this process.
-            silent_seconds: After which one that says nothing is missed.
-            processes: Number of processes that begin to beat at once; None where each
-                begins on its own, and one that was never heard is not missed.
-            watched: Processes that are listened to; default: all.
+            mine: Rank of this process.
+            silent_seconds: Seconds of silence after which a process is missing.
+            processes: Number of processes that start their heartbeats together; None if
+                each starts on its own, and one without a heartbeat is not missing.
+            watched: Ranks of the processes to watch; default: all.
         """
         self._mine = mine
         self._all = range(processes or 0)
@@ -129,11 +131,11 @@ class PeerLiveness:
         self._lease: Lease[int] = Lease(silent_seconds, silent_seconds / 2)
 
     def hear(self, beats: Mapping[int, ProcessHeartbeat], now: float) -> None:
-        """The service has answered.
+        """Records an answer of the service.
 
         Args:
-            beats: The latest of those that are heard and have begun to beat.
-            now: Seconds on a clock that does not jump.
+            beats: Latest heartbeats of the watched processes that have sent one.
+            now: Time of a monotonic clock, in seconds.
         """
         if _SERVICE not in self._lease.heard_at:
             for number in self._watched:
@@ -146,14 +148,13 @@ class PeerLiveness:
                 self._lease.renew(number, now)
 
     def look(self, now: float, *, seconds: float | None = None) -> dict[int, str]:
-        """Returns the missing processes by number, with the words that follow their
-        name.
+        """Returns the missing processes: by rank, the text that follows their name.
 
         Args:
-            now: Time on the clock of ``hear``. Time in which this process itself stood
-                still since its last look does not count.
-            seconds: Seconds of silence that are too many; default: those it was made
-                with.
+            now: Time on the clock of ``hear``. Time since the last check in which this
+                process itself was stopped does not count.
+            seconds: Seconds of silence that are too many; default:
+                ``silent_seconds``.
         """
         self._lease.turn(now)
         answered = self._lease.heard_at.get(_SERVICE)
@@ -163,7 +164,7 @@ class PeerLiveness:
         if self._mine and _SERVICE in late:
             # The service runs in process 0, and answers as long as that does.
             return {0: _silent(late[_SERVICE])}
-        # Since its last answer the service may be what is silent.
+        # Since its last answer the service itself may be silent.
         overdue = self._lease.overdue(answered, seconds)
         look = {}
         for number, beat in sorted(self._beats.items()):
@@ -181,12 +182,12 @@ class PeerLiveness:
         return look | {n: _silent(late[n]) for n in sorted(never) if n in overdue}
 
     def unheard(self, gone: Collection[int]) -> list[int]:
-        """Returns those of some processes that this one alone has found silent."""
+        """Returns those of the missing processes whose silence nobody has reported."""
         beats = ((n, self.beat_of(n)) for n in gone)
         return [n for n, b in beats if not (b.ended or b.failed or b.silent)]
 
     def process_text(self, number: int) -> str:
-        """A process by its number and place."""
+        """Returns text that names a process, with its pid and host if known."""
         known = self._beats.get(number)
         if known is None or not known.host:
             return f"process {number}"
@@ -214,20 +215,20 @@ class PeerLiveness:
         return sorted({*self._all} - {self._mine} - self.ended_ranks())
 
     def beat_of(self, number: int) -> ProcessHeartbeat:
-        """The last beat of one; of one that never was heard, nothing is known."""
+        """Returns the last heartbeat of a process; an empty one if there is none."""
         return self._beats.get(number, ProcessHeartbeat(count=0, host="", pid=0))
 
 
 def _last_error() -> BaseException | None:
-    """Returns the error that ends this process, as far as it is known; None where it
-    ends well.
+    """Returns the error that ends this process, if it is known; None if it ends without
+    one.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     return None if error is None or _exit_status(error) == 0 else error
 
 
 def _exit_status(error: BaseException | None) -> int:
-    """The status with which Python ends a process for what nobody has caught."""
+    """Returns the status with which Python ends a process for an uncaught error."""
     if not isinstance(error, SystemExit):
         return 1
     if error.code is None:
@@ -240,27 +241,27 @@ def _silent(seconds: float) -> str:
 
 
 class Beats:
-    """The beats of this process, and its look at those of the others.
+    """Sends the heartbeats of this process, and checks those of the others.
 
     Attributes:
-        silent_seconds: After which a process that says nothing ends the others.
+        silent_seconds: Seconds of silence of a process after which the others end.
     """
 
     def __init__(
         self, silent_seconds: float = SILENT_SECONDS, processes: int | None = None
     ) -> None:
-        """Starts the heartbeats; all processes have joined before.
+        """Starts the heartbeats; JAX must have joined all processes before.
 
         Args:
             silent_seconds: See the attribute.
-            processes: Number of processes that begin to beat now, before their devices
-                are there; None where each begins on its own.
+            processes: Number of processes that start their heartbeats now, before
+                their devices are initialised; None if each starts on its own.
         """
         self.silent_seconds = silent_seconds
         self._pause = silent_seconds / BEATS_IN_SILENCE
         self._mine = _compat_processes.joined_processes()[0]
         self._together = processes is not None
-        # Where each begins when it will, the next one may watch over nobody.
+        # If each starts on its own, the next process may not send heartbeats.
         self._next = (self._mine + 1) % (processes or 1)
         self._hears_all = processes is None
         watched = () if self._hears_all else (self._next,)
@@ -280,25 +281,25 @@ class Beats:
         atexit.register(self._close)
 
     def ready(self) -> None:
-        """The devices of all processes are there."""
+        """Records that the devices of all processes are initialised."""
         self._ready = True
 
     def fail(self, why: str) -> None:
-        """Tells the others that this process ends, and with what error."""
-        self._failed = why  # the next beats must not take it back
+        """Tells the others that this process ends, and with which error."""
+        self._failed = why  # the next heartbeats must not undo it
         self._say_briefly()
         if self._mine == 0:
             time.sleep((GRACE_LOOKS + 2) * self._pause)
 
     def step(self) -> None:
-        """A step is begun."""
+        """Records the start of a step."""
         self._steps += 1
 
     def missing(self) -> str:
-        """Describes the missing processes after a connection broke; empty if none can
-        be seen.
+        """Returns text about the missing processes after a connection broke; empty if
+        none is found.
 
-        Waits until a process that is gone has missed enough beats, and some more.
+        Waits twice as long as a dead process needs to miss enough heartbeats.
         """
         self._hear_all()
         end = time.monotonic() + 2 * MISSED * self._pause
@@ -313,8 +314,8 @@ class Beats:
         return ""
 
     def late(self) -> str:
-        """Name of the process for which a step waits too long; empty if all have begun
-        it.
+        """Returns text about the processes for which a step waits; empty if all have
+        begun it.
         """
         self._hear_all()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -339,28 +340,28 @@ class Beats:
             return "; ".join(words)
 
     def leave(self, status: int, *, at_once: bool = False) -> None:
-        """Ends without JAX, which would wait for the others.
+        """Ends the process without JAX, which would wait for the others.
 
-        With process 0 goes the service: the others must have seen why before, if
-        nobody else tells them.
+        The service ends with process 0. So process 0 waits until the others have read
+        the reason, unless a launcher tells them.
 
         Args:
-            status: Status of the process; below 0 it ends by that signal, as Python
-                ends one that Ctrl-C has interrupted.
-            at_once: Whether process 0 does not wait until the others have seen why.
+            status: Exit status; below 0, the process ends by that signal, as Python
+                does after Ctrl-C.
+            at_once: Whether process 0 ends without this wait.
         """
         if self._mine == 0 and not at_once:
             time.sleep((GRACE_LOOKS + 2) * self._pause)
         for stream in (sys.stdout, sys.stderr):
-            # One that is closed or full keeps nobody from ending.
+            # A closed or full stream must not prevent the end.
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         if status < 0:
-            os.kill(os.getpid(), -status)  # whose handler is the system's own again
+            os.kill(os.getpid(), -status)  # its handler is the default again
         os._exit(128 - status if status < 0 else status)
 
     def ended_ranks(self) -> set[int]:
-        """Ranks of other processes that have ended well."""
+        """Returns the ranks of other processes that ended without an error."""
         with self._lock:
             return self._hearing.ended_ranks()
 
@@ -375,14 +376,14 @@ class Beats:
     # Threads.
 
     def _beat(self) -> None:
-        """Says that this process is there and hear the others, until it ends."""
+        """Sends and receives heartbeats until this process ends."""
         soon = self._pause / 100
         while jax.distributed.is_initialized():
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                # Of a service that does not answer the other thread tells.
+                # The other thread reports a service that does not answer.
                 self._say()
                 self._hear()
-            # At the exit all wait for these beats, and not for long.
+            # At the exit all wait for these heartbeats, so they come faster.
             soon = min(2 * soon, self._pause) if self._ended else soon
             self._stirred.wait(soon if self._ended else self._pause)
             self._stirred.clear()
@@ -391,7 +392,7 @@ class Beats:
         self._over.set()
 
     def _hear_all(self) -> None:
-        """Hears all from now on, not the next one alone: something went wrong."""
+        """Reads the heartbeats of all from now on, after a failure."""
         self._hears_all = True
         self._stirred.set()
 
@@ -435,7 +436,7 @@ class Beats:
             )
 
     def _say_briefly(self, **more: Any) -> None:
-        """Says a last word, to a service that may not listen any more."""
+        """Sends a last heartbeat to a service that may not answer any more."""
 
         def speak() -> None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -446,7 +447,7 @@ class Beats:
         last.join(2 * self._pause)
 
     def _look(self) -> None:
-        """Ends this process when another is missed."""
+        """Ends this process when another one is missing."""
         seen = 0
         while not self._over.wait(self._pause / 2):
             with self._lock:
@@ -455,7 +456,7 @@ class Beats:
                     self._silent[number] = gone[number]
                 if self._silent:
                     self._stirred.set()
-            # What made another one fail may be about to be said here too.
+            # The cause may be about to be reported in this process too.
             seen = seen + 1 if gone else 0
             if seen > GRACE_LOOKS:
                 self._end(self._ranks_text(gone))
@@ -465,20 +466,20 @@ class Beats:
         self.leave(ENDS_FOR_ANOTHER)
 
     def _close(self) -> None:
-        """Says how this process ends; one that failed waits for nobody."""
+        """Reports how this process ends; waits for the others unless it failed."""
         if not jax.distributed.is_initialized():
             return
-        # Python drops what Ctrl-C raises at the exit, and JAX's own goodbye with it,
-        # so that the others would wait for one that has left.
+        # Ctrl-C during the exit would make Python skip JAX's shutdown, and the others
+        # would wait for a process that has ended.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
         error = _last_error()
         exits = isinstance(error, SystemExit)
-        # Who catches what a loss raises, and exits for it, is not the cause either.
+        # A process that exits because it caught this error is not the cause either.
         cause = error.__context__ if error is not None and exits else error
         if cause is not None and tells_of_loss(cause) and not self._blames:
-            # It came where nothing of ours was looking on.
+            # The error was raised outside whalejax's own checks.
             said = self.missing()
             if said:
                 say(f"whalejax: {said}. {_REMEDY}")
@@ -498,16 +499,16 @@ class Beats:
         if failed:
             interrupted = isinstance(error, KeyboardInterrupt)
             status = -signal.SIGINT if interrupted else _exit_status(error)
-            # Under a launcher, which sees the status and tells of it.
+            # A launcher sees the status and reports it.
             self.leave(status, at_once=exits)
         if self._together:
             threading.Thread(target=self._cut_short, daemon=True).start()
 
     def _end_together(self) -> None:
-        """Says that this process ends, and beat on until all others do.
+        """Reports that this process ends, and sends heartbeats until all others end.
 
-        JAX lets none go before all have come to their end, and names nobody who does
-        not. One that is gone or stands still ends this process meanwhile.
+        JAX's shutdown waits for all processes, and does not name a missing one. A dead
+        or frozen process ends this process meanwhile.
         """
         self._ended = True
         self._stirred.set()
@@ -529,7 +530,7 @@ class Beats:
                 self._end(f"{where} {why}")
 
     def _cut_short(self) -> None:
-        """Ends this process where JAX waits at its exit for one that stands still."""
+        """Ends this process if JAX's shutdown waits for a frozen process."""
         time.sleep(self.silent_seconds)
         self._end(
             f"JAX has waited for {self.silent_seconds:.0f} s for another process that "
@@ -543,12 +544,12 @@ _begun: list[Beats] = []
 def start_heartbeat(
     silent_seconds: float = SILENT_SECONDS, *, processes: int | None = None
 ) -> Beats:
-    """The beats of this process; they begin with the first call.
+    """Returns the heartbeats of this process, which the first call starts.
 
     Args:
-        silent_seconds: Seconds of silence, used by the first call.
-        processes: Number of processes that make that call now; None where each does on
-            its own.
+        silent_seconds: Argument of ``Beats``, used by the first call.
+        processes: Number of processes that make that call together; None if each does
+            on its own.
     """
     if not _begun:
         _begun.append(Beats(silent_seconds, processes))
@@ -556,6 +557,6 @@ def start_heartbeat(
 
 
 def failed(why: str) -> None:
-    """Tells the others, where there are beats, that this process ends."""
+    """Tells the others that this process ends, if it sends heartbeats."""
     for beats in _begun:
         beats.fail(why)

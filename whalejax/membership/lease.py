@@ -1,8 +1,7 @@
-"""Leases: the time at which each holder was last heard from, and those that are
-overdue.
+"""Leases: the time at which each holder was last seen, and the overdue holders.
 
-It is the one place that says so: of the members and agents of an elastic run, of the
-peers and trainers of a swarm, and of the processes of a launch.
+All checks for silence use it: for the members and agents of an elastic run, the peers
+and trainers of a swarm, and the processes of a launch.
 """
 
 from __future__ import annotations
@@ -15,25 +14,24 @@ K = TypeVar("K")
 
 
 class Lease(Generic[K]):
-    """Last signs of life, as one process that watches over others heard them.
+    """Times of the last signs of life that a watching process received.
 
-    A process that was stopped could not hear of anybody, so the time of a turn that
-    takes long does not count, once: never of two such turns in a row, because of a
-    process whose turns are all long, others are silent for no other reason than their
-    own.
+    A stopped process receives nothing, so the time of a long turn does not count as
+    silence of others. Of two long turns in a row only the first is left out: if all
+    turns are long, the watching process was not stopped.
 
     Attributes:
-        seconds: Silence after which somebody is overdue.
-        heard_at: Time of the last sign of life, by whom it was of.
+        seconds: Seconds of silence after which a holder is overdue.
+        heard_at: Time of the last sign of life of each holder.
     """
 
     def __init__(self, seconds: float, longest_turn: float = math.inf) -> None:
         """Starts without holders.
 
         Args:
-            seconds: Silence after which somebody is overdue.
-            longest_turn: Seconds; in a longer turn this process was stopped. It never
-                was if left out.
+            seconds: Seconds of silence after which a holder is overdue.
+            longest_turn: Seconds of a turn after which this process counts as stopped;
+                default: never.
         """
         self.seconds = seconds
         self.heard_at: dict[K, float] = {}
@@ -42,19 +40,19 @@ class Lease(Generic[K]):
         self._forgave = False
 
     def renew(self, who: K, now: float) -> None:
-        """Takes a sign of life."""
+        """Records a sign of life."""
         self.heard_at[who] = now
 
     def expect(self, who: K, by: float) -> None:
-        """Waits for somebody until a time, as an earlier watcher had heard of it."""
+        """Gives a holder a lease that ends at the time ``by``."""
         self.heard_at[who] = by - self.seconds
 
     def forget(self, who: K) -> None:
-        """Watches over somebody no more."""
+        """Removes a holder."""
         self.heard_at.pop(who, None)
 
     def turn(self, now: float) -> float:
-        """Begins a turn; the seconds since the one before, where they do not count.
+        """Begins a turn; returns the seconds since the last one if they do not count.
 
         Args:
             now: The time, in seconds.
@@ -74,7 +72,7 @@ class Lease(Generic[K]):
         return seconds
 
     def silent(self, who: K, now: float) -> float:
-        """Seconds since a sign of life; none was ever heard of who is not watched."""
+        """Returns the seconds since the last sign of life; infinity if unknown."""
         return now - self.heard_at.get(who, -math.inf)
 
     def overdue(self, now: float, seconds: float | None = None) -> dict[K, float]:
@@ -82,7 +80,7 @@ class Lease(Generic[K]):
 
         Args:
             now: The time, in seconds.
-            seconds: Silence that is too long; as made if left out.
+            seconds: Seconds of silence that are too long; default: ``self.seconds``.
 
         >>> lease = Lease(10.0)
         >>> lease.renew("m1", 0.0), lease.renew("m2", 5.0)
@@ -95,7 +93,9 @@ class Lease(Generic[K]):
 
 
 def shifted(at: float, seconds: float, now: float) -> float:
-    """A time, later by seconds that do not count; what is to come stays.
+    """Returns a time moved later by seconds that do not count, at most to ``now``.
+
+    A time after ``now`` stays.
 
     >>> shifted(1.0, 5.0, 10.0), shifted(8.0, 5.0, 10.0), shifted(12.0, 5.0, 10.0)
     (6.0, 10.0, 12.0)

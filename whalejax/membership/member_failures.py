@@ -1,4 +1,4 @@
-"""Members that end or are given up: what follows, and what takes their place."""
+"""Handles members that end or are given up: consequences and replacements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from whalejax.wire import run_messages as wire
 
 
 _LASTING_SECONDS: Final = 60.0
-"""A generation by collectives that lasted so long did something."""
+"""Seconds after which a generation by collectives counts as progress."""
 
 _ERROR_SIGNALS: Final = (
     signal.SIGILL,
@@ -25,7 +25,7 @@ _ERROR_SIGNALS: Final = (
     signal.SIGFPE,
     signal.SIGSEGV,
 )
-"""Of which a process dies by a fault of its own; others are sent to it."""
+"""Signals by which a process dies of its own fault; others come from outside."""
 
 _FURTHER: Final[tuple[Status, ...]] = (
     "starting",
@@ -35,13 +35,13 @@ _FURTHER: Final[tuple[Status, ...]] = (
     "finished",
     "left",
 )
-"""What members come to, in this order."""
+"""Statuses of a member, in the order in which it gets them."""
 
 
 def exited(
     run: ElasticRun, now: float, name: str, status: int | None, log: str
 ) -> None:
-    """A process has ended; see ``ProcessExitEvent``."""
+    """Handles the end of a process; see ``ProcessExitEvent``."""
     member = run.members.get(name)
     if member is None or not member.is_there:
         return
@@ -77,10 +77,10 @@ def lose(
     counts: bool = True,
     how: Ending = Ending.LOST,
 ) -> None:
-    """Gives a member up, and ends it before its work is given to others.
+    """Gives a member up, and kills it before others get its work.
 
-    Its loss is a failure of its own where it ``counts`` and nothing is ending; ``log``
-    is the end of what it wrote.
+    The loss counts as a failure if ``counts`` is true, the member was not leaving and
+    the run is not ending; ``log`` is the end of its log.
     """
     if not member.is_there:
         return
@@ -124,7 +124,7 @@ def count(
     error: str = "",
     log: str = "",
 ) -> None:
-    """Counts a failure of a member, with its own error if it had one."""
+    """Counts a failure of a member, with the member's own error if there is one."""
     failure = Failure(
         at=now,
         since=member.since,
@@ -137,7 +137,7 @@ def count(
 
 
 def agent_lost(run: ElasticRun, now: float, agent: str, why: str) -> None:
-    """Gives up all members that an agent holds, which is one failure."""
+    """Gives up all members of an agent; this counts as one failure."""
     record(run, now, "agent_lost", agent=agent, why=why)
     run.agents.pop(agent, None)
     text, alone = f"its agent {agent} is lost: {why}", True
@@ -147,7 +147,7 @@ def agent_lost(run: ElasticRun, now: float, agent: str, why: str) -> None:
 
 
 def restart_world(run: ElasticRun, now: float) -> None:
-    """Ends what is left of a generation that uses collectives, to start anew."""
+    """Kills the remaining members of a generation with collectives, to restart it."""
     if not run.stops and now - run.pace.at > _LASTING_SECONDS:
         run.failures.progressed()
     run.short_since = now
@@ -162,13 +162,15 @@ def restart_world(run: ElasticRun, now: float) -> None:
 
 
 def _may_follow(run: ElasticRun, error: str) -> bool:
-    """Whether an error may come of the loss of another, by collectives."""
+    """Returns whether an error may follow from another loss, through collectives."""
     several = run.restarts and len(run.active) > 1
     return several and any(sign in error.lower() for sign in LOSS_SIGNS)
 
 
 def check_budget(run: ElasticRun, now: float, reached: Status = "active") -> None:
-    """Ends a run that fails for good; who failed last had ``reached`` this."""
+    """Ends the run if its failures exceed the budget; ``reached`` is the status that
+    the last failed member had.
+    """
     far = _FURTHER.index(reached)
     well = [m for m in run.present_members() if m.status != "failed"]
     passed = any(_FURTHER.index(m.reached) > far for m in well)
@@ -178,7 +180,7 @@ def check_budget(run: ElasticRun, now: float, reached: Status = "active") -> Non
 
 
 def start_due(run: ElasticRun, now: float) -> None:
-    """Fills slots whose time has come."""
+    """Starts processes in the slots that are due."""
     if run.phase in ("draining", "ending") or run.is_finishing:
         return
     left = run.well or any(m.status == "left" for m in run.taking_part())

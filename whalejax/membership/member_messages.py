@@ -20,7 +20,7 @@ _LOSSES_KEPT: Final = 10_000
 
 
 def started(run: ElasticRun, now: float, event: Started) -> None:
-    """A process was started; see ``Started``."""
+    """Records the start of a process; see ``Started``."""
     name, slot, pid, began = event.name, event.slot, event.pid, event.began
     where = {"agent": event.agent, "machine": event.machine} if event.agent else {}
     run.starting.discard(slot)
@@ -30,8 +30,8 @@ def started(run: ElasticRun, now: float, event: Started) -> None:
 
 
 def refusal(run: ElasticRun, name: str, message: wire.Register) -> str:
-    """Returns the reason why a process cannot take part under a name, or an
-    empty text.
+    """Returns the reason why a process cannot take part under a name, or an empty
+    text.
     """
     known = run.members.get(name)
     if known is not None and not known.is_there:
@@ -42,7 +42,7 @@ def refusal(run: ElasticRun, name: str, message: wire.Register) -> str:
 
 
 def difference(facts: Mapping[str, str], known: Mapping[str, str]) -> str:
-    """Describes a member's facts that differ from the others'; empty where none does.
+    """Returns text about a member's facts that differ from the others'; empty if none.
 
     >>> difference({"jax": "0.10.1"}, {"jax": "0.10.2"})[:66]
     'this member differs from the others: jax is 0.10.1, not 0.10.2. Ru'
@@ -71,7 +71,7 @@ def _facts(message: wire.Register) -> dict[str, str]:
 
 
 def register(run: ElasticRun, now: float, event: RegisterEvent) -> None:
-    """A member introduces itself; see ``RegisterEvent``."""
+    """Registers a member; see ``RegisterEvent``."""
     name, message = event.name, event.message
     if not run.facts:
         record(run, now, "facts", **_facts(message))
@@ -98,7 +98,7 @@ def register(run: ElasticRun, now: float, event: RegisterEvent) -> None:
 def _catch_up(
     run: ElasticRun, now: float, member: MemberRecord, *, ahead: bool
 ) -> None:
-    """Tells a member what it may have missed while it was not connected."""
+    """Sends a member the messages that it may have missed while disconnected."""
     if run.phase == "ending":
         dismiss(run, now, member)
     elif member.released_at is not None:
@@ -113,10 +113,10 @@ def _catch_up(
 
 
 def unrunnable(run: ElasticRun, now: float, name: str, why: str) -> None:
-    """A process that has not joined cannot be run with what it was given.
+    """Handles a process that has not joined and cannot run with its arguments.
 
-    All are given the same. Where another has joined, it is this one that differs, and
-    it fails like any other.
+    All get the same arguments, so the run is refused. If another process has joined,
+    only this one is at fault, and it counts as any failed member.
     """
     member = run.members[name]
     _failed(run, now, member, why)
@@ -128,7 +128,7 @@ def unrunnable(run: ElasticRun, now: float, name: str, why: str) -> None:
 
 
 def hear(run: ElasticRun, now: float, name: str, message: wire.OfMember) -> None:
-    """A member said something; what it repeats, for want of an answer, is left out."""
+    """Handles a message of a member; ignores reports that were received before."""
     member = run.members.get(name)
     if member is None or not member.is_there:
         run.send(name, wire.RunEnded(why="this member was given up", well=False))
@@ -168,8 +168,8 @@ def _report(
                 if member.status in ("registered", "ready"):
                     release(run, now, member)
         case wire.MemberLeft(step=step):
-            # The same will hold of all, or of it alone: losses are equal in all
-            # members, so that a condition on them is.
+            # Losses are equal in all members, so a condition on the loss ends all
+            # loops at one step; otherwise this member alone left.
             member.step = max(member.step, step)
             if member.status == "active":
                 record(run, now, "left", name=name, step=step)
@@ -182,7 +182,7 @@ def _report(
         case wire.Unfit(count=count, why=why):
             unfit(run, now, count, why)
         case wire.CheckpointWritten(step=step):
-            # It asks whether its checkpoint may take its name: not if it was given up.
+            # It asks whether to publish its checkpoint: not if it was given up.
             run.send(name, wire.Keep(step=step))
         case wire.Saved() | wire.NotSaved():
             if run.over is not None:
@@ -198,7 +198,7 @@ def _report(
 def _record_report(
     run: ElasticRun, now: float, name: str, message: wire.Report
 ) -> None:
-    """Writes down what a report tells, without the number that the member gave it."""
+    """Writes a report to the journal, without the number that the member gave it."""
     told = {key: told for key, told in message.fields.items() if key != "number"}
     record(run, now, message.kind, name=name, **told)
 
@@ -218,7 +218,7 @@ def _beat(
     if phase == STOPPED and run.phase == "running":
         waited = now - run.pace.at > 2 + 2 * run.settings.beat_seconds
         if waited and member.name in run.active:
-            change(run, now, -1)  # It never heard that this one began.
+            change(run, now, -1)  # It missed the start of this generation.
 
 
 def _committed(
@@ -231,7 +231,7 @@ def _committed(
     if known is None or generation > known[0]:
         run.losses[step] = generation, loss
         assigned_in, first, later = run.assigned
-        parts: Parts = message.parts  # The first member alone tells them.
+        parts: Parts = message.parts  # Only the first member reports them.
         if not parts and generation == assigned_in:
             parts = first if step == run.step + 1 else later
         run.outbox.append(StepCommit(step, generation, loss, parts))
@@ -253,10 +253,10 @@ def _compare(
     loss: float,
     known: float,
 ) -> None:
-    """Ends a run whose members come to other losses from the same sums.
+    """Ends the run if its members compute different losses from the same sums.
 
-    A step that another generation redoes may be computed elsewhere, and so differ in
-    its last bits; members of one generation add up the same numbers.
+    Members of one generation add the same numbers. Only a step that another generation
+    redoes may differ in its last bits, as other devices may compute it.
     """
     if known == loss or (math.isnan(known) and math.isnan(loss)):
         return
@@ -279,7 +279,7 @@ def _suspect(
     record(run, now, "suspect", name=other, by=member.name, why=why)
     known = run.members.get(other)
     if known is None or known.status in ("left", "failed", "gone"):
-        return  # That it cannot be reached is known.
+        return  # It is known to be unreachable.
     if generation == run.generation:
         run.broken_links.add(frozenset((other, member.name)))
         if run.suspected_at is None:
@@ -287,7 +287,7 @@ def _suspect(
 
 
 def _failed(run: ElasticRun, now: float, member: MemberRecord, why: str) -> None:
-    """Records a member that ends by an error; the others do not wait for it."""
+    """Records that a member ends by an error; the others do not wait for it."""
     record(run, now, "failed", name=member.name, why=why)
     run.failures.record_error(member.name, why)
     member.released_at = now

@@ -1,7 +1,7 @@
-"""Decides that a member of an elastic run is dead: silent, late, or holding up a step.
+"""Finds failed members of an elastic run: silent, late, or blocking a step.
 
-What follows from that is done by ``member_failures.lose``. The end of a process is told
-to ``member_failures.exited``, and ``lease`` measures silence.
+``member_failures.lose`` handles the consequences, ``member_failures.exited`` the end of
+a process; ``lease`` measures silence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whalejax.membership.restart_policy import Failure
 
 
 _SUSPECT_SECONDS: Final = 1.0
-"""How long the end of a member may lag behind that of its connections."""
+"""Seconds by which the end of a member may be seen after that of its connections."""
 
 
 def give_up_overdue(run: ElasticRun, now: float) -> None:
@@ -31,18 +31,18 @@ def give_up_overdue(run: ElasticRun, now: float) -> None:
     stood = run.lease.turn(now)
     if stood:
         _forgive(run, now, stood)
-    if run.phase != "ending":  # Else the loop ends what has not ended in time.
+    if run.phase != "ending":  # Otherwise the loop ends late processes.
         silent = run.lease.overdue(now)
         for member in [*run.members.values()]:
             why = _overdue(run, now, member, silent.get(member.name))
             if why and run.over is None:
                 member_failures.lose(run, now, member, why)
-    if not run.restarts:  # Else steps are between the processes, which watch over them.
+    if not run.restarts:  # Otherwise the processes watch over their steps themselves.
         check_step(run, now)
 
 
 def _forgive(run: ElasticRun, now: float, seconds: float) -> None:
-    """The supervisor was frozen, and could not have heard of anybody meanwhile."""
+    """Extends all waits by a time in which the supervisor was frozen."""
     for member in run.present_members():
         member.moved_at = shifted(member.moved_at, seconds, now)
         member.since = shifted(member.since, seconds, now)
@@ -78,7 +78,7 @@ def _overdue(
 
 
 def check_step(run: ElasticRun, now: float) -> None:
-    """Gives up who holds a step up; connect anew where nobody can be named."""
+    """Gives up members that block a step; reconnects all if none can be named."""
     at = run.suspected_at
     if at is not None and run.phase == "running" and now - at > _SUSPECT_SECONDS:
         _connect_anew(run, now)
@@ -104,15 +104,15 @@ def check_step(run: ElasticRun, now: float) -> None:
 
 
 def _connect_anew(run: ElasticRun, now: float) -> None:
-    """Members cannot reach each other, though all reach the supervisor.
+    """Handles broken links between members that all reach the supervisor.
 
-    The first time they try again. Of those whose link breaks again, one is given up:
-    who has most such links, and of two alike not the one with the newer state.
+    The first time, members connect again. If a link breaks again, the member with most
+    such links is given up; if two have equally many, the one with the older state.
     """
     there = {m.name: m for m in run.taking_part()}
     links = {link for link in run.broken_links if link <= there.keys()}
     if any(not there[name].connected for link in links for name in link):
-        run.suspected_at = now  # It is coming back, or its lease will tell.
+        run.suspected_at = now  # It reconnects, or its lease will end.
         return
     run.suspected_at = None
     again = links & run.reconnected_links

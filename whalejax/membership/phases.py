@@ -1,7 +1,7 @@
-"""Phases of a member, as its heartbeats tell them, and their deadlines.
+"""Phases of a member, which its heartbeats report, and their deadlines.
 
-One table holds all deadlines: a member that does the same for longer is given up. What
-waits for other members has none of its own, because the others have theirs.
+One table holds all deadlines: a member that makes no progress for longer is given up. A
+phase that waits for other members has no deadline, because the others have theirs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 COMPILING: Final = "compiling"
 STOPPED: Final = "stopped"
-"""It has stopped for a generation, and waits for that to begin."""
+"""The member has stopped for a new generation, and waits until it begins."""
 
 CONNECTING: Final = "connecting"
 RESTORING: Final = "restoring"
@@ -20,17 +20,17 @@ FETCHING: Final = "fetching"
 HANDING_OVER: Final = "handing over"
 COMPUTING: Final = "computing"
 WAITING: Final = "waiting"
-"""It waits for the others in a step."""
+"""The member waits for the others within a step."""
 
 BETWEEN: Final = "between steps"
 """The body of the user's loop runs, such as an evaluation."""
 
 SAVING: Final = "saving"
 FINISHED: Final = "finished"
-"""It has done its steps, or its loop was left; its process goes on to its own end."""
+"""The member has done its steps or left its loop; its process still runs."""
 
 STEP: Final = "step"
-"""As long as a step may take, which is measured."""
+"""Deadline of a step, which follows from measured step times."""
 
 DEADLINES: Final[Mapping[str, str | None]] = {
     COMPILING: "compile_seconds",
@@ -45,7 +45,7 @@ DEADLINES: Final[Mapping[str, str | None]] = {
     SAVING: "save_seconds",
     FINISHED: None,
 }
-"""The number of ``SupervisorSettings`` that limits each; None where others are waited
-for."""
+"""Field of ``SupervisorSettings`` that limits each phase; None if it waits for others.
+"""
 
 IN_A_STEP: Final = frozenset({COMPUTING, WAITING})

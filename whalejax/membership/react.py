@@ -1,7 +1,7 @@
-"""The one function by which a run goes on: an event comes in, what is to be done out.
+"""The function that drives a run: it takes an event and returns effects.
 
-No socket, process or clock is touched here: what happened comes in with the time of it,
-so that every order of events can be tried in a test with a clock of its own.
+It touches no socket, process or clock: each event comes with its time. So a test can
+try every order of events, with its own clock.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from whalejax.membership.restart_policy import Failure
 
 
 def react(run: ElasticRun, now: float, event: ev.Event) -> list[ev.Effect]:
-    """Takes an event, and says what is to be done.
+    """Applies an event to a run, and returns its effects.
 
-    Who takes part is decided once a turn of the loop, at ``Tick``.
+    Members of a generation are chosen once per turn of the loop, at ``Tick``.
 
     Args:
-        run: Changed by it.
+        run: Run to change.
         now: The time, in seconds.
         event: Event that happened.
 
     Returns:
-        What is to be done, in this order.
+        Effects to carry out, in this order.
 
     >>> from whalejax.membership.settings import SupervisorSettings
     >>> run = ElasticRun(settings=SupervisorSettings(least=1, most=2))
@@ -50,7 +50,7 @@ def react(run: ElasticRun, now: float, event: ev.Event) -> list[ev.Effect]:
                 run.members[name].connected = False
         case ev.ProcessExitEvent(name=name, status=status, log=log):
             if not run.is_settled:
-                generations.settle(run, now)  # What it said before counts first.
+                generations.settle(run, now)  # Its earlier messages count first.
             member_failures.exited(run, now, name, status, log)
         case ev.Unrunnable(name=name, why=why):
             member_messages.unrunnable(run, now, name, why)
@@ -110,7 +110,7 @@ def _place(run: ElasticRun, now: float, event: ev.Event) -> None:
 
 
 def _fill_room(run: ElasticRun, now: float, room: int) -> None:
-    # Slots with devices of their own are tried all: the room may be at another host.
+    # Slots with their own devices are all tried: the room may be on another host.
     for slot in sorted(run.unplaced)[: len(run.unplaced) if run.devices else room]:
         run.unplaced.discard(slot)
         run.failures.due.setdefault(slot, now)
@@ -126,9 +126,9 @@ def _tick(run: ElasticRun, now: float) -> None:
 
 
 def _resume(run: ElasticRun, now: float, event: ev.Resume) -> None:
-    """Goes on where a supervisor that was killed has left the run; see ``Resume``.
+    """Resumes a run from the journal of a killed supervisor; see ``Resume``.
 
-    Its members are given time to come back.
+    Its members get time to reconnect.
     """
     before, newest = run.generation, event.losses
     for said in event.events:
@@ -153,7 +153,7 @@ def _resume(run: ElasticRun, now: float, event: ev.Resume) -> None:
 
 
 def _count_again(run: ElasticRun, shift: float, event: ev.Resume) -> None:
-    """Counts the failures that a journal tells of; ``shift`` makes its times ours."""
+    """Counts the failures in a journal; ``shift`` converts its times to this clock."""
     for said in event.events:
         match said:
             case {"event": "failed", "name": name, "why": why}:

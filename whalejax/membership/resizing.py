@@ -1,4 +1,4 @@
-"""Another number of members, as whoever divides devices asks for it."""
+"""Resizes a run to another number of members, as a user or scheduler requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from whalejax.membership.history import record
 
 
 def resize_refusal(run: ElasticRun, size: int) -> str:
-    """Returns the reason why a run cannot have so many members; empty where it can.
+    """Returns the reason why a run cannot have ``size`` members; empty if it can.
 
     Args:
         run: The run.
-        size: Number of members; 0 ends the run behind a step, with a checkpoint.
+        size: Number of members; 0 ends the run after a step, with a checkpoint.
     """
     settings = run.settings
     if run.draining or run.phase == "ending":
@@ -33,10 +33,10 @@ def resize_refusal(run: ElasticRun, size: int) -> str:
 
 
 def resize(run: ElasticRun, now: float, event: ResizeEvent) -> None:
-    """Fills further slots, or lets the members of the last ones leave behind a step.
+    """Fills new slots, or lets the members of the last slots leave after a step.
 
-    Those that have not come to a step yet are ended at once. Who alone has the state
-    stays until another has it.
+    Members that have not reached a step are killed at once. A member that alone has the
+    state stays until another has it.
     """
     if resize_refusal(run, event.size):
         return
@@ -54,13 +54,13 @@ def resize(run: ElasticRun, now: float, event: ResizeEvent) -> None:
 
 
 def leave_slots(run: ElasticRun, now: float) -> None:
-    """Lets members leave whose slots the run does not have any more."""
+    """Lets members leave whose slots were removed."""
     why = f"the run has {run.size} members now"
     for member in run.present_members():
         if member.slot is None or member.slot in run.slots or member.leaving:
             continue
         if member.status in ("starting", "registered"):
-            # It imports or compiles, so that it hears nothing, and has no state.
+            # It imports or compiles: it reads no messages, and has no state.
             record(run, now, "ended", name=member.name, why=why, how=Ending.DRAINED)
             run.outbox.append(KillEffect(name=member.name, pid=member.pid))
         elif member.status in ("ready", "active"):

@@ -1,4 +1,4 @@
-"""Failures of members: when a process is started again, and when a run is given up."""
+"""Failures of members: when to restart a process, and when to give up a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ERROR_LINE: Final = re.compile(
     r"(?:[\w.]*(?:Error|Exception|Interrupt|Exit|Group)|[A-Za-z_]\w*(?:\.\w+)+)"
     r"(?:: .*)?$"
 )
-"""The last line of a traceback: the class of an exception, and its text."""
+"""Matches the last line of a traceback: the class of an exception, and its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +27,13 @@ class Failure:
     """A failure of a member.
 
     Attributes:
-        at: The time.
-        since: When the attempt began that failed: the start of its process, or the
-            generation in which it took part.
+        at: Time of the failure.
+        since: Start of the failed attempt: of its process, or of the generation in
+            which it took part.
         name: Name of the member.
-        why: Reason for which it is given up.
-        error: Error of the member itself; empty where it was lost.
-        step: The newest that the run had committed; -1 before the first.
+        why: Reason for which it was given up.
+        error: Error of the member itself; empty if it was lost otherwise.
+        step: Newest step that the run had committed; -1 before the first.
     """
 
     at: float
@@ -45,14 +45,14 @@ class Failure:
 
 
 class Failures:
-    """Counts failures, in all and of each slot.
+    """Counts failures, in total and per slot.
 
-    Members that fail together count once: only what was begun after a failure, and
-    fails too, shows that trying again is of no use.
+    Members that fail together count as one attempt: only an attempt that begins after a
+    failure, and fails too, shows that a restart does not help.
 
     Attributes:
-        due: When a process is to be started in a slot, by the slot's number.
-        total: Failures so far.
+        due: Times at which to start processes, by slot number.
+        total: Number of failures so far.
     """
 
     def __init__(self, settings: SupervisorSettings) -> None:
@@ -72,21 +72,21 @@ class Failures:
         self._repeated = ""
 
     def record_error(self, name: str, error: str) -> None:
-        """A member told its error before it ends."""
+        """Records the error that a member reported before its end."""
         self._errors.setdefault(name, error)
 
     def error_of(self, name: str, log: str) -> str:
-        """The error by which a member ended, in one line.
+        """Returns the error that ended a member, in one line.
 
         Args:
             name: Name of the member.
-            log: The end of what it wrote, where it told no error.
+            log: End of its log, used if it reported no error.
         """
         text = self._errors.get(name) or error_line(log)
         return printable(" ".join(text.split()))[:_LONGEST_ERROR]
 
     def count(self, failure: Failure, log: str = "") -> None:
-        """A member failed."""
+        """Counts a failure; ``log`` is the end of the member's log."""
         self.total += 1
         self._times.append(failure.at)
         if failure.since > self._failed_at:
@@ -108,8 +108,8 @@ class Failures:
         """Forgets the earlier failures that progress has disproved.
 
         Args:
-            step: Committed step. One that was committed before, and is done again,
-                disproves nothing: a bug may be in the step behind it.
+            step: Committed step. A step that was committed before and is repeated
+                disproves nothing: a bug may be in the step after it.
         """
         if step is not None:
             if step <= self._furthest:
@@ -118,13 +118,13 @@ class Failures:
         self._forget()
 
     def exceeded(self, now: float, where: str = "", *, passed: bool = False) -> str:
-        """Returns the reason why the run is to be given up, with the first error; or an
-        empty text.
+        """Returns the reason for giving up the run, with the first error; empty if the
+        run may go on.
 
         Args:
             now: The time.
-            where: The newest checkpoint, as a sentence; the error comes behind it.
-            passed: Another member has got further than the one that failed now, so
+            where: Text that names the newest checkpoint; put before the error.
+            passed: Whether another member got further than the one that failed now, so
                 that not all would fail there.
         """
         settings = self._settings
@@ -160,10 +160,12 @@ class Failures:
 
 
 def error_line(log: str) -> str:
-    """The line of a log that names the error: a traceback's last, else the log's last.
+    """Returns the line of a log that names the error.
+
+    This is the last line of the last traceback; without one, the last line of the log.
 
     Args:
-        log: The end of what a process wrote.
+        log: End of a process's log.
 
     >>> error_line("Traceback (most recent call last):\\nValueError: no\\nDone.\\n")
     'ValueError: no'

@@ -1,4 +1,4 @@
-"""The end of a run: who is told what, and how the end of each process is meant."""
+"""The end of a run: messages to its members, and the meaning of each process's end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ERRORS: Final = (Ending.FAILED, Ending.REFUSED, Ending.LOST)
 def end(
     run: ElasticRun, now: float, how: Ending, text: str, *, saves: bool = True
 ) -> None:
-    """Ends the run; a member ``saves`` its state, unless all steps are done."""
+    """Ends the run; a member writes its state if ``saves`` and steps remain."""
     if run.phase == "ending":
         return
     saver = _saver(run) if saves and how is not Ending.COMPLETE else ""
@@ -30,7 +30,7 @@ def end(
 
 
 def end_again(run: ElasticRun) -> None:
-    """Tells the loop of the end; also where an earlier supervisor came to it."""
+    """Tells the loop that the run has ended, possibly under an earlier supervisor."""
     assert run.over is not None
     run.outbox.append(End(how=run.over.how, text=run.over.text))
 
@@ -44,7 +44,7 @@ def end_at_once(run: ElasticRun, now: float) -> None:
 
 
 def _saver(run: ElasticRun) -> str:
-    """Returns the member that has the newest state and can write it."""
+    """Returns a member that has the newest state and can write it; empty if none."""
     there = [m for m in run.present_members() if m.status in ("active", "finished")]
     newest = max((m.step for m in there), default=-1)
     holders = [m for m in there if m.step == newest and newest >= 0]
@@ -52,7 +52,7 @@ def _saver(run: ElasticRun) -> str:
 
 
 def saves_last(run: ElasticRun, now: float, name: str) -> bool:
-    """Whether a member is about to write the last checkpoint, within its time."""
+    """Returns whether a member is to write the last checkpoint and is not late."""
     member = run.members.get(name)
     if run.over is None or member is None or name != run.over.saver:
         return False
@@ -65,7 +65,7 @@ def saves_last(run: ElasticRun, now: float, name: str) -> bool:
 def miss_checkpoint(
     run: ElasticRun, now: float, member: MemberRecord, status: int | None
 ) -> None:
-    """Says so where a member ends that should have written the last checkpoint."""
+    """Records a missing last checkpoint when the member that should write it ends."""
     if run.over is None or member.name != run.over.saver or run.restarts:
         return
     if run.facts.get("save") and not run.saver_reported:
@@ -74,13 +74,13 @@ def miss_checkpoint(
 
 
 def dismiss(run: ElasticRun, now: float, member: MemberRecord) -> None:
-    """Tells a member that the run is over; it may be told again."""
+    """Tells a member that the run is over; may be called again."""
     assert run.over is not None
     how = run.over.how
     if member.released_at is None:
         member.released_at = now
     if member.status in ("starting", "registered") and member.pid:
-        # It imports or compiles, so that it hears nothing, and has nothing to save.
+        # It imports or compiles: it reads no messages, and has nothing to save.
         member.ends_by_kill = True
         run.outbox.append(KillEffect(name=member.name, pid=member.pid))
     elif member.status not in ("active", "finished", "left"):
@@ -96,19 +96,19 @@ def dismiss(run: ElasticRun, now: float, member: MemberRecord) -> None:
 def how_ended(
     run: ElasticRun, member: MemberRecord, status: int | None
 ) -> Ending | None:
-    """Returns the meaning of a process's end; None where it should not have ended."""
+    """Returns the meaning of a process's end; None if it should not have ended."""
     if run.over is not None:
         ordered = status in (0, None, *_TERMINATED) or member.ends_by_kill
         if run.over.how is Ending.COMPLETE and ordered:
             return Ending.COMPLETE
-        # Those that were told why the run fails say so, and end with an error.
+        # Members that were told why the run fails end with this error.
         fails = run.over.how in _ERRORS and status == 1
         return Ending.DRAINED if ordered or fails else None
     if run.restarts and member.status in ("active", "finished"):
         done = status == 0 or (status is None and member.status == "finished")
         return Ending.COMPLETE if done else None
     if status in _TERMINATED and member.status in ("starting", "registered"):
-        return Ending.DRAINED  # It was told to leave, and could not say so.
+        return Ending.DRAINED  # It was asked to leave, and could not report it.
     if status not in (0, None):
         return None
     if member.leaving:

@@ -14,27 +14,29 @@ class SupervisorSettings:
     """Numbers of an elastic run; every wait in it has one of these as its deadline.
 
     Attributes:
-        least, most: Members that take part in a step.
-        first: Members with which the run begins; ``most`` if None. A run that is
-            resized has from ``least`` to ``most``.
-        spares: Further ones, which have compiled everything and wait.
-        lease_seconds: A member that is silent for so long is given up.
-        start_seconds: From a process's start to its first word.
-        compile_seconds: From there until it is ready for steps; also the first step.
+        least, most: Minimum and maximum number of members in a step.
+        first: Number of members at the start; ``most`` if None. Resizing allows
+            ``least`` to ``most``.
+        spares: Number of spare members, which have compiled everything and wait.
+        lease_seconds: Seconds of silence after which a member is given up.
+        start_seconds: Deadline from a process's start to its first message.
+        compile_seconds: Deadline from there until it is ready for steps; also of the
+            first step.
         restore_seconds: Deadline of reading a checkpoint.
-        body_seconds: For the body of the user's loop, such as an evaluation.
+        body_seconds: Deadline of the body of the user's loop, such as an evaluation.
         save_seconds: Deadline of copying a state, and of writing a checkpoint.
-        finish_seconds: For a process to end after its part in the run has.
-        prepare_seconds: For members to stop at a boundary.
-        gather_seconds: With ``least`` members ready, to wait for those that start.
-        wait_seconds: Below ``least``, before the run ends.
-        rejoin_seconds: For members to come back to a supervisor that was restarted.
-        step_factor, step_seconds: A step that takes longer than both so many times the
-            median and so many seconds is stuck.
-        restarts, window_seconds: So many failures in such a time end the run.
+        finish_seconds: Deadline for a process to end after its part in the run.
+        prepare_seconds: Deadline for members to stop at a boundary.
+        gather_seconds: Longest wait for members that start, once ``least`` are ready.
+        wait_seconds: Longest wait with fewer than ``least`` members; then the run ends.
+        rejoin_seconds: Time for members to reconnect to a restarted supervisor.
+        step_factor, step_seconds: Limits of a step, as a multiple of the median and in
+            seconds; a step that exceeds both is stuck.
+        restarts, window_seconds: More than ``restarts`` failures within
+            ``window_seconds`` end the run.
         fruitless: Number of failures without a step between them that ends the run.
-        hold_seconds: A process that fails again is held out for so long, twice as long
-            each further time, and at most ``most_hold_seconds``.
+        hold_seconds: Restart delay of a process that fails again; doubles with each
+            failure, up to ``most_hold_seconds``.
     """
 
     least: int
@@ -85,7 +87,7 @@ class SupervisorSettings:
 
     @property
     def beat_seconds(self) -> float:
-        """Seconds between heartbeats of a member."""
+        """Seconds between two heartbeats of a member."""
         return self.lease_seconds / 8
 
 
@@ -94,20 +96,21 @@ class Supervised:
     """Command and settings of a supervisor.
 
     Attributes:
-        command: Words of the program; none waits for members that others start.
+        command: Command of the processes; if empty, others start the members.
         folder: Folder of the run.
-        settings: Settings of its decisions.
+        settings: Numbers and deadlines of the run.
         host, port: Address to listen at; a free port if 0.
-        exit_seconds: For processes to end after the run has.
-        environment: Variables for the processes.
-        pulse: A file that is written to while the supervisor is not frozen, or None.
-        again: An earlier supervisor of this run was ended by a signal: go on from its
-            journal, also where the run is over or nobody is left.
-        quiet: Say what goes wrong, and no progress.
-        devices: Names of the devices of each slot, for ``CUDA_VISIBLE_DEVICES``; all
-            slots share what there is if None.
-        places: Processes are placed on agents, which join at ``host`` and ``port``;
-            else they are started on this machine.
+        exit_seconds: Deadline for processes to end after the run.
+        environment: Environment variables for the processes.
+        pulse: File descriptor to which the supervisor writes while it is not frozen, or
+            None.
+        again: Whether an earlier supervisor of this run was ended by a signal. This one
+            then goes on from its journal, even if the run is over or no member is left.
+        quiet: Whether to report errors only, and no progress.
+        devices: Names of the devices of each slot, for ``CUDA_VISIBLE_DEVICES``; if
+            None, all slots share all devices.
+        places: Whether processes are placed on agents, which join at ``host`` and
+            ``port``; if not, they are started on this machine.
         awaited: Names of agents that are started for this run.
     """
 
@@ -127,10 +130,10 @@ class Supervised:
 
 
 def least_and_most(text: str) -> tuple[int, int]:
-    """MIN and MAX of ``MIN:MAX``; one number is both.
+    """Returns MIN and MAX of ``MIN:MAX``; a single number is both.
 
     Raises:
-        WhaleError: It is not of that form.
+        WhaleError: The text has another form.
 
     >>> least_and_most("2:4"), least_and_most("3")
     ((2, 4), (3, 3))

@@ -1,1 +1,1 @@
-"""Jobs on one cluster: who gets how many devices, as jobs come and end."""
+"""Divides the devices of one cluster among jobs, as jobs arrive and end."""

@@ -4,8 +4,8 @@ On devices of one kind the value of ``j`` jobs on ``k`` devices is the best sum 
 value of job ``j`` on ``g`` of them and that of the others on ``k - g`` (Saxena et al.,
 "Effective Elastic Scaling of Deep Learning Workloads", 2020). On several kinds it is an
 integer program over jobs and places (as in Jayaram Subramanya et al., "Sia", 2023).
-What a change costs is inside the values, so that a job keeps its devices unless others
-win more.
+The values include the cost of a change, so a job keeps its devices unless others gain
+more.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from whalejax.scheduler.job_table import NOWHERE, JobError, Place, ScheduledJob
 
 
 Objective = Literal["throughput", "completion", "fairness", "sia"]
-"""What is most: the sum of throughputs over each job's on its fewest devices; of the
-parts of what is left that each does in a second, which ends short jobs first; or, with
-the powers of Pollux and Sia, a fair sum of speeds over each job's fair share."""
+"""Maximised sum over jobs. ``throughput``: progress over that on the fewest devices;
+``completion``: part of the remaining work done per second, which ends short jobs first;
+``fairness``, ``sia``: powers, as in Pollux and Sia, of progress over that on a fair
+share."""
 
 OBJECTIVES: Final = get_args(Objective)
 
@@ -37,7 +38,7 @@ class JobState:
 
     Attributes:
         job: The job.
-        left: Samples that are left.
+        left: Number of remaining samples.
         place: Current place.
     """
 
@@ -49,10 +50,9 @@ class JobState:
 def admitted_jobs(
     states: Sequence[JobState], devices: Mapping[str, int]
 ) -> list[JobState]:
-    """Jobs that get devices: by priority, then in the order in which they came.
+    """Returns the jobs that get devices: by priority, then by arrival.
 
-    A job that finds no room is waited for, so that none that came later starts before
-    it.
+    If a job does not fit, the later ones wait too, so that none starts before it.
 
     Args:
         states: Jobs that wait or run.
@@ -73,7 +73,7 @@ def admitted_jobs(
 
 
 def _hold(states: Sequence[JobState], devices: Mapping[str, int]) -> bool:
-    """Whether all can run at once, on the fewest devices of each."""
+    """Returns whether all jobs can run at once, each on its fewest devices."""
     if len(devices) == 1:
         (count,) = devices.values()
         return sum(state.job.least for state in states) <= count
@@ -95,16 +95,16 @@ def allocate(
 
     Args:
         states: Jobs that wait or run, in any order.
-        devices: Number of devices by kind; the kind is empty where all are alike.
+        devices: Number of devices by kind; the kind is empty if there is only one.
         objective: Quantity to maximise.
-        horizon: Seconds for which a decision is likely to hold: a change has to win in
-            them what it costs.
+        horizon: Seconds for which a decision is likely to hold; within them a change
+            has to gain its cost.
 
     Returns:
-        Place of each job by its name; ``NOWHERE`` of those that wait.
+        Place of each job by its name; ``NOWHERE`` for those that wait.
 
     Raises:
-        JobError: No number of devices holds a job, or two have one name.
+        JobError: A job fits on no number of devices, or two jobs have the same name.
     """
     _check(states, devices)
     result = dict.fromkeys((state.job.name for state in states), NOWHERE)
@@ -149,11 +149,11 @@ def _check(states: Sequence[JobState], devices: Mapping[str, int]) -> None:
 def _values(
     objective: Objective, jobs: int, devices: Mapping[str, int], horizon: float
 ) -> Callable[[JobState, Place], float]:
-    """Returns the value of a job's place, the cost of a change included."""
+    """Returns a function for the value of a job's place, including a change's cost."""
     share = max(1, sum(devices.values()) // jobs)
 
     def fair_progress(job: ScheduledJob) -> float:
-        """Progress on a fair share of the devices."""
+        """Returns a job's progress on a fair share of the devices."""
         within = [p for p in job.places if p[1] <= share] or job.places[:1]
         return max(job.progress(p) for p in within)
 
@@ -177,18 +177,17 @@ def _values(
 
 
 def most_value(values: Sequence[Mapping[int, float]], devices: int) -> list[int]:
-    """Numbers of devices with the most value in sum; each job gets one of its own.
+    """Returns the number of devices of each job for which the sum of values is largest.
 
     Args:
-        values: Value of each number of devices, by job.
+        values: Value of each number of devices, for each job.
         devices: Number of devices.
 
     Returns:
-        Number of devices of each job; of equal sums the one with fewer devices for the
-        jobs behind.
+        Number of devices of each job. If sums are equal, later jobs get fewer devices.
 
     Raises:
-        JobError: The devices do not hold all jobs at once.
+        JobError: There are too few devices for all jobs at once.
 
     >>> most_value([{1: 1.0, 2: 1.8, 4: 3.0}, {1: 1.0, 2: 1.9}], 4)
     [2, 2]
@@ -223,12 +222,12 @@ def _by_integer_program(
     *,
     feasible: bool = False,
 ) -> list[Place] | None:
-    """Places with the most value in sum, one for each job; None where there are none.
+    """Returns a place for each job with the largest sum of values; None if impossible.
 
     Args:
-        values: Value of each place, by job.
+        values: Value of each place, for each job.
         devices: Number of devices by kind.
-        feasible: Any places will do.
+        feasible: Whether any possible places suffice.
     """
     columns = [
         (job, place)

@@ -10,7 +10,7 @@ from whalejax.scheduler.job_table import JobOption, Place, batch_efficiency
 
 
 RateRule = Literal["linear", "sqrt"]
-"""Learning rate of a larger batch: in proportion to it, or to its square root."""
+"""Growth of the learning rate with the batch: linear, or with its square root."""
 
 RATE_RULES: Final[tuple[RateRule, ...]] = ("linear", "sqrt")
 
@@ -19,12 +19,12 @@ LEAST_GAIN: Final = 1.1
 
 
 def rate_factor(batch: int, own_batch: int, rule: RateRule) -> float:
-    """Returns the learning rate of a larger batch over that of the job's own.
+    """Returns the ratio of a larger batch's learning rate to that of the job's batch.
 
-    The linear rule is that of SGD (Goyal et al., "Accurate, Large Minibatch SGD:
-    Training ImageNet in 1 Hour", 2017), the square root that of optimizers which divide
-    by the gradient's size, such as Adam (Malladi et al., "On the SDEs and Scaling Rules
-    for Adaptive Gradient Algorithms", 2022).
+    The linear rule is for SGD (Goyal et al., "Accurate, Large Minibatch SGD: Training
+    ImageNet in 1 Hour", 2017); the square root is for optimizers that divide by the
+    gradient's size, such as Adam (Malladi et al., "On the SDEs and Scaling Rules for
+    Adaptive Gradient Algorithms", 2022).
 
     Args:
         batch: Samples of the larger batch.
@@ -49,7 +49,7 @@ def options_with_batches(
 ) -> dict[Place, JobOption]:
     """Returns a job's option at each place, with the batch of most progress.
 
-    A batch other than the present one restarts the run, and is taken only where it
+    Another batch than the present one restarts the run, so it is chosen only if it
     makes clearly more progress.
 
     Args:
@@ -57,9 +57,9 @@ def options_with_batches(
         own_batch: Samples of the job's own batch.
         present: Samples of the run's present batch.
         noise_scale: Measured noise scale of the gradient, in samples.
-        measured: Samples a second at the present batch, by place; they replace
+        measured: Samples per second at the present batch, by place; they replace
             predictions, and scale those of other places and batches.
-        least_gain: Progress over the present batch's for which another is taken.
+        least_gain: Least ratio of another batch's progress to the present one's.
     """
     ratios = [
         speed / tables[present][place].samples_per_second

@@ -1,4 +1,4 @@
-"""Table of a job: its throughput on each number of devices."""
+"""Table of a job: its throughput for each number of devices."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from whalejax.meshes.errors import WhaleError
 
 
 class JobError(WhaleError):
-    """A job that cannot be scheduled; the message says by how much and what helps."""
+    """A job cannot be scheduled; the message says why and what helps."""
 
 
 Place = tuple[str, int]
-"""Device kind and number of devices; the kind is empty where all are alike."""
+"""Device kind and number of devices; the kind is empty if there is only one."""
 
 NOWHERE: Final[Place] = ("", 0)
-"""No device."""
+"""Place of a job without devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOption:
-    """Throughput of a job on some devices, with its plan.
+    """Throughput of a job at one place, with its plan.
 
     Attributes:
         place: Device kind and number of devices.
         samples_per_second: Throughput of the plan, predicted or measured.
-        efficiency: Progress of a sample over that at the job's own batch, 1 at most.
+        efficiency: Progress per sample relative to the job's own batch, 1 at most.
         batch: Samples of a global batch.
-        layout: Plan in words.
+        layout: Description of the plan.
     """
 
     place: Place
@@ -42,7 +42,7 @@ class JobOption:
 
     @property
     def progress(self) -> float:
-        """Samples of the job's own batch that a second is worth."""
+        """Progress per second, in samples at the job's own batch."""
         return self.samples_per_second * self.efficiency
 
 
@@ -51,16 +51,18 @@ class ScheduledJob:
     """A job and its table.
 
     Attributes:
-        name: Unlike that of any other job.
-        options: Options on the devices that it can take, by place.
-        samples: Samples of the job's own batch until it ends.
-        arrival: Seconds from the beginning at which it is added.
-        priority: Jobs of a higher one are admitted first, and weigh as much more.
+        name: Name, unique among all jobs.
+        options: Options by place.
+        samples: Samples until its end, counted at the job's own batch.
+        arrival: Time of its arrival, in seconds from the start.
+        priority: Priority; higher ones are admitted first, and the weight in the
+            objective is 1 plus it.
         resize_seconds: Time without progress when its devices change.
-        start_seconds: The same when it starts, or goes to another kind of device;
-            ``resize_seconds`` if None.
-        join_seconds: Time until further devices take part; it goes on without them.
-        asked: Number of devices that its user would have asked for.
+        start_seconds: Time without progress when it starts, or changes to another kind
+            of device; ``resize_seconds`` if None.
+        join_seconds: Time until added devices take part; it runs without them until
+            then.
+        asked: Place that its user would have requested.
     """
 
     name: str
@@ -101,7 +103,7 @@ class ScheduledJob:
             )
 
     def progress(self, place: Place) -> float:
-        """Progress in samples a second; 0 where it cannot run there."""
+        """Returns its progress in samples per second; 0 if it cannot run there."""
         option = self.options.get(place)
         return 0.0 if option is None else option.progress
 
@@ -127,17 +129,17 @@ class ScheduledJob:
 
     @property
     def places(self) -> list[Place]:
-        """Places at which it can run, by kind and the fewest devices first."""
+        """Places at which it can run, by kind, then by number of devices."""
         return sorted(self.options)
 
     @property
     def least(self) -> int:
-        """The fewest devices on which it can run."""
+        """Fewest devices on which it can run."""
         return min(count for _, count in self.options)
 
     @property
     def least_progress(self) -> float:
-        """Progress on the fewest devices, at the slowest of kinds that have so few."""
+        """Progress on the fewest devices, of the slowest kind with that number."""
         return min(
             one.progress
             for place, one in self.options.items()
@@ -146,14 +148,14 @@ class ScheduledJob:
 
 
 def best_options(options: Iterable[JobOption]) -> dict[Place, JobOption]:
-    """The options that no fewer devices of the same kind make useless, by place.
+    """Returns the best option at each place, if it beats those with fewer devices.
 
     Args:
-        options: Options of one job, with as many batches as there may be at a place.
+        options: Options of one job, with any number of batches at a place.
 
     Returns:
-        At each place the option of most progress; left out where fewer devices make as
-        much.
+        The option of most progress at each place. A place is left out if fewer devices
+        of its kind make as much progress.
     """
     result: dict[Place, JobOption] = {}
     for one in sorted(options, key=lambda one: (one.place, -one.progress)):
@@ -165,16 +167,16 @@ def best_options(options: Iterable[JobOption]) -> dict[Place, JobOption]:
 
 
 def batch_efficiency(batch: int, own_batch: int, noise_scale: float) -> float:
-    """Progress of a sample in a larger batch over that in the job's own.
+    """Returns the progress per sample in a larger batch relative to the job's own.
 
-    The gradient's noise scale is the batch at which noise and gradient weigh alike;
-    progress a sample falls as ``1 / (noise_scale + batch)`` (McCandlish et al., "An
+    The gradient-noise scale is the batch at which noise and gradient are equally large;
+    progress per sample falls as ``1 / (noise_scale + batch)`` (McCandlish et al., "An
     Empirical Model of Large-Batch Training", 2018; Qiao et al., "Pollux", 2021).
 
     Args:
         batch: Samples of the larger batch.
         own_batch: Samples of the job's own batch.
-        noise_scale: Samples; 0 or more.
+        noise_scale: Gradient-noise scale in samples, 0 or more.
 
     >>> batch_efficiency(128, 128, 1000.0)
     1.0
@@ -185,13 +187,14 @@ def batch_efficiency(batch: int, own_batch: int, noise_scale: float) -> float:
 
 
 def with_measured(job: ScheduledJob, measured: Mapping[Place, float]) -> ScheduledJob:
-    """The job with throughputs that were measured in place of predictions.
+    """Returns a job with measured throughputs in place of predicted ones.
 
-    Other places are scaled by the mean ratio of what was measured to predictions.
+    Predictions for other places are scaled by the mean ratio of measured to predicted
+    throughputs.
 
     Args:
         job: The job.
-        measured: Samples a second, by place.
+        measured: Samples per second, by place.
     """
     ratios = [
         speed / job.options[place].samples_per_second

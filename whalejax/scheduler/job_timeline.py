@@ -1,4 +1,4 @@
-"""Timeline of a scheduler's jobs from its journal, beside a simulation of the same."""
+"""Timeline of a scheduler's jobs from its journal, compared with a simulation."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from whalejax.scheduler.simulation import JobSimulation, simulate
 
 @dataclass(slots=True)
 class _History:
-    """Periods with devices of one job, while its journal is read.
+    """Periods in which one job held devices, while the journal is read.
 
     Attributes:
         held: Periods that have ended.
-        since: Time from which it has its present devices.
+        since: Time since which it holds its present devices.
         devices: Present number of devices.
     """
 
@@ -49,21 +49,20 @@ def jobs_timeline(
 ) -> JobChart:
     """Draws the jobs of ``whalejax jobs serve`` over the devices of their cluster.
 
-    Measured are the devices that each job held, by the scheduler's journal. Predicted
-    is a simulation of the same jobs, which were added at the same times: with the
-    throughputs that the planner predicted, and the costs of changes that the runs
-    measured.
+    The measured lanes show the devices that each job held, by the scheduler's journal.
+    The predicted lanes simulate the same jobs with the same arrivals, with throughputs
+    from the planner and with the measured costs of changes.
 
     Args:
         folder: Folder of the scheduler (``--save``).
         predicted: Whether to simulate the jobs for comparison.
 
     Returns:
-        The chart: a Gantt chart and the use of the devices in a notebook, text
-        elsewhere. ``save`` writes it to a file.
+        The chart: in a notebook a Gantt chart with the use of the devices, otherwise
+        text. ``save`` writes it to a file.
 
     Raises:
-        WhaleError: The folder has no journal of a scheduler, or no job.
+        WhaleError: The folder has no scheduler's journal, or no job.
     """
     problems = Arguments("wh.jobs_timeline")
     problems.path("folder", folder, "the folder of jobs serve")
@@ -93,7 +92,7 @@ def jobs_timeline(
 def _read_journal(
     path: Path,
 ) -> tuple[dict[str, LiveJob], dict[str, _History], int, float]:
-    """Reads the jobs, their periods, the number of devices and the newest time."""
+    """Returns jobs, periods, number of devices and newest time from the journal."""
     jobs: dict[str, LiveJob] = {}
     histories: dict[str, _History] = {}
     devices, at = 0, 0.0

@@ -1,4 +1,4 @@
-"""Traces of jobs: CSV files of when jobs came, what they train and on what devices."""
+"""Traces of jobs: CSV files with the arrival, model and devices of each job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from whalejax.scheduler.job_table import JobError
 
 
 COLUMNS: Final = ("name", "arrival", "model", "batch", "steps", "devices")
-"""Columns that every trace has; ``priority`` and ``noise_scale`` may stand beside."""
+"""Required columns of a trace; ``priority`` and ``noise_scale`` are optional."""
 
 _MOST_SECONDS: Final = 1e12
 _MOST_SAMPLES: Final = 2**36
@@ -28,14 +28,14 @@ class TracedJob:
     """A row of a trace.
 
     Attributes:
-        name: Unlike that of any other job.
-        arrival: Seconds from the beginning.
+        name: Name, unique in the trace.
+        arrival: Time of arrival, in seconds from the start.
         model: A reference model, or ``file.py:function``.
-        batch: Samples of a global batch, and the largest batch that it may become.
-        steps: Steps with its own batch.
-        devices: The fewest and the most devices.
-        priority: Jobs of a higher one are admitted first.
-        noise_scale: Samples of the gradient's noise scale.
+        batch: Samples of its own global batch, and of the largest allowed one.
+        steps: Number of steps at its own batch.
+        devices: Fewest and most devices.
+        priority: Priority; jobs with a higher one are admitted first.
+        noise_scale: Gradient-noise scale in samples.
     """
 
     name: str
@@ -49,14 +49,14 @@ class TracedJob:
 
 
 def read_job_trace(path: Path) -> list[TracedJob]:
-    """The jobs of a CSV file, in the order of their arrivals.
+    """Returns the jobs of a CSV file, in the order of their arrivals.
 
     Args:
         path: A file with the columns of ``COLUMNS``: ``arrival`` in seconds, ``batch``
-            as ``64`` or ``64:1024`` where it may grow, ``devices`` as ``4`` or ``1:8``.
+            as ``64``, or ``64:1024`` if it may grow, ``devices`` as ``4`` or ``1:8``.
 
     Raises:
-        JobError: It cannot be read; every line that is wrong is named.
+        JobError: The file is invalid; the message lists all wrong lines.
     """
     try:
         text = read_text(path)
@@ -97,7 +97,7 @@ def read_job_trace(path: Path) -> list[TracedJob]:
 
 
 class _Cells:
-    """Cells of one row; what is wrong with one is said with its line."""
+    """Cells of one row; errors name the line."""
 
     def __init__(
         self, row: dict[str, str | None], line: int, problems: Problems
@@ -109,14 +109,14 @@ class _Cells:
         self.problems.add(f"line {self.line}: {name} is {given!r}; expected {expected}")
 
     def word(self, name: str) -> str:
-        """A cell that is not empty."""
+        """Returns the text of a cell; refuses an empty one."""
         text = (self.row.get(name) or "").strip()
         if not text:
             self._refuse(name, "a name")
         return text
 
     def number(self, name: str, most: float, default: float | None = None) -> float:
-        """A number from 0; the default where the cell is empty or not there."""
+        """Returns a number from 0; the default if the cell is empty or missing."""
         text = (self.row.get(name) or "").strip()
         if not text and default is not None:
             return default
@@ -132,7 +132,7 @@ class _Cells:
     def whole(
         self, name: str, least: int, most: int, default: int | None = None
     ) -> int:
-        """A whole number; the default where the cell is empty or not there."""
+        """Returns an integer; the default if the cell is empty or missing."""
         text = (self.row.get(name) or "").strip()
         if not text and default is not None:
             return default
@@ -143,7 +143,7 @@ class _Cells:
         return value
 
     def batches(self) -> tuple[int, int]:
-        """A batch, or a range that has another one: batches are doubled."""
+        """Returns the own and largest batch; a range must allow to double the batch."""
         least, most = self.span("batch", _MOST_SAMPLES)
         if least < most < 2 * least:
             expected = f"a largest batch of {2 * least} or more, as batches are doubled"
@@ -151,7 +151,7 @@ class _Cells:
         return least, most
 
     def span(self, name: str, most: int) -> tuple[int, int]:
-        """``N``, or ``MIN:MAX``."""
+        """Returns both ends of ``N`` or ``MIN:MAX``."""
         low, _, high = (self.row.get(name) or "").strip().partition(":")
         pair = [int(t) if t.isdecimal() and t.isascii() else 0 for t in (low, high)]
         least, largest = pair if high else (pair[0], pair[0])

@@ -1,4 +1,4 @@
-"""The table of a job from the planner: its best plan on each number of devices."""
+"""Makes the table of a job: its best plan for each number of devices."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def planned_options(
     noise_scale: float = 0.0,
     **settings: Any,
 ) -> list[JobOption]:
-    """Returns the options of a job on numbers of devices of each kind, by its best plan
-    there.
+    """Returns the options of a job for numbers of devices of each kind, with its best
+    plans.
 
     Args:
-        job: Makes the model, its batches and its optimizer.
+        job: Job with its model, batches and optimizer.
         cluster: Devices on which it may run.
         numbers: Numbers of devices.
-        batches: Samples of a global batch, the job's own first; that alone if left out.
-        noise_scale: Samples of the gradient's noise scale, for larger batches.
+        batches: Samples of each global batch, the job's own first; default: that alone.
+        noise_scale: Gradient-noise scale in samples, for larger batches.
         settings: Settings of ``wh.plan``, such as ``precision``.
 
     Returns:
-        An option for each kind, number and batch for which there is a plan.
+        An option for each kind, number and batch that has a plan.
     """
     result = []
     own = batches[0] if batches else job.batch_size or 1
@@ -76,7 +76,7 @@ def plans_by_number(
         settings: Settings of ``wh.plan``.
 
     Returns:
-        Plans by number of devices; none where nothing fits on so few.
+        Plans by number of devices; numbers on which nothing fits are left out.
     """
     plans: dict[int, Plan] = {}
     best: Plan | None = None
@@ -100,14 +100,14 @@ def option_of(
     batch: int,
     efficiency: float = 1.0,
 ) -> JobOption:
-    """A plan as an option of a job.
+    """Returns a plan as an option of a job.
 
     Args:
         plan: The plan.
-        kind: Device kind; empty where all are alike.
-        number: Number of devices that it is given.
+        kind: Device kind; empty if there is only one.
+        number: Number of devices that it gets.
         batch: Samples of a global batch.
-        efficiency: Progress of a sample over that at the job's own batch.
+        efficiency: Progress per sample relative to the job's own batch.
     """
     return JobOption(
         place=(kind, number),
@@ -121,7 +121,7 @@ def option_of(
 def _plan_on(
     job: Job, part: Cluster, batch: int | None, fewer: Plan | None, settings: Any
 ) -> Plan | None:
-    """The best plan on some devices; that of fewer where it is no slower."""
+    """Returns the best plan on some devices, or that of fewer if it is no slower."""
     if fewer is not None and fewer.question is not None:
         try:
             plan = fewer.what_if(cluster=part, allow_idle=True)
@@ -149,8 +149,8 @@ def _plan_on(
 def fixed_plan_options(
     plan: Plan, cluster: Cluster, numbers: Iterable[int], batch: int
 ) -> Iterator[JobOption]:
-    """Yields the options of a job whose plan is kept while more or fewer replicas
-    divide its batch.
+    """Yields the options of a job whose plan stays the same except for the number of
+    replicas.
 
     Args:
         plan: The plan, on some devices of one kind.
@@ -184,10 +184,10 @@ def fixed_plan_options(
 
 
 def tried_numbers(least: int, most: int) -> list[int]:
-    """Numbers of devices that are planned: both ends, and 1, 1.5, 2, 3, 4, 6, 8 …
+    """Returns the numbers of devices to plan: both ends, and 1, 2, 3, 4, 6, 8, 12 …
 
     Args:
-        least, most: The fewest and the most devices.
+        least, most: Fewest and most devices.
 
     >>> tried_numbers(1, 20)
     [1, 2, 3, 4, 6, 8, 12, 16, 20]
@@ -197,7 +197,7 @@ def tried_numbers(least: int, most: int) -> list[int]:
 
 
 def larger_batches(least: int, most: int) -> list[int]:
-    """Batches that a job may have: its own, doubled while it may be so large.
+    """Returns the allowed batches of a job: its own, doubled up to the largest.
 
     Args:
         least, most: Samples of its own batch, and of the largest.

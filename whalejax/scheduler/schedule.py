@@ -1,7 +1,7 @@
-"""Jobs that share devices, and what is decided about them, whatever clock drives it.
+"""Schedule of jobs that share devices, independent of the clock.
 
-A simulation drives it by a virtual clock, and the scheduler of live jobs by that of its
-machine: both tell it what happened, and do what it decides.
+A simulation drives it by a virtual clock, the scheduler of live jobs by the machine's
+clock: both report events to it, and carry out its decisions.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from whalejax.scheduler.job_table import NOWHERE, JobError, Place, ScheduledJob
 
 
 Decide = Callable[[Sequence[JobState]], Mapping[str, Place]]
-"""Places of all jobs that wait or run, by name."""
+"""Function that returns the places of all jobs that wait or run, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobMove:
-    """A job that gets other devices.
+    """Change of a job's place.
 
     Attributes:
         name: Name of the job.
-        before, after: Its places; ``NOWHERE`` where it waits.
+        before, after: Places before and after; ``NOWHERE`` if it waits.
     """
 
     name: str
@@ -33,9 +33,10 @@ class JobMove:
 
 
 class JobSchedule:
-    """The jobs that wait or run, and when it is decided about them.
+    """Jobs that wait or run, and the times of decisions about them.
 
-    It is decided when a job came, ended or stands still, and ``every`` so many seconds.
+    A decision is due when a job arrives, ends or pauses, when the devices change, and
+    after ``every`` seconds.
     """
 
     def __init__(
@@ -45,8 +46,8 @@ class JobSchedule:
 
         Args:
             devices: Number of devices by kind.
-            decide: Places of all jobs that wait or run.
-            every: Seconds between decisions where nothing happens.
+            decide: Function that chooses the places of all jobs that wait or run.
+            every: Seconds between decisions without an event.
         """
         self.devices, self.every = dict(devices), every
         self._decide = decide
@@ -54,21 +55,21 @@ class JobSchedule:
         self._has_changed = False
         self._decided_at = -math.inf
 
-    # What happens.
+    # Events.
 
     def add(self, job: ScheduledJob, left: float, place: Place = NOWHERE) -> None:
-        """A job came, or its table did.
+        """Adds a job, once it has a table.
 
         Args:
             job: The job.
-            left: Samples that are left.
+            left: Number of remaining samples.
             place: Current place, if it runs.
         """
         self._states[job.name] = JobState(job=job, left=left, place=place)
         self._has_changed = True
 
     def remove(self, name: str) -> None:
-        """A job ended, or takes no devices any more."""
+        """Removes a job that ended or needs no devices any more."""
         if self._states.pop(name, None) is not None:
             self._has_changed = True
 
@@ -84,12 +85,12 @@ class JobSchedule:
     def update(
         self, name: str, left: float, job: ScheduledJob | None = None
     ) -> JobState:
-        """A job got on; that alone is no reason to decide.
+        """Records the progress of a job; this alone makes no decision due.
 
         Args:
             name: Name of the job.
-            left: Samples that are left.
-            job: The job with a table by newer measurements; the same if None.
+            left: Number of remaining samples.
+            job: The job with a newer table; unchanged if None.
         """
         known = self._states[name]
         self._states[name] = JobState(
@@ -97,11 +98,11 @@ class JobSchedule:
         )
         return self._states[name]
 
-    # What is decided.
+    # Decisions.
 
     @property
     def next_at(self) -> float:
-        """Time of the next decision; in the past where one is due."""
+        """Time of the next decision; in the past if one is due."""
         return -math.inf if self._has_changed else self._decided_at + self.every
 
     def places(self) -> dict[str, Place]:
@@ -137,11 +138,11 @@ class JobSchedule:
 
 
 def elastic(devices: Mapping[str, int], objective: Objective, horizon: float) -> Decide:
-    """Devices follow the jobs that are there.
+    """Returns a rule that divides the devices anew among the present jobs.
 
     Args:
         devices: Number of devices by kind.
-        objective, horizon: Arguments of ``allocate``, unchanged.
+        objective, horizon: Arguments of ``allocate``.
     """
 
     def decide(states: Sequence[JobState]) -> Mapping[str, Place]:
@@ -151,7 +152,7 @@ def elastic(devices: Mapping[str, int], objective: Objective, horizon: float) ->
 
 
 def first_come_first_served(devices: Mapping[str, int]) -> Decide:
-    """Every job gets the devices that its user asked for, until it ends.
+    """Returns a rule that gives each job its requested devices until it ends.
 
     Args:
         devices: Number of devices by kind.

@@ -1,4 +1,4 @@
-"""Jobs under a virtual clock: the decisions of a scheduler, played through."""
+"""Simulates the decisions of a scheduler under a virtual clock."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from whalejax.scheduler.schedule import Decide, JobSchedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A time in which a job had the same devices.
+    """Period in which a job held the same devices.
 
     Attributes:
         place: Device kind and number of devices.
-        begin, end: Seconds from the beginning.
+        begin, end: Seconds from the start.
     """
 
     place: Place
@@ -31,8 +31,8 @@ class JobRecord:
 
     Attributes:
         job: The job.
-        intervals: Times in which it had devices, in order.
-        end: Seconds from the beginning at which it ended.
+        intervals: Periods in which it held devices, in order.
+        end: Time of its end, in seconds from the start.
     """
 
     job: ScheduledJob
@@ -60,7 +60,7 @@ class JobSimulation:
     """Result of a simulation.
 
     Attributes:
-        records: One of each job, in the order of their arrivals.
+        records: Records of the jobs, in the order of their arrivals.
         devices: Number of devices of the cluster.
     """
 
@@ -80,18 +80,18 @@ class JobSimulation:
 
     @property
     def utilisation(self) -> float:
-        """Part of the devices' time in which some job held them."""
+        """Fraction of the device time in which jobs held devices."""
         intervals = (i for record in self.records for i in record.intervals)
         held = sum((i.end - i.begin) * i.place[1] for i in intervals)
         return held / max(self.makespan * self.devices, 1e-9)
 
     @property
     def starved(self) -> int:
-        """Jobs that waited longer than all jobs ahead of them and one more may take.
+        """Number of jobs that waited longer than the jobs ahead of them justify.
 
-        Ahead of a job are those that were there when it came, and those of a higher
-        priority that came while it waited; each takes at most as long as the longest
-        held devices.
+        Ahead of a job are the unfinished jobs at its arrival, and those of a higher
+        priority that arrived while it waited. The limit is the time of the job that
+        held devices longest, for each job ahead and once more.
         """
         longest = max(o.end - o.intervals[0].begin for o in self.records)
         result = 0
@@ -116,15 +116,15 @@ class JobSimulation:
 
 @dataclass(slots=True)
 class _Running:
-    """A job while it is played through.
+    """A job during the simulation.
 
     Attributes:
         job: The job.
-        left: Samples that are left.
+        left: Number of remaining samples.
         place: Current place.
-        since: Time from which it has been there.
-        course: Times until which it makes so much progress a second, in order.
-        intervals: Times in which it had devices.
+        since: Time since which it has that place.
+        course: Pairs of an end time and the progress per second until then, in order.
+        intervals: Periods in which it held devices.
     """
 
     job: ScheduledJob
@@ -135,7 +135,7 @@ class _Running:
     intervals: list[Interval] = field(default_factory=list)
 
     def end(self, now: float) -> float:
-        """Seconds at which it ends where it is."""
+        """Returns the time at which it ends if it keeps its place."""
         left = self.left
         for until, progress in self.course:
             span = max(0.0, until - now)
@@ -147,7 +147,7 @@ class _Running:
         return math.inf
 
     def advance(self, before: float, now: float) -> None:
-        """Does what it does between two moments."""
+        """Advances the job from one time to another."""
         for until, progress in self.course:
             span = max(0.0, min(until, now) - before)
             self.left = max(0.0, self.left - span * progress)
@@ -156,7 +156,7 @@ class _Running:
             del self.course[0]
 
     def move(self, place: Place, now: float) -> None:
-        """Gives it other devices."""
+        """Moves it to another place."""
         before, progress = self.place, self.course[0][1]
         self.leave(now)
         self.place, self.since = place, now
@@ -168,7 +168,7 @@ class _Running:
         ]
 
     def leave(self, now: float) -> None:
-        """Takes its devices."""
+        """Removes it from its devices."""
         if self.place != NOWHERE and now > self.since:
             held = Interval(place=self.place, begin=self.since, end=now)
             self.intervals.append(held)
@@ -182,23 +182,23 @@ def simulate(
     *,
     every: float = 60.0,
 ) -> JobSimulation:
-    """Plays jobs through until all have ended.
+    """Simulates jobs until all have ended.
 
-    It is decided at each arrival and end, and every so many seconds while jobs run.
+    Decisions are made at each arrival and end, and every ``every`` seconds between.
 
     Args:
         jobs: The jobs, with their arrivals.
         devices: Number of devices by kind.
-        decide: Places of all jobs that wait or run.
+        decide: Function that chooses the places of all jobs that wait or run.
         every: Seconds between decisions without an arrival or an end.
 
     Raises:
-        JobError: A decision takes more devices than there are, or nothing ever runs.
+        JobError: A decision uses more devices than there are, or no job ever runs.
     """
     order = sorted(jobs, key=lambda job: (job.arrival, job.name))
     if not order:
         raise JobError("there is no job to be played through")
-    # Clocks that begin long ago, as Unix time does, are too coarse for short jobs.
+    # Large times, such as Unix times, have too little precision for short jobs.
     zero = order[0].arrival
     coming = [dataclasses.replace(job, arrival=job.arrival - zero) for job in order]
     schedule = JobSchedule(devices, decide, every=every)
@@ -241,7 +241,7 @@ def simulate(
 def _record(
     job: ScheduledJob, intervals: Sequence[Interval], end: float, zero: float
 ) -> JobRecord:
-    """Returns the record of a job, by the clock of its trace."""
+    """Returns the record of a job, in the times of its trace."""
     moved = (
         dataclasses.replace(
             interval, begin=interval.begin + zero, end=interval.end + zero
