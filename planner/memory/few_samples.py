@@ -98,7 +98,7 @@ class FewSamples:
         return own and small.nbytes * SMALL <= large.nbytes
 
     def before(self, end: int, region: int | None = None) -> Counter[TensorEntry]:
-        """Returns such buffers of the operations of a region before another."""
+        """Returns the saved values of a region's operations before another one."""
         result: Counter[TensorEntry] = Counter()
         for i, entries in self.kept.items():
             if i < end and self.graph.ops[i].remat == region:

@@ -366,7 +366,7 @@ class Timeline:
         return self._sources[tensor, region]
 
     def _made_of(self, tensor: int, region: int | None) -> tuple[int, ...]:
-        """Operands from which fusions make a value; nothing where none does."""
+        """Returns the operands from which fusions recompute a value, if any do."""
         op = self.graph.ops[self.maker[tensor]] if tensor in self.maker else None
         if (
             op is None
@@ -378,7 +378,7 @@ class Timeline:
         return op.operands if self._value(tensor) and self._repeats(op) else ()
 
     def _repeats(self, op: Op) -> bool:
-        """Fusions compute it again rather than keep its result."""
+        """Returns whether fusions recompute an operation's result."""
         if self.compiler.repeats and op.kind == "div" and len(op.operands) == 1:
             return True  # Division by a constant is a product with its inverse.
         return op.reshape or op.kind in (CHEAP if self.compiler.repeats else SPREAD)
@@ -839,8 +839,8 @@ class Timeline:
         return chooses and self.graph.tensors[op.results[0]].differentiable
 
     def _share(self, tensor: int) -> float:
-        """Returns the fraction of two float32 gradients that products read: one of
-        them.
+        """Returns the size factor of two gradients, of which products may read one in
+        half the width.
         """
         wide = self.graph.tensors[tensor].dtype == "float32"
         return 0.75 if self.halves and wide and not self.narrow[tensor] else 1.0
@@ -866,7 +866,7 @@ class Timeline:
         return 2 if narrow and self.compiler.widens else 1
 
     def _chunks(self, maker: int, tensor: int) -> int:
-        """Returns the number of parts of a value that is in memory part by part."""
+        """Returns the number of chunks of a value; one is in memory at a time."""
         op = self.graph.ops[maker]
         return 1 if tensor in self.leaving else op.chunks
 

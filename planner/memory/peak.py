@@ -90,7 +90,7 @@ class StageShare:
         )
 
     def tensor_shares(self, found: SpanLiveSets) -> Any:
-        """Returns the part of each kind of tensor, in each case, that is made there."""
+        """Returns the stage's fraction of each kind of tensor, by case."""
         if self.task_graph_shares is None:
             return 1.0
         return np.array(

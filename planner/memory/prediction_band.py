@@ -45,8 +45,8 @@ _FOREIGN: Final = {
     "tpu": MemoryBand(low=0.77, high=1.25),
     "gpu": MemoryBand(low=0.77, high=1.36),
 }
-"""By platform, of programs with patterns that none had: as far off as the worst of any
-kind that was compiled, and on TPUs no less than by a quarter."""
+"""Bands by platform for programs with unmeasured patterns: as wide as the worst of all
+compiled programs, and on TPUs at least a quarter."""
 
 
 def memory_band(platform: str, graph: Graph) -> MemoryBand:

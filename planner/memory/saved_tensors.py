@@ -182,7 +182,7 @@ def residents(
 def _kernels(
     graph: Graph, dims: Dimensions, convolutions: Sequence[Op], *, loops: bool
 ) -> tuple[SavedTensorGroup, ...]:
-    """The turned kernels of some convolutions; of a loop those of all turns, or one."""
+    """Returns the transposed kernels of convolutions, of all loop iterations or one."""
     kernels: list[SavedTensorGroup] = []
     for op in convolutions:
         times = op.trip if loops else 1
@@ -235,7 +235,7 @@ class _MaterializedTensors:
         return made is None or made.remat != op.remat
 
     def behind(self, tensor: int) -> set[int]:
-        """The tensors from which fusions rebuild a value; itself if none can."""
+        """Returns the tensors from which fusions recompute a value, or itself."""
         behind: set[int] = set()
         seen: set[int] = set()
         stack = [tensor]

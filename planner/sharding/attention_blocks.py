@@ -1,8 +1,9 @@
-"""Attention that runs in blocks: where it may, and what that takes.
+"""Blockwise (ring) attention: where it is possible, and its checks.
 
-Without it, keys and values of a sequence that is sharded are gathered, and all scores
-of a device's rows exist at once. With it keys and values go round a ring of devices and
-a block of scores exists at a time; the backward pass computes the scores again.
+Without it, keys and values of a sharded sequence are gathered, and all scores of a
+device's rows are in memory at once. With it, keys and values go round a ring of
+devices, and one block of scores is in memory at a time; the backward pass recomputes
+the scores.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from whalejax.planner.plan_errors import PlanError
 
 
 KINDS = ("gather", "ring")
-"""How attention may run: as the model computes it, or in blocks."""
+"""Kinds of attention: as the model computes it, or blockwise."""
 
 
 def checked_attention(
     asked: str | Mapping[str, str] | None, graph: Graph
 ) -> Chosen | None:
-    """Returns the user's choices as (TaskGraph, kind) pairs; None where there are none.
+    """Returns the user's choices as (TaskGraph, kind) pairs; None if there are none.
 
     Args:
-        asked: A kind for all TaskGraphs, or by the name of a TaskGraph.
-        graph: The captured loss.
+        asked: Kind for all TaskGraphs, or kinds by the name of a TaskGraph.
+        graph: Captured loss.
 
     Raises:
-        PlanError: There is no such kind or TaskGraph; all of them.
+        PlanError: A kind or TaskGraph does not exist; the message lists all.
     """
     if asked is None:
         return None
@@ -57,16 +58,17 @@ def check_rings(
     reasons: Sequence[str],
     everywhere: Callable[[], Graph],
 ) -> None:
-    """Refuses what was asked for if no attention can run so.
+    """Checks that some attention can run blockwise if the user asked for it.
 
     Args:
-        graph: The loss with the attention that can.
-        attention: Choices of the user's.
-        reasons: Reasons why the other attentions cannot run so.
-        everywhere: Gives the loss with all attention that can, asked for or not.
+        graph: Loss with the requested attention in blocks where that is possible.
+        attention: Choices of the user.
+        reasons: Reasons why other attention cannot run blockwise.
+        everywhere: Function that returns the loss with all possible attention in
+            blocks, whether requested or not.
 
     Raises:
-        PlanError: There is none in blocks.
+        PlanError: No attention runs blockwise.
     """
     if "ring" not in dict(attention).values():
         return
@@ -93,13 +95,13 @@ def check_rings(
 
 
 def ringed(graph: Graph, kinds: Mapping[str, str]) -> frozenset[tuple[int, ...]]:
-    """Positions of the attention that runs in blocks.
+    """Returns the positions of the attention that runs blockwise.
 
-    That of a TaskGraph for which it is chosen, if queries and keys are of one sequence
-    and none of them is made of parameters alone.
+    Attention runs blockwise if that is chosen for its TaskGraph, queries and keys are
+    of one sequence, and no operand depends on parameters alone.
 
     Args:
-        graph: The captured loss, all attention as one operation each.
+        graph: Captured loss with each attention as one operation.
         kinds: Kinds of ``KINDS``, by the name of a TaskGraph or ``"*"``.
     """
     analysed = analyse_graph(graph)

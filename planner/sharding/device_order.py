@@ -1,8 +1,8 @@
-"""Orders a plan's devices by traffic, where the rate of every link is known.
+"""Orders a plan's devices by traffic, if the rate of every link is known.
 
-Levels describe groups of devices; which two of them share a fast link they cannot say.
-Where a cluster lists the rate of every link, mesh ranks that exchange much are placed
-on fast links (``rank_order``).
+Levels describe groups of devices, but not which pairs share a fast link. If a cluster
+lists the rate of every link, mesh ranks that exchange many bytes are placed on fast
+links (``rank_order``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from whalejax.planner.sharding.rank_order import Matrix, cost, place
 P = TypeVar("P", bound=PlanData)
 
 MOST_DEVICES = 256
-"""Most devices for which an order is searched: each swap costs matrix products."""
+"""Largest number of devices to order: each swap costs matrix products."""
 
 _LEAST_GAIN = 1e-3
-"""Smallest relative gain for which the cluster's own order is changed."""
+"""Smallest relative gain that changes the cluster's own order."""
 
 
 def ordered(plan: P) -> P:
@@ -60,17 +60,18 @@ def ordered(plan: P) -> P:
 
 
 def traffic_bytes(plan: PlanData) -> Matrix:
-    """Returns the bytes that each rank of the mesh sends to each other in one step.
+    """Returns the bytes that each rank sends to each other rank in one step.
 
-    Collectives run as rings in the order of the ranks (Thakur et al., 2005): an
-    all-reduce sends 2(n-1)/n of its payload to the next, a gather or scatter half of
-    that, a permute all of it; an all-to-all a part to each.
+    Collectives run as rings in the order of the ranks (Thakur et al., 2005). An
+    all-reduce sends 2(n-1)/n of its payload to the next rank, an all-gather or
+    reduce-scatter half of that, and a permute all of it. An all-to-all sends an equal
+    part to each rank.
 
     Args:
         plan: Plan whose collectives are counted.
 
     Returns:
-        ``[ranks, ranks]``, bytes from each to each.
+        Array ``[ranks, ranks]`` of bytes, by sender and receiver.
     """
     sizes = plan.axis_sizes
     names = list(sizes)

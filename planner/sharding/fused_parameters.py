@@ -1,9 +1,9 @@
-"""Parameters whose products see a dimension that the parameter itself cannot name.
+"""Fused parameters, whose readers split a dimension of the parameter.
 
 A kernel ``[embed, 3 · heads]`` is read as ``[embed, 3, heads]``. An axis that shards
 the heads cannot shard the kernel along them, because they are the minor part of a
-dimension: it shards another dimension of it instead, one that is whole where the
-kernel is used, and one exchange brings it from the one layout to the other.
+dimension. It shards another dimension of the stored kernel instead, which is unsharded
+in the computation; one exchange converts between the two layouts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whalejax.planner.sharding.layout import Spec, Table, spec_of
 
 
 _PICKING: Final = frozenset({"split", "slice", "unstack", "dynamic_slice"})
-"""Operations that take some part of a dimension."""
+"""Operations that select a part of a dimension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +29,8 @@ class FusedLayout:
     """Sharding of a fused parameter.
 
     Attributes:
-        inner: Roles that only its readers can name, with their sizes.
-        others: Roles of its dimensions that are not fused; those that storage prefers
-            first.
+        inner: Roles that are dimensions only in its readers, with their sizes.
+        others: Roles of its dimensions that are not fused, in the order of storage.
     """
 
     inner: tuple[tuple[int, int], ...]
@@ -43,10 +42,10 @@ class ParameterForms:
     """Forms in which the parameters are read.
 
     Attributes:
-        weight: For every tensor, whether it depends on parameters alone.
-        fused: Sharding of each fused parameter and of values made of it alone, by
+        weight: Whether each tensor depends on parameters alone.
+        fused: Sharding of each fused parameter and of values computed from it alone, by
             tensor id.
-        minor: Roles that some reader finds only as the minor part of a dimension.
+        minor: Roles that are only the minor part of a dimension for some reader.
         storage: Shardable roles of the parameters, those that cover most bytes first.
     """
 
@@ -57,11 +56,11 @@ class ParameterForms:
 
 
 def reading(graph: Graph, dims: Dimensions) -> ParameterForms:
-    """Finds out in which forms the parameters are read.
+    """Determines the forms in which the parameters are read.
 
     Args:
-        graph: The captured loss.
-        dims: Its logical dimensions.
+        graph: Captured loss.
+        dims: Logical dimensions of the loss.
     """
     weight = graph.weight_tensors()
     source, read = _forms(graph, weight)
@@ -90,21 +89,21 @@ def reading(graph: Graph, dims: Dimensions) -> ParameterForms:
 
 
 def picks(graph: Graph) -> bool:
-    """Whether any operation takes a part of a dimension."""
+    """Returns whether any operation selects a part of a dimension."""
     return any(op.kind in _PICKING for op in graph.ops)
 
 
 def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
-    """Parameters that are read with several logical dimensions in one, to be cut.
+    """Returns the parameters with fused dimensions, which may be split.
 
-    A dimension counts as fused where its first part only says which: it is picked from
-    (query, key, value) and no product sums over it.
+    A dimension counts as fused if its major part is an index of components, such as
+    query, key and value: readers select from it, and no product sums over it.
 
     Args:
-        graph: The captured loss.
+        graph: Captured loss.
 
     Returns:
-        Number of an input to its cuts: dimension to the number of parts.
+        Number of parts by dimension, for each parameter by its tensor id.
     """
     dims = analyse(graph)
     chosen = _picked(graph, dims)
@@ -118,17 +117,17 @@ def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
 
 
 def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
-    """Reshapes of values that make a dimension the minor part of another.
+    """Finds reshapes of values that make a dimension the minor part of another.
 
     ``[batch, heads, ...]`` to ``[batch · heads, ...]`` hides the heads, and time-major
-    rows in one dimension hide the batch: nothing that reads them so can be sharded.
+    rows in one dimension hide the batch: their readers cannot be sharded along it.
 
     Args:
-        graph: The captured loss.
+        graph: Captured loss.
 
     Returns:
-        Their positions, and how many operations find a dimension as a minor part alone
-        that could be sharded.
+        Positions of the reshapes, and the number of operations for which a shardable
+        dimension is only a minor part.
     """
     weight = graph.weight_tensors()
     made = (op for op in graph.ops if op.reshape and op.operands)
@@ -156,15 +155,15 @@ def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
 def computed_whole(
     graph: Graph, dims: Dimensions, sharded: Set[int]
 ) -> dict[int, tuple[Op, int]]:
-    """Operations that find a sharded dimension as a minor part alone.
+    """Finds operations for which a sharded dimension is only a minor part.
 
     Args:
-        graph: The captured loss.
-        dims: Its logical dimensions.
+        graph: Captured loss.
+        dims: Logical dimensions of the loss.
         sharded: Roles that some axis shards.
 
     Returns:
-        Role to the first of these operations, and how many there are.
+        First of these operations and their number, by role.
     """
     whole: dict[int, tuple[Op, int]] = {}
     for op, roles in _hiding(graph, _minor_only_roles(dims, graph.weight_tensors())):
@@ -187,7 +186,7 @@ def _minor_only_roles(dims: Dimensions, weight: Sequence[bool]) -> list[frozense
 def _hiding(
     graph: Graph, hidden: Sequence[frozenset[int]]
 ) -> Iterator[tuple[Op, frozenset[int]]]:
-    """Operations that compute with such values, and the roles."""
+    """Yields the operations that compute with hidden roles, and these roles."""
     for op in graph.ops:
         roles = frozenset[int]().union(*(hidden[t] for t in op.results))
         if roles and not op.reshape and op.kind not in LOOPS:
@@ -229,7 +228,7 @@ def _forms(graph: Graph, weight: Sequence[bool]) -> tuple[dict[int, int], set[in
         mine = [t for t in op.operands if t in source]
         made = [t for t in op.results if weight[t]]
         if mine and made:
-            # Of several parameters, the largest is the one that the rest adjust.
+            # With several parameters, the smaller ones adjust the largest.
             largest = max(mine, key=lambda t: graph.tensors[t].nbytes)
             source.update(dict.fromkeys(made, source[largest]))
         tie = op.kind in LOOPS and not op.results
@@ -245,7 +244,7 @@ def _majors(layout: Layout, sizes: Layout) -> dict[int, int]:
 
 
 def _minors(layout: Layout) -> frozenset[int]:
-    """Roles that a tensor holds, and none of them as the major part of a dimension."""
+    """Returns the roles of a tensor that are the major part of no dimension."""
     major = {atoms[0] for atoms in layout if atoms}
     return roles_of(layout) - major
 
@@ -256,7 +255,7 @@ def _others(layout: Layout, storage: Sequence[int]) -> tuple[int, ...]:
 
 
 def _storage_order(tensors: Sequence[Tensor], dims: Dimensions) -> tuple[int, ...]:
-    """Shardable roles of the parameters, those that cover most bytes first."""
+    """Returns the parameters' shardable roles, those that cover most bytes first."""
     covered: Counter[int] = Counter()
     for t in tensors:
         for role in roles_of(dims.layouts[t.id]):
@@ -272,18 +271,18 @@ def lying(
     table: Table,
     mesh: Mapping[str, int],
 ) -> Spec:
-    """The layout of a parameter that computation asks for, as it can be stored.
+    """Returns the storable layout of a parameter that is closest to its compute layout.
 
     Args:
         layout: Roles of each dimension, major atom first.
         sizes: Sizes of the same atoms.
-        fused: Sharding of the fused parameter, or None where its own dimensions serve.
-        table: The TaskGraph's table.
+        fused: Sharding of the fused parameter, or None if it is not fused.
+        table: Table of the TaskGraph.
         mesh: Sizes of the mesh axes.
 
     Returns:
-        Its layout under the table; of a fused one, with the axes that shard what only
-        its readers can name on other dimensions, where one divides.
+        Layout under the table. For a fused parameter, axes of inner roles shard other
+        dimensions, if one divides.
     """
     if fused is None:
         return spec_of(layout, sizes, table, mesh)

@@ -1,9 +1,9 @@
-"""From tables to layouts: which mesh axes shard which dimension of a tensor.
+"""Converts tables to layouts: the mesh axes that shard each dimension of a tensor.
 
 A plan is written in roles: ``table[axis]`` is an ordered list of logical dimensions,
-one table for each TaskGraph. This module turns a table into the layout of one tensor.
-It stands alone because the cost model, the parameter specs and the lowering must agree
-on it to the letter.
+with one table for each TaskGraph. This module converts a table to the layout of one
+tensor. It is separate because the cost model, the parameter specs and the lowering must
+agree on it exactly.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from whalejax.planner.plan_entries import Spec as Spec
 
 
 SPATIAL_AXES = SPACES
-"""Names of the mesh axes that share the space of a sample, outermost first."""
+"""Names of the mesh axes that shard the space of a sample, outermost first."""
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", *SPATIAL_AXES, "tensor")
 """Names of the mesh axes, outermost first."""
 
 GRID_AXES = tuple(axis for axis in MESH_AXES if axis not in SPATIAL_AXES)
-"""Those that the search by arrays gives sizes to."""
+"""Mesh axes whose sizes the search over arrays sets."""
 
 STAGE = MESH_AXES[0]
-"""The mesh axis of stages, which shards layers and nothing else."""
+"""Mesh axis of stages, which shards only layers."""
 
 Table = Mapping[str, tuple[int, ...]]
-"""Mesh axis to the roles it may shard, in order of preference."""
+"""Roles that each mesh axis may shard, in order of preference."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -50,7 +50,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, rising.
+    """Returns all divisors, ascending.
 
     >>> divisors(12), divisors(0)
     ([1, 2, 3, 4, 6, 12], [])
@@ -59,7 +59,7 @@ def divisors(number: int) -> list[int]:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is at most so large.
+    """Returns the largest divisor of a number that is at most ``most``.
 
     >>> largest_divisor(96, 10)
     8
@@ -68,9 +68,9 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def replicas(mesh: Mapping[str, int]) -> int:
-    """Devices that compute with the same shards of parameters, on a mesh of all axes.
+    """Returns the number of devices that compute with the same shards of parameters.
 
-    Spatial axes may be left out.
+    The mesh has all axes; only spatial axes may be left out.
 
     >>> replicas({"data": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor": 8})
     8
@@ -82,15 +82,15 @@ def replicas(mesh: Mapping[str, int]) -> int:
 def axis_roles(
     present: set[int] | frozenset[int], table: Table, mesh: Mapping[str, int]
 ) -> dict[str, int]:
-    """The role that each mesh axis shards among those present.
+    """Returns the role that each mesh axis shards, of those present.
 
     Args:
-        present: Roles that stand in the tensor or the operation.
-        table: The TaskGraph's table.
+        present: Roles of the tensor or the operation.
+        table: Table of the TaskGraph.
         mesh: Sizes of the mesh axes, outermost first.
 
     Returns:
-        Axis to role, for axes above size 1 that found one.
+        Role by axis, for axes above size 1 that shard one.
     """
     roles: dict[str, int] = {}
     for axis, size in mesh.items():
@@ -103,7 +103,7 @@ def axis_roles(
 
 @functools.lru_cache(maxsize=2**12)
 def major_dims(layout: Layout) -> Mapping[int, int]:
-    """The dimension whose major atom each role is, the first where there are several.
+    """Returns, by role, the first dimension of which it is the major atom.
 
     Args:
         layout: Roles of each dimension, major atom first.
@@ -115,15 +115,15 @@ def major_dims(layout: Layout) -> Mapping[int, int]:
 def spec_of(
     layout: Layout, sizes: Layout, table: Table, mesh: Mapping[str, int]
 ) -> Spec:
-    """The layout of a tensor under a table.
+    """Returns the layout of a tensor under a table.
 
-    An axis shards the first of its roles that the tensor holds as the major atom of a
-    dimension (a PartitionSpec cannot name a minor one) and that it divides.
+    An axis shards the first of its roles that is the major atom of a dimension of the
+    tensor (a PartitionSpec cannot name a minor one) and that its size divides.
 
     Args:
         layout: Roles of each dimension, major atom first.
         sizes: Sizes of the same atoms.
-        table: The TaskGraph's table.
+        table: Table of the TaskGraph.
         mesh: Sizes of the mesh axes, outermost first.
     """
     spec: list[tuple[str, ...]] = [()] * len(layout)
@@ -143,7 +143,7 @@ def spec_of(
 
 
 def shards(spec: Spec, mesh: Mapping[str, Any]) -> Any:
-    """Returns the number of parts of a tensor; arrays of sizes give an array."""
+    """Returns the number of shards of a tensor; an array for arrays of axis sizes."""
     parts: Any = 1
     for axes in spec:
         for axis in axes:
@@ -152,7 +152,7 @@ def shards(spec: Spec, mesh: Mapping[str, Any]) -> Any:
 
 
 def local_bytes(nbytes: int, spec: Spec, mesh: Mapping[str, int]) -> int:
-    """Bytes of a tensor on one device."""
+    """Returns the bytes of a tensor on one device."""
     parts: int = shards(spec, mesh)
     return nbytes // parts
 
@@ -167,15 +167,15 @@ def extend_spec(
     """Shards one more dimension for storage, if any of the dimensions divides.
 
     Args:
-        spec: The layout so far.
-        shape: The whole tensor's shape.
-        axis: The mesh axis to add.
+        spec: Layout without the axis.
+        shape: Shape of the unsharded tensor.
+        axis: Mesh axis to add.
         mesh: Sizes of the mesh axes.
         dims: Dimensions to try, best first.
 
     Returns:
-        The layout with the axis behind those of the first dimension that it divides,
-        or the same layout.
+        Layout with the axis after those of the first dimension that it divides, or the
+        same layout.
     """
     if mesh.get(axis, 1) == 1 or any(axis in axes for axes in spec):
         return spec

@@ -22,7 +22,7 @@ from whalejax.planner.sharding.shard_counts import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafShardCounts:
-    """Shard counts of one parameter group, where ``LeafLayout`` has layouts."""
+    """Shard counts of one parameter group, one for each layout of ``LeafLayout``."""
 
     compute: ShardCounts
     param: ShardCounts
@@ -40,7 +40,7 @@ class LeafShardCounts:
 
     @property
     def is_gathered(self) -> Any:
-        """Whether parameters are gathered before they are computed with."""
+        """Whether parameters are gathered before they are used."""
         return self.compute.num_shards != self.param.num_shards
 
     @property
@@ -60,7 +60,7 @@ def leaf_shard_counts(
     mesh: Mapping[str, Any],
     zero: Any,
 ) -> tuple[LeafShardCounts, ...]:
-    """``lay_out`` for arrays of meshes.
+    """Implements ``lay_out`` for arrays of meshes.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
@@ -94,14 +94,14 @@ def _group_shard_counts(
 
 
 def ignores_pins(facts: LeafFacts, cuts: Sequence[LeafShardCounts]) -> Any:
-    """Whether ``fsdp`` shards another dimension than the metadata of some leaf says.
+    """Returns whether ``fsdp`` shards another dimension than some leaf's metadata asks.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
         cuts: Shard counts of each group.
 
     Returns:
-        Truth, or an array of it over meshes; of meshes whose ``fsdp`` is above 1.
+        Boolean, or an array over meshes; valid for meshes whose ``fsdp`` is above 1.
     """
     ignores: Any = False
     for (group, _), cut in zip(facts.groups, cuts, strict=True):
@@ -115,7 +115,7 @@ def sharded_shares(facts: LeafFacts, cuts: Sequence[LeafShardCounts], axis: str)
     """Returns the fraction of the parameters' bytes that a storage axis shards, by
     mesh.
 
-    Of those that are not trained ``data`` shards nothing.
+    ``data`` shards only trained parameters; others do not count for it.
 
     Args:
         facts: Parameters of the model, in groups of equal ones.
@@ -139,11 +139,11 @@ def reduces_gradient(
     mesh: Mapping[str, Any],
     common: frozenset[int],
 ) -> Any:
-    """Whether ``parameter_layout.summed_over`` names any axis, of one mesh or of each.
+    """Returns whether ``parameter_layout.summed_over`` names any axis, by mesh.
 
     Args:
         group: Group of equal parameters.
-        compute: Shard counts of one parameter as it is computed with.
+        compute: Shard counts of one parameter in its compute layout.
         table: Compute table of the TaskGraph that reads it first.
         mesh: Sizes of the axes, numbers or arrays.
         common: Roles of the batch and of the sequence, which parameters lack.

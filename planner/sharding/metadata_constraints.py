@@ -1,8 +1,8 @@
-"""Constraints of the user's: ``split(axis=…)`` and mesh axes in the metadata.
+"""Constraints of the user: ``split(axis=…)`` and mesh axes in the metadata.
 
-Both name a dimension and ask that an axis shard it. They are read here, before any
-choice is made, so that everything wrong with them is known at once: names that stand
-for nothing, dimensions that cannot be sharded, hints that contradict each other.
+Both name a dimension that an axis has to shard. They are checked here before the
+search, so that all problems are reported at once: unknown names, dimensions that cannot
+be sharded, contradictory hints.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NO_WEIGHTS = {
         SPATIAL_AXES, "which shares the space of activations. Drop that name"
     ),
 }
-"""Mesh axes that metadata cannot fix for a weight, and what to do instead; ``name`` is
-the model's own name of the axis."""
+"""Mesh axes that metadata cannot fix for a weight, with the remedy; ``name`` is the
+model's own name of the axis."""
 
 NO_LAYERS = (
     "over which only layers are divided: the first dimension of parameters that a "
@@ -46,12 +46,12 @@ _WRITABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisConstraint:
-    """One dimension that the user asks an axis to shard.
+    """Dimension that the user asks an axis to shard.
 
     Attributes:
-        role: The logical dimension.
-        axis: ``"tensor"`` or ``"expert"`` where metadata names it; None where a mark
-            asks for a dimension and leaves the axis open.
+        role: Index of the logical dimension.
+        axis: ``"tensor"`` or ``"expert"`` if metadata names it; None if a mark names
+            the dimension and leaves the axis open.
         where: Place of the user's request, for messages.
     """
 
@@ -62,12 +62,12 @@ class AxisConstraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedAxes:
-    """The model axes that metadata fixes.
+    """Model axes that metadata fixes.
 
     Attributes:
-        computed: Dimensions that are computed with in shards, by TaskGraph.
-        stored: Stored (dimension, mesh axis) pairs of tensors whose operations need all
-            of them, by tensor id: they are gathered where they are read.
+        computed: Dimensions that are sharded in the computation, by TaskGraph.
+        stored: (dimension, mesh axis) pairs that shard only the storage of a tensor, by
+            tensor id; its readers gather it.
     """
 
     computed: Mapping[int, tuple[AxisConstraint, ...]]
@@ -76,11 +76,11 @@ class FixedAxes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Roles that no model axis can shard, beside the batch and unshardable ones.
+    """Roles that no model axis can shard, besides the batch and unshardable ones.
 
     Attributes:
-        minor: Roles that some reader of a parameter finds only as a minor atom.
-        itself: Roles that meet themselves, as the sequence does in attention.
+        minor: Roles that are only a minor atom for some reader of a parameter.
+        itself: Roles that occur twice in a product, as the sequence in attention.
     """
 
     minor: frozenset[int]
@@ -110,13 +110,13 @@ def mark_pins(
     limits: Limits,
     problems: Problems,
 ) -> tuple[AxisConstraint, ...]:
-    """The dimensions that ``split(axis=…)`` asks for.
+    """Returns the dimensions that ``split(axis=…)`` names.
 
     Args:
-        task_graph: The marked region.
-        graph: The captured loss.
-        dims: The logical dimensions.
-        present: Roles that stand in the region.
+        task_graph: Marked region.
+        graph: Captured loss.
+        dims: Logical dimensions of the loss.
+        present: Roles that occur in the region.
         limits: Roles that cannot be sharded.
         problems: Collector of names that cannot be obeyed.
     """
@@ -152,10 +152,10 @@ def mark_pins(
 
 
 def role_names(role: Role) -> list[str]:
-    """The names by which a user may write a role: logical ones, then its leaves.
+    """Returns the names that a user may write for a role: logical names, then leaves.
 
-    A dimension of a leaf is written as its path and the number, ``head.kernel.1``;
-    what stands before a repeated layer's number may be left out.
+    A dimension of a leaf is written as its path and index, ``head.kernel.1``; the part
+    up to a repeated layer's number may be left out.
     """
     names = []
     for alias in dict.fromkeys((*role.aliases, role.name)):
@@ -167,7 +167,7 @@ def role_names(role: Role) -> list[str]:
 
 
 def _of_leaf(name: str, graph: Graph, dims: Dimensions, limits: Limits) -> int | None:
-    """The role of a dimension of a leaf, written as its whole path and the number."""
+    """Returns the role of a leaf's dimension, written as its full path and index."""
     path, _, number = name.rpartition(".")
     for tensor in graph.params:
         if tensor.path == path and number.isdecimal():
@@ -178,13 +178,13 @@ def _of_leaf(name: str, graph: Graph, dims: Dimensions, limits: Limits) -> int |
 
 
 def _role_to_shard(atoms: tuple[int, ...], dims: Dimensions, limits: Limits) -> Role:
-    """Returns the role of a dimension that is to be sharded: the first that can be."""
+    """Returns the role of a dimension to shard: the first that can be sharded."""
     roles = [dims.roles[role] for role in atoms]
     return next((r for r in roles if not limits.obstacle(r)), roles[0])
 
 
 def _ends_in(role: Role, name: str) -> bool:
-    """A dimension of a leaf of the role is written so that it ends in the name."""
+    """Returns whether the name is a suffix of some leaf's dimension of the role."""
     asked = name.split(".")
     for alias in role.aliases:
         parts = alias.replace("[", ".").rstrip("]").split(".")
@@ -195,7 +195,7 @@ def _ends_in(role: Role, name: str) -> bool:
 
 
 def _matches_component(pattern: str, component: str) -> bool:
-    """A component of a path, with ``*`` for a layer's number, fits another."""
+    """Returns whether a path component matches a pattern with ``*`` for a number."""
     return (
         re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), component) is not None
     )
@@ -220,15 +220,15 @@ def metadata_pins(
     meet: Mapping[int, Mapping[int, set[int]]],
     problems: Problems,
 ) -> FixedAxes:
-    """The model axes that metadata fixes; ``fsdp`` and ``stage`` are only checked.
+    """Returns the model axes that metadata fixes; checks ``fsdp`` and ``stage``.
 
-    Where two dimensions of one operation are to lie on one axis, that of more bytes is
-    computed with in shards.
+    If two dimensions of one operation name the same axis, the computation shards the
+    one with more bytes.
 
     Args:
-        graph: The captured loss.
-        dims: Its logical dimensions.
-        homes: The TaskGraph that computes with each parameter, by tensor id.
+        graph: Captured loss.
+        dims: Logical dimensions of the loss.
+        homes: TaskGraph that computes with each parameter, by tensor id.
         limits: Roles that cannot be sharded.
         meet: Roles that meet in one operation, by TaskGraph.
         problems: Collector of contradictions.
@@ -282,11 +282,11 @@ def _kept_pins(
     stored: dict[int, list[tuple[int, str]]],
 ) -> tuple[AxisConstraint, ...]:
     """Returns the constraints of a TaskGraph that one layout obeys; the others only
-    decide storage.
+    apply to storage.
 
     Args:
-        graph: The captured loss.
-        places_of: (tensor id, dimension, who asks) of each pin.
+        graph: Captured loss.
+        places_of: (tensor id, dimension, place of the request) of each pin.
         meet: Roles that meet in one operation.
         stored: Dictionary that receives the others.
     """
@@ -306,7 +306,7 @@ def _kept_pins(
 
 
 def pins_of(tensor: Tensor) -> Iterator[tuple[int, str]]:
-    """(dimension, mesh axis) for every axis that metadata fixes."""
+    """Yields (dimension, mesh axis) for every axis that metadata fixes."""
     for dim, text in enumerate(tensor.pinned):
         for axis in (text or "").split("+"):
             if axis:
@@ -314,14 +314,14 @@ def pins_of(tensor: Tensor) -> Iterator[tuple[int, str]]:
 
 
 def _called(tensor: Tensor, dim: int, axis: str) -> str:
-    """The model's own name of a mesh axis that its metadata fixes."""
+    """Returns the model's own name of a mesh axis that its metadata fixes."""
     axes = (tensor.pinned[dim] or "").split("+")
     names = (tensor.called[dim] or "").split("+") if tensor.called else axes
     return dict(zip(axes, names, strict=False)).get(axis, axis)
 
 
 def _check_twice(tensor: Tensor, problems: Problems) -> set[str]:
-    """Reports axes that are on several dimensions of one leaf, and returns them."""
+    """Reports and returns the axes that shard several dimensions of one leaf."""
     places: dict[str, list[int]] = {}
     for dim, axis in pins_of(tensor):
         places.setdefault(axis, []).append(dim)
@@ -341,7 +341,7 @@ def check_together(
     """Reports pins of one region that no layout can obey together.
 
     Args:
-        pins: All of the region's.
+        pins: All pins of the region.
         meet: Roles that meet in one operation.
         problems: Collector of contradictions.
     """
@@ -357,19 +357,19 @@ def check_together(
 
 
 def pinned_axes(graph: Graph) -> frozenset[str]:
-    """The mesh axes that the metadata of the parameters fixes."""
+    """Returns the mesh axes that the metadata of the parameters fixes."""
     return frozenset(axis for tensor in graph.params for _, axis in pins_of(tensor))
 
 
 def unplanned_pins(
     graph: Graph, mesh: Mapping[str, int], *, stages: bool = False
 ) -> list[str]:
-    """Notes on axes in the metadata that shard nothing because their size is 1.
+    """Returns notes on axes in the metadata that shard nothing, as sizes are 1.
 
     Args:
-        graph: The captured loss.
+        graph: Captured loss.
         mesh: Axis sizes.
-        stages: Whether to look at the axis of the stages alone, or at all others.
+        stages: Whether to check only the axis of stages; otherwise, all other axes.
     """
     idle: dict[str, list[str]] = {}
     single: dict[str, list[str]] = {}
@@ -393,7 +393,7 @@ def unplanned_pins(
 
 
 def _naming(paths: Sequence[str], axis: str) -> str:
-    """Says how many leaves name a mesh axis, and one of them."""
+    """Returns the number of leaves that name a mesh axis, as text with one example."""
     if len(paths) == 1:
         return f"1 leaf names the mesh axis {axis} ({paths[0]})"
     return f"{len(paths)} leaves name the mesh axis {axis} ({paths[0]} first)"

@@ -1,7 +1,7 @@
-"""Finds values that may be in host memory: of checkpointed regions, and parameters.
+"""Finds values that may be offloaded: of checkpointed regions, and parameters.
 
-The planner counts them and the lowering moves them, so both ask here; and so do all who
-ask what a transfer takes beside the computation.
+The planner counts these values and the lowering moves them, so both use this module. It
+also computes the transfer time that does not overlap with computation.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from whalejax.planner.model.graph import LOOPS, Graph, Op
 
 
 MOST_READERS = 2
-"""A value that more regions are given stays: each would take a copy of its own there,
-as decoders do of what their encoder gives."""
+"""Largest number of regions that read an offloaded value: each would need its own copy,
+as decoder layers do of the encoder's output."""
 
 
 FORMS = ("convert_element_type", "reshape")
-"""What may be done to parameters in host memory before loops slice them, layer by
-layer once their slices are on the device."""
+"""Operations on whole parameters that may run on their slices instead, on the device,
+if the parameters are in host memory."""
 
 
 def hosts_known(cluster: Cluster) -> bool:
-    """The cluster says how much host memory there is and how fast it is reached."""
+    """Returns whether the cluster gives size and transfer rate of host memory."""
     kinds = cluster.kinds
     return all(k.host_memory_bytes and k.host_link_bytes_per_second for k in kinds)
 
 
 def exposed_seconds(nbytes: Any, bytes_per_second: float, compute_seconds: Any) -> Any:
-    """Returns the seconds of transfers that computing does not hide.
+    """Returns the seconds of transfers that do not overlap with computation.
 
     Args:
         nbytes: Bytes to or from the host, or arrays of them.
@@ -42,25 +42,24 @@ def exposed_seconds(nbytes: Any, bytes_per_second: float, compute_seconds: Any) 
 
 
 def waiting_values(graph: Graph) -> dict[int, int]:
-    """Tensors that wait in host memory where a plan moves activations there.
+    """Returns the tensors that are in host memory if a plan offloads activations.
 
-    Those are what checkpointed regions are given and what their policies keep, as far
-    as gradients flow through it. What all turns of a loop read stays on the device, and
-    so does what no region is around.
+    These are differentiable inputs of checkpointed regions, and the values that their
+    policies save. Values that all iterations of a loop read stay on the device, and so
+    do values outside regions.
 
     Args:
-        graph: The captured loss.
+        graph: Captured loss.
 
     Returns:
-        How many copies wait there, by the tensor's id: one for each region that is
-        given it.
+        Number of offloaded copies by tensor id: one for each region that reads it.
     """
     moves, reads = _movable(graph), _reads_again(graph)
     maker: dict[int, Op] = {}
     readers: dict[int, set[int]] = {}
     values: dict[int, int] = {}
-    # What is in branches is run as it is, checkpointed regions among it; and so are
-    # calls that sort rows, which reshape what they are given and give.
+    # Branches run unchanged, with the checkpointed regions inside; and so do calls that
+    # sort rows, which reshape their operands and results.
     whole = {op.position for op in graph.ops if op.kind in ("while", "cond", "reshape")}
     for op in graph.ops:
         if any(op.position[:n] in whole for n in range(1, len(op.position), 2)):
@@ -81,18 +80,18 @@ def waiting_values(graph: Graph) -> dict[int, int]:
 
 
 def sliced_leaves(graph: Graph) -> frozenset[int]:
-    """Parameters that loops over layers read a slice at a time, and nothing else does.
+    """Returns the parameters that only loops over layers read, one slice at a time.
 
-    They may be in host memory: each turn brings the slices that it reads. Slices that
-    are vectors would be transfers of their own, and are little. Slices that go into a
-    loop or a branch inside would be copied on their way, or sliced once more, which
-    compilers cannot do of host memory.
+    They may be in host memory: each iteration fetches its slices. Parameters whose
+    slices are vectors are left out: they need separate transfers and save little.
+    Slices that enter an inner loop or branch are left out too: they would be copied or
+    sliced again, which compilers cannot do in host memory.
 
     Args:
-        graph: The captured loss.
+        graph: Captured loss.
 
     Returns:
-        Ids of their tensors.
+        Tensor ids of the parameters.
     """
     leaf_of = {t.id: t.id for t in graph.params}
     slice_of: dict[int, int] = {}
@@ -126,7 +125,7 @@ def sliced_leaves(graph: Graph) -> frozenset[int]:
 
 
 def _reads_again(graph: Graph) -> set[tuple[int | None, int]]:
-    """Regions and what each reads where the backward pass computes it again."""
+    """Returns the (region, tensor) pairs that the backward pass reads."""
     result: set[tuple[int | None, int]] = set()
     again = graph.runs_again()
     for op, runs in zip(graph.ops, again, strict=True):
@@ -138,9 +137,10 @@ def _reads_again(graph: Graph) -> set[tuple[int | None, int]]:
 
 
 def _movable(graph: Graph) -> list[bool]:
-    """Whether each tensor is computed from data and weights, and is no vector.
+    """Returns whether each tensor is computed from data, is differentiable and no
+    vector.
 
-    Vectors would be transfers of their own, and are little.
+    Vectors need separate transfers and save little.
     """
     weight = graph.weight_tensors()
     data = [t.kind == "batch" for t in graph.tensors]
@@ -159,7 +159,7 @@ def _movable(graph: Graph) -> list[bool]:
 
 
 def _is_region_input(maker: Op, reader: Op) -> bool:
-    """A region gets a value from outside, and another one in each turn of a loop."""
+    """Returns whether a region reads a value from outside, a new one per iteration."""
     if maker.remat == reader.remat and maker.kind not in LOOPS:
         return False
     if maker.kind in LOOPS:

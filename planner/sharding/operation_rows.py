@@ -1,8 +1,8 @@
-"""Cost rows: operations and layout changes, folded over equal layers.
+"""Cost rows: operations and layout changes, with equal ones of all layers counted.
 
-An unrolled model of a hundred layers has ten thousand operations and some fifty
-different ones. A row is one of the different ones with its count, seen in roles; the
-cost and the memory models walk rows and never operations, so depth costs nothing.
+An unrolled model of a hundred layers has ten thousand operations, of which some fifty
+are different. A row is a different operation in terms of roles, with its count. The
+cost and memory models iterate over rows instead of operations, so depth costs nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from whalejax.planner.sharding.fused_parameters import FusedLayout, ParameterFor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """An operand or result as its operation sees it.
+    """Operand or result in the form that its operation uses.
 
     Attributes:
         layout, sizes: Roles and sizes of the atoms of each dimension.
-        nbytes: Bytes of the whole tensor.
+        nbytes: Bytes of the unsharded tensor.
         itemsize_bytes: Bytes of one element.
-        differentiable: A gradient flows through it.
+        differentiable: Whether a gradient flows through it.
         weight: Whether it depends on parameters alone.
     """
 
@@ -37,25 +37,25 @@ class Slot:
 
     @property
     def roles(self) -> frozenset[int]:
-        """Every role that stands in it."""
+        """All roles of its dimensions."""
         return roles_of(self.layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A matrix product in roles: which of them are rows, columns and so on.
+    """Matrix product in terms of roles: those of its rows, columns and so on.
 
     Attributes:
-        m, k, n, batch: Sizes, unsharded.
-        m_roles, k_roles, n_roles, batch_roles: The roles behind each.
+        m, k, n, batch: Unsharded sizes.
+        m_roles, k_roles, n_roles, batch_roles: Roles of each size.
         dtype: Numpy name of the operands' type.
         left_gradient, right_gradient: Whether that operand needs a gradient, which is
             one more product of the same FLOPs in the backward pass.
-        share: Part of it that is done, below 1 where a mask hides some.
-        turned: Slot of what is turned round for its weight's gradient; see
+        share: Fraction of the product that is computed; below 1 if a mask hides some.
+        turned: Slot of the operand that is transposed for its weight's gradient; see
             ``Graph.turned``.
         zigzag: Whether rows of blockwise attention are assigned in zig-zag order.
-        groups: Number of matrices of which each row meets one.
+        groups: Number of matrices; each row is multiplied with one of them.
     """
 
     m: int
@@ -75,8 +75,8 @@ class Product:
     groups: int = 1
 
     def times(self, compiler: CompilerProfile) -> tuple[int, int, int]:
-        """Returns the number of products of a compiler: forward, and for each operand's
-        gradient.
+        """Returns the number of products that a compiler runs: forward, and for each
+        operand's gradient.
         """
         rows = 1 if compiler.groups_rows else self.groups
         left, right = self.left_gradient, self.right_gradient
@@ -88,18 +88,18 @@ class Row:
     """Equal operations, counted.
 
     Attributes:
-        kind: The primitive.
+        kind: Name of the primitive.
         task_graph: TaskGraph of the operations.
-        count: Executions in one forward pass.
+        count: Number of executions in one forward pass.
         operands, results: Slots that it reads and writes.
-        product: The matrix product, or None.
-        reads, writes: Slots that cross main memory when elementwise neighbours fuse.
-        reads_in_kernel, writes_in_kernel: The same where a compiler also makes one
-            kernel of a normalization of rows.
-        transcendental: Every element of its result costs an exp, tanh or the like.
+        product: Matrix product, or None.
+        reads, writes: Slots in main memory if elementwise neighbours fuse.
+        reads_in_kernel, writes_in_kernel: Slots in main memory if a compiler also fuses
+            a normalization of rows into one kernel.
+        transcendental: Whether every element costs an exp, tanh or the like.
         remat: Whether it runs again in the backward pass.
         fused: Whether it is part of a kernel that recomputes it in the backward pass.
-        scope: One place in the model, for reports.
+        scope: Example of its place in the model, for reports.
         windows: Windows along spatial dimensions; see ``Op.windows``.
         repeats: Loops and checkpointed regions around an operation with windows, or
             None.
@@ -133,7 +133,7 @@ class Row:
     def kernel_memory_slots(
         self, compiler: CompilerProfile
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Slots that a compiler's kernels read from memory, and those they write."""
+        """Returns the slots that a compiler's kernels read and write in memory."""
         if compiler.fuses_normalizations:
             return self.reads_in_kernel, self.writes_in_kernel
         return self.reads, self.writes
@@ -144,9 +144,9 @@ class Use:
     """One kind of reader of a value.
 
     Attributes:
-        view: The value as the reader sees it.
+        view: Value in the form that the reader uses.
         task_graph: TaskGraph of the reader.
-        present: Every role of the reading operation.
+        present: All roles of the reading operation.
         readers: Number of such operations.
     """
 
@@ -158,22 +158,23 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """Equal values on their way from what makes them to all who read them.
+    """Equal values between their producer and all their readers.
 
     Attributes:
-        source: The value as it is made, or as its first reader sees a leaf.
-        task_graph: TaskGraph of the value's maker.
-        present: Every role of the operation that makes it; empty for a leaf.
+        source: Value in the form of its producer; of a leaf, in that of its first
+            reader.
+        task_graph: TaskGraph of the value's producer.
+        present: All roles of the operation that produces it; empty for a leaf.
         reduced: Roles that this operation sums over.
-        parameter: The operation computes with parameters alone.
-        uses: Its readers, in program order.
-        fused: Sharding of a fused value before it is read, where that is another
-            layout; or None.
+        parameter: Whether the operation reads parameters alone.
+        uses: Readers of the value, in program order.
+        fused: Sharding of a fused value before it is read, if that is another layout;
+            or None.
         count: Number of such values in one forward pass.
-        remat: The operation runs again in the backward pass.
-        read_remat: A reader does, so that bringing the value there is repeated.
-        multiplied: Whether it is float32 and products alone read it.
-        scope: One place where it is read or made.
+        remat: Whether the producer runs again in the backward pass.
+        read_remat: Whether a reader runs again, so that the reshard is repeated.
+        multiplied: Whether it is float32 and only products read it.
+        scope: Example of a place where it is read or produced.
     """
 
     source: Slot
@@ -191,7 +192,7 @@ class Flow:
 
     @property
     def still(self) -> bool:
-        """No layout can make it move or need a sum."""
+        """Whether it needs no reshard or reduction under any layout."""
         return (
             not self.reduced
             and self.fused is None
@@ -206,14 +207,14 @@ class Flow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationRows:
-    """All of a model's rows.
+    """All cost rows of a model.
 
     Attributes:
-        ops: Operations.
-        flows: Values that some layout moves or sums, between operations.
+        ops: Rows of operations.
+        flows: Values between operations that some layout reshards or reduces.
         reading: Forms in which the parameters are read.
-        op_kinds, flow_kinds: A number for each of them, which those of the same
-            ``Views`` share that differ in their TaskGraphs alone.
+        op_kinds, flow_kinds: Number of each row and flow; those of the same ``Views``
+            that differ only in their TaskGraphs have the same number.
     """
 
     ops: tuple[Row, ...]

@@ -1,12 +1,12 @@
-"""Layouts of the parameters: as computed with, as stored, and of what follows them.
+"""Layouts of parameters, gradients and optimizer state, in computation and storage.
 
-Storage is a second table beside the compute tables: ZeRO and FSDP shard what is kept
-(parameters, gradients, optimizer state) over axes on which the computation splits the
-batch. Logical dimensions are tried in one order for all parameters, those that cover
-most bytes first, so that the outcome reads like a table of rules.
+Storage has its own rule besides the compute tables: ZeRO and FSDP shard parameters,
+gradients and optimizer state over axes on which the computation splits the batch. All
+parameters try logical dimensions in one order, those that cover most bytes first, so
+that the result reads like a table of rules.
 
-The module is long because all that a layout asks of a parameter is found together, from
-the operations that read it.
+The module is long because all facts about a parameter that layouts need come from the
+operations that read it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from whalejax.planner.sharding.strategies import cut_roles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerBytes:
-    """Optimizer state: bytes that follow a parameter, by its path, and the rest.
+    """Bytes of the optimizer state: per parameter, and others.
 
     Attributes:
-        by_path: Bytes that follow a parameter.
-        other_bytes: All others.
-        operations: Roots, quotients and the like that an update evaluates for each
-            element of a parameter, where they take time beside memory: on CPUs.
+        by_path: Bytes of state per parameter, by its path.
+        other_bytes: Bytes of all other state.
+        operations: Number of roots, quotients and the like per element in an update,
+            on CPUs, where they take longer than the memory access.
     """
 
     by_path: Mapping[str, int]
@@ -61,46 +61,43 @@ class OptimizerBytes:
 
     @property
     def followed_bytes(self) -> int:
-        """Returns the bytes that follow parameters, of all of them: not counts of steps
-        and the like.
-        """
+        """Bytes of all state per parameter, without step counts and the like."""
         return sum(self.by_path.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafGroup:
-    """Parameters that every layout treats alike, as those of equal layers.
+    """Parameters with equal layouts in every plan, such as those of equal layers.
 
     Attributes:
         shape: Shape of each parameter.
-        layout, sizes: Their atoms.
-        fused: Sharding where products see more of them than they can name, or None.
-        home: The TaskGraph that computes with them first.
+        layout, sizes: Roles and sizes of the atoms of each dimension.
+        fused: Sharding of a fused parameter, or None.
+        home: TaskGraph that first computes with them.
         order: Dimensions that storage may shard, best first.
-        pinned: The dimension that metadata puts on ``fsdp``, or None.
-        gathers: Number of gathers in a micro-batch, where they are stored in shards:
-            once for each form in which the forward pass reads them, and again where the
-            backward pass needs them.
+        pinned: Dimension that metadata shards over ``fsdp``, or None.
+        gathers: Number of gathers in a micro-batch if they are stored in shards: one
+            for each form that the forward pass reads, and one more if the backward pass
+            needs it.
         turns: Number of gathers after which XLA's CPU compiler transposes the result,
-            if it is sharded along the last dimension; convolutions transpose what their
-            backward pass reads themselves, and looked-up tables are read as they are.
-        uses: Number of operations that read all of it, slices in proportion; each has a
-            gradient of its own for what it reads.
-        multiplied: Whether they are float32 and products alone read them.
-        narrowed: Bytes of one of them as it is read, over its stored bytes and over
-            what ``Request.cast_bytes`` says of all: where only some TaskGraphs
-            compute in 16 bits, where it is no float32, and where it is quantised; else
-            1.
-        nbytes: Bytes of one of them.
+            if it is sharded along the last dimension; convolutions transpose their
+            operands themselves, and looked-up tables need no transpose.
+        uses: Number of operations that read a parameter, slices in proportion; each
+            computes its own gradient of it.
+        multiplied: Whether they are float32 and only products read them.
+        narrowed: Bytes of a parameter when it is read, over its stored bytes and over
+            ``Request.cast_bytes``. It differs from 1 if only some TaskGraphs compute in
+            16 bits, and for types other than float32 and quantised ones.
+        nbytes: Bytes of one parameter.
         trained: Whether they have gradients and an optimizer.
-        held: (dimension, mesh axis) of what metadata has stored in shards, and is
-            computed with as a whole.
-        slices: A loop reads one of so many slices at a time, along the first
-            dimension, and each is gathered by itself; 1 where none does.
-        looked_up: Operations take some of their rows, and nothing else reads them.
-        chunked: Their gradient is added up over chunks of tokens, as wide as they are
-            stored.
-        optimizer_bytes: Optimizer state that follows one of them.
+        held: (dimension, mesh axis) pairs that metadata shards in storage and the
+            computation does not.
+        slices: Number of slices along the first dimension, if a loop reads and gathers
+            one at a time; otherwise 1.
+        looked_up: Whether only lookups of rows read them.
+        chunked: Whether their gradient is summed over chunks of tokens, in the stored
+            type.
+        optimizer_bytes: Bytes of optimizer state of one parameter.
         operations: Roots and the like in its update; see ``OptimizerBytes``.
     """
 
@@ -127,26 +124,25 @@ class LeafGroup:
 
     @property
     def gradient_bytes(self) -> int:
-        """Returns the bytes of one unsharded gradient; 0 where there is none."""
+        """Bytes of one unsharded gradient; 0 if there is none."""
         return self.nbytes if self.trained else 0
 
     @property
     def updated_bytes(self) -> int:
-        """Returns the bytes that an update moves: it reads the gradient, reads and
-        writes the rest.
+        """Bytes that an update moves: it reads the gradient, and reads and writes
+        parameter and state.
         """
         if not self.trained:
             return 0
         return 3 * self.nbytes + 2 * self.optimizer_bytes
 
     def moved_bytes(self, compiler: CompilerProfile, selected: Any = False) -> Any:
-        """Bytes of one of them as it is brought to those who compute with it.
+        """Returns the bytes of one parameter when it is transferred to its readers.
 
         Args:
             compiler: Compiler of the program.
-            selected: Whether its rows are in shards; or arrays of that. What is looked
-                up among them is selected before anything multiplies it, and moves as
-                wide as it is.
+            selected: Whether its rows are sharded, or an array over meshes. Rows are
+                looked up before any product, so they move in the stored type.
         """
         if not self.multiplied or not compiler.narrow_products:
             return self.nbytes / 1
@@ -166,7 +162,7 @@ class LeafLayout:
 
     @property
     def has_sharded_rows(self) -> bool:
-        """Whether the rows that are taken of them lie in shards."""
+        """Whether the rows for lookups are sharded."""
         return any(self.compute[-2:-1])
 
 
@@ -175,14 +171,14 @@ class LeafFacts:
     """Facts about the parameters that the search needs, computed once.
 
     Attributes:
-        tensors: The parameters.
-        groups: (group, how many parameters it stands for).
-        group_of: For each parameter, the index of its group.
-        role_names: For each parameter, names of the roles of each dimension.
+        tensors: Parameters of the model.
+        groups: (group, number of its parameters) pairs.
+        group_of: Index of each parameter's group.
+        role_names: Names of the roles of each parameter's dimensions.
         storage: Roles in the order in which storage tries them.
-        common: Roles that values have and parameters lack: of the batch, and those
-            that meet themselves, as a sequence does.
-        optimizer_other_bytes: Optimizer state that follows no parameter.
+        common: Roles that values have and parameters lack: those of the batch and of
+            sequences.
+        optimizer_other_bytes: Bytes of optimizer state that belong to no parameter.
     """
 
     tensors: tuple[Tensor, ...]
@@ -195,7 +191,7 @@ class LeafFacts:
 
     @property
     def homes(self) -> tuple[int, ...]:
-        """TaskGraph that computes with each parameter first."""
+        """TaskGraph that first computes with each parameter."""
         return tuple(self.groups[index][0].home for index in self.group_of)
 
     @classmethod
@@ -212,13 +208,13 @@ class LeafFacts:
         """Collects the facts.
 
         Args:
-            graph: The captured loss.
-            dims: Its logical dimensions.
+            graph: Captured loss.
+            dims: Logical dimensions of the loss.
             reading: Forms in which the parameters are read.
-            optimizer: Bytes of its state.
-            narrowed: Only some TaskGraphs compute in 16 bits.
-            cast_bytes: Bytes of a float32 parameter in the computing type, over its
-                own.
+            optimizer: Bytes of the optimizer state.
+            narrowed: Whether only some TaskGraphs compute in 16 bits.
+            cast_bytes: Bytes of a float32 parameter in the compute type, over its
+                stored bytes.
         """
         tensors = graph.params
         homes = weight_homes(graph, reading.weight)
@@ -271,10 +267,10 @@ class LeafFacts:
         )
 
     def at(self, homes: Mapping[int, int]) -> LeafFacts:
-        """The same parameters, where other TaskGraphs compute with them.
+        """Returns the same parameters with other owner TaskGraphs.
 
         Args:
-            homes: From ``weight_homes``.
+            homes: Result of ``weight_homes``.
         """
         pairs = zip(self.tensors, self.group_of, strict=True)
         groups, group_of = _count_equal_groups(
@@ -285,10 +281,10 @@ class LeafFacts:
     def with_stored_axes(
         self, stored: Mapping[int, tuple[tuple[int, str], ...]]
     ) -> LeafFacts:
-        """The same parameters, some of which metadata has stored in shards.
+        """Returns the same parameters with the storage axes that metadata fixes.
 
         Args:
-            stored: Stored axes by tensor id; see ``LeafGroup.with_stored_axes``.
+            stored: Stored axes by tensor id; see ``LeafGroup.held``.
         """
         if not stored:
             return self
@@ -304,7 +300,7 @@ class LeafFacts:
         tables: Mapping[int, Table],
         mesh: Mapping[str, int],
     ) -> tuple[LeafPlan, ...]:
-        """The plan of every parameter.
+        """Returns the plan of every parameter.
 
         Args:
             layouts: Layout of each group.
@@ -345,14 +341,14 @@ def summed_over(
     mesh: Mapping[str, int],
     common: frozenset[int],
 ) -> tuple[str, ...]:
-    """Mesh axes over which the gradient of a parameter is summed, outermost first.
+    """Returns the mesh axes over which a gradient is summed, outermost first.
 
     Args:
-        group: The parameter.
-        layout: Its layouts.
+        group: Group of the parameter.
+        layout: Layouts of the parameter.
         table: Compute table of the TaskGraph that reads it first.
         mesh: Axis sizes.
-        common: Roles of all values: of the batch, and of the sequence.
+        common: Roles of the batch and of sequences.
     """
     if not group.trained:
         return ()
@@ -368,7 +364,7 @@ def summed_over(
 def _count_equal_groups(
     groups: Sequence[LeafGroup],
 ) -> tuple[tuple[tuple[LeafGroup, int], ...], tuple[int, ...]]:
-    """Equal groups once, with how often each is there; and for each which it is."""
+    """Returns the distinct groups with their counts, and the index of each input."""
     counts = Counter(groups)
     places = {group: place for place, group in enumerate(counts)}
     return tuple(counts.items()), tuple(places[group] for group in groups)
@@ -378,11 +374,10 @@ def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
     """Returns the gathers of each parameter in a micro-batch, if it is stored in
     shards.
 
-    Every product gathers its own, and again for its backward pass where that reads it:
-    where the other operand is data, nothing does. What else reads a parameter shares
-    one that is kept. A region that is computed again gathers again what its backward
-    pass reads. A table that is looked up and multiplied with is gathered in two forms,
-    because the compiler transposes shards.
+    Every product gathers its own copy, and again for its backward pass if the other
+    operand needs a gradient. Other readers share one saved copy. A checkpointed region
+    gathers again what its backward pass reads. A table that is looked up and multiplied
+    is gathered in two forms, because the compiler transposes shards.
     """
     gathers: Counter[int] = Counter()
     shared: dict[tuple[int, int | None], bool] = {}
@@ -409,7 +404,7 @@ def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
 
 
 def _chunked(graph: Graph, weight: Sequence[bool]) -> set[int]:
-    """Tensors made of weights alone that a product reads which is cut into chunks."""
+    """Returns the weights, and values of weights alone, that chunked products read."""
     result: set[int] = set()
     for op in reversed(graph.ops):
         if op.chunks > 1 and op.matmul is not None:
@@ -425,7 +420,7 @@ def _readers(
     """Returns the readers of each parameter, through casts, slices and the like.
 
     Returns:
-        For each tensor the kind of every operation, and the part of it that is read.
+        Kind of every reading operation and the fraction that it reads, by tensor.
     """
     readers: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
     for op in reversed(graph.ops):
@@ -479,23 +474,23 @@ def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]
 
 
 NARROW = 512
-"""Columns below which storage cuts the rows of tables that are looked up and no more.
+"""Number of columns below which storage shards only the rows of lookup tables.
 
-A device's part of its columns fills no lanes of a TPU: compilers write the table and
-its optimizer state with 128 columns to add a gradient, whose rows lie in memory one by
-one (libtpu 0.0.42, v5e: 16 of 128 columns take 8 times their bytes)."""
+A shard of the columns would not fill the lanes of a TPU. To add a gradient, compilers
+write the table and its optimizer state with 128 columns, as each row is contiguous in
+memory (libtpu 0.0.42, v5e: 16 of 128 columns take 8 times their bytes)."""
 
 
 Readers = Mapping[int, Sequence[tuple[str, float]]]
-"""By tensor, the kind of every operation that reads it and the part that it reads."""
+"""Kind of every operation that reads a tensor and the fraction it reads, by tensor."""
 
 
 def looked_up_tables(graph: Graph, readers: Readers | None = None) -> set[int]:
-    """Ids of the parameters of which operations take some rows, and read nothing else.
+    """Returns the ids of the parameters that only lookups of rows read.
 
     Args:
-        graph: The captured loss.
-        readers: Readers of each parameter, where they are known.
+        graph: Captured loss.
+        readers: Readers of each parameter, if known.
     """
     if readers is None:
         readers = _readers(graph, graph.weight_tensors())
@@ -509,18 +504,18 @@ def looked_up_tables(graph: Graph, readers: Readers | None = None) -> set[int]:
 
 
 def are_most(some: Collection[int], params: Sequence[Tensor]) -> bool:
-    """Whether some parameters hold at least half of all bytes.
+    """Returns whether some parameters have at least half of all bytes.
 
     Args:
-        some: Their ids.
-        params: All of them.
+        some: Ids of these parameters.
+        params: All parameters.
     """
     here = sum(t.nbytes for t in params if t.id in some)
     return bool(some) and 2 * here >= sum(t.nbytes for t in params)
 
 
 def _narrow(tables: Collection[int], params: Sequence[Tensor]) -> set[int]:
-    """Tables of fewer than ``NARROW`` columns, where tables are most parameters."""
+    """Returns the tables with fewer than ``NARROW`` columns, if tables dominate."""
     if not are_most(tables, params):
         return set()
     return {t.id for t in params if t.id in tables and t.shape[-1] < NARROW}
@@ -529,9 +524,10 @@ def _narrow(tables: Collection[int], params: Sequence[Tensor]) -> set[int]:
 def _order(
     pinned: int | None, layout: Layout, rank: Mapping[int, int], narrow: bool
 ) -> tuple[int, ...]:
-    """Dimensions that storage may shard: the pinned one first, then by role.
+    """Returns the dimensions that storage may shard: first the pinned one, then by
+    role.
 
-    Of a narrow table the columns, its last dimension, are the last choice.
+    For a narrow table, the columns (its last dimension) are the last choice.
     """
     usable = [d for d, atoms in enumerate(layout) if atoms and atoms[0] in rank]
     last = len(layout) - 1 if narrow else None
@@ -541,7 +537,7 @@ def _order(
 
 
 def batch_homes(graph: Graph) -> tuple[tuple[int, int | None], ...]:
-    """The leaves of the batch: each tensor, and the TaskGraph that reads it first."""
+    """Returns the leaves of the batch, each with the TaskGraph that reads it first."""
     homes: dict[int, int] = {}
     for op in graph.ops:
         for t in op.operands:
@@ -555,7 +551,7 @@ def batch_specs(
     tables: Mapping[int, Table],
     mesh: Mapping[str, int],
 ) -> tuple[Spec, ...]:
-    """Layouts of the leaves of the batch, as the operations that read them first want.
+    """Returns the layouts of the batch's leaves in the tables of their first readers.
 
     Args:
         homes: From ``batch_homes``.
@@ -587,7 +583,7 @@ def lay_out(
         facts: Facts about the parameters.
         tables: Compute table of each TaskGraph.
         mesh: Axis sizes.
-        zero: Level over ``data``: 0, 1 or 2.
+        zero: ZeRO level over ``data``: 0, 1 or 2.
     """
     out = []
     for group, _ in facts.groups:

@@ -1,7 +1,7 @@
 """Finds the TaskGraphs that compute in 16 bits, and the effect on the parameters.
 
-The others keep the model's own types. The program itself says in which type each
-parameter is read, so what is gathered and held is looked up there.
+The others keep the model's own types. The captured program has the type in which each
+parameter is read; it decides the bytes that are gathered and stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whalejax.planner.plan_errors import PlanError
 
 
 def precision_for(task_graph: str, precisions: Mapping[str, str]) -> str:
-    """The precision of a TaskGraph: its own, or that of all.
+    """Returns the precision of a TaskGraph: its own, or the one for all.
 
     >>> precision_for("split", {"*": "bf16", "replicate": "f32"})
     'bf16'
@@ -30,14 +30,14 @@ def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
     """Returns the user's choices as (TaskGraph, precision) pairs.
 
     Args:
-        asked: A precision by the name of a TaskGraph; ``"*"`` stands for the others.
-        graph: The captured loss.
+        asked: Precision by the name of a TaskGraph; ``"*"`` means all others.
+        graph: Captured loss.
 
     Returns:
-        Pairs of what is not ``f32``, and of exceptions from ``"*"``.
+        Pairs for precisions other than ``f32``, and for exceptions from ``"*"``.
 
     Raises:
-        PlanError: There is no such precision or TaskGraph; all of them.
+        PlanError: A precision or TaskGraph does not exist; the message lists all.
     """
     problems = Problems("precision", PlanError)
     given = dict(asked)
@@ -56,12 +56,11 @@ def read_bytes(graph: Graph, weight: Sequence[bool]) -> dict[int, float]:
     """Returns the bytes of every parameter in the widest type in which it is read.
 
     Args:
-        graph: The captured loss.
-        weight: For every tensor, whether it depends on parameters alone.
+        graph: Captured loss.
+        weight: Whether each tensor depends on parameters alone.
 
     Returns:
-        Tensor id to a multiple of the stored bytes: above 1 where quantised weights are
-        read.
+        Multiple of the stored bytes, by tensor id; above 1 for quantised weights.
     """
     widest: dict[int, float] = {}
     for op in reversed(graph.ops):

@@ -1,8 +1,8 @@
-"""Assigns ranks to devices: ranks that exchange much belong on fast links.
+"""Assigns ranks to devices: ranks that exchange many bytes get fast links.
 
-A quadratic assignment problem. Of at most eight devices all placements are compared;
-of more, each rank in turn takes the device that is cheapest beside those before it, and
-pairs are exchanged for as long as that helps.
+This is a quadratic assignment problem. For at most eight devices, all placements are
+compared. For more, each rank in turn gets the cheapest free device, given those placed
+before it; then pairs are exchanged as long as that helps.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ Matrix: TypeAlias = npt.NDArray[np.float64]
 Order: TypeAlias = npt.NDArray[np.intp]
 
 EXACT_DEVICES: Final = 8
-"""Up to so many devices all placements are compared: 40,320 of them."""
+"""Largest number of devices for which all placements (40,320) are compared."""
 
 _LEAST_GAIN: Final = 1e-12
-"""Relative; less is rounding, and would exchange for ever."""
+"""Smallest relative gain of an exchange; smaller gains are rounding errors and might
+never end."""
 
 
 def place(traffic_bytes: Any, seconds_per_byte: Any) -> tuple[int, ...]:
-    """The device of each rank, so that what is sent takes least time in all.
+    """Returns the device of each rank that minimises the total time of all transfers.
 
     Args:
-        traffic_bytes: ``[ranks, ranks]``, what each sends to each.
-        seconds_per_byte: ``[devices, devices]``, of the link from each to each; as many
-            devices as ranks. The diagonals count for nothing.
+        traffic_bytes: Array ``[ranks, ranks]`` of bytes, by sender and receiver.
+        seconds_per_byte: Array ``[devices, devices]`` of the links between devices; as
+            many devices as ranks. The diagonals are ignored.
 
     Returns:
-        The device of rank 0, of rank 1, and so on; of placements that cost the same up
-        to eight devices, the first in order.
+        Device of each rank; among equal placements of at most eight devices, the first
+        in lexicographic order.
 
     Raises:
-        WhaleError: Matrices that are not square, not alike, or not of finite numbers
-            from zero up.
+        WhaleError: The matrices are not square, differ in size, or have entries that
+            are negative or not finite.
 
     >>> far, near = 1.0, 0.1
     >>> links = [[0, far, near], [far, 0, far], [near, far, 0]]
@@ -64,12 +65,12 @@ def place(traffic_bytes: Any, seconds_per_byte: Any) -> tuple[int, ...]:
 
 
 def cost(order: Any, traffic_bytes: Any, seconds_per_byte: Any) -> float:
-    """The seconds of all that is sent, one after the other.
+    """Returns the seconds of all transfers, one after the other.
 
     Args:
-        order: The device of each rank.
-        traffic_bytes: Bytes that each rank sends to each, as in ``place``.
-        seconds_per_byte: The same.
+        order: Device of each rank.
+        traffic_bytes: Bytes by sender and receiver, as in ``place``.
+        seconds_per_byte: Seconds per byte of the links, as in ``place``.
 
     >>> cost([1, 0], [[0, 3], [0, 0]], [[0, 1], [2, 0]])
     6.0
@@ -106,7 +107,7 @@ def _orders(count: int) -> Order:
 
 
 def _greedy(traffic: Matrix, seconds: Matrix) -> Order:
-    """The rank with most to say to those placed goes next, where that is cheapest."""
+    """Places the rank with the most traffic to placed ranks next, at least cost."""
     both = traffic + traffic.T
     order = np.full(len(traffic), -1, np.intp)
     free = np.ones(len(traffic), bool)
@@ -128,7 +129,7 @@ def _greedy(traffic: Matrix, seconds: Matrix) -> Order:
 
 
 def _exchanged(order: Order, traffic: Matrix, seconds: Matrix) -> Order:
-    """Exchanges the pair that gains most, until none gains."""
+    """Exchanges the pair with the largest gain until no exchange gains."""
     order = order.copy()
     while True:
         links = seconds[np.ix_(order, order)]
@@ -141,14 +142,14 @@ def _exchanged(order: Order, traffic: Matrix, seconds: Matrix) -> Order:
 
 
 def _gains(traffic: Matrix, links: Matrix) -> Matrix:
-    """``[ranks, ranks]``: what is saved where two exchange their devices."""
-    # What rank r would pay on the device of rank s, all others where they are.
+    """Returns the seconds that each exchange saves, as an array ``[ranks, ranks]``."""
+    # Cost of rank r on the device of rank s, if all others stay.
     pays = traffic @ links.T + traffic.T @ links
     now = np.diag(pays)
-    # Both ends of the pair's own link move: it is priced for itself.
+    # Both ends of the pair's own link move, so its cost is computed separately.
     own = traffic * links + traffic.T * links.T
     swapped = traffic * links.T + traffic.T * links
-    # In pays[r, s] the partner s stands on its old device: a link to itself, free.
+    # In pays[r, s] the partner s is still on its old device: a free link to itself.
     gains: Matrix = now[:, None] + now[None, :] - own - pays - pays.T - swapped
     np.fill_diagonal(gains, 0.0)
     return gains

@@ -1,10 +1,10 @@
 """Finds the parts of a program that the backward pass recomputes, by TaskGraph.
 
-A region is a run of equations that one ``jax.checkpoint`` goes around: what one
-TaskGraph does in one repeated layer. Between regions stands what a policy of ``none``
-keeps, and what the user already wrapped. Policies are ``none``; ``dots``, which keeps
-results of products with weights; ``named`` or ``named:a,b``, which keeps what the model
-names; ``full``, which keeps what a region is given.
+A region is a run of equations inside one ``jax.checkpoint``: those of one TaskGraph in
+one repeated layer. Equations with the policy ``none`` and those that the user already
+wrapped are outside regions. Policies are ``none``; ``dots``, which saves results of
+products with weights; ``named`` or ``named:a,b``, which saves values that the model
+names; and ``full``, which saves only the inputs of a region.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Position = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Equations that are computed again together.
+    """Equations that are recomputed together.
 
     Attributes:
-        prefix: Position of the jaxpr that holds them.
-        first, end: A half-open range of its equations.
+        prefix: Position of the jaxpr that contains them.
+        first, end: Half-open range of its equations.
         policy: Policy of the values that are saved inside.
     """
 
@@ -43,7 +43,7 @@ class Region:
 
 
 def policy_for(task_graph: str, policies: Mapping[str, str]) -> str:
-    """The policy of a TaskGraph: its own, or that of all.
+    """Returns the policy of a TaskGraph: its own, or the one for all.
 
     >>> policy_for("split", {"*": "full", "replicate": "dots"})
     'full'
@@ -52,7 +52,7 @@ def policy_for(task_graph: str, policies: Mapping[str, str]) -> str:
 
 
 def named_in(policy: str) -> tuple[str, ...]:
-    """The names that a policy lists; empty where it takes all or is no ``named``."""
+    """Returns the names that a policy lists; empty if it lists none."""
     kind, _, names = policy.partition(":")
     return tuple(n.strip() for n in names.split(",") if n.strip()) * (kind == "named")
 
@@ -63,12 +63,12 @@ def checked_policies(
     """Returns the user's choices other than ``none`` as (TaskGraph, policy) pairs.
 
     Args:
-        remat: A policy for all TaskGraphs, or by the name of a TaskGraph.
-        graph: The captured loss.
+        remat: Policy for all TaskGraphs, or policies by the name of a TaskGraph.
+        graph: Captured loss.
         names: Checkpoint names that the model gives to values.
 
     Raises:
-        PlanError: There is no such policy, TaskGraph or checkpoint name; all of them.
+        PlanError: A policy, TaskGraph or name does not exist; the message lists all.
     """
     problems = Problems("remat", PlanError)
     if remat is not None and not isinstance(remat, str | Mapping):
@@ -110,11 +110,11 @@ def regions(graph: Graph, policies: Mapping[str, str]) -> tuple[Region, ...]:
     """Finds the regions to checkpoint.
 
     Args:
-        graph: The captured loss.
-        policies: Policy by the name of a TaskGraph; none for absent ones.
+        graph: Captured loss.
+        policies: Policy by the name of a TaskGraph; missing ones have ``none``.
 
     Returns:
-        Regions in program order; none where there is nothing to divide.
+        Regions in program order; empty if the program cannot be divided.
     """
     level = _Level.of(graph)
     if level is None:
@@ -134,13 +134,13 @@ def regions(graph: Graph, policies: Mapping[str, str]) -> tuple[Region, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """The jaxpr in which the layers stand side by side, or whose turns they are.
+    """Jaxpr that contains the layers in sequence, or whose iterations are the layers.
 
     Attributes:
-        prefix: Its position.
-        ops: For each of its equations that computes values, the operations inside.
-        starts: The equation with which each layer begins, and the end of the last.
-        parts: Whether the parts belong to a model without layers.
+        prefix: Position of the jaxpr.
+        ops: Operations inside each equation that computes values.
+        starts: First equation of each layer, and the end of the last.
+        parts: Whether the layers are parts of a model without repeated layers.
     """
 
     graph: Graph
@@ -151,10 +151,11 @@ class _Level:
 
     @classmethod
     def of(cls, graph: Graph) -> _Level | None:
-        """Finds it; None where the layers are no equations of one jaxpr.
+        """Finds the jaxpr; None if the layers are not equations of one jaxpr.
 
-        A model without repeated layers is cut at its narrowest places into about as
-        many parts as the square root of its products, which keeps least in all.
+        A model without repeated layers is cut at its narrowest points. The number of
+        parts is about the square root of its number of products, which saves the least
+        in total.
         """
         weight = graph.weight_tensors()
         computed = [
@@ -175,7 +176,7 @@ class _Level:
             prefix = _common([op.position for op in computed])
             level = cls(graph, prefix, _by_equation(computed, prefix), ())
             parts = level._parts()
-            # One part would keep all of itself while it is computed again.
+            # A single part would save all its values while it is recomputed.
             several = len(parts) > 2
             return cls(graph, prefix, level.ops, parts, parts=True) if several else None
         layers = [graph.ops[i] for i in range(starts[0], starts[-1])]
@@ -193,7 +194,7 @@ class _Level:
     def equations(
         self, policies: Mapping[str, str]
     ) -> Iterator[tuple[int, tuple[int, str]]]:
-        """Each equation of the layers with its layer and policy; -1 for none's."""
+        """Yields each equation with its layer and policy; -1 for no layer."""
         names = [g.name for g in self.graph.task_graphs]
         kept = (-1, "none")
         before = kept
@@ -203,8 +204,8 @@ class _Level:
                 layer += 1
                 before = (layer, before[1])
             ops = self.ops.get(index, ())
-            # The user's own stays as it is, and so does a loop that is no layer's:
-            # computed again as a whole it would keep what all of its turns keep.
+            # Checkpoints of the user stay unchanged, and so do loops outside layers:
+            # recomputed at once, a loop would save the residuals of all iterations.
             loops = self.parts and any(op.trip > 1 for op in ops)
             if loops or any(op.remat is not None for op in ops):
                 before = kept
@@ -213,10 +214,10 @@ class _Level:
             yield index, before
 
     def pieces(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """A run of equations, in parts where a mark's edge would be inside of it.
+        """Yields a run of equations, in parts if a mark would cross one of its ends.
 
-        A mark may be inside a region or around it; one that begins inside and goes on
-        behind would be two.
+        A mark may be inside a region or around it; one that crosses the end of a region
+        would become two.
         """
         before, *marks, behind = self._marked(first - 1, end + 1)
         opens = marks[0] and marks[0] == before
@@ -231,7 +232,7 @@ class _Level:
             at += size
 
     def _marked(self, first: int, end: int) -> list[int]:
-        """The marked TaskGraph that each equation is in, or that before it; else 0."""
+        """Returns the marked TaskGraph of each equation or the one before; else 0."""
         index, least = first, min(self.ops)
         while index not in self.ops and index >= least:
             index -= 1
@@ -244,15 +245,15 @@ class _Level:
         return result[first - end :]
 
     def saves(self, region: Region) -> bool:
-        """The backward pass reads something of it."""
+        """Returns whether the backward pass reads values of a region."""
         inside = range(region.first, region.end)
         return any(op.saves for index in inside for op in self.ops.get(index, ()))
 
     def _narrowest(self) -> tuple[int, ...]:
-        """The bounds of the layers, shifted together to where least passes them.
+        """Returns the bounds of the layers, all shifted to the point with fewest bytes.
 
-        Layers of equal length may be cut at any of their equations; a cut in the
-        middle of a residual branch would keep more than one between two blocks.
+        Layers of equal length may be cut at any of their equations; a cut within a
+        residual branch would save more than one between two blocks.
         """
         lengths = {b - a for a, b in itertools.pairwise(self.starts[:-1])}
         if len(lengths) != 1:
@@ -261,14 +262,14 @@ class _Level:
         crossing = self._border_bytes()
         first = min(self.ops)
         shifts = range(-min(period // 2, self.starts[0] - first), (period + 1) // 2)
-        # The second border stands for all: what the first passes may be wider.
+        # The second bound represents all: values at the first may be wider.
         border = self.starts[min(1, len(self.starts) - 2)]
         shift = min(shifts, key=lambda s: (crossing.get(border + s, 0), abs(s)))
         last = min(self.starts[-2] + period, max(self.ops) + 1)
         return (*(s + shift for s in self.starts[:-1]), last + shift)
 
     def _parts(self) -> tuple[int, ...]:
-        """Borders of parts of about equal bytes, where little passes them."""
+        """Returns the bounds of parts of about equal bytes, at narrow cut points."""
         kept = {index: self._kept_bytes(ops) for index, ops in self.ops.items()}
         products = sum(op.matmul is not None for ops in self.ops.values() for op in ops)
         crossing, total = self._border_bytes(), sum(kept.values())
@@ -289,7 +290,7 @@ class _Level:
         return sum(self.graph.tensors[t].nbytes for t in slots)
 
     def _border_bytes(self) -> dict[int, int]:
-        """Bytes of values with a gradient that pass each border between equations."""
+        """Returns the bytes of differentiable values at each cut between equations."""
         made: dict[int, int] = {}
         until: dict[int, int] = {}
         for index, ops in self.ops.items():
@@ -316,7 +317,7 @@ def _by_equation(ops: Sequence[Op], prefix: Position) -> dict[int, tuple[Op, ...
 
 
 def _common(positions: Sequence[Position]) -> Position:
-    """The position of the jaxpr that holds all of them: a prefix of even length."""
+    """Returns the position of the jaxpr that contains all: a prefix of even length."""
     least, most = min(positions), max(positions)
     equal = itertools.takewhile(lambda p: p[0] == p[1], zip(least, most, strict=False))
     depth = len(list(equal))
@@ -324,6 +325,6 @@ def _common(positions: Sequence[Position]) -> Position:
 
 
 def _next_position(graph: Graph, at: int, prefix: Position) -> Position:
-    """Position of the first operation from one on that stands below a prefix."""
+    """Returns the position of the first operation below a prefix, from ``at`` on."""
     depth = len(prefix)
     return next(op.position for op in graph.ops[at:] if op.position[:depth] == prefix)

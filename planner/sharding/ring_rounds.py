@@ -1,8 +1,8 @@
 """Assigns blocks of attention scores to devices and rounds of a ring.
 
-Queries stay where they are; keys and values go round, one device further in each round.
-Rows and columns are cut into blocks, and a device computes in each round the pairs of
-blocks that no mask hides. With a causal mask the sequence is dealt out in zig-zag order
+Queries stay on their device; keys and values move to the next device in each round.
+Rows and columns are cut into blocks. In each round, a device computes the pairs of
+blocks that no mask hides. With a causal mask, the sequence is split in zig-zag order
 (device ``d`` of ``n`` holds parts ``d`` and ``2n - 1 - d`` of ``2n``), which gives all
 devices the same number of pairs in every round (Brandon et al., "Striped Attention",
 2023, on why; the order is that of Llama 3's context parallelism). The lowering runs
@@ -19,24 +19,24 @@ import numpy as np
 
 
 BLOCK = 512
-"""Rows and columns of a block, at most: its scores are what is in memory at a time."""
+"""Largest number of rows and columns of a block, whose scores are in memory at once."""
 
 Hidden = Callable[[int, int], np.ndarray]
-"""From numbers of row and column blocks to the blocks that a mask hides whole,
-``bool[rows, columns]``."""
+"""Function from the numbers of row and column blocks to ``bool[rows, columns]``: the
+blocks that a mask hides entirely."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The rounds of an attention over some devices.
+    """Rounds of ring attention over some devices.
 
     Attributes:
-        size: Devices.
+        size: Number of devices.
         row_size, column_size: Size of one block.
-        rows, columns: For each device the blocks that it holds, in their order there.
+        rows, columns: Blocks of each device, in local order.
         zigzag: Whether the order of blocks is zig-zag, not that of the sequence.
-        seen: ``bool[rows, columns]``: the pairs of blocks that no mask hides.
-        counts: ``[device, round]``: how many of them a device computes.
+        seen: Whether no mask hides a pair of blocks, ``bool[rows, columns]``.
+        counts: Number of pairs that a device computes, ``[device, round]``.
     """
 
     size: int
@@ -50,10 +50,10 @@ class Ring:
 
     @functools.cached_property
     def pairs(self) -> np.ndarray:
-        """Returns the assigned pairs of blocks, ``[device, round, pair, 4]``.
+        """Assigned pairs of blocks, ``[device, round, pair, 4]``.
 
-        The row block and the column block as the device holds them, and their numbers
-        in the sequence; zeros behind the last.
+        The last dimension has the local indices of row block and column block, then
+        their indices in the sequence. Zeros follow the last pair.
         """
         most = max(1, self.counts.max())
         pairs = np.zeros((self.size, self.size, most, 4), dtype=np.int32)
@@ -65,7 +65,7 @@ class Ring:
 
     @property
     def share(self) -> float:
-        """Scores that the busiest device computes, over those of its rows."""
+        """Fraction of its rows' scores that the busiest device computes."""
         blocks = self.rows.shape[1] * self.columns.shape[1] * self.size
         return float(self.counts.max(axis=0).sum() / blocks)
 
@@ -76,8 +76,8 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
     Args:
         num_rows, num_columns: Lengths of the sequence of queries and of that of keys;
             ``size`` divides them.
-        size: Devices.
-        hidden: Function that tells which blocks a mask hides.
+        size: Number of devices.
+        hidden: Function that returns the blocks that a mask hides.
 
     >>> causal = ring(16, 16, 2, lambda a, b: ~np.tri(a, b, dtype=bool))
     >>> causal.zigzag, causal.rows.tolist(), causal.counts.tolist()
@@ -111,11 +111,11 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
 def busiest_share(
     num_rows: int, num_columns: int, size: int, *, causal: bool
 ) -> tuple[int, int, float]:
-    """Sizes of a block, and ``Ring.share``, without the tables of very large rings.
+    """Returns the block sizes and ``Ring.share``, without the tables of large rings.
 
     Args:
-        num_rows, num_columns, size: Arguments of ``ring``, unchanged.
-        causal: The mask hides what comes later; if not, there is none.
+        num_rows, num_columns, size: Arguments of ``ring``.
+        causal: Whether the mask is causal; otherwise, there is no mask.
 
     >>> busiest_share(16, 16, 2, causal=True)
     (4, 4, 0.625)
@@ -126,8 +126,8 @@ def busiest_share(
     zigzag = causal and size > 1 and num_rows % (2 * size) == 0
     parts = 2 * size if zigzag else size
     height, width = _block(num_rows // parts), _block(num_columns // parts)
-    # Half of all pairs, and of the blocks on the diagonal the other half as well; where
-    # parts stand in order, the last device sees all but what lies behind its own.
+    # Half of all pairs, and both halves of the blocks on the diagonal. In sequence
+    # order, the last device sees all columns except the later ones of its own part.
     above = 0.5 if zigzag else 1 - 0.5 / size
     share = above + height / (2 * num_rows) if causal else 1.0
     return height, width, share
@@ -138,16 +138,16 @@ def _later(rows: int, columns: int) -> np.ndarray:
 
 
 def _off(count: int) -> int:
-    """Blocks that are not on the diagonal."""
+    """Returns the number of blocks that are not on the diagonal."""
     return count * (count - 1)
 
 
 _SHORT, _LONGEST = 64, 8192
-"""A length up to the longest stays whole rather than be cut into blocks this short."""
+"""Least useful block size, and the longest sequence that stays one block instead."""
 
 
 def _block(length: int) -> int:
-    """The longest block that divides a length.
+    """Returns the longest block that divides a length.
 
     >>> [_block(n) for n in (4096, 12, 577)]
     [512, 12, 577]
@@ -157,7 +157,7 @@ def _block(length: int) -> int:
 
 
 def _blocks_by_device(count: int, size: int, zigzag: bool) -> np.ndarray:
-    """The blocks of each device."""
+    """Returns the blocks of each device."""
     if not zigzag:
         return np.arange(count).reshape(size, -1)
     parts = np.arange(count).reshape(2 * size, -1)

@@ -1,10 +1,10 @@
-"""Sequence parallelism: what stands between the products that a tensor axis shards.
+"""Sequence parallelism of the operations between products that ``tensor`` shards.
 
-A tensor axis shards heads, hidden width and vocabulary; norms, dropout and the residual
-stream between those products hold none of them, and every device would compute all of
-it. As TaskGraphs of their own they may have another table, in which the axis shards the
-sequence, and the borders to either side become an all-gather and a reduce-scatter where
-there was an all-reduce (Korthikanti et al., 2022).
+A tensor axis shards heads, hidden width and vocabulary. Norms, dropout and the residual
+stream between those products have none of these dimensions, so every device would
+compute all of them. In TaskGraphs of their own, the axis can shard the sequence. The
+transitions then become an all-gather and a reduce-scatter instead of an all-reduce
+(Korthikanti et al., 2022).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whalejax.planner.sharding.layout import Table
 
 
 SUFFIX = " between"
-"""Follows the name of a TaskGraph in that of its part between products."""
+"""Suffix of a TaskGraph's name for its part between products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class SequenceSplit:
     """A graph whose TaskGraphs are split in two.
 
     Attributes:
-        graph: The same operations; new TaskGraphs stand behind the others.
-        parents: TaskGraph between products to the one that it is part of.
-        shared: The roles that ``tensor`` shards in the products.
+        graph: Graph with the same operations; new TaskGraphs follow the others.
+        parents: Original TaskGraph of each new TaskGraph between products.
+        shared: Roles that ``tensor`` shards in the products.
     """
 
     graph: Graph
@@ -44,7 +44,7 @@ class SequenceSplit:
 
         Args:
             tables: Tables of the other TaskGraphs.
-            batch: The batch roles.
+            batch: Roles of the batch.
             sequence: Roles that ``tensor`` shards between products.
         """
         result = dict(tables)
@@ -56,7 +56,7 @@ class SequenceSplit:
 
 
 def shared_roles(tables: Mapping[int, Table], batch: Sequence[int]) -> frozenset[int]:
-    """The roles that ``tensor`` shards in some TaskGraph, but for the batch."""
+    """Returns the roles, except the batch, that ``tensor`` shards in some TaskGraph."""
     roles = {r for table in tables.values() for r in table.get("tensor", ())}
     return frozenset(roles.difference(batch))
 
@@ -64,12 +64,12 @@ def shared_roles(tables: Mapping[int, Table], batch: Sequence[int]) -> frozenset
 def split_between(
     graph: Graph, dims: Dimensions, shared: frozenset[int]
 ) -> SequenceSplit:
-    """Separates operations on the batch that hold none of some roles.
+    """Separates operations on the batch that have none of some roles.
 
     Args:
-        graph: The captured loss, experts set apart.
-        dims: Its logical dimensions.
-        shared: The roles.
+        graph: Captured loss with experts in TaskGraphs of their own.
+        dims: Logical dimensions of the loss.
+        shared: Roles that ``tensor`` shards.
     """
     return next(splits_between(graph, dims, [shared]))
 
@@ -77,11 +77,11 @@ def split_between(
 def splits_between(
     graph: Graph, dims: Dimensions, several: Iterable[frozenset[int]]
 ) -> Iterator[SequenceSplit]:
-    """``split_between`` for one set of roles after another.
+    """Yields the result of ``split_between`` for each set of roles.
 
     Args:
-        graph, dims: Arguments of ``split_between``, unchanged.
-        several: The sets.
+        graph, dims: Arguments of ``split_between``.
+        several: Sets of roles.
     """
     several = [*several]
     if not several:
@@ -89,7 +89,7 @@ def splits_between(
     batch = frozenset(r.index for r in dims.batch)
     roles = [op_roles(index, op, dims) for index, op in enumerate(graph.ops)]
     follows = _weight_only_ops(graph)
-    # Most operations stand in the same TaskGraph in all of them.
+    # Most operations are in the same TaskGraph in all splits.
     moved = functools.cache(lambda op, home: _with_task_graph(graph.ops[op], home))
     for shared in several:
         known = {own: bool(own & batch) and not own & shared for own in {*roles}}
@@ -123,9 +123,9 @@ def _with_task_graph(op: Op, home: int) -> Op:
 
 
 def _weight_only_ops(graph: Graph) -> list[tuple[int, int]]:
-    """Operations with weights alone, the last first, each with its first reader.
+    """Returns operations on weights alone, the last first, with their first readers.
 
-    What is done with weights alone stands where their first reader does.
+    Each belongs to the TaskGraph of its first reader.
     """
     weight = graph.weight_tensors()
     reader: dict[int, int] = {}

@@ -1,9 +1,9 @@
 """Number of shards of each tensor dimension, for one mesh or for arrays of meshes.
 
-Memory and traffic need no more of a layout than how many shards each dimension has and
-which mesh axes make them. For one mesh that is read off the layout that a plan writes
-(``layout.spec_of``); for arrays of meshes the same rule runs with masks, since which
-axis divides which dimension differs from mesh to mesh.
+Memory and traffic depend only on the number of shards of each dimension and their mesh
+axes. For one mesh, these follow from the layout in a plan (``layout.spec_of``). For
+arrays of meshes, the same rule uses masks, because each mesh may divide other
+dimensions.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from whalejax.planner.sharding.layout import Spec, Table, major_dims
 
 @dataclass(frozen=True, slots=True)
 class ShardCounts:
-    """Shards of a tensor's dimensions; numbers of one mesh, or arrays over meshes.
+    """Shards of a tensor's dimensions: numbers for one mesh, or arrays over meshes.
 
     Attributes:
         per_dim: Number of shards of each dimension.
-        axes: Dimension that each mesh axis shards plus one, or 0 where it shards none;
-            axes that never do are absent.
+        axes: One plus the dimension that each mesh axis shards, or 0 if it shards none;
+            axes that shard none in any mesh are absent.
     """
 
     per_dim: tuple[Any, ...]
@@ -35,11 +35,11 @@ class ShardCounts:
 
     @property
     def num_shards(self) -> Any:
-        """Number of shards of the whole tensor."""
+        """Number of shards of the full tensor."""
         return math.prod(self.per_dim)
 
     def shards(self, axis: str) -> Any:
-        """Whether an axis shards some dimension."""
+        """Returns whether an axis shards some dimension."""
         return self.axes.get(axis, 0) != 0
 
     def take(self, rows: np.ndarray) -> ShardCounts:
@@ -64,14 +64,14 @@ class ShardCounts:
 
 
 def added_axes(before: ShardCounts, after: ShardCounts) -> dict[str, Any]:
-    """Whether each mesh axis shards a dimension in one layout and none in another.
+    """Returns whether each mesh axis shards a dimension only in the second layout.
 
     Args:
         before: Layout that the axes do not shard.
         after: Layout that they shard.
 
     Returns:
-        Truth, or an array of it over meshes, by axis.
+        Boolean, or an array over meshes, by axis.
     """
     return {
         axis: np.logical_and(after.shards(axis), np.logical_not(before.shards(axis)))
@@ -82,10 +82,10 @@ def added_axes(before: ShardCounts, after: ShardCounts) -> dict[str, Any]:
 def axis_sets(
     masks: Mapping[str, Any], number: int
 ) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    """Groups cases by the mesh axes of which something is true there.
+    """Groups cases by the set of mesh axes whose mask is true.
 
     Args:
-        masks: Truth, or an array of it over cases, by axis.
+        masks: Boolean, or an array over cases, by axis.
         number: Number of cases.
 
     Yields:
@@ -139,7 +139,7 @@ def table_shard_counts(
     mesh: Mapping[str, Any],
     fused: FusedLayout | None = None,
 ) -> ShardCounts:
-    """``fused_parameters.lying`` for arrays of meshes.
+    """Implements ``fused_parameters.lying`` for arrays of meshes.
 
     Args:
         layout: Roles of each dimension, major atom first.
@@ -172,7 +172,7 @@ def with_storage_axis(
     mesh: Mapping[str, Any],
     dims: Sequence[int],
 ) -> ShardCounts:
-    """``layout.extend_spec`` for arrays of meshes.
+    """Implements ``layout.extend_spec`` for arrays of meshes.
 
     Args:
         cut: Shard counts without the axis.

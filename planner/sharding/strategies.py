@@ -1,9 +1,9 @@
-"""The sets of dimensions that each TaskGraph may shard over the model axes.
+"""Sets of dimensions that each TaskGraph may shard over the model axes.
 
-Marks restrict them: ``replicate`` lends every axis to the batch, ``split`` must shard
-some logical dimension. What no mark covers is free. Dimensions can share one axis if
-they never meet in one operation (heads, mlp and vocabulary do not, which is Megatron's
-tensor parallelism, found and not declared).
+Marks restrict them: ``replicate`` uses every axis for the batch, and ``split`` must
+shard some logical dimension. Unmarked operations are free. Dimensions can share one
+axis if they never occur in one operation. Heads, mlp and vocabulary never do: this
+gives Megatron's tensor parallelism without a declaration.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ NO_EXPERTS = "no dimension for an expert axis"
 """Reasons to refuse a mesh."""
 
 MOST_SETS = 32
-"""Independent sets kept for one TaskGraph, those that hold most weight first."""
+"""Largest number of independent sets kept for one TaskGraph, by weight bytes."""
 
 MOST_TRIED = 4096
-"""Independent sets looked at for one TaskGraph; a model of very many unlike layers has
-more, and then the greedy one by weight is sure to be among them."""
+"""Largest number of independent sets tried for one TaskGraph. Models with very many
+different layers have more; the greedy set by weight is always included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +52,11 @@ class Choice:
 
     Attributes:
         task_graph: Number of the TaskGraph.
-        strategy: ``replicate``, ``split`` or None where it is free.
+        strategy: ``replicate``, ``split``, or None if it is free.
         devices: Number of devices that a ``split`` asks for, or None.
         sets: Sets of roles that one axis may shard together, best guess first.
         experts: Roles that the ``expert`` axis may shard here.
-        pins: Dimensions that the user asks for.
+        pins: Dimensions that the user asks to shard.
     """
 
     task_graph: int
@@ -68,11 +68,11 @@ class Choice:
 
     @property
     def obliged(self) -> bool:
-        """Returns whether it is a ``split`` that something can follow."""
+        """Whether it is a ``split`` with some dimension that can be sharded."""
         return self.strategy == "split" and bool(self.sets or self.experts)
 
     def pinned_to(self, axis: str) -> frozenset[int]:
-        """Roles that metadata fixes to a mesh axis."""
+        """Returns the roles that metadata fixes to a mesh axis."""
         return frozenset(p.role for p in self.pins if p.axis == axis)
 
     @property
@@ -83,12 +83,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The choices of every TaskGraph that has operations.
+    """Choices of every TaskGraph that has operations.
 
     Attributes:
         choices: Choices by the index of the TaskGraph.
-        batch: The batch roles.
-        sequence: Roles that the ``context`` axis shards: those that meet themselves.
+        batch: Roles of the batch.
+        sequence: Roles that the ``context`` axis shards, such as attention's sequence.
         space: Roles that each spatial axis may shard.
         minor: Roles that some reader of a parameter finds only as a minor atom; no
             PartitionSpec can name them there.
@@ -113,7 +113,7 @@ class Options:
         return tuple(self.choices)
 
     def tables(self, task_graph: int, mesh: Mapping[str, int]) -> list[Table]:
-        """Every table that the TaskGraph may have on a mesh."""
+        """Returns every table that a TaskGraph may have on a mesh."""
         choice = self.choices[task_graph]
         base: dict[str, tuple[int, ...]] = {
             "data": self.batch,
@@ -138,7 +138,7 @@ class Options:
         return math.prod(mesh[axis] for axis in lent)
 
     def _lends(self, table: Table, axis: str) -> bool:
-        """An axis shards the batch, also where that is no dimension."""
+        """Returns whether an axis shards the batch, even if it is no dimension."""
         return axis in table and set(table[axis]) <= set(self.batch)
 
     def that_divide(
@@ -236,12 +236,12 @@ def sharded_by_split(options: Options, mesh: Mapping[str, int]) -> str:
 def choices(
     graph: Graph, dims: Dimensions, rows: OperationRows, default: str | None
 ) -> Options:
-    """Work out what each TaskGraph may do.
+    """Determines the choices of each TaskGraph.
 
     Args:
-        graph: The captured loss.
-        dims: Its logical dimensions.
-        rows: Its cost rows.
+        graph: Captured loss.
+        dims: Logical dimensions of the loss.
+        rows: Cost rows of the loss.
         default: Strategy of unmarked operations, or None.
 
     Raises:
@@ -298,7 +298,7 @@ def choices(
 
 
 def idle_marks(graph: Graph, options: Options) -> list[str]:
-    """Notes on marks that change nothing."""
+    """Returns notes on marks that have no effect."""
     notes = []
     for choice in options.choices.values():
         mark = graph.task_graphs[choice.task_graph].strategy
@@ -393,7 +393,7 @@ def _sequence(graph: Graph, dims: Dimensions, rows: OperationRows) -> tuple[int,
 
 
 def _weight_bytes(graph: Graph, dims: Dimensions) -> Counter[int]:
-    """Bytes of the parameters that hold each role."""
+    """Returns the bytes of the parameters that have each role."""
     weight_bytes: Counter[int] = Counter()
     for t in graph.params:
         for role in roles_of(dims.layouts[t.id]):
@@ -407,9 +407,9 @@ def _independent(
     weight: Mapping[int, int],
     pins: Sequence[AxisConstraint],
 ) -> tuple[tuple[int, ...], ...]:
-    """Maximal sets of roles that never meet, and every role alone.
+    """Returns maximal sets of roles that never meet, and every role alone.
 
-    Where pins name dimensions, every set holds them; pins to another axis do not count.
+    Every set includes the dimensions that pins name, except pins to another axis.
     """
     asked = {p.role for p in pins if p.axis in (None, "tensor")}
     elsewhere = {p.role for p in pins if p.axis == "expert"}

@@ -1,10 +1,10 @@
-"""Whale's virtual devices: which physical devices each TaskGraph gets.
+"""Whale's virtual devices: the physical devices of each TaskGraph.
 
-Devices are taken in sequence. Stages stand on devices of their own, one after the
-other; TaskGraphs outside stages share theirs, so that a replicated backbone and a split
-head live on the same devices. What is left over multiplies: K devices over the number
-that one model replica needs gives the degree of the surrounding data parallelism
-(Jia et al., Whale, USENIX ATC 2022, section 3.2.1).
+Devices are assigned in sequence. Each stage has its own devices, one stage after the
+other. TaskGraphs outside stages share theirs, so that a replicated backbone and a split
+head are on the same devices. The number of devices over those of one model replica is
+the degree of the surrounding data parallelism (Jia et al., Whale, USENIX ATC 2022,
+section 3.2.1).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whalejax.planner.plan_errors import PlanError
 
 
 _Key = tuple[int, ...]
-"""Identifies the stage that a TaskGraph stands in; empty outside stages."""
+"""Key of a TaskGraph's stage; empty outside stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,8 @@ class VirtualDevice:
     """The devices of one TaskGraph.
 
     Attributes:
-        task_graph: Its name.
-        replicas: For each replica of the TaskGraph, the physical device numbers.
+        task_graph: Name of the TaskGraph.
+        replicas: Physical device numbers of each replica of the TaskGraph.
     """
 
     task_graph: str
@@ -37,13 +37,13 @@ class VirtualDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """One model replica: which of its devices each stage has.
+    """Devices of each stage within one model replica.
 
     Attributes:
-        needed: Devices of one replica.
+        needed: Number of devices of one replica.
         starts: First device of each stage inside the replica.
-        widths: Devices of each stage; under the empty key, of what stands in none: the
-            whole replica, or one stage where none is marked.
+        widths: Number of devices of each stage. The empty key has that of TaskGraphs
+            outside stages: the full replica, or one stage if no stage is marked.
     """
 
     needed: int
@@ -65,8 +65,8 @@ def virtual_devices(
         devices than the stage or model replica around it is repeated inside it.
 
     Raises:
-        PlanError: More devices asked than there are, or a count that does not divide
-            them; every problem is listed.
+        PlanError: The marks ask for too many devices, or for counts that do not divide
+            them; the message lists every problem.
     """
     problems = Problems("the marks do not fit the devices", PlanError)
     check_devices(task_graphs, num_devices, problems)
@@ -200,7 +200,7 @@ def _stage_devices(graph: TaskGraph) -> int | None:
 
 
 def _devices(graph: TaskGraph) -> int | None:
-    """The count asked for by the innermost mark that asks; in a stage, inside it."""
+    """Returns the device count of the innermost mark that gives one."""
     for mark in reversed(graph.marks):
         if mark.kind == "pipeline":
             return None
@@ -210,7 +210,7 @@ def _devices(graph: TaskGraph) -> int | None:
 
 
 def _around(task_graphs: Sequence[TaskGraph]) -> int | None:
-    """The count asked for by the innermost mark around a pipeline that asks."""
+    """Returns the device count of the innermost mark around a pipeline."""
     for graph in task_graphs:
         kinds = [mark.kind for mark in graph.marks]
         outer = graph.marks[: kinds.index("pipeline")] if "pipeline" in kinds else ()

@@ -21,7 +21,7 @@ PROGRAM: Final = """
 import time
 import numpy as np, optax
 import whalejax as wh
-from whalejax.membership import heartbeat
+from whalejax.membership import launch_heartbeat as heartbeat
 from whalejax.lowering.multihost import plan_agreement as agreement
 
 case = sys.argv[5]
@@ -33,7 +33,7 @@ x, y = np.ones((16, 8), np.float32), np.ones((16, 4), np.float32)
 model = {"w": np.full((8, 4), 0.1, np.float32)}
 tx = optax.sgd(0.1)
 if case == "ended":
-    heartbeat.begun()
+    heartbeat.start_heartbeat()
     if odd:
         sys.exit()
 if odd and case == "optimizer":

@@ -142,7 +142,7 @@ WINDOWS: Final = """
 import atexit, os, signal, sys, threading, time
 import jax
 import whalejax as wh
-from whalejax.membership import heartbeat
+from whalejax.membership import launch_heartbeat as heartbeat
 
 case, port, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 1)
@@ -173,7 +173,7 @@ if case == "goodbye" and rank == 0:
     atexit.register(time.sleep, 600)
 if case == "goodbye" and rank == 1:
     def interrupt():
-        while not heartbeat.begun()._ended:
+        while not heartbeat.start_heartbeat()._ended:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=interrupt, daemon=True).start()

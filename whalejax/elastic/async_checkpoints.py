@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from whalejax.lowering.train_state import TrainState
-from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.errors import WhaleError, warn
 from whalejax.runtime.resume import checkpoints
 from whalejax.wire.run_messages import NotSaved, Report, Saved
 
@@ -125,11 +125,14 @@ class Saver:
             if not path.exists():
                 approve = functools.partial(self._approve, step)
                 self._programs.save(path, state, approve)
-            self._remove_old(folder)
         except Exception as error:  # The run goes on with the previous checkpoint.
             self._tell(NotSaved(step=step, why=str(error)[:2000]))
-        else:
-            self._tell(Saved(step=step, path=str(path)))
+            return
+        try:
+            remove_old_checkpoints(folder, self._keep)
+        except OSError as error:
+            warn(f"old checkpoints stay in {folder}: {error}")
+        self._tell(Saved(step=step, path=str(path)))
 
     def _approve(self, step: int) -> None:
         if self._may_keep is not None and not self._may_keep(step):
@@ -138,13 +141,25 @@ class Saver:
                 "may write this checkpoint"
             )
 
-    def _remove_old(self, folder: Path) -> None:
-        for path in checkpoints(folder)[self._keep :]:
-            # Renamed first: an incomplete one must not have a checkpoint's name.
-            path.rename(path.with_name(f"{path.name}.deleted"))
-        for path in folder.iterdir():
-            if _REMOVED.fullmatch(path.name):  # Also those of a killed process.
-                shutil.rmtree(path, ignore_errors=True)
+
+def remove_old_checkpoints(folder: Path, keep: int) -> None:
+    """Removes all checkpoints except the newest ones.
+
+    Args:
+        folder: Folder of the checkpoints.
+        keep: Number of newest checkpoints that stay.
+
+    Raises:
+        OSError: One cannot be removed; older ones stay, too.
+    """
+    for path in folder.iterdir():
+        if _REMOVED.fullmatch(path.name):  # Left by a process that was killed here.
+            shutil.rmtree(path, ignore_errors=True)
+    for path in checkpoints(folder)[keep:]:
+        # Renamed first: an incomplete one must not have a checkpoint's name.
+        removed = path.with_name(f"{path.name}.deleted")
+        path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _path(folder: Path, step: int) -> Path:

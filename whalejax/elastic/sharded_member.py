@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shutil
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any, Final
 import jax
 
 from whalejax.distributed.launch_env import KEY_FILE
+from whalejax.elastic.async_checkpoints import remove_old_checkpoints
 from whalejax.elastic.init_distributed import init_distributed
 from whalejax.elastic.member import Training, check_shared
 from whalejax.elastic.script_placement import await_placement, connection
@@ -35,7 +35,7 @@ from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
 from whalejax.runtime.checkpoint_files import fail_together, told_by_all
-from whalejax.runtime.resume import agreed_checkpoints, checkpoints
+from whalejax.runtime.resume import agreed_checkpoints
 from whalejax.wire.run_messages import (
     Committed,
     CompiledAhead,
@@ -370,7 +370,7 @@ class SpreadMember:
         self._post_first(Saved(step=done, path=str(path)))
         if jax.process_index() == 0:
             try:
-                remove_old(folder, self._training.keep)
+                remove_old_checkpoints(folder, self._training.keep)
             except OSError as error:
                 warn(f"old checkpoints stay in {folder}: {error}")
 
@@ -397,12 +397,3 @@ class SpreadMember:
     def _phase(self, phase: str) -> None:
         if self._control is not None:
             self._control.phase = phase
-
-
-def remove_old(folder: Path, keep: int) -> None:
-    """Removes all checkpoints except the newest ones."""
-    for path in checkpoints(folder)[keep:]:
-        # Renamed first: an incomplete one must not have a checkpoint's name.
-        gone = path.with_name(f"{path.name}.deleted")
-        path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)

@@ -194,7 +194,7 @@ class Control:
             self._changed.notify_all()
 
     def may_keep(self, step: int, folder: Path, *, seconds: float) -> bool:
-        """Returns whether a checkpoint may get its name: not after this member's loss.
+        """Asks whether a checkpoint may get its name: not if this member was given up.
 
         It may also if the supervisor is gone and the folder's lock is free: then nobody
         has given this member up, and no other run uses the folder.

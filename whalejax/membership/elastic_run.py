@@ -42,7 +42,7 @@ Status = Literal[
 
 
 class RunOutcome(NamedTuple):
-    """The end of a run; ``saver`` writes a last checkpoint, and is empty for none."""
+    """The end of a run; ``saver`` writes a last checkpoint, empty if none does."""
 
     how: Ending
     text: str
@@ -248,7 +248,7 @@ class ElasticRun:
         return [m for m in self.members.values() if m.status != "gone"]
 
     def taking_part(self) -> list[MemberRecord]:
-        """Members of the generation that are there and have not failed."""
+        """Returns the present members of the generation that have not failed."""
         members = [self.members[name] for name in self.active]
         return [m for m in members if m.status not in ("failed", "gone")]
 
@@ -289,7 +289,7 @@ class ElasticRun:
         return (took + ready)[: self.size]
 
     def fitting(self) -> list[str]:
-        """Returns the most candidates for which no missing plan is known.
+        """Returns the candidates, as many as a plan may exist for.
 
         They may be fewer than the least number; then the run waits for others.
         """
@@ -300,7 +300,7 @@ class ElasticRun:
         return candidates[:count]
 
     def first_left(self) -> int | None:
-        """The first step at which a loop was left in this generation; None without."""
+        """Returns this generation's first step at which a loop was left, or None."""
         if not self._knows_left:
             left = [m.step for m in self.taking_part() if m.status == "left"]
             left += [self.members[name].step for name in self.well]

@@ -125,7 +125,7 @@ class FixedRun:
         return [rank for rank in range(self.processes) if rank not in self.over]
 
     def seconds_left(self, now: float) -> float:
-        """Returns the seconds until the run is over, as far as known; 0 where it is."""
+        """Returns the seconds until the run is over; 0 if it is, inf if unknown."""
         return max(0.0, self._ends_at - now) if self.running_ranks() else 0.0
 
     def who_failed(self, state: Callable[[int], str]) -> tuple[int, str]:

@@ -15,7 +15,7 @@ RateRule = Literal["linear", "sqrt"]
 RATE_RULES: Final[tuple[RateRule, ...]] = ("linear", "sqrt")
 
 LEAST_GAIN: Final = 1.1
-"""Progress of another batch over the present one's for which it is taken."""
+"""Least ratio of another batch's progress to the present one's to choose it."""
 
 
 def rate_factor(batch: int, own_batch: int, rule: RateRule) -> float:

@@ -148,7 +148,7 @@ def _lane(
 def _simulation(
     jobs: Mapping[str, LiveJob], folder: Path, devices: int
 ) -> JobSimulation | None:
-    """Simulates the jobs that have a table of predictions; None where none has."""
+    """Simulates the jobs that have predictions; None if none has, or if it fails."""
     costs = ChangeCosts()
     for name in jobs:
         reader = RunReader(folder / name)

@@ -66,10 +66,10 @@ def plans_by_number(
     batch: int | None = None,
     **settings: Any,
 ) -> dict[int, Plan]:
-    """The best plan of a job on each number of devices, or that of fewer.
+    """Returns the best plan of a job for each number of devices, or that of fewer.
 
     Args:
-        job: Makes the model, its batches and its optimizer.
+        job: Job with its model, batches and optimizer.
         cluster: Devices of one kind.
         numbers: Numbers of devices.
         batch: Samples of a global batch; the job's own number if left out.

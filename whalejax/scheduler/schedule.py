@@ -110,13 +110,13 @@ class JobSchedule:
         return {name: one.place for name, one in self._states.items()}
 
     def decide(self, now: float) -> list[JobMove]:
-        """Decides where every job runs; what changes, those that give devices up first.
+        """Decides where every job runs; returns the moves, freed devices first.
 
         Args:
             now: The time.
 
         Raises:
-            JobError: A decision takes more devices than there are.
+            JobError: The decision uses more devices than there are.
         """
         self._has_changed, self._decided_at = False, now
         places = self._decide([*self._states.values()])

@@ -1,1 +1,1 @@
-"""Jobs that run: the scheduler's process, its socket, and the runs that it resizes."""
+"""Live jobs: the scheduler's process, its socket, and the runs that it resizes."""

@@ -1,9 +1,8 @@
-"""Devices, handed from job to job as it was decided.
+"""Moves devices between jobs, as the schedule decides.
 
-What is decided is where jobs are to be; this brings them there. A device is another
-job's only when the process that had it has ended, and a job that is to have more waits
-until there are as many. Nothing is remembered between two turns but what is in the
-journals, so that it does not matter where a scheduler was killed.
+A device goes to another job only after the process that used it has ended, and a job
+that is to grow waits until enough devices are free. All state between two turns is in
+the journals, so it does not matter when a scheduler is killed.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ from whalejax.scheduler.live.job_run import JobRun
 
 
 MOST_LAUNCHES: Final = 6
-"""Starts of a run without a new step between them, after which its job has failed."""
+"""Number of starts of a run without a new step after which its job fails."""
 
 MOST_FAILURES: Final = 3
-"""Processes in a row that end on a device before they are ready for steps."""
+"""Number of processes in a row, lost before they were ready for steps, after which
+their device counts as failed."""
 
 _ERRORS: Final = (1, 2)
-"""Status of a supervisor that could not be started."""
+"""Exit statuses of a supervisor that could not start."""
 
 _ENDS: Final[Mapping[Ending, str]] = {
     Ending.COMPLETE: COMPLETE,
@@ -42,15 +42,15 @@ _ENDS: Final[Mapping[Ending, str]] = {
     Ending.REFUSED: REFUSED,
     Ending.LOST: FAILED,
 }
-"""Endings of a run that end its job; of others it starts again."""
+"""Ends of a run that also end its job; after others the run starts again."""
 
 
 class Placing:
-    """Starts runs, resizes them and ends them, and says which jobs have ended.
+    """Starts, resizes and ends runs, and records the jobs that have ended.
 
     Attributes:
-        failed: Devices that are used no more, as one process after the other fails on
-            them while others of the same job do not, and why.
+        failed: Devices that are not used any more, with the reasons: their processes
+            fail again and again, while others of the same job do not.
     """
 
     def __init__(
@@ -59,39 +59,39 @@ class Placing:
         runs: Mapping[str, JobRun],
         devices: JobDevices,
     ) -> None:
-        """Starts without a change of devices.
+        """Stores its arguments; changes nothing yet.
 
         Args:
-            book: The jobs, with the numbers of devices that they are to have.
-            runs: Their runs by name.
-            devices: The devices.
+            book: The jobs, with their target numbers of devices.
+            runs: Runs of the jobs, by name.
+            devices: Devices to divide.
         """
         self._book, self._runs = book, runs
         self._devices = devices
         self.failed: dict[str, str] = {}
 
     def turn(self, *, may_start: bool) -> None:
-        """Brings every job nearer to where it is to be.
+        """Moves every job nearer to its target number of devices.
 
         Args:
-            may_start: Processes may be started: what happened is written down.
+            may_start: Whether processes may be started: the journal is on the disk.
         """
         order = sorted(
             self._book.unfinished(),
             key=lambda job: (-job.request.priority, job.added_at),
         )
-        # What gives devices up comes first.
+        # Jobs that give up devices come first.
         for job in sorted(order, key=lambda job: job.target >= len(job.devices)):
             run = self._runs[job.name]
             if not run.is_alive:
-                run.poll()  # What it wrote before it ended.
+                run.poll()  # Reads its last events.
             self._end(job, run)
             if job.how:
                 continue
             if not run.is_alive and not run.reader.held_slots:
                 self._begin(job, run, may_start=may_start)
             elif not run.is_alive:
-                if may_start:  # Members wait for a supervisor: it takes them back.
+                if may_start:  # Members wait for a new supervisor.
                     self._start(job, run, max(run.reader.size, job.request.devices[0]))
             elif run.has_opened and run.reader.ending is None:
                 self._find_failed(job, run)
@@ -99,17 +99,17 @@ class Placing:
             self._release(job, run)
 
     def free(self) -> list[str]:
-        """Devices that no job has, and that can be used."""
+        """Returns the usable devices that no job has."""
         taken = {name for job in self._book.jobs.values() for name in job.devices}
         return [name for name in self.usable() if name not in taken]
 
     def usable(self) -> list[str]:
-        """Devices that have not failed, and whose hosts are there."""
+        """Returns the devices that have not failed and whose hosts have an agent."""
         lost = self.lost_devices()
         return [name for name in self._devices.names if name not in lost]
 
     def lost_devices(self) -> dict[str, str]:
-        """Devices that failed or whose host is away, and why."""
+        """Returns the devices that failed or whose host has no agent, with reasons."""
         lost, now = dict(self.failed), time.time()
         hosts = self._devices.hosts
         for job in self._book.unfinished() if hosts else ():
@@ -121,14 +121,19 @@ class Placing:
         return lost
 
     def _candidates(self, job: LiveJob) -> list[str]:
-        """Devices that a job may have: its own first, then those on its own hosts, and
-        on the hosts with the most that are free.
+        """Returns the devices that a job may have, in order of preference.
+
+        Its own come first, then those on its own hosts, then those on the hosts with
+        most free devices.
         """
         own = self._healthy_devices(job)
         return own + self._devices.near(own, self.free())
 
     def _find_failed(self, job: LiveJob, run: JobRun) -> None:
-        """A device fails where others of the same job do not: else the job does."""
+        """Records devices on which processes fail while other members run well.
+
+        If no member runs well, the job is at fault.
+        """
         does_well = run.reader.members > 0
         for slot, count in run.reader.failures.items():
             if count >= MOST_FAILURES and does_well and slot < len(job.devices):
@@ -159,7 +164,7 @@ class Placing:
     # Starts and resizes.
 
     def _begin(self, job: LiveJob, run: JobRun, *, may_start: bool) -> None:
-        """Starts a run that has no process, once there are devices for it."""
+        """Starts a run that has no process, once enough devices are free."""
         if job.devices and not job.target:
             self._set_devices(job, [])
         if not (job.target and may_start):
@@ -197,14 +202,14 @@ class Placing:
                 steps=job.run_steps,
                 rate=rate,
             )
-        except OSError as error:  # No room for a process, or its folder is gone.
+        except OSError as error:  # The system cannot start it, or its folder is gone.
             run.refusal = f"its supervisor cannot be started ({error})"
 
     def _resize(self, job: LiveJob, run: JobRun) -> None:
         size = run.reader.size
         if not size or run.is_asking or run.reader.drains:
             return
-        # With another batch the run starts again from a checkpoint.
+        # A change of the batch restarts the run from a checkpoint.
         target = 0 if job.changes_batch else self._without_failed(job, run)
         if target < size:
             run.resize(target, self._mask(job)[:target])
@@ -215,14 +220,16 @@ class Placing:
                 run.resize(job.target, self._mask(job))
 
     def _without_failed(self, job: LiveJob, run: JobRun) -> int:
-        """Number of members up to the first on a failed device, from which it grows."""
+        """Returns the number of members before the first one on a lost device; 0 if
+        they are too few.
+        """
         lost = self.lost_devices()
         there = [n for n, name in enumerate(job.devices) if name in lost]
         first = min(there, default=job.target)
         return min(job.target, first if first >= job.request.devices[0] else 0)
 
     def _release(self, job: LiveJob, run: JobRun) -> None:
-        """Takes devices back that no process of a job has, or is to have."""
+        """Takes back devices that no process of a job uses or is to use."""
         if run.is_asking or (run.is_alive and not run.has_opened):
             return
         slots, target = run.reader.held_slots, self._without_failed(job, run)

@@ -1,7 +1,7 @@
-"""The jobs of a scheduler, as its journal tells of them.
+"""The jobs of a scheduler, as its journal records them.
 
-A living scheduler changes by the same function what it writes down, and one that was
-killed goes on from it.
+A scheduler applies each event as it writes it, and one that restarts replays the
+journal by the same function.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ class LiveJob:
 
     Attributes:
         request: Request that added it.
-        added_at: Unix time of that.
-        batch: Samples of its global batch; 0 before it is planned.
-        options: Predicted options on its numbers of devices, with its own batch.
-        larger: The same of larger batches that it may take, by samples.
-        wanted: Batch that it is to have, and the progress of one of its samples over
-            that of its own batch; (0, 1) is its own.
-        segments: First step, batch and progress of a sample of each launch, in order.
-        run_steps: Number of steps after which the present run ends.
+        added_at: Unix time of its arrival.
+        batch: Samples of its own global batch; 0 before it is planned.
+        options: Predicted options with its own batch, by place.
+        larger: Predicted options with larger allowed batches, by samples.
+        wanted: Target batch, and its progress per sample relative to the job's own
+            batch; (0, 1) for its own batch.
+        segments: First step, batch and relative progress per sample of each launch, in
+            order.
+        run_steps: Number of the step after which the present run ends.
         launched_at: Unix time and batch of each launch.
-        target: Number of devices that it is to have.
-        placed: Unix times of decisions about it, with the numbers before and after.
+        target: Target number of devices.
+        placed: Unix times of decisions about it, with the numbers of devices before and
+            after.
         devices: Names of the devices that it has, by slot.
         paused, cancelled: Whether the user paused or cancelled it.
-        launches: Starts of its run since it last came to a new step.
-        how, why: Its end; empty before.
-        ended_at: Unix time of that.
+        launches: Number of starts of its run since its last new step.
+        how, why: Kind and reason of its end; empty before.
+        ended_at: Unix time of its end, or None.
     """
 
     request: Add
@@ -77,7 +79,7 @@ class LiveJob:
 
     @property
     def wanted_batch(self) -> int:
-        """Samples of the batch that it is to have; 0 before it is planned."""
+        """Samples of its target batch; 0 before it is planned."""
         return self.wanted[0] or self.batch
 
     @property
@@ -87,14 +89,14 @@ class LiveJob:
 
     @property
     def changes_batch(self) -> bool:
-        """Whether its run has another batch than it is to have."""
+        """Whether its run has another batch than the target."""
         return bool(self.segments) and self.run_batch != self.wanted_batch
 
     def remaining(self, step: int) -> float:
-        """Returns the samples of its own batch that are left after a step.
+        """Returns the remaining samples after a step, counted at its own batch.
 
         Args:
-            step: Newest step that is done.
+            step: Newest finished step.
         """
         done = float(self.batch * step)
         if self.segments:
@@ -109,23 +111,25 @@ class LiveJob:
 
     @property
     def wants_devices(self) -> bool:
-        """Returns whether it may run: it has a table, and nobody asked it to stop."""
+        """Whether it may get devices: it is planned, and not ended, paused or
+        cancelled.
+        """
         return bool(self.options) and not (self.how or self.paused or self.cancelled)
 
 
 class JobBook:
-    """All jobs of a folder, and the journal of what happened to them.
+    """All jobs of a folder, and their journal.
 
     Attributes:
-        jobs: Jobs by name, in the order in which they came.
-        cluster: Devices that the journal was begun with, as text; empty at first.
+        jobs: Jobs by name, in the order of their arrivals.
+        cluster: Cluster that the journal was opened with, as text; empty at first.
     """
 
     def __init__(self, folder: Path) -> None:
         """Restores the jobs from the journal of a folder.
 
         Raises:
-            WhaleError: It cannot be read or written.
+            WhaleError: The journal cannot be read or written.
         """
         self.jobs: dict[str, LiveJob] = {}
         self.cluster = ""
@@ -141,19 +145,17 @@ class JobBook:
         self._lines = JournalLines(path, durable=True)
 
     def record(self, event: str, **fields: Any) -> None:
-        """Lets something happen, and have it written down."""
+        """Writes an event to the journal, and applies it."""
         self._lines.write(event, fields)
         self._apply(event, fields, time.time())
 
     def write(self) -> str:
-        """Writes what a full disk kept from being written; why it still does."""
+        """Writes events that a full disk has delayed; returns the problem, if any."""
         return "" if self._lines.flush() else self._lines.problem
 
     @property
     def problem(self) -> str:
-        """Returns the reason why the newest event is not on the disk yet; empty where
-        it is.
-        """
+        """Reason why the newest event is not on the disk yet; empty if it is."""
         return self._lines.problem
 
     def close(self) -> None:
@@ -161,7 +163,7 @@ class JobBook:
         self._lines.close()
 
     def unfinished(self) -> list[LiveJob]:
-        """Jobs that have not ended."""
+        """Returns the jobs that have not ended."""
         return [job for job in self.jobs.values() if not job.how]
 
     def _apply(self, event: str, fields: Mapping[str, Any], at: float) -> None:
@@ -174,7 +176,7 @@ class JobBook:
 def apply_event(
     jobs: dict[str, LiveJob], event: str, fields: Mapping[str, Any], at: float
 ) -> None:
-    """Changes the jobs as an event of the journal does.
+    """Applies an event of the journal to the jobs.
 
     Args:
         jobs: Jobs by name.
@@ -185,7 +187,7 @@ def apply_event(
     if event == "added":
         request = msgspec.convert(
             {"kind": "add", **fields["job"]}, Add
-        )  # As it came over the socket.
+        )  # As it was received from the socket.
         jobs[request.name] = LiveJob(request=request, added_at=at)
         return
     job = jobs.get(fields.get("name", ""))
@@ -227,7 +229,7 @@ def apply_event(
 
 
 def told_options(options: Iterable[JobOption]) -> list[dict[str, Any]]:
-    """Options of a job as the journal has them."""
+    """Returns the options of a job as fields for the journal."""
     return [
         {
             "kind": option.place[0],

@@ -1,4 +1,4 @@
-"""Names of the devices that jobs divide, on one host or several."""
+"""Names of the devices that are divided among jobs, on one host or several."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class JobDevices:
     """Devices that are divided among jobs.
 
     Attributes:
-        names: Names of the devices; after the host's and a ``/`` on several hosts.
-        is_masked: Whether processes see only their own, by ``CUDA_VISIBLE_DEVICES``.
-        has_hosts: Whether they are on named hosts.
+        names: Names of the devices; on named hosts, the host and a ``/`` come first.
+        is_masked: Whether processes see only their own devices, by
+            ``CUDA_VISIBLE_DEVICES``.
+        has_hosts: Whether the devices are on named hosts.
     """
 
     names: list[str]
@@ -26,8 +27,8 @@ class JobDevices:
     has_hosts: bool = False
 
     def masks(self, names: Sequence[str]) -> list[str]:
-        """Returns what a supervisor is told of the devices of its members; empty where
-        any process may have any.
+        """Returns the device names for the members of a run, as its supervisor gets
+        them; empty if all may use all devices.
 
         Args:
             names: Names of the devices, by slot.
@@ -41,7 +42,7 @@ class JobDevices:
 
     @property
     def hosts(self) -> list[str]:
-        """Names of the hosts; empty where it is this machine."""
+        """Names of the hosts; empty for this machine alone."""
         return [*dict.fromkeys(map(_host, self.names))] if self.has_hosts else []
 
     def of_host(self, host: str) -> list[str]:
@@ -49,8 +50,8 @@ class JobDevices:
         return [name for name in self.names if _host(name) == host]
 
     def near(self, own: Sequence[str], free: Sequence[str]) -> list[str]:
-        """Returns free devices in the order in which a job gets them: those on its own
-        hosts, then those of the hosts with the most free ones.
+        """Returns free devices in the order in which a job gets them: first those on
+        its own hosts, then those on hosts with most free devices.
 
         Args:
             own: Names of the job's devices.
@@ -71,15 +72,15 @@ def _host(name: str) -> str:
 
 
 def job_devices(cluster: Cluster, hosts: Sequence[str] = ()) -> JobDevices:
-    """Returns the devices of a cluster that jobs can be given.
+    """Returns the devices of a cluster that can be divided among jobs.
 
     Args:
         cluster: The cluster.
         hosts: Host of each of its nodes; empty for this machine.
 
     Raises:
-        JobError: The cluster has devices of several kinds, other numbers of nodes than
-            of hosts, or more devices than this machine.
+        JobError: The cluster has several kinds of devices or a kind that is neither CPU
+            nor GPU, its nodes do not match the hosts, or it has too many devices.
     """
     nodes = cluster.nodes
     if len(nodes) > 1 and not hosts:

@@ -1,4 +1,4 @@
-"""Jobs are planned in the background, one at a time, each in a process of its own."""
+"""Plans jobs in the background, one at a time, each in its own process."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class PlannedJob:
     Attributes:
         name: Name of the job.
         batch: Samples of its global batch.
-        options: Its table, as the journal has it.
-        refusal: Reason why there is no plan; empty where there is one.
+        options: Options of its table, as fields of the journal.
+        refusal: Reason why there is no plan; empty if there is one.
     """
 
     name: str
@@ -39,7 +39,7 @@ class PlannedJob:
 
 
 class Planning:
-    """Jobs that wait to be planned, and the one that is."""
+    """Queue of jobs to plan, and the job that is being planned."""
 
     def __init__(self, cluster: Cluster) -> None:
         """Prepares the queue; plans nothing yet.
@@ -54,24 +54,26 @@ class Planning:
         self._began, self._output = 0.0, -1
 
     def submit(self, request: Add) -> None:
-        """Has a job planned behind those that wait."""
+        """Adds a job to the end of the queue."""
         self._waiting.append(request)
 
     def withdraw(self, name: str) -> None:
-        """A job needs no plan any more."""
+        """Removes a job from the queue, or ends its planning."""
         self._waiting = deque(one for one in self._waiting if one.name != name)
         if self._planned is not None and self._planned.name == name:
             self.close()
 
     def close(self) -> None:
-        """Ends the planning that is under way."""
+        """Ends the current planning."""
         if self._process is not None:
             _end_group(self._process)
             os.close(self._output)
         self._process = self._planned = None
 
     def poll(self) -> PlannedJob | None:
-        """The job whose planning has ended since, if one has; the next one begins."""
+        """Returns the job whose planning has ended, or None; starts the next one if
+        nothing is being planned.
+        """
         if self._process is None:
             return self._begin()
         if self._process.poll() is None:
@@ -82,15 +84,17 @@ class Planning:
         return self._finish_planning("")
 
     def _begin(self) -> PlannedJob | None:
-        """Begins to plan the next job; what became of it where that cannot be."""
+        """Begins to plan the next job; returns its refusal if that fails."""
         if not self._waiting:
             return None
         request = self._planned = self._waiting.popleft()
         told = {**request.fields, "cluster": self._cluster.to_json()}
         most = min(request.devices[1], self._cluster.num_devices)
         told["devices"] = [request.devices[0], most]
-        read, write = os.memfd_create("plan"), os.memfd_create("table")
+        read = write = -1
         try:
+            read = os.memfd_create("plan")
+            write = os.memfd_create("table")
             os.write(read, json.dumps(told).encode())
             os.lseek(read, 0, os.SEEK_SET)
             self._process = subprocess.Popen(
@@ -103,13 +107,15 @@ class Planning:
                 stderr=write,
                 start_new_session=True,
             )
-        except OSError as error:
-            os.close(write)
+        except OSError as error:  # Too many files or processes, or its folder is gone.
+            if write >= 0:
+                os.close(write)
             return PlannedJob(
                 name=request.name, refusal=f"it cannot be planned ({error})"
             )
         finally:
-            os.close(read)
+            if read >= 0:
+                os.close(read)
         self._output, self._began = write, time.monotonic()
         return None
 
@@ -135,7 +141,7 @@ class Planning:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process with what it started."""
+    """Kills a process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,7 +1,7 @@
-"""The elastic run of a job: its supervisor is started, asked to resize it, and read.
+"""The elastic run of a job: starts its supervisor, resizes it and reads its journal.
 
-The supervisor and its members are processes of their own, which go on where the
-scheduler ends. What is known of them is in the folder of the job.
+The supervisor and its members are separate processes, which go on if the scheduler
+ends. Their state is in the folder of the job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from whalejax.wire.run_messages import TO_SCHEDULER, RegistrationRefused, Resize
 
 
 FRONT: Final = "front"
-"""Folder whose lock the process holds that keeps the supervisor running."""
+"""Folder locked by the process that keeps the supervisor running."""
 
 LOG: Final = "supervisor.log"
 PORT: Final = "port"
@@ -44,9 +44,9 @@ class JobHosts:
     """Hosts whose devices are divided among jobs.
 
     Attributes:
-        names: Their names, one for each node of the cluster.
-        room: Largest number of devices of one host.
-        remote_shell: Words before a host's name and the command for it.
+        names: Names of the hosts, one for each node of the cluster.
+        room: Largest number of devices on one host.
+        remote_shell: Command that runs another on a host; the host's name follows it.
         address: Address of this machine at which agents reach supervisors.
     """
 
@@ -63,10 +63,10 @@ class JobLaunch:
     Attributes:
         home: Folder of the job.
         options: Options of ``whalejax train`` for a member.
-        least, most: Numbers of members that the run may have.
-        first: Number of members with which it begins.
-        devices: Names of devices for ``CUDA_VISIBLE_DEVICES``, each after its host
-            where there are several; None on the CPUs of one host.
+        least, most: Fewest and most members of the run.
+        first: Number of members at its start.
+        devices: Names of devices for ``CUDA_VISIBLE_DEVICES``, each with its host if
+            there are several; None on the CPUs of one host.
         hosts: Hosts on which the members run; None for this machine alone.
         port: Port at which agents of these hosts reach the supervisor.
     """
@@ -85,9 +85,9 @@ class JobRun:
     """The run of one job.
 
     Attributes:
-        home: Its folder.
+        home: Folder of the job.
         reader: Reader of its journal.
-        refusal: Reason why its supervisor last refused to resize it.
+        refusal: Reason why its supervisor last refused a resize or could not start.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class JobRun:
         pool: ThreadPoolExecutor,
         hosts: JobHosts | None = None,
     ) -> None:
-        """Names the folder; starts no process.
+        """Stores the folder; starts no process.
 
         Args:
             home: Folder of the job.
             request: Request that added the job.
-            pool: Threads that ask supervisors.
+            pool: Threads that send requests to supervisors.
             hosts: Hosts on which its members run; None for this machine alone.
         """
         self.home, self._request, self._pool = home, request, pool
@@ -114,30 +114,30 @@ class JobRun:
         self._starts_before = 0
 
     def poll(self) -> None:
-        """Reads what is new."""
+        """Reads new events, and the answer to a request."""
         if self._asking is not None and self._asking.done():
             self.refusal, self._asking = self._asking.result(), None
         self.reader.poll()
 
     @property
     def is_alive(self) -> bool:
-        """Whether its supervisor is there, or the process that starts it again."""
+        """Whether its supervisor runs, or the process that restarts it."""
         if self._front is not None and self._front.poll() is None:
             return True
         return is_held(self.home / FRONT) or is_held(self.home / FOLDER)
 
     @property
     def has_opened(self) -> bool:
-        """The supervisor that was started last has written to its journal."""
+        """Whether the supervisor that was started last has written to its journal."""
         return self.reader.starts > self._starts_before
 
     @property
     def is_asking(self) -> bool:
-        """A request to the supervisor is under way."""
+        """Whether a request to the supervisor is unanswered."""
         return self._asking is not None
 
     def status(self) -> int | None:
-        """Status of the process that was started last and has ended; None without."""
+        """Returns the exit status of the process that was started last, or None."""
         return None if self._front is None else self._front.poll()
 
     def start(
@@ -153,18 +153,18 @@ class JobRun:
     ) -> None:
         """Starts the run, from its newest checkpoint if there is one.
 
-        Members whose supervisor is gone are taken back.
+        Members that lost their supervisor are taken back.
 
         Args:
-            least, most: Numbers of members that it may have.
-            size: Number of members.
+            least, most: Fewest and most members.
+            size: Number of members at the start.
             devices: Names of their devices, by slot; empty on CPUs.
             batch: Samples of the global batch; 0 for that of the request.
             steps: Number of steps after which the run ends; 0 for the request's.
-            rate: Learning rate over that of the job's own batch.
+            rate: Ratio of the learning rate to that of the job's own batch.
 
         Raises:
-            OSError: The system has no room for a process.
+            OSError: The process cannot be started.
         """
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         request = self._request
@@ -206,7 +206,7 @@ class JobRun:
             )
 
     def _port(self) -> int:
-        """Returns a free port, or that at which members look for a supervisor."""
+        """Returns a free port, or the one at which its members expect a supervisor."""
         path = self.home / PORT
         if self.reader.held_slots and path.exists():
             return int(path.read_text())
@@ -217,16 +217,16 @@ class JobRun:
         return port
 
     def resize(self, size: int, devices: Sequence[str]) -> None:
-        """Asks the supervisor for another number of members; none ends the run.
+        """Asks the supervisor for another number of members; 0 ends the run.
 
-        What came of it is in the run's journal.
+        The result is in the run's journal.
         """
         if self._asking is None:
             told = list(devices) or None
             self._asking = self._pool.submit(_ask, self.home, size, told)
 
     def end_of_log(self) -> str:
-        """The last lines that its supervisor wrote."""
+        """Returns the last lines of its supervisor's log."""
         try:
             with (self.home / LOG).open("rb") as log:
                 log.seek(0, os.SEEK_END)
@@ -239,8 +239,8 @@ class JobRun:
 
 
 def _ask(home: Path, size: int, devices: list[str] | None) -> str:
-    """Returns the reason why a supervisor does not take a number of members; empty
-    where it does.
+    """Asks a supervisor to resize its run; returns the reason of a refusal, or an empty
+    text.
     """
     folder = home / FOLDER
     try:

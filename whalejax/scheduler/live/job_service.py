@@ -1,7 +1,7 @@
-"""The scheduler's process: it takes jobs, decides who has what, and sees to it.
+"""The scheduler's process: it accepts jobs and divides the devices among them.
 
-Its journal is in its folder, and so is everything about each job. Killed and started
-again there, it takes the jobs back, which do not stop for it.
+Its folder holds its journal and all files of the jobs. If it is killed and restarted
+there, it takes back its jobs, which go on meanwhile.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from whalejax.scheduler.schedule import JobSchedule, elastic
 _TURN_SECONDS: Final = 0.2
 _ASKING_THREADS: Final = 4
 _MEMBERS_GO_ON_SECONDS: Final = 0.4
-"""Without a step where the number of members changes, before that was measured."""
+"""Assumed time without steps when the number of members changes, until measured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +63,13 @@ class ServeSettings:
 
     Attributes:
         folder: Folder of its journal, its socket and the jobs.
-        cluster: Devices, as text.
+        cluster: Cluster, as text.
         objective: Quantity to maximise.
-        every: Seconds between decisions where no job comes or ends.
-        resize: Seconds that starts and further devices take, before it was measured.
-        horizon: Seconds in which a change has to win what it costs.
+        every: Seconds between decisions without an arrival or end of a job.
+        resize: Assumed seconds of a start or a growth, until measured.
+        horizon: Seconds within which a change has to gain its cost.
         hosts: Host of each node of the cluster; empty for this machine.
-        remote_shell: Words before the name of another host and the command for it.
+        remote_shell: Command that runs another on a host; the host's name follows it.
         address: Address of this machine at which the hosts reach supervisors.
     """
 
@@ -85,13 +85,13 @@ class ServeSettings:
 
 
 class JobService:
-    """Runs until it is asked to end; the jobs go on without it."""
+    """The scheduler; its jobs go on if it ends."""
 
     def __init__(self, settings: ServeSettings) -> None:
         """Finds the devices; starts nothing yet.
 
         Raises:
-            JobError: The cluster is none that jobs can divide.
+            JobError: The cluster cannot be divided among jobs.
         """
         self._settings = settings
         self._cluster = parse_cluster(settings.cluster)
@@ -119,10 +119,10 @@ class JobService:
         """Serves until SIGTERM, SIGINT or SIGHUP.
 
         Args:
-            opened: Function that receives the text on its address.
+            opened: Function that receives messages on its address and its end.
 
         Raises:
-            WhaleError: Another scheduler has the folder, or it cannot be written.
+            WhaleError: Another scheduler uses the folder, or it cannot be written.
         """
         with self._held, handled_signals(self._handle, signal.SIGINT):
             self.open()
@@ -148,10 +148,10 @@ class JobService:
         self._is_over = True
 
     def open(self) -> None:
-        """Takes the folder, goes on from its journal, and listens.
+        """Locks the folder, restores the jobs from its journal, and listens.
 
         Raises:
-            WhaleError: Another scheduler has it, or it cannot be written.
+            WhaleError: Another scheduler uses the folder, or it cannot be written.
         """
         folder = self._settings.folder
         make_private(folder)
@@ -183,7 +183,7 @@ class JobService:
         self._held.callback(self._socket.close)
 
     def _check_cluster(self) -> None:
-        """A folder keeps its cluster while it has jobs: their tables are of it."""
+        """Refuses another cluster while there are jobs: their tables depend on it."""
         text, before = self._cluster.describe(), self._book.cluster
         if self._settings.hosts:
             text = f"{text} at {','.join(self._settings.hosts)}"
@@ -201,7 +201,7 @@ class JobService:
     # The loop.
 
     def turn(self, seconds: float) -> None:
-        """Answers what was asked, and does what follows from what happened.
+        """Answers requests, and reacts to events.
 
         Args:
             seconds: Longest wait for a request.
@@ -220,7 +220,7 @@ class JobService:
         if now >= self._schedule.next_at:
             try:
                 self._decide(now)
-            except JobError as error:  # Jobs keep what they have.
+            except JobError as error:  # Jobs keep their devices.
                 say_in_background(f"whalejax: nothing is decided: {error}")
         self._placing.turn(may_start=not self._problem)
         self._count_devices()
@@ -229,7 +229,7 @@ class JobService:
                 self._schedule.remove(name)
 
     def _write(self) -> None:
-        """Says it where the journal cannot be written, and where it can be again."""
+        """Writes delayed events; reports when this starts or stops failing."""
         was, self._problem = self._problem, self._book.write()
         if self._problem and not was:
             say_in_background(f"whalejax: {self._full()}")
@@ -244,7 +244,7 @@ class JobService:
         )
 
     def _look_at(self, job: LiveJob) -> None:
-        """Takes what a job's run has done into its table."""
+        """Reads the progress of a job's run."""
         run, step = self._runs[job.name], self._runs[job.name].reader.step
         run.poll()
         if run.reader.step > step and job.launches:
@@ -263,7 +263,7 @@ class JobService:
             self._choose_batch(self._book.jobs[name], costs)
 
     def _choose_batch(self, job: LiveJob, costs: Mapping[str, float]) -> None:
-        """Records another batch where it makes clearly more progress."""
+        """Records another batch for a job if it makes clearly more progress."""
         option = self._table(job, costs).options.get(("", job.target))
         if option is None or not job.larger or option.batch == job.wanted_batch:
             return
@@ -276,13 +276,13 @@ class JobService:
         )
 
     def _count_devices(self) -> None:
-        """Divides the devices that can be used; jobs that need more stand still."""
+        """Divides only usable devices; jobs that need more devices pause."""
         count, before = len(self._placing.usable()), self._devices[""]
         if count == before:
             return
         self._devices[""] = count
         self._schedule.set_devices(self._devices)
-        if count > before:  # A host is there again.
+        if count > before:  # A host has an agent again.
             for job in self._book.unfinished():
                 if job.name not in self._schedule.places() and job.options:
                     self._enter(job)
@@ -295,7 +295,7 @@ class JobService:
         say_in_background(f"whalejax: {self._failed_note()}")
 
     def _enter(self, job: LiveJob) -> None:
-        """Lets a job have devices, if there are enough that have not failed."""
+        """Adds a job to the schedule, if there are enough usable devices."""
         least = min((number for _, number in job.options), default=0)
         if job.wants_devices and least <= self._devices[""]:
             self._schedule.add(self._table(job), self._remaining_steps(job))
@@ -345,7 +345,7 @@ class JobService:
     def _table(
         self, job: LiveJob, costs: Mapping[str, float] | None = None
     ) -> ScheduledJob:
-        """A job with what was measured in place of predictions."""
+        """Returns the table of a job, with measurements in place of predictions."""
         run, known = self._runs[job.name], self._costs() if costs is None else costs
         measured = {
             ("", count): job.run_batch * steps
@@ -379,7 +379,7 @@ class JobService:
         return with_measured(table, measured)
 
     def _costs(self) -> Mapping[str, float]:
-        """Returns the costs of changes for all jobs, as measured on any."""
+        """Returns the mean costs of changes over all jobs; assumed if unmeasured."""
         every = ChangeCosts()
         for run in self._runs.values():
             every.add(run.reader.costs)
@@ -391,10 +391,10 @@ class JobService:
     def _remaining_steps(self, job: LiveJob) -> float:
         return job.remaining(self._runs[job.name].reader.step)
 
-    # What is asked.
+    # Requests.
 
     def answer(self, request: requests.Request) -> Answer:
-        """Does what was asked, or says why not.
+        """Handles a request; returns its answer or the reason of a refusal.
 
         Args:
             request: Request to answer.
@@ -494,7 +494,7 @@ class JobService:
         return self._full() if self._problem else ""
 
     def _cluster_note(self) -> str:
-        """Returns the note on a cluster file that has changed; empty otherwise."""
+        """Returns a note if the cluster file has changed; otherwise an empty text."""
         if _bytes_of(self._settings.cluster) == self._file:
             return ""
         return (
@@ -505,7 +505,7 @@ class JobService:
 
 
 def _bytes_of(cluster: str) -> bytes:
-    """Returns the contents of a cluster's file; empty where it is no file."""
+    """Returns the contents of a cluster's file; empty if it is not a file."""
     path = Path(cluster)
     try:
         return path.read_bytes() if path.suffix in (".toml", ".json") else b""

@@ -1,6 +1,6 @@
-"""A job's own process: it keeps the supervisor of the job's run running.
+"""Process that keeps the supervisor of a job's run running.
 
-The scheduler starts it and may end; this one goes on until the run is over.
+The scheduler starts it; it goes on until the run is over, even if the scheduler ends.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from whalejax.scheduler.live.job_run import FRONT, JobLaunch
 
 
 IS_HELD: Final = 75
-"""Status of one that another is there before."""
+"""Exit status if another such process already runs for the job."""
 
 _EXIT_SECONDS: Final = 60.0
 _LEASE_SECONDS: Final = 10.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Keeps a run running.
+    """Runs the supervisor of a job, and restarts it when it is killed.
 
     Args:
-        words: One, the fields of ``JobLaunch`` as JSON.
+        words: Single argument: the fields of ``JobLaunch`` as JSON.
 
     Returns:
-        Status of the run's supervisor.
+        Exit status of the run's supervisor.
     """
     told = msgspec.json.decode(words[0], type=JobLaunch)
     home = Path(told.home)
@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> int:
 def _start_agents(
     told: JobLaunch, home: Path, stack: contextlib.ExitStack
 ) -> ProcessPlaces | None:
-    """Starts an agent on each host, if there are several, until the stack is closed."""
+    """Starts an agent on each of the hosts, if any; closing the stack ends them."""
     hosts = told.hosts
     if hosts is None:
         return None

@@ -1,8 +1,8 @@
-"""The local socket of a scheduler: its folder is for its user alone.
+"""The local socket of a scheduler, in a folder that only its user can open.
 
-Adding a job runs code, so that who may open the socket may do all that its user may:
-the folder has mode 0700 and the socket 0600. Paths that are longer than a socket's
-address are reached by a descriptor of the folder.
+Adding a job runs code, so anyone who can open the socket has all rights of its user.
+Therefore the folder has mode 0700 and the socket 0600. Paths that are too long for a
+socket address are reached by a descriptor of the folder.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class WaitingRequest(NamedTuple):
 
 
 def make_private(folder: Path) -> None:
-    """Makes the scheduler's folder, or see that nobody else can open it.
+    """Makes the scheduler's folder, and ensures that no other user can open it.
 
     Raises:
-        JobError: It cannot be made, or is another user's.
+        JobError: The folder cannot be made, or belongs to another user.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,14 +68,14 @@ def make_private(folder: Path) -> None:
 
 
 class LocalSocket:
-    """Takes requests in threads of its own; the scheduler's loop answers them."""
+    """Receives requests in its own threads; the scheduler's loop answers them."""
 
     def __init__(self, folder: Path) -> None:
         """Listens at the socket.
 
         Args:
-            folder: Folder of the scheduler, which holds its lock: an existing socket is
-                that of an earlier one.
+            folder: Folder of the scheduler, which holds its lock: so an existing socket
+                belongs to an earlier scheduler.
         """
         self.requests: queue.SimpleQueue[WaitingRequest] = queue.SimpleQueue()
         self._path = folder / SOCKET
@@ -99,7 +99,7 @@ class LocalSocket:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Takes no requests any more."""
+        """Stops receiving requests, and removes the socket."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
@@ -139,15 +139,15 @@ class LocalSocket:
 
 
 def ask(folder: Path, request: Request, *, patience: float = 0.0) -> Answer:
-    """Asks the scheduler of a folder.
+    """Sends a request to the scheduler of a folder, and returns its answer.
 
     Args:
         folder: Folder of the scheduler.
         request: Request to send.
-        patience: Seconds for a scheduler that is being started to listen.
+        patience: Seconds to wait for a scheduler that is starting.
 
     Raises:
-        JobError: None listens there, it is of another version, or it refuses.
+        JobError: No scheduler answers, it has another version, or it refuses.
     """
     end = time.monotonic() + patience
     while True:
@@ -195,7 +195,7 @@ def _line(link: socket.socket) -> bytes:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """A path to a socket that fits an address, while the block runs."""
+    """Yields a path to a socket that is short enough for an address."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         short = f"/proc/self/fd/{folder}/{path.name}"

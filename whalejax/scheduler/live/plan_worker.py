@@ -1,7 +1,7 @@
-"""Plans a job in a process of its own, as its code is the user's.
+"""Plans a job in a separate process, because this runs the user's code.
 
-It reads what to plan from its input, and writes the table, or why there is none, as the
-last line of its output.
+It reads the job from its standard input. The last line of its output is the table, or
+the reason why there is none.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ _PACKAGE: Final = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """Plans what the input says."""
+    """Plans the job on standard input; prints the result."""
     told = json.loads(sys.stdin.read())
     try:
         result = planned(told)
     except WhaleError as error:
         result = {"refused": str(error)}
-    except Exception as error:  # Of the user's code, whatever it is.
+    except Exception as error:  # Any error of the user's code.
         result = {"refused": error_text(error)}
     print(json.dumps(result), flush=True)
     return 0
 
 
 def planned(told: dict[str, Any]) -> dict[str, Any]:
-    """The table of a job, and the samples of its global batch.
+    """Returns the table of a job, and the samples of its global batch.
 
     Args:
         told: Fields of the job's request, and ``cluster`` as JSON.
 
     Raises:
-        JobError: No number of devices holds it; the text says by how much.
+        JobError: The job fits on no allowed number of devices, or its batch is unknown
+            or cannot be divided.
     """
     cluster = Cluster.from_json(told["cluster"])
     job = find_job(told["model"], named_values(told["settings"]))
@@ -87,7 +88,7 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_text(error: Exception) -> str:
-    """An error of the user's code in a line, with its place in that code."""
+    """Returns an error of the user's code in one line, with file and line number."""
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -103,7 +104,7 @@ def error_text(error: Exception) -> str:
 def _refusal(
     job: Job, cluster: Cluster, batch: int, told: dict[str, Any], precision: Any
 ) -> str:
-    """Returns the reason why no number of devices holds a job, from the planner's own
+    """Returns the reason why a job fits on no number of devices, with the planner's own
     refusal.
     """
     least, most = told["devices"]

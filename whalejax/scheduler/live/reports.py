@@ -9,12 +9,12 @@ from whalejax.scheduler.live.requests import JobReport
 
 
 def report_of(job: LiveJob, run: JobRun, table: ScheduledJob | None) -> JobReport:
-    """A job as ``whalejax jobs show`` has it.
+    """Returns the report on a job for ``whalejax jobs show``.
 
     Args:
         job: The job.
-        run: Its run.
-        table: Table of its options, where it has one.
+        run: Run of the job.
+        table: Table of its options, or None.
     """
     reader, request = run.reader, job.request
     held = len(reader.held_slots)

@@ -1,7 +1,7 @@
 """Requests to the scheduler of jobs, and its answers.
 
-Each is one line over a local socket: the name and version of what is spoken, and a
-message of ours as JSON. Anything else is refused where it arrives.
+Each is one line over a local socket: name and version of the protocol, and a message as
+JSON. The receiver refuses anything else.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from whalejax.wire.messages import Count, Message, Seconds, Text, Whole
 T = TypeVar("T")
 
 PROTOCOL: Final = "whalejax-jobs/1"
-"""Name and version of what is spoken; both sides have the same."""
+"""Name and version of the protocol; equal on both sides."""
 
 MOST_BYTES: Final = 1 << 22
-"""Of a line."""
+"""Largest length of a line."""
 
 NAME_PATTERN: Final = r"\A[0-9A-Za-z][0-9A-Za-z_.-]{0,63}\Z"
 JobName: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
@@ -32,21 +32,21 @@ What: TypeAlias = Literal["cancel", "pause", "resume"]
 
 
 class Add(Message):
-    """A job.
+    """Request to add a job.
 
     Attributes:
-        name: Unlike that of any other job of the folder.
-        model: A reference model, or ``file.py:function`` by its whole path.
-        settings: ``NAME=VALUE`` words, for the model.
+        name: Name, unique among the jobs of the folder.
+        model: A reference model, or ``file.py:function`` with its full path.
+        settings: Settings of the model, each ``NAME=VALUE``.
         batch: Samples of a global batch; the job's own number if None.
-        most_batch: Samples of the largest batch that the job may take; None keeps one.
+        most_batch: Samples of the largest allowed batch; None keeps the batch.
         rate_rule: Learning rate of larger batches, ``"linear"`` or ``"sqrt"``.
-        steps: Steps to be done in all, with its own batch.
-        devices: The fewest and the most devices.
-        priority: Jobs of a higher one are admitted first, and weigh as much more.
-        micro_batches: Number of micro-batches in a step, which members share.
-        precision: Words of ``--precision``.
-        mesh: Words of ``--mesh``.
+        steps: Total number of steps at its own batch.
+        devices: Fewest and most devices.
+        priority: Priority; higher ones are admitted first, and get more weight.
+        micro_batches: Number of micro-batches in a step, which members divide.
+        precision: Values of ``--precision``.
+        mesh: Values of ``--mesh``.
         save_every: Steps between checkpoints.
         seed: Seed of the model's initial values and of dropout.
         folder: Folder in which the job runs.
@@ -70,39 +70,39 @@ class Add(Message):
 
 
 class JobChange(Message, tag="change"):
-    """A job is to end, to stand still with a checkpoint, or to go on from it."""
+    """Request to cancel a job, to pause it with a checkpoint, or to resume it."""
 
     name: Text
     what: What
 
 
 class ShowJobs(Message, tag="show"):
-    """Ask for all jobs."""
+    """Request for reports on all jobs."""
 
 
 Request: TypeAlias = Add | JobChange | ShowJobs
 
 
 class JobReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, as the scheduler knows it.
+    """Report on a job.
 
     Attributes:
         name: Name of the job.
         status: ``planning``, ``waiting``, ``starting``, ``running``, ``pausing``,
             ``paused``, ``ending``, ``complete``, ``failed``, ``refused`` or
             ``cancelled``.
-        held, target: Number of devices that it holds, and that it is to have.
-        step, steps: Steps that are done, and in all.
+        held, target: Number of devices that it holds, and target number.
+        step, steps: Number of finished steps, and of all steps.
         loss: Loss of the newest step.
-        predicted, measured: Samples a second on the devices that it has.
+        predicted, measured: Samples per second on the target number of devices.
         priority: Priority with which it was added.
-        added_at, started_at, ended_at: Unix time; None where it has not come to that.
+        added_at, started_at, ended_at: Unix times; None for events yet to come.
         resizes: Number of changes of its devices since its first start.
-        seconds_left: Until it would end on the devices that it has.
-        why: Reason of its end, or of its waiting.
+        seconds_left: Seconds until its end on the target number of devices, or None.
+        why: Reason of its end or its waiting.
         batch: Samples of the present global batch.
-        noise_scale: Measured noise scale of its gradient in samples, or None.
-        folder: Its logs, journal and checkpoints.
+        noise_scale: Measured gradient-noise scale in samples, or None.
+        folder: Folder of its logs, journal and checkpoints.
     """
 
     name: str
@@ -127,14 +127,14 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Jobs(Message):
-    """All jobs in the order in which they came, and what they share.
+    """Reports on all jobs, and on the scheduler.
 
     Attributes:
-        jobs: The jobs.
-        cluster: Devices in words.
+        jobs: Reports on the jobs, in the order of their arrivals.
+        cluster: Description of the cluster.
         devices: Number of devices.
-        pid: Number of the scheduler's process.
-        notes: Problems of its disk or its cluster file, if any.
+        pid: Process id of the scheduler.
+        notes: Problems of its disk, cluster file or devices, if any.
     """
 
     jobs: list[JobReport]
@@ -146,15 +146,13 @@ class Jobs(Message):
 
 
 class RequestDone(Message, tag="done"):
-    """Answer to a request that was recorded; ``note`` says what else there is
-    to know.
-    """
+    """Answer to a request that was recorded; ``note`` is a warning, or empty."""
 
     note: Text = ""
 
 
 class RequestRefused(Message, tag="refused"):
-    """Answer to a request that is impossible; nothing has changed."""
+    """Answer to an invalid request, which changed nothing."""
 
     why: Text
 
@@ -163,21 +161,21 @@ Answer: TypeAlias = Jobs | RequestDone | RequestRefused
 
 
 def encoded(message: Request | Answer) -> bytes:
-    """A message as a line."""
+    """Returns a message as a line."""
     return PROTOCOL.encode() + b" " + msgspec.json.encode(message) + b"\n"
 
 
 def decoded_request(line: bytes) -> Request:
-    """The request of a line.
+    """Returns the request in a line.
 
     Raises:
-        JobError: It is of another version, or none of ours.
+        JobError: The line has another protocol version, or is not a request.
     """
     return _decoded(line, _REQUESTS, "the command")
 
 
 def decoded_answer(line: bytes) -> Answer:
-    """The answer of a line, as ``decoded_request`` reads requests."""
+    """Returns the answer in a line; raises as ``decoded_request`` does."""
     return _decoded(line, _ANSWERS, "the scheduler")
 
 

@@ -1,7 +1,7 @@
-"""Reads the journal of an elastic run for its scheduler, as it grows.
+"""Reads the growing journal of an elastic run for its scheduler.
 
-How many members the run is to have, which of their processes are there, how far it is,
-how fast it is with how many members, and what its changes cost.
+It finds the target number of members, their live processes, the newest step, the speed
+by number of members, and the costs of changes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from whalejax.processes.local_processes import runs
 
 
 _MOST_STEPS: Final = 400
-"""Of which a pace is the mean; older ones count half."""
+"""Number of steps after which the weight of earlier ones in a speed is halved."""
 
 _FEWEST_STEPS: Final = 5
+"""Number of steps from which on a speed is known."""
+
 _FEWEST_NOISE_LINES: Final = 20
 _AWAY_SECONDS: Final = 60.0
-"""Without an agent, after which the devices of a host are not used."""
+"""Seconds without an agent after which the devices of a host are not used."""
 
 _RECENT_STEPS: Final = 50
 
 METRICS: Final = "metrics"
-"""Folder of one file for each process, with a line for each step."""
-"""From which on a pace is known."""
+"""Folder with one file per process, which has a line for each step."""
 
 
 @dataclass(slots=True)
@@ -50,9 +51,9 @@ class ChangeCosts:
     """Measured costs of changes of devices, in seconds.
 
     Attributes:
-        starts: From a decision to the first step, less a step.
-        joins: From a decision until further members take part.
-        stills: Without a step where the number of members changed.
+        starts: Times from a decision to the first step, minus the time of a step.
+        joins: Times from a decision until new members take part.
+        stills: Times without a step when the number of members changed.
     """
 
     starts: list[float] = field(default_factory=list)
@@ -60,7 +61,7 @@ class ChangeCosts:
     stills: list[float] = field(default_factory=list)
 
     def means(self) -> dict[str, float]:
-        """Means by field of ``ScheduledJob``, of those that were measured."""
+        """Returns the means of the measured costs, by field of ``ScheduledJob``."""
         means = {
             "start_seconds": self.starts,
             "join_seconds": self.joins,
@@ -69,7 +70,7 @@ class ChangeCosts:
         return {name: statistics.fmean(x) for name, x in means.items() if x}
 
     def add(self, other: ChangeCosts) -> None:
-        """Takes the measurements of another job, too."""
+        """Adds the measurements of another job."""
         self.starts += other.starts
         self.joins += other.joins
         self.stills += other.stills
@@ -80,8 +81,7 @@ class _Process:
     """A member's process.
 
     Attributes:
-        agent: Name of the agent that holds it, which is its host's; empty on this
-            machine.
+        agent: Name of its agent, which is also the host's; empty on this machine.
     """
 
     slot: int
@@ -98,13 +98,13 @@ class _RecordedDecision:
 
 
 class _Lines:
-    """The lines that were added to a file since it was read last."""
+    """Reader of the lines that are added to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._place, self._rest = path, 0, b""
 
     def new(self) -> Iterator[Mapping[str, Any]]:
-        """Whole events that were written since."""
+        """Yields the complete events that were written since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._place)
@@ -116,24 +116,24 @@ class _Lines:
         for line in lines:
             try:
                 said = json.loads(line)
-            except ValueError:  # A kill cut it short.
+            except ValueError:  # Incomplete, as its writer was killed.
                 continue
             if isinstance(said, dict) and journal.is_whole(said):
                 yield said
 
 
 class NoiseReader:
-    """Reads the noise scale from the metrics of a run's processes.
+    """Reads the gradient-noise scale from the metrics of a run's processes.
 
-    Each process writes running means of its own; the median of the processes that are
-    at the newest steps counts.
+    Each process writes its own running mean; the result is the median over the
+    processes at the newest steps.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Names the folder; reads nothing yet.
+        """Stores the folder; reads nothing yet.
 
         Args:
-            folder: Folder of one file of JSON lines for each process.
+            folder: Folder with one file of JSON lines per process.
         """
         self._folder = folder
         self._places: dict[Path, int] = {}
@@ -141,7 +141,7 @@ class NoiseReader:
         self._count = 0
 
     def poll(self) -> None:
-        """Reads the lines that are new."""
+        """Reads the new lines."""
         for path in self._folder.glob("*.jsonl"):
             place = self._places.get(path, 0)
             try:
@@ -163,7 +163,7 @@ class NoiseReader:
 
     @property
     def value(self) -> float | None:
-        """Noise scale in samples; None before it was measured for some steps."""
+        """Noise scale in samples; None until there are enough measurements."""
         if self._count < _FEWEST_NOISE_LINES:
             return None
         last = max(step for step, _ in self._newest.values())
@@ -172,27 +172,27 @@ class NoiseReader:
 
 
 class RunReader:
-    """The newest run in the folder of a job.
+    """Reader of the newest run in the folder of a job.
 
     Attributes:
-        starts: Number of times that a supervisor began here, or began again.
-        size: Members that it is to have; 0 before it has said.
+        starts: Number of starts and restarts of supervisors here.
+        size: Target number of members; 0 before it is reported.
         members: Number of members of the newest generation.
-        step: Newest step that is done, of all runs.
+        step: Newest finished step, of all runs.
         loss: Loss of that step.
         ending: Outcome of the newest run, and its reason; None while it goes on.
-        drains: The newest run was asked to end.
+        drains: Whether the newest run was asked to end.
         costs: Measured costs of changes.
-        first_step_at: Unix time of the first step of all.
-        failures: Number of processes in a row that ended before they were ready for
-            steps, by slot.
-        agents: Names of the agents that hold processes of the newest run.
-        away_since: Unix time since which each other host has no agent, of those that
-            had one; with the key ``""`` that since which hosts are waited for.
+        first_step_at: Unix time of the first step of all runs.
+        failures: Number of processes in a row that were lost before they were ready
+            for steps, by slot.
+        agents: Names of the present agents of the newest run.
+        away_since: Unix time at which each host lost its agent; the key ``""`` has the
+            start of the run, for hosts that never had an agent.
     """
 
     def __init__(self, home: Path) -> None:
-        """Names the folder; reads nothing yet.
+        """Stores the folder; reads nothing yet.
 
         Args:
             home: Folder of the run.
@@ -218,7 +218,7 @@ class RunReader:
         self._last: tuple[int, int, float] = (-1, 0, 0.0)
 
     def record_decision(self, at: float, before: int, after: int) -> None:
-        """The scheduler decided about this job's devices.
+        """Records a decision of the scheduler about this job's devices.
 
         Args:
             at: Unix time of the decision.
@@ -227,7 +227,7 @@ class RunReader:
         self._asked.append(_RecordedDecision(at=at, before=before, after=after))
 
     def poll(self) -> None:
-        """Reads what is new."""
+        """Reads new events, commits and metrics."""
         for said in self._events.new():
             self._event(said)
         for said in self._commits.new():
@@ -244,7 +244,9 @@ class RunReader:
         return self._noise.value
 
     def record_launch(self, at: float, batch: int) -> None:
-        """The scheduler started the run with a batch; its speeds are told apart.
+        """Records that the scheduler started the run with a batch.
+
+        Speeds are kept separately for each batch.
 
         Args:
             at: Unix time of the launch.
@@ -258,7 +260,7 @@ class RunReader:
 
     @property
     def held_slots(self) -> set[int]:
-        """Slots whose processes are there, also those that were given up."""
+        """Slots with live processes, including those that were given up."""
         return {process.slot for process in self._processes.values()}
 
     def away_hosts(self, hosts: Sequence[str], at: float) -> list[str]:
@@ -279,7 +281,7 @@ class RunReader:
         ]
 
     def pids(self) -> dict[str, int]:
-        """Processes of members by name."""
+        """Returns the process ids of members, by name."""
         return {name: one.pid for name, one in self._processes.items()}
 
     def steps_per_second(self, batch: int = 0) -> dict[int, float]:
@@ -303,7 +305,7 @@ class RunReader:
                 self.ending, self.drains = None, False
                 self.agents, self.away_since = set(), {"": said["time"]}
                 for name in [n for n, p in self._processes.items() if p.agent]:
-                    del self._processes[name]  # They end without their supervisor.
+                    del self._processes[name]  # They end with their supervisor.
             case "restarted":
                 self.starts += 1
             case "resized":
@@ -339,7 +341,7 @@ class RunReader:
             self.agents.add(agent)
             self.away_since.pop(agent, None)
             return
-        # Its processes end with it, or where it comes back.
+        # Its processes end with it, or when it comes back.
         self.agents.discard(agent)
         self.away_since[agent] = said["time"]
         for name in [n for n, p in self._processes.items() if p.agent == agent]:
