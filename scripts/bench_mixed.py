@@ -198,7 +198,7 @@ def _several() -> dict[str, Any]:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    from whalejax.planner.balance.rebalance import WINDOW
+    from whalejax.planner.balance.measured_shares import WINDOW
     from whalejax.planner.balance.shares import shares
 
     run = _Run(SHORT, count=MANY)
@@ -281,7 +281,7 @@ class _Run:
         """Seconds of a step without any micro-batch: the exchange and the update."""
         import jax
 
-        from whalejax.planner.balance.rebalance import Rebalance
+        from whalejax.planner.balance.measured_shares import Rebalance
 
         kept, self.runner._balance = self.runner._balance, Rebalance([0, 0])
         spare = jax.tree.map(lambda x: x.copy(), self.state)
@@ -296,7 +296,7 @@ class _Run:
         """Seconds of a micro-batch of this process, without the other."""
         import jax
 
-        from whalejax.planner.balance.rebalance import Rebalance
+        from whalejax.planner.balance.measured_shares import Rebalance
 
         several = [count] * len(self.runner.shares)
         kept, self.runner._balance = self.runner._balance, Rebalance(several)

@@ -24,8 +24,8 @@ from whalejax.planner.plan.report import (
     table_text,
     why,
 )
-from whalejax.planner.plan.report.config_files import named_mappings
 from whalejax.planner.plan.report.diff import PlanDiff, diff
+from whalejax.planner.plan.report.framework_configs import named_mappings
 from whalejax.planner.plan.report.headline import Throughput
 from whalejax.planner.plan.report.pictures import PlanDisplay
 from whalejax.planner.plan.report.why import layout_text

@@ -2,7 +2,8 @@
 
 A greedy placement comes first. Where it reaches what no placement can go below, it is
 the answer. Otherwise an integer program looks for a better one, as long as there are at
-most 200 shards, and says how good the best can be.
+most 200 shards, and says how good the best can be. ``cpu_or_device`` chooses the tables
+that are in processes of CPUs.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from whalejax.planner.tables.cpu_or_device import TableCost
 from whalejax.planner.tables.placement import TablePlacement
-from whalejax.planner.tables.section_choice import TableCost
 from whalejax.planner.tables.sections import Sections
 
 

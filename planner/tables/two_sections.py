@@ -9,16 +9,16 @@ from typing import Final
 
 from whalejax.meshes.checks import Arguments, short_repr
 from whalejax.planner.plan_errors import NothingFits, PlanError
-from whalejax.planner.tables.place import place_tables
-from whalejax.planner.tables.placement import TablePlacement
-from whalejax.planner.tables.ranks import Ranks
-from whalejax.planner.tables.section_choice import (
+from whalejax.planner.tables.cpu_or_device import (
     TableCost,
     choose_cut,
     table_costs,
     times_of,
     with_measured,
 )
+from whalejax.planner.tables.place import place_tables
+from whalejax.planner.tables.placement import TablePlacement
+from whalejax.planner.tables.ranks import Ranks
 from whalejax.planner.tables.sections import Sections, SectionTimes, choose_sections
 from whalejax.planner.tables.table import Table
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from whalejax.planner.balance.rebalance import Rebalance
+from whalejax.planner.balance.measured_shares import Rebalance
 from whalejax.planner.balance.shares import makespan, shares
 
 

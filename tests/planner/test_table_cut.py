@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whalejax.planner.plan_errors import NothingFits, PlanError
+from whalejax.planner.tables.cpu_or_device import TableCost, choose_cut, times_of
 from whalejax.planner.tables.ranks import Ranks
-from whalejax.planner.tables.section_choice import TableCost, choose_cut, times_of
 from whalejax.planner.tables.sections import SectionTimes
 from whalejax.planner.tables.table import Table
 from whalejax.planner.tables.two_sections import SectionsWanted, place_in_sections

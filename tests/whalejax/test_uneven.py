@@ -20,7 +20,7 @@ from whalejax import jobs, models
 from whalejax.api import executor_choice
 from whalejax.jobs import split_settings
 from whalejax.lowering.sample_shares import checked_shares
-from whalejax.planner.balance.rebalance import Rebalance
+from whalejax.planner.balance.measured_shares import Rebalance
 from whalejax.planner.plan import uneven_replica_plans
 from whalejax.planner.search.uneven_replicas import most_shares
 from whalejax.user_code.losses import Job

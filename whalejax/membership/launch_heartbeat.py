@@ -1,7 +1,7 @@
 """Heartbeats: each process reports that it is alive, and notices processes that fail.
 
 These are the processes that JAX has joined (``whalejax launch -n``, one model over all
-processes); ``overdue_members`` does the same for the members of an elastic run.
+processes); ``dead_members`` does the same for the members of an elastic run.
 
 When a process fails, JAX ends the others with a message that does not always name it,
 and it waits minutes for a process that failed and blocks the others. Here each process

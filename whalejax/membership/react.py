@@ -6,15 +6,15 @@ try every order of events, with its own clock.
 
 from __future__ import annotations
 
-from whalejax.membership import events as ev
 from whalejax.membership import (
+    dead_members,
     generations,
     member_failures,
     member_messages,
-    overdue_members,
     resizing,
     run_ends,
 )
+from whalejax.membership import events as ev
 from whalejax.membership.elastic_run import ElasticRun
 from whalejax.membership.history import apply, record
 from whalejax.membership.restart_policy import Failure
@@ -120,7 +120,7 @@ def _fill_room(run: ElasticRun, now: float, room: int) -> None:
 
 
 def _tick(run: ElasticRun, now: float) -> None:
-    overdue_members.give_up_overdue(run, now)
+    dead_members.give_up_overdue(run, now)
     member_failures.start_due(run, now)
     generations.settle(run, now)
 

@@ -33,7 +33,7 @@ from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.runner import OneProgram, Runner, abstract_state
 from whalejax.lowering.train_state import Origin, following, host_copy, typed_key
 from whalejax.lowering.train_state import TrainState as TrainState
-from whalejax.lowering.uneven.adaptive_shares import AdaptiveSharesRunner
+from whalejax.lowering.uneven.replica_timing import AdaptiveSharesRunner
 from whalejax.meshes.checks import Arguments, is_whole, short_repr
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.planner.near_names import names_arguments

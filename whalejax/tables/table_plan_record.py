@@ -19,8 +19,8 @@ from whalejax.planner.json_codec import DataError, decode, encode
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_entries import BatchLeaf, ModelWork
 from whalejax.planner.plan_errors import PlanError
+from whalejax.planner.tables.cpu_or_device import TableCost
 from whalejax.planner.tables.placement_record import placement_data, placement_of
-from whalejax.planner.tables.section_choice import TableCost
 from whalejax.planner.tables.sections import Sections
 from whalejax.planner.tables_data import TablesData
 from whalejax.tables.recognize import TableProgram

@@ -14,7 +14,7 @@ from typing import Final
 from whalejax.meshes.checks import Arguments, is_printable
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.report.axis_mappings import check_one_program, degrees
-from whalejax.planner.plan.report.config_files import (
+from whalejax.planner.plan.report.framework_configs import (
     axlearn_text,
     haliax_text,
     levanter_text,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.plan.report.config_files import header, tpu_type, yaml_text
+from whalejax.planner.plan.report.framework_configs import header, tpu_type, yaml_text
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.plan_errors import PlanError
 

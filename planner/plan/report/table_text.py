@@ -7,9 +7,9 @@ from typing import Any, Final
 from whalejax.meshes.units import milliseconds
 from whalejax.planner.json_codec import DataError, decode
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.tables.cpu_or_device import TableCost
 from whalejax.planner.tables.placement import TablePlacement
 from whalejax.planner.tables.placement_record import placement_of
-from whalejax.planner.tables.section_choice import TableCost
 from whalejax.planner.tables.section_text import placed_text, placed_why
 from whalejax.planner.tables.sections import Sections
 

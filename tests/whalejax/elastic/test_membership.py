@@ -13,9 +13,9 @@ from tests.whalejax.elastic.simulated import Simulated, World
 from tests.whalejax.messages import received
 from whalejax.elastic.agents.agent_fleet import AgentFleet
 from whalejax.elastic.supervisor.event_messages import event_message
+from whalejax.membership.dead_members import check_step
 from whalejax.membership.events import WriteEvent
 from whalejax.membership.exit_status import exit_text
-from whalejax.membership.overdue_members import check_step
 from whalejax.membership.phases import FINISHED
 from whalejax.membership.restart_policy import Failure, error_line
 from whalejax.membership.settings import SupervisorSettings, least_and_most

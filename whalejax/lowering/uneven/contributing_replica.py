@@ -21,9 +21,9 @@ from whalejax.lowering.micro_batch_rows import MicroBatchRows
 from whalejax.lowering.spmd.spmd_executor import Sums
 from whalejax.lowering.step_runner import Metrics
 from whalejax.lowering.train_state import TrainState, consuming
-from whalejax.lowering.uneven.adaptive_shares import told_size
 from whalejax.lowering.uneven.replica import inputs_of
 from whalejax.lowering.uneven.replica_executor import UnevenReplicasExecutor
+from whalejax.lowering.uneven.replica_timing import told_size
 
 
 class ContributingReplica:

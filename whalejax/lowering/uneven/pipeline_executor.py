@@ -43,9 +43,9 @@ from whalejax.lowering.pipeline_mpmd.step import SchedulePass
 from whalejax.lowering.spmd.spmd_executor import Sums
 from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.lowering.train_state import Origin, TrainState, bare, consuming
-from whalejax.lowering.uneven.adaptive_shares import AdaptiveSharesRunner, told_size
 from whalejax.lowering.uneven.broadcast_init import several_kinds
 from whalejax.lowering.uneven.moving_statistics import StatisticsReduction, slopes
+from whalejax.lowering.uneven.replica_timing import AdaptiveSharesRunner, told_size
 from whalejax.lowering.uneven.stage_groups import StageGroup, groups_of, together
 from whalejax.planner.balance.shares import micro_batch_ranges
 from whalejax.planner.pipeline.schedules import ScheduleRow, schedule

@@ -27,9 +27,9 @@ from whalejax.lowering.spmd.spmd_executor import (
 )
 from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.lowering.train_state import TrainState
-from whalejax.lowering.uneven.adaptive_shares import told_size
 from whalejax.lowering.uneven.flat_all_reduce import Buffers
 from whalejax.lowering.uneven.moving_statistics import StatisticsReduction
+from whalejax.lowering.uneven.replica_timing import told_size
 
 
 class Replica:

@@ -39,11 +39,11 @@ from whalejax.lowering.spmd.evaluate import named_sharding
 from whalejax.lowering.spmd.spmd_executor import Program
 from whalejax.lowering.step_runner import Evaluation, Metrics
 from whalejax.lowering.train_state import Origin, TrainState, bare, consuming
-from whalejax.lowering.uneven.adaptive_shares import AdaptiveSharesRunner
 from whalejax.lowering.uneven.broadcast_init import as_first, several_kinds
 from whalejax.lowering.uneven.flat_all_reduce import DATA, Exchange
 from whalejax.lowering.uneven.moving_statistics import slopes
 from whalejax.lowering.uneven.replica import Replica, inputs_of
+from whalejax.lowering.uneven.replica_timing import AdaptiveSharesRunner
 from whalejax.lowering.uneven.zero1_update import OwningReplica, ReplicaSlices
 from whalejax.planner.balance.shares import micro_batch_ranges
 from whalejax.planner.plan.plan import Plan

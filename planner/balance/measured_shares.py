@@ -1,4 +1,4 @@
-"""Shares that follow what replicas are measured to take, while a run goes on.
+"""Decides shares that follow the measured speed of replicas, while a run goes on.
 
 Speeds change: other programs come and go, chips get hot. Every process is told the same
 measurements and comes to the same shares, so nothing has to be agreed on. A change is

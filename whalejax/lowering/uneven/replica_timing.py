@@ -1,4 +1,4 @@
-"""Shares of replicas that follow what these are measured to take, in any executor.
+"""Times the replicas of a step and applies the shares that ``measured_shares`` chooses.
 
 Every process is told the same measurements and comes to the same shares, so that a step
 needs no further word about who takes what. Shares may be set by hand, too, in all
@@ -20,7 +20,7 @@ from whalejax.lowering.sample_shares import PortionLayout, checked_shares
 from whalejax.lowering.spmd.spmd_executor import Program
 from whalejax.lowering.step_runner import StepRunner
 from whalejax.lowering.uneven.timer import Stopwatch
-from whalejax.planner.balance.rebalance import Rebalance
+from whalejax.planner.balance.measured_shares import Rebalance
 from whalejax.planner.balance.shares import micro_batch_ranges
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan_errors import PlanError
