@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import inspect
 import math
 import os
 import re
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import effects, source_info_util
 from jax.core import Tracer
+from jax.experimental import compute_on as compute_on_module
 from jax.interpreters import partial_eval
 
 
@@ -895,3 +897,20 @@ def abstract(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     make: Any = jax.ShapeDtypeStruct
     made: jax.ShapeDtypeStruct = make(tuple(shape), dtype)
     return made
+
+
+def host_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Has the host compute a function of arrays that are in its memory.
+
+    Args:
+        function: Function of arrays to one array, which stays in host memory.
+    """
+    compute_on: Any = compute_on_module.compute_on
+    if "out_memory_spaces" not in inspect.signature(compute_on).parameters:
+        on_host: Callable[..., Any] = compute_on("device_host")(jax.jit(function))
+        return on_host
+    host = jax.memory.Space.Host  # Newer versions ask for the memory of results.
+    since: Callable[..., Any] = compute_on(
+        function, compute_type="device_host", out_memory_spaces=host
+    )
+    return since

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.compute_on import compute_on
+
+from whalejax._compat import host_function
 
 
 HOST_BACKENDS: Final = ("cpu",)
@@ -54,13 +55,11 @@ def write_rows(table: Any, places: Any, rows: Any, *, on_host: bool) -> Any:
 # Neither may make a constant, which would not be in host memory.
 
 
-@compute_on("device_host")
-@jax.jit
+@host_function
 def _take(table: Any, places: Any) -> Any:
     return table.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-@compute_on("device_host")
-@jax.jit
+@host_function
 def _put(table: Any, places: Any, rows: Any) -> Any:
     return table.at[places].set(rows, mode="drop", wrap_negative_indices=False)
