@@ -10,6 +10,8 @@ in the order of this module:
     strategies  ``decider``: the executors that may run it, with the search of each
     search      layouts of the variants, priced; the best one
     plan        that one, checked against the optimizer, with its notes
+
+The module is long because every argument of ``wh.plan`` is read and kept here.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 It has the life of any step with tables; what differs is that a call puts a batch into
 the pipeline of both sections and returns at once. Metrics and the state are there to
 read when the sections have come so far, and reading them waits for that.
+
+The module is long because it has the whole public life of such a step.
 """
 
 from __future__ import annotations

@@ -287,10 +287,8 @@ def logs(command: JobsLogsCommand) -> int:
     if command.lines < 1:
         raise JobError(f"--lines is {command.lines}; expected 1 or more")
     home = Path(_report(command.save, command.name).folder)
-    result = sorted(
-        (home / FOLDER).glob("*.log"), key=lambda path: path.stat().st_mtime
-    )
-    for path in [home / LOG, *result]:
+    logs = sorted((home / FOLDER).glob("*.log"), key=lambda path: path.stat().st_mtime)
+    for path in [home / LOG, *logs]:
         if path.is_file():
             print(f"==> {path}")
             with path.open(errors="replace") as file:

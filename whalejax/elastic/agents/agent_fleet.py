@@ -295,9 +295,8 @@ class AgentFleet(Generic[Link]):
         were never given.
         """
         devices = self._run.devices or ()
-        host, _, device = (
-            devices[slot].partition("/") if slot < len(devices) else 3 * ("",)
-        )
+        name = devices[slot] if slot < len(devices) else ""
+        host, _, device = name.partition("/")
         return host, device
 
     def _is_filled(self, slot: int) -> bool:

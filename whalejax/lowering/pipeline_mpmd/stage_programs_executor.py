@@ -3,6 +3,9 @@
 Every stage has devices and a layout of its own, and compiles a forward and a backward
 program for each of its parts of the model. Rows of the schedule and what they hand over
 are issued in one order, by every process as far as its own devices take part.
+
+The module is long because one class has the whole step: sums, forward and backward
+programs, transfers and the update.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Run a traced loss again, equation by equation, with layouts constrained.
+"""Runs a traced loss again, equation by equation, with layouts constrained.
 
 The program is the user's own, as traced; nothing is rewritten but the layouts. Calls
 are inlined, scans, branches and checkpointed regions are rebuilt around their bodies,
 and what has a derivative rule of its own is bound as it is.
+
+The module is long because each way of calling a program inside another has a rule.
 """
 
 from __future__ import annotations

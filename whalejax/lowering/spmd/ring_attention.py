@@ -5,6 +5,8 @@ has (Liu et al., "Ring Attention", 2023); rows keep a running maximum and a runn
 so that no more than a block of scores exists (Dao et al., "FlashAttention", 2022; the
 backward pass computes them again). What the model does to scores before the softmax is
 its own, run block by block. On one device the ring has one round; the blocks remain.
+
+The module is long because the backward pass has a ring of its own.
 """
 
 from __future__ import annotations
