@@ -184,7 +184,7 @@ def measurements(serving: Serving, steps: Mapping[str, int]) -> dict[str, Any]:
             before = size
         reader.poll()
         costs.add(reader.costs)
-        for count, speed in reader.steps_per_second().items():
+        for (_, count), speed in reader.steps_per_second().items():
             speeds.setdefault(count, []).append(SIZE * speed)
         last = max(said["time"] for said in serving.commits(name))
         ends.append(moments[name]["ended"] - last)

@@ -85,11 +85,10 @@ def start_agents(
         elif hosts:
             stack.enter_context(
                 HostAgents(
-                    hosts,
+                    dict.fromkeys(hosts, shell_words(command.remote_shell)),
                     where,
                     folder,
                     processes=-(-most // len(hosts)),
-                    remote_shell=shell_words(command.remote_shell),
                 )
             )
         yield ProcessPlaces(host=host, port=port, awaited=awaited)

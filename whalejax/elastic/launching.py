@@ -11,7 +11,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -67,6 +67,7 @@ def supervise(
     seconds: float = 300.0,
     quiet: bool = False,
     devices: tuple[str, ...] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
     """Runs a supervisor to its end, and restarts it when it is killed.
 
@@ -77,7 +78,7 @@ def supervise(
         places: Placement of the processes; on this machine if None.
         seconds: Deadline for processes to end after the run.
         quiet: Whether to report errors only, and no progress.
-        devices: Field of ``Supervised``.
+        devices, environment: Fields of ``Supervised``.
 
     Returns:
         Exit status of the supervisor.
@@ -94,6 +95,7 @@ def supervise(
         exit_seconds=seconds,
         quiet=quiet,
         devices=devices,
+        environment=environment,
     )
     ends = _SignalForwarder()
     for number in range(_MOST_RESTARTS):

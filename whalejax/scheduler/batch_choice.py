@@ -6,7 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final, Literal
 
-from whalejax.scheduler.job_table import JobOption, Place, batch_efficiency
+from whalejax.scheduler.job_table import (
+    JobOption,
+    Place,
+    batch_efficiency,
+    speed_ratios,
+)
 
 
 RateRule = Literal["linear", "sqrt"]
@@ -61,17 +66,12 @@ def options_with_batches(
             predictions, and scale those of other places and batches.
         least_gain: Least ratio of another batch's progress to the present one's.
     """
-    ratios = [
-        speed / tables[present][place].samples_per_second
-        for place, speed in measured.items()
-        if place in tables[present]
-    ]
-    ratio = sum(ratios) / len(ratios) if ratios else 1.0
+    ratio = speed_ratios(tables[present], measured)
     best: dict[Place, JobOption] = {}
     for batch in sorted(tables, key=lambda batch: (batch != present, batch)):
         efficiency = batch_efficiency(batch, own_batch, noise_scale)
         for place, option in tables[batch].items():
-            speed = option.samples_per_second * ratio
+            speed = option.samples_per_second * ratio(place[0])
             if batch == present:
                 speed = measured.get(place, speed)
             option = dataclasses.replace(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -190,23 +191,39 @@ def with_measured(job: ScheduledJob, measured: Mapping[Place, float]) -> Schedul
     """Returns a job with measured throughputs in place of predicted ones.
 
     Predictions for other places are scaled by the mean ratio of measured to predicted
-    throughputs.
+    throughputs on devices of their kind, or on all kinds if none was measured there.
 
     Args:
         job: The job.
         measured: Samples per second, by place.
     """
-    ratios = [
-        speed / job.options[place].samples_per_second
-        for place, speed in measured.items()
-        if place in job.options
-    ]
-    ratio = sum(ratios) / len(ratios) if ratios else 1.0
+    ratio = speed_ratios(job.options, measured)
     options = {
         place: dataclasses.replace(
             one,
-            samples_per_second=measured.get(place, one.samples_per_second * ratio),
+            samples_per_second=measured.get(
+                place, one.samples_per_second * ratio(place[0])
+            ),
         )
         for place, one in job.options.items()
     }
     return dataclasses.replace(job, options=options)
+
+
+def speed_ratios(
+    options: Mapping[Place, JobOption], measured: Mapping[Place, float]
+) -> Callable[[str], float]:
+    """Returns a function for the mean ratio of measured to predicted throughputs on
+    devices of a kind: that on all kinds if the kind was not measured, else 1.
+
+    Args:
+        options: Predicted options by place.
+        measured: Samples per second, by place.
+    """
+    ratios: dict[str, list[float]] = {}
+    for place, speed in measured.items():
+        if place in options:
+            ratio = speed / options[place].samples_per_second
+            ratios.setdefault(place[0], []).append(ratio)
+    every = [ratio for each in ratios.values() for ratio in each] or [1.0]
+    return lambda kind: statistics.fmean(ratios.get(kind, every))

@@ -84,23 +84,24 @@ def jobs_timeline(
     simulation = _simulation(jobs, Path(folder), devices) if predicted else None
     return JobChart(
         [_lane(job, histories[name], first, simulation) for name, job in jobs.items()],
-        devices,
+        sum(devices.values()),
         end - first,
     )
 
 
 def _read_journal(
     path: Path,
-) -> tuple[dict[str, LiveJob], dict[str, _History], int, float]:
-    """Returns jobs, periods, number of devices and newest time from the journal."""
+) -> tuple[dict[str, LiveJob], dict[str, _History], dict[str, int], float]:
+    """Returns jobs, periods, devices by kind and newest time from the journal."""
     jobs: dict[str, LiveJob] = {}
     histories: dict[str, _History] = {}
-    devices, at = 0, 0.0
+    devices, at = {"": 0}, 0.0
     for record in read(path):
         at = max(at, record.get("time", 0.0))
         event, name = record["event"], record.get("name", "")
         if event == "opened":
-            devices = record.get("num_devices", 0)
+            # A journal of before has the number alone.
+            devices = record.get("devices", {"": record.get("num_devices", 0)})
             continue
         apply_event(jobs, event, record, at)
         for known in jobs:
@@ -111,7 +112,9 @@ def _read_journal(
     held = sum(
         max((o.devices for o in h.held), default=h.devices) for h in histories.values()
     )
-    return jobs, histories, devices or max(held, 1), at
+    if not any(devices.values()):
+        devices = {"": max(held, 1)}
+    return jobs, histories, devices, at
 
 
 def _lane(
@@ -146,7 +149,7 @@ def _lane(
 
 
 def _simulation(
-    jobs: Mapping[str, LiveJob], folder: Path, devices: int
+    jobs: Mapping[str, LiveJob], folder: Path, devices: Mapping[str, int]
 ) -> JobSimulation | None:
     """Simulates the jobs that have predictions; None if none has, or if it fails."""
     costs = ChangeCosts()
@@ -169,8 +172,7 @@ def _simulation(
     ]
     if not tables:
         return None
-    every = {"": devices}
     try:
-        return simulate(tables, every, elastic(every, "throughput", 600.0))
+        return simulate(tables, devices, elastic(devices, "throughput", 600.0))
     except JobError:  # A job that no longer fits the cluster that the journal names.
         return None

@@ -155,6 +155,7 @@ def test_a_batch_without_a_divisor_cannot_be_measured(tmp_path: Path) -> None:
         "model": "mlp", "settings": [], "batch": 37, "most_batch": 74,
         "devices": [1, 2], "precision": [], "mesh": [], "micro_batches": None,
         "cluster": wh.cluster("cpu:2").to_json(),
+        "units": {},
     }  # fmt: skip
     with pytest.raises(JobError, match="37 samples has no divisor from 2 to 16"):
         plan_worker.planned(told)

@@ -112,10 +112,79 @@ def test_jobs_trade_the_devices_of_two_hosts(tmp_path: Path, hosts: list[str]) -
         serving.end([*STEPS])
 
 
+KINDS = """
+[kinds.fast]
+base = "cpu"
+
+[kinds.slow]
+base = "cpu"
+flops_per_second = { f32 = 4e9, bf16 = 4e9 }
+
+[[nodes]]
+kind = "fast"
+count = 2
+
+[[nodes]]
+kind = "slow"
+count = 1
+
+[[levels]]
+name = "ethernet"
+size = 3
+bandwidth_bytes_per_second = 1e9
+latency_seconds = 5e-5
+"""
+
+
+def test_jobs_change_the_kind_of_their_devices(
+    tmp_path: Path, hosts: list[str]
+) -> None:
+    (tmp_path / "kinds.toml").write_text(KINDS)
+    serving = Serving(
+        tmp_path, "--every", "5", "--resize", "2", *hosts, cluster="kinds.toml"
+    )
+
+    def step(name: str) -> int:
+        return max((said["step"] for said in serving.commits(name)), default=0)
+
+    def kinds(name: str) -> list[str]:
+        """Kinds of the launches of a job, in order."""
+        book = serving.book()
+        return [
+            said["kind"]
+            for said in book
+            if said["event"] == "launched" and said["name"] == name
+        ]
+
+    def are_complete() -> bool:
+        there = serving.shown()
+        return all(there[name].status == "complete" for name in STEPS if there)
+
+    try:
+        words = "--set", "seconds=0.03", "--no-wait"
+        serving.add("first", *words, steps=STEPS["first"])
+        assert serving.until(lambda: step("first") > 5)
+        assert kinds("first") == ["fast"]
+        # Only the fast kind has two devices.
+        words = *words, "--priority", "9"
+        serving.add("second", *words, steps=STEPS["second"], devices="2")
+        assert serving.until(are_complete)
+        assert kinds("first")[1] == "slow" and kinds("second")[0] == "fast"
+        expected = undisturbed(tmp_path / "alone", max(STEPS.values()))
+        for name, steps in STEPS.items():
+            found = audited(serving, name, steps, expected[:steps])
+            assert found["steps"] == found["compared_losses"] == steps, found
+            assert not found["samples_lost"] and not found["samples_doubled"], found
+            assert found["max_rel_loss_diff"] < 1e-5, found
+        assert serving.until(lambda: not serving.leftovers([*STEPS]), 60.0)
+    finally:
+        serving.end([*STEPS])
+
+
 def test_devices_of_several_hosts_have_their_host_s_name(tmp_path: Path) -> None:
     gpus = job_devices(cluster("h100:2x2"), ("a", "b"))
     assert gpus.names == ["a/0", "a/1", "b/0", "b/1"]
-    assert gpus.masks(["b/1"]) == ["b/1"] and gpus.is_masked
+    assert gpus.masks(["b/1"]) == ["b/1"]
     (tmp_path / "two.toml").write_text(TWO_HOSTS)
     cpus = job_devices(cluster(str(tmp_path / "two.toml")), ("a", "b"))
     assert cpus.names == ["a/cpu0", "a/cpu1", "b/cpu0", "b/cpu1"]
@@ -131,17 +200,18 @@ def test_a_host_without_an_agent_is_away_after_a_while(tmp_path: Path) -> None:
         reader._event({"event": event, "time": at, **fields})
 
     say("opened", 100.0)
-    assert reader.away_hosts(["a", "b"], 120.0) == []
+    assert reader.away_hosts({"a": 0.0, "b": 0.0}, 120.0) == []
     say("agent_joined", 121.0, agent="a")
     say("started", 122.0, name="m1", slot=0, pid=1, began="", agent="a")
-    assert reader.away_hosts(["a", "b"], 170.0) == ["b"]
+    assert reader.away_hosts({"a": 0.0, "b": 0.0}, 170.0) == ["b"]
+    assert reader.away_hosts({"b": 165.0}, 170.0) == []  # It was not needed before.
     assert reader.held_slots == {0}
     say("agent_lost", 200.0, agent="a")
     assert not reader.held_slots
-    assert reader.away_hosts(["a"], 250.0) == []
-    assert reader.away_hosts(["a"], 261.0) == ["a"]
+    assert reader.away_hosts({"a": 0.0}, 250.0) == []
+    assert reader.away_hosts({"a": 0.0}, 261.0) == ["a"]
     say("agent_joined", 262.0, agent="a")
-    assert reader.away_hosts(["a"], 400.0) == []
+    assert reader.away_hosts({"a": 0.0}, 400.0) == []
 
 
 @pytest.mark.parametrize(
@@ -150,11 +220,18 @@ def test_a_host_without_an_agent_is_away_after_a_while(tmp_path: Path) -> None:
         (["--hosts", "a,a"], "--hosts a,a has a host twice"),
         (["--hosts", "a", "--remote-shell", "no-such-program"], "there is no program"),
         (["--host", "1.2.3.4"], "--host was given without --hosts"),
+        (["--hosts", "a", "--ray", "auto"], "--hosts 'a' and --ray 'auto' name the"),
+        (["--slurm", ""], "--slurm: there is no srun here"),
     ],
 )
 def test_hosts_that_cannot_be_used(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     save = ["--save", str(tmp_path / "jobs")]
     assert main(["jobs", "serve", "--cluster", "cpu:4", *save, *words]) == 2
     assert message in capsys.readouterr().err

@@ -21,7 +21,7 @@ from whalejax.cli.jobs.jobs_table import live_table
 from whalejax.cli.main import main
 from whalejax.meshes import cluster
 from whalejax.meshes.errors import WhaleError
-from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.job_table import NOWHERE, JobError
 from whalejax.scheduler.live import local_socket, plan_worker
 from whalejax.scheduler.live.job_book import JobBook
 from whalejax.scheduler.live.job_devices import job_devices
@@ -248,7 +248,7 @@ def test_a_full_disk_loses_nothing_and_is_told(
     assert "none is started until there is space" in jobs(service).notes[0]
     full[0] = False
     service._book.record("paused", name="one")  # So that nothing is started here.
-    service._place(service._book.jobs["one"], 0)
+    service._place(service._book.jobs["one"], NOWHERE)
     service.turn(0.0)
     assert jobs(service).notes == []
     assert JobBook(tmp_path / "jobs").jobs["one"].options
@@ -371,7 +371,7 @@ def make():
 
 
 def told(request: Add, text: str) -> dict[str, Any]:
-    fields = {**request.fields, "cluster": cluster(text).to_json()}
+    fields = {**request.fields, "cluster": cluster(text).to_json(), "units": {}}
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(fields))
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_throughputs_and_costs_are_measured(tmp_path: Path) -> None:
     reader.poll()
     assert (reader.size, reader.members, reader.step) == (2, 2, 11)
     assert reader.loss == pytest.approx(1 / 11) and reader.first_step_at == 109.0
-    assert reader.steps_per_second() == {2: pytest.approx(2.0)}
+    assert reader.steps_per_second() == {("", 2): pytest.approx(2.0)}
     assert reader.costs.means() == {"start_seconds": pytest.approx(9.0)}
     # It is given four devices at 114; they take part at 121.
     reader.record_decision(114.0, 2, 4)
@@ -64,7 +64,7 @@ def test_throughputs_and_costs_are_measured(tmp_path: Path) -> None:
     told.begin(121.0, 2, 4)
     told.steps(2, 12, [121.5 + n / 4 for n in range(9)])
     reader.poll()
-    assert reader.steps_per_second()[4] == pytest.approx(4.0)
+    assert reader.steps_per_second()["", 4] == pytest.approx(4.0)
     assert reader.costs.joins == [pytest.approx(7.0)]
     # Between the steps at 114 and 121.5; that a step takes so long was not known yet.
     assert reader.costs.stills == [pytest.approx(7.5)]
@@ -137,6 +137,14 @@ class Run:
         self.resized: list[int] = []
         self.exit_status: int | None = None
         self.refusal = ""
+        self.wanted_hosts: dict[str, float] = {}
+        self.away: list[str] = []
+
+    def want_hosts(self, hosts: Iterable[str]) -> None:
+        self.wanted_hosts = dict.fromkeys(hosts, 0.0)
+
+    def away_hosts(self, hosts: dict[str, float], at: float) -> list[str]:
+        return [host for host in hosts if host in self.away]
 
     def poll(self) -> None:
         pass
@@ -147,7 +155,7 @@ class Run:
     def end_of_log(self) -> str:
         return "the end of its log"
 
-    def record_launch(self, at: float, batch: int) -> None:
+    def record_launch(self, at: float, batch: int, kind: str) -> None:
         pass
 
     def start(
@@ -173,7 +181,13 @@ class Run:
 class Host:
     """Four devices and some jobs."""
 
-    def __init__(self, folder: Path, *names: str, masks: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *names: str,
+        masks: bool = False,
+        kinds: Sequence[str] = ("",) * 4,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.book = JobBook(folder)
         self.runs = {name: Run() for name in names}
@@ -184,13 +198,14 @@ class Host:
             options = [{"kind": "", "devices": 1, "samples_per_second": 1.0}]
             options = [{**one, "layout": ""} for one in options]
             self.book.record("planned", name=name, batch=8, options=options)
-        there = [f"d{n}" for n in range(4)]
+        there = {f"d{n}": kind for n, kind in enumerate(kinds)}
+        platforms = dict.fromkeys(kinds, "gpu" if masks else "cpu")
         runs: Any = self.runs
-        self.placing = Placing(self.book, runs, JobDevices(there, masks))
+        self.placing = Placing(self.book, runs, JobDevices(there, platforms))
 
-    def place(self, **sizes: int) -> None:
+    def place(self, kind: str = "", **sizes: int) -> None:
         for name, size in sizes.items():
-            self.book.record("placed", name=name, size=size)
+            self.book.record("placed", name=name, size=size, kind=kind if size else "")
         self.turn()
 
     def turn(self) -> None:
@@ -223,6 +238,29 @@ def test_a_device_is_another_job_s_when_its_process_has_ended(tmp_path: Path) ->
     host.turn()
     assert host.book.jobs["b"].how == "complete" and a.resized[-1] == 4
     assert host.devices()["a"] == ["d0", "d1", "d2", "d3"]
+
+
+def test_another_kind_of_devices_takes_another_run(tmp_path: Path) -> None:
+    kinds = ["fast", "fast", "slow", "slow"]
+    host = Host(tmp_path, "a", "b", masks=True, kinds=kinds)
+    a, b = host.runs["a"], host.runs["b"]
+    host.place("fast", a=2)
+    assert a.started == [(2, ["d0", "d1"])]
+    a.has(2)
+    host.place("fast", b=2)
+    host.place("slow", a=1)
+    assert a.resized == [0] and not b.started  # It ends, with a checkpoint.
+    a.gone(Ending.DRAINED)
+    host.turn()
+    host.turn()
+    assert a.started[-1] == (1, ["d2"]) and b.started == [(2, ["d0", "d1"])]
+    a.has(1)
+    a.ending = None
+    host.place("slow", a=2)
+    assert a.resized == [0, 2] and host.devices()["a"] == ["d2", "d3"]
+    assert [placed[1:] for placed in host.book.jobs["a"].placed] == [
+        (0, 2), (0, 1), (1, 2)
+    ]  # fmt: skip
 
 
 def test_a_run_that_ends_otherwise_starts_again(tmp_path: Path) -> None:

@@ -22,11 +22,18 @@ from whalejax.cli.jobs.jobs_options import (
 from whalejax.cli.process_places import address_for
 from whalejax.elastic.elastic_worker import mesh_asked
 from whalejax.journals.journal import FOLDER
+from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import visible
 from whalejax.processes.launch_spec import check_hosts, shell_words
 from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.live.job_hosts import (
+    JobHosts,
+    named_hosts,
+    ray_hosts,
+    slurm_hosts,
+)
 from whalejax.scheduler.live.job_run import LOG
 from whalejax.scheduler.live.job_service import JobService, ServeSettings
 from whalejax.scheduler.live.local_socket import ask
@@ -58,18 +65,6 @@ def serve(command: JobsServeCommand) -> int:
     Args:
         command: The options.
     """
-    hosts = () if command.hosts is None else tuple(command.hosts.split(","))
-    shell = shell_words(command.remote_shell)
-    with Problems("whalejax jobs serve", JobError) as problems:
-        if command.hosts is not None:
-            check_hosts(problems, hosts, len(hosts), shell)
-        else:
-            for option in ("remote_shell", "host"):
-                if getattr(command, option) != getattr(_SERVE_DEFAULTS, option):
-                    problems.add(
-                        f"--{option.replace('_', '-')} was given without --hosts, and "
-                        "is of these only. Leave it out, or name hosts"
-                    )
     for name in ("every", "resize", "horizon"):
         value = getattr(command, name)
         if not 0 <= value < 1e12 or (name != "resize" and not value):
@@ -81,15 +76,45 @@ def serve(command: JobsServeCommand) -> int:
         every=command.every,
         resize=command.resize,
         horizon=command.horizon,
-        hosts=hosts,
-        remote_shell=shell,
-        address=command.host or (address_for(hosts) if hosts else ""),
+        hosts=_hosts_of(command),
     )
 
     def print_address(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     return JobService(settings).run(print_address)
+
+
+def _hosts_of(command: JobsServeCommand) -> JobHosts | None:
+    """Returns the hosts of jobs; None for this machine."""
+    hosts = () if command.hosts is None else tuple(command.hosts.split(","))
+    shell = shell_words(command.remote_shell)
+    given = {name: getattr(command, name) for name in ("hosts", "slurm", "ray")}
+    given = {name: value for name, value in given.items() if value is not None}
+    with Problems("whalejax jobs serve", JobError) as problems:
+        if len(given) > 1:
+            texts = " and ".join(f"--{name} {value!r}" for name, value in given.items())
+            problems.add(f"{texts} name the hosts of jobs; expected one of them")
+        if command.hosts is not None:
+            check_hosts(problems, hosts, len(hosts), shell)
+        elif command.remote_shell != _SERVE_DEFAULTS.remote_shell:
+            problems.add(
+                "--remote-shell was given without --hosts, and is of these only. Leave "
+                "it out, or name hosts"
+            )
+        if command.host is not None and not given:
+            problems.add(
+                "--host was given without --hosts, --slurm or --ray, and is of these "
+                "only. Leave it out, or name hosts"
+            )
+    nodes, address = parse_cluster(command.cluster), command.host or ""
+    if command.slurm is not None:
+        return slurm_hosts(nodes, command.slurm, address)
+    if command.ray is not None:
+        return ray_hosts(nodes, command.ray, address)
+    if not hosts:
+        return None
+    return named_hosts(nodes, hosts, shell, address or address_for(hosts))
 
 
 def add(command: JobsAddCommand) -> int:

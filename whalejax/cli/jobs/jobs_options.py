@@ -74,8 +74,15 @@ class JobsServeCommand:
     hosts: Annotated[str | None, option(metavar="A,B")] = None
     """hosts of the cluster's nodes, in their order: jobs run there, on others than this
     one by ssh, in the folder of the job, with this Python; --save is on all of them"""
+    slurm: Annotated[str | None, option(metavar="OPTIONS")] = None
+    """in place of --hosts: each node of the cluster is an allocation by srun with these
+    options while a job holds it; {kind} and {devices} stand for those of the node"""
+    ray: Annotated[str | None, option(metavar="ADDRESS")] = None
+    """in place of --hosts: each node of the cluster is an actor of this Ray cluster, or
+    of auto, with the node's CPUs or GPUs, while a job holds the node"""
     host: Annotated[str | None, option(metavar="ADDRESS")] = None
-    """of --hosts: address of this machine at which they reach the jobs' supervisors"""
+    """of --hosts, --slurm, --ray: address of this machine at which they reach the jobs'
+    supervisors"""
     remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = SSH
     """what is given a host and a command"""
 

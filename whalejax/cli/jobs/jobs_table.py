@@ -74,9 +74,10 @@ def _rendered(jobs: Jobs) -> RenderableType:
 
 
 def _devices(one: JobReport) -> str:
+    kind = f" {one.kind}" if one.kind else ""
     if one.held == one.target:
-        return f"{one.held}"
-    return f"{one.held} → {one.target}"
+        return f"{one.held}{kind}"
+    return f"{one.held} → {one.target}{kind}"
 
 
 def _speed(one: JobReport) -> str:

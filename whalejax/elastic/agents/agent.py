@@ -387,7 +387,7 @@ class Agent:
             self._say(NotLaunched(name=name, why=why))
             return
         try:
-            own = {VISIBLE: device} if device else self._own_gpus(name)
+            own = self._own_gpus(name) if not device else {VISIBLE: self._gpu(device)}
             pid, began = self._processes.start(name, own)
         except (OSError, WhaleError) as error:
             self._places.pop(name, None)
@@ -396,6 +396,19 @@ class Agent:
             return
         self._started[name] = pid, began
         self._say(Launched(name=name, pid=pid, began=began))
+
+    def _gpu(self, device: str) -> str:
+        """Returns the name of a GPU that the supervisor gives by its number among those
+        that this agent sees.
+        """
+        if not device.isdigit() or not self._gpus:
+            return device
+        if int(device) >= len(self._gpus):
+            raise WhaleError(
+                f"device {device} is not one of the {len(self._gpus)} GPUs here "
+                f"({', '.join(self._gpus)})"
+            )
+        return self._gpus[int(device)]
 
     def _own_gpus(self, name: str) -> dict[str, str]:
         """GPUs that no other process of this agent has."""

@@ -1,4 +1,4 @@
-"""Agents of a run on named hosts, started by a remote shell and started again."""
+"""Agents of a run on hosts, started by a remote shell and restarted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -21,11 +21,12 @@ from whalejax.wire.keys import make_key
 KEY: Final = "key"
 _HOLD_SECONDS: Final = 1.0
 _MOST_HOLD_SECONDS: Final = 60.0
+_LEFT_SECONDS: Final = 5.0
 _END_SECONDS: Final = 30.0
 
 
 def agent_words(supervisor: str, logs: Path, name: str, processes: int) -> list[str]:
-    """The words behind a Python that start an agent of a run with these logs."""
+    """Returns the arguments of Python that start an agent of a run with these logs."""
     return [
         *("-m", "whalejax", "agent", supervisor, "--name", name),
         *("--key", str((logs / FOLDER / KEY).absolute()), "--logs", str(logs)),
@@ -34,45 +35,65 @@ def agent_words(supervisor: str, logs: Path, name: str, processes: int) -> list[
 
 
 class HostAgents:
-    """One agent on each host while a block runs; one that fails is started again."""
+    """One agent on each host while a block runs; one that fails is restarted."""
 
     def __init__(
         self,
-        hosts: Sequence[str],
+        shells: Mapping[str, Sequence[str]],
         supervisor: str,
         logs: Path,
         *,
         processes: int,
-        remote_shell: Sequence[str],
+        hosts: Iterable[str] | None = None,
+        is_queued: bool = False,
     ) -> None:
-        """Names the hosts; starts no agent yet.
+        """Stores the hosts; starts no agent yet.
 
         Args:
-            hosts: Their names, which are the agents' too.
-            supervisor: Host and port where it listens.
-            logs: Folder of ``--logs``, of the same name on all hosts.
+            shells: Command that runs another on a host, by the host's name, which
+                follows it; agents have the names of the hosts.
+            supervisor: Host and port where the supervisor listens.
+            logs: Folder of ``--logs``, with the same path on all hosts.
             processes: Largest number of processes on each host.
-            remote_shell: Words before a host's name and the command for it.
+            hosts: Hosts that get an agent when the block begins; default: all.
+            is_queued: Whether the command waits in a queue for a host of any name: an
+                agent that was asked to leave is then started again, on another one.
         """
-        self._hosts, self._supervisor, self._logs = hosts, supervisor, logs
-        self._processes, self._remote_shell = processes, remote_shell
+        self._shells, self._supervisor, self._logs = shells, supervisor, logs
+        self._processes, self._is_queued = processes, is_queued
+        self._first = [*(shells if hosts is None else hosts)]
         self._over = threading.Event()
         self._lock = threading.Lock()
+        self._wanted: set[str] = set()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[str, threading.Thread] = {}
 
     def __enter__(self) -> HostAgents:
-        """Starts them.
+        """Starts the first agents.
 
         Raises:
             WhaleError: The key of the run cannot be written.
         """
         make_key(self._logs / FOLDER / KEY)
-        for host in self._hosts:
-            thread = threading.Thread(target=self._keep, args=(host,), daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self.set_hosts(self._first)
         return self
+
+    def set_hosts(self, hosts: Iterable[str]) -> None:
+        """Starts agents on hosts that have none, and ends those of other hosts.
+
+        Args:
+            hosts: Names of hosts that have a shell.
+        """
+        wanted = {host for host in hosts if host in self._shells}
+        with self._lock:
+            ended = [p for host, p in self._running.items() if host not in wanted]
+            new, self._wanted = wanted - self._wanted, wanted
+            for host in sorted(new - self._threads.keys()):
+                thread = threading.Thread(target=self._keep, args=(host,), daemon=True)
+                self._threads[host] = thread
+                thread.start()
+        for process in ended:
+            process.terminate()
 
     def __exit__(
         self,
@@ -83,7 +104,7 @@ class HostAgents:
         """Ends the agents that have not ended with the run."""
         self._over.set()
         with self._lock:
-            running = [*self._running.values()]
+            running, threads = [*self._running.values()], [*self._threads.values()]
         for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS if exc is None else 0.0)
@@ -91,15 +112,13 @@ class HostAgents:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
             process.kill()
-        for thread in self._threads:
+        for thread in threads:
             thread.join(_END_SECONDS)
 
     def words(self, host: str) -> list[str]:
-        """The command that starts the agent of a host, from here.
+        """Returns the command that starts the agent of a host, from here.
 
-        >>> agents = HostAgents(
-        ...     ["b"], "a:1", Path("logs"), processes=2, remote_shell=["ssh"]
-        ... )
+        >>> agents = HostAgents({"b": ["ssh"]}, "a:1", Path("logs"), processes=2)
         >>> agents.words("b")[:2]
         ['ssh', 'b']
         """
@@ -107,32 +126,52 @@ class HostAgents:
         agent = [sys.executable, *words]
         if is_here(host):
             return agent
-        return words_there(self._remote_shell, host, agent)
+        return words_there(self._shells[host], host, agent)
+
+    def _is_wanted(self, host: str) -> bool:
+        return host in self._wanted and not self._over.is_set()
 
     def _keep(self, host: str) -> None:
-        """Starts an agent, again where it fails, after a growing while."""
+        """Starts an agent; restarts it after increasing delays if it fails."""
         hold = _HOLD_SECONDS
         path = self._logs / FOLDER / f"agent-{host.replace('/', '_')}.log"
-        while not self._over.is_set():
-            try:
-                with path.open("ab") as log:
-                    process = subprocess.Popen(
-                        self.words(host),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-            except OSError as error:
-                tell_user(f"the agent of {host} cannot be started: {error.strerror}")
+        while True:
+            with self._lock:
+                if not self._is_wanted(host):
+                    del self._threads[host]
+                    return
+                try:
+                    process = self._running[host] = self._start(host, path)
+                except OSError as error:
+                    why = error.strerror
+                    process = None
+            if process is None:
+                tell_user(f"the agent of {host} cannot be started: {why}")
                 self._over.wait(hold)
                 continue
-            with self._lock:
-                self._running[host] = process
             status = process.wait()
-            if status == 0 or self._over.is_set():
-                return
+            with self._lock:
+                del self._running[host]
+                if not self._is_wanted(host):
+                    continue
+                if status == 0 and not self._is_queued:
+                    del self._threads[host]
+                    return
+            if status == 0:
+                # The run is over, or somebody else asked the agent to leave.
+                self._over.wait(_LEFT_SECONDS)
+                continue
             why = f"ended {exit_text(status)}; {path} says more"
             tell_user(f"the agent of {host} {why}. It is started again in {hold:.0f} s")
             self._over.wait(hold)
             hold = min(2 * hold, _MOST_HOLD_SECONDS)
+
+    def _start(self, host: str, path: Path) -> subprocess.Popen[bytes]:
+        with path.open("ab") as log:
+            return subprocess.Popen(
+                self.words(host),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )

@@ -8,6 +8,7 @@ say goes over the wire of the run.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -64,6 +65,32 @@ def name_of(node: Mapping[str, Any]) -> str:
     return f"ray-{node['NodeID'][:_NAME_LETTERS]}"
 
 
+def connected_ray(address: str) -> Any:
+    """Connects to a Ray cluster; returns the module.
+
+    Args:
+        address: Address of the cluster, or ``"auto"``.
+
+    Raises:
+        WhaleError: Ray is not installed, or there is no cluster.
+    """
+    try:
+        import ray  # pyright: ignore[reportMissingImports] (of the extra ray)
+    except ImportError:
+        raise WhaleError(
+            "--ray needs Ray, which is not installed here. Install whalejax[ray]"
+        ) from None
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise WhaleError(
+            f"--ray is {address}, where no Ray cluster answers "
+            f"({str(error).splitlines()[0][:200]}). Start one by ray start --head, "
+            "or give its address"
+        ) from error
+    return ray
+
+
 class RayAgents:
     """One agent on each node of a Ray cluster while a block runs.
 
@@ -86,22 +113,8 @@ class RayAgents:
         Raises:
             WhaleError: Ray is not installed, or there is no cluster.
         """
-        try:
-            import ray  # pyright: ignore[reportMissingImports] (of the extra ray)
-        except ImportError:
-            raise WhaleError(
-                "--ray needs Ray, which is not installed here. Install whalejax[ray]"
-            ) from None
-        self._ray: Any = ray
+        self._ray = connected_ray(address)
         self._supervisor, self._logs = supervisor, logs.absolute()
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise WhaleError(
-                f"--ray is {address}, where no Ray cluster answers "
-                f"({str(error).splitlines()[0][:200]}). Start one by ray start --head, "
-                "or give its address"
-            ) from error
         nodes = self._nodes()
         self.names = tuple(map(name_of, nodes))
         self._room = max(-(-processes // max(len(nodes), 1)), 1)

@@ -97,6 +97,7 @@ class Placing:
                 self._find_failed(job, run)
                 self._resize(job, run)
             self._release(job, run)
+            self._want_hosts(job)
 
     def free(self) -> list[str]:
         """Returns the usable devices that no job has."""
@@ -110,24 +111,45 @@ class Placing:
 
     def lost_devices(self) -> dict[str, str]:
         """Returns the devices that failed or whose host has no agent, with reasons."""
-        lost, now = dict(self.failed), time.time()
-        hosts = self._devices.hosts
-        for job in self._book.unfinished() if hosts else ():
-            run = self._runs[job.name]  # It has an agent on every host.
-            for host in run.reader.away_hosts(hosts, now) if run.is_alive else ():
+        lost, now, devices = dict(self.failed), time.time(), self._devices
+        if devices.engine is not None:  # It gives whole hosts.
+            for failed, why in self.failed.items():
+                for name in devices.of_host(*devices.hosts_of([failed])):
+                    lost.setdefault(name, why)
+        for job in self._book.unfinished() if devices.has_hosts else ():
+            for host in self._away_hosts(self._runs[job.name], now):
                 why = f"{host} has no agent of {job.name}"
-                for name in self._devices.of_host(host):
+                for name in devices.of_host(host):
                     lost.setdefault(name, why)
         return lost
 
+    def _away_hosts(self, run: JobRun, now: float) -> list[str]:
+        """Returns the hosts of a run that have had no agent for a while.
+
+        A run without members that waits in the queue of an engine goes on waiting.
+        """
+        is_queued = self._devices.engine is not None and not run.reader.members
+        if not run.is_alive or is_queued:
+            return []
+        return run.reader.away_hosts(run.wanted_hosts, now)
+
+    def _want_hosts(self, job: LiveJob) -> None:
+        """Keeps agents on a job's hosts, and on those that it waits for."""
+        run = self._runs[job.name]
+        if self._devices.has_hosts:
+            away = self._away_hosts(run, time.time())
+            run.want_hosts([*self._devices.hosts_of(job.devices), *away])
+
     def _candidates(self, job: LiveJob) -> list[str]:
-        """Returns the devices that a job may have, in order of preference.
+        """Returns the devices of its target's kind that a job may have, in order of
+        preference.
 
         Its own come first, then those on its own hosts, then those on the hosts with
         most free devices.
         """
-        own = self._healthy_devices(job)
-        return own + self._devices.near(own, self.free())
+        own, hosts = self._healthy_devices(job), self._runs[job.name].wanted_hosts
+        names = own + self._devices.near(hosts, self.free())
+        return [name for name in names if self._devices.kinds[name] == job.place[0]]
 
     def _find_failed(self, job: LiveJob, run: JobRun) -> None:
         """Records devices on which processes fail while other members run well.
@@ -182,8 +204,9 @@ class Placing:
                 efficiency=efficiency,
                 step=step,
                 steps=step + more,
+                kind=job.place[0],
             )
-            run.reader.record_launch(time.time(), batch)
+            run.reader.record_launch(time.time(), batch, job.place[0])
             self._start(job, run, job.target)
 
     def _start(self, job: LiveJob, run: JobRun, size: int) -> None:
@@ -201,6 +224,7 @@ class Placing:
                 batch=job.run_batch,
                 steps=job.run_steps,
                 rate=rate,
+                platform=self._devices.platform(job.devices[0]) if job.devices else "",
             )
         except OSError as error:  # The system cannot start it, or its folder is gone.
             run.refusal = f"its supervisor cannot be started ({error})"
@@ -209,7 +233,7 @@ class Placing:
         size = run.reader.size
         if not size or run.is_asking or run.reader.drains:
             return
-        # A change of the batch restarts the run from a checkpoint.
+        # A change of the batch or the kind restarts the run from a checkpoint.
         target = 0 if job.changes_batch else self._without_failed(job, run)
         if target < size:
             run.resize(target, self._mask(job)[:target])
@@ -221,8 +245,10 @@ class Placing:
 
     def _without_failed(self, job: LiveJob, run: JobRun) -> int:
         """Returns the number of members before the first one on a lost device; 0 if
-        they are too few.
+        they are too few, or on another kind of devices than the target.
         """
+        if any(self._devices.kinds[name] != job.place[0] for name in job.devices):
+            return 0
         lost = self.lost_devices()
         there = [n for n, name in enumerate(job.devices) if name in lost]
         first = min(there, default=job.target)
@@ -242,6 +268,7 @@ class Placing:
     def _set_devices(self, job: LiveJob, names: list[str]) -> None:
         if names != job.devices:
             self._book.record("devices", name=job.name, devices=names)
+            self._want_hosts(job)
 
     def _healthy_devices(self, job: LiveJob) -> list[str]:
         lost = self.lost_devices()

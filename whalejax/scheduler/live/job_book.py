@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from whalejax.journals.journal import JournalLines, read
-from whalejax.scheduler.job_table import JobError, JobOption, Place
+from whalejax.scheduler.job_table import NOWHERE, JobError, JobOption, Place
 from whalejax.scheduler.live.requests import Add
 
 
@@ -42,10 +42,10 @@ class LiveJob:
         segments: First step, batch and relative progress per sample of each launch, in
             order.
         run_steps: Number of the step after which the present run ends.
-        launched_at: Unix time and batch of each launch.
-        target: Target number of devices.
-        placed: Unix times of decisions about it, with the numbers of devices before and
-            after.
+        launched_at: Unix time, batch and device kind of each launch.
+        place: Target device kind and number of devices.
+        placed: Unix times of decisions about it, with the numbers of devices of the
+            target's kind before and after.
         devices: Names of the devices that it has, by slot.
         paused, cancelled: Whether the user paused or cancelled it.
         launches: Number of starts of its run since its last new step.
@@ -61,8 +61,8 @@ class LiveJob:
     wanted: tuple[int, float] = (0, 1.0)
     segments: list[tuple[int, int, float]] = field(default_factory=list)
     run_steps: int = 0
-    launched_at: list[tuple[float, int]] = field(default_factory=list)
-    target: int = 0
+    launched_at: list[tuple[float, int, str]] = field(default_factory=list)
+    place: Place = NOWHERE
     placed: list[tuple[float, int, int]] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     paused: bool = False
@@ -76,6 +76,11 @@ class LiveJob:
     def name(self) -> str:
         """Name of the job."""
         return self.request.name
+
+    @property
+    def target(self) -> int:
+        """Target number of devices."""
+        return self.place[1]
 
     @property
     def wanted_batch(self) -> int:
@@ -203,8 +208,10 @@ def apply_event(
                 else:
                     job.larger.setdefault(option.batch, {})[place] = option
         case "placed":
-            job.placed.append((at, job.target, fields["size"]))
-            job.target = fields["size"]
+            kind, size = fields.get("kind", ""), fields["size"]
+            before = job.target if kind == job.place[0] or not size else 0
+            job.placed.append((at, before, size))
+            job.place = kind, size
         case "devices":
             job.devices = list(fields["devices"])
         case "launched":
@@ -213,7 +220,8 @@ def apply_event(
                 segment = fields["step"], fields["batch"], fields["efficiency"]
                 job.segments.append(segment)
                 job.run_steps = fields["steps"]
-                job.launched_at.append((at, fields["batch"]))
+                kind = fields.get("kind", "")
+                job.launched_at.append((at, fields["batch"], kind))
         case "batch":
             job.wanted = fields["batch"], fields["efficiency"]
         case "progressed":
@@ -225,7 +233,7 @@ def apply_event(
             job.cancelled = True
         case "ended":
             job.how, job.why = fields["how"], fields["why"]
-            job.ended_at, job.target, job.devices = at, 0, []
+            job.ended_at, job.place, job.devices = at, NOWHERE, []
 
 
 def told_options(options: Iterable[JobOption]) -> list[dict[str, Any]]:

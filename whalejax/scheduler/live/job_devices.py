@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from whalejax.meshes import Cluster
+from whalejax.meshes import Cluster, Node
 from whalejax.processes.local_gpus import visible_gpus
 from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.live.job_hosts import Engine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,54 +17,86 @@ class JobDevices:
     """Devices that are divided among jobs.
 
     Attributes:
-        names: Names of the devices; on named hosts, the host and a ``/`` come first.
-        is_masked: Whether processes see only their own devices, by
-            ``CUDA_VISIBLE_DEVICES``.
+        kinds: Kind of each device, by the device's name, in the order in which jobs get
+            them; empty texts if all are alike. On named hosts, the host and a ``/``
+            come first in a name.
+        platforms: Platform of each kind, ``"cpu"`` or ``"gpu"``.
         has_hosts: Whether the devices are on named hosts.
+        engine: Engine that gives whole hosts to jobs; None if jobs share hosts.
     """
 
-    names: list[str]
-    is_masked: bool
+    kinds: Mapping[str, str]
+    platforms: Mapping[str, str]
     has_hosts: bool = False
+    engine: Engine | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the devices."""
+        return [*self.kinds]
 
     def masks(self, names: Sequence[str]) -> list[str]:
         """Returns the device names for the members of a run, as its supervisor gets
-        them; empty if all may use all devices.
+        them: a GPU's name for ``CUDA_VISIBLE_DEVICES``; empty if all may use all
+        devices.
 
         Args:
-            names: Names of the devices, by slot.
+            names: Names of the devices, by slot; all of one kind.
 
-        >>> JobDevices(["a/cpu0", "b/cpu0"], False, True).masks(["b/cpu0"])
+        >>> devices = JobDevices({"a/cpu0": "", "b/cpu0": ""}, {"": "cpu"}, True)
+        >>> devices.masks(["b/cpu0"])
         ['b/']
         """
+        is_masked = any(self.platform(name) == "gpu" for name in names)
         if not self.has_hosts:
-            return [*names] if self.is_masked else []
-        return [name if self.is_masked else f"{_host(name)}/" for name in names]
+            return [*names] if is_masked else []
+        return [name if is_masked else f"{_host(name)}/" for name in names]
 
-    @property
-    def hosts(self) -> list[str]:
-        """Names of the hosts; empty for this machine alone."""
-        return [*dict.fromkeys(map(_host, self.names))] if self.has_hosts else []
+    def platform(self, name: str) -> str:
+        """Returns the platform of a device."""
+        return self.platforms[self.kinds[name]]
+
+    def counts(self, names: Iterable[str]) -> dict[str, int]:
+        """Returns the number of devices of each kind, for some of the devices."""
+        none = dict.fromkeys(self.platforms, 0)
+        return {**none, **Counter(self.kinds[name] for name in names)}
+
+    def hosts_of(self, names: Iterable[str]) -> list[str]:
+        """Returns the hosts of some of the devices; empty for this machine alone."""
+        return [*dict.fromkeys(map(_host, names))] if self.has_hosts else []
 
     def of_host(self, host: str) -> list[str]:
         """Returns the names of a host's devices."""
-        return [name for name in self.names if _host(name) == host]
+        return [name for name in self.kinds if _host(name) == host]
 
-    def near(self, own: Sequence[str], free: Sequence[str]) -> list[str]:
+    @property
+    def units(self) -> dict[str, int]:
+        """Number of devices that a job gets together, by kind: those of a host where an
+        engine gives hosts, else 1.
+        """
+        units = dict.fromkeys(self.platforms, 1)
+        if self.engine is not None:
+            hosts = Counter(map(_host, self.kinds))
+            units.update(
+                (kind, hosts[_host(name)]) for name, kind in self.kinds.items()
+            )
+        return units
+
+    def near(self, hosts: Collection[str], free: Sequence[str]) -> list[str]:
         """Returns free devices in the order in which a job gets them: first those on
         its own hosts, then those on hosts with most free devices.
 
         Args:
-            own: Names of the job's devices.
+            hosts: Names of the job's hosts.
             free: Names of devices that no job has.
 
-        >>> some = JobDevices([], False, True)
-        >>> some.near(["b/0"], ["a/0", "a/1", "b/1"])
+        >>> some = JobDevices({}, {}, True)
+        >>> some.near(["b"], ["a/0", "a/1", "b/1"])
         ['b/1', 'a/0', 'a/1']
         """
         if not self.has_hosts:
             return [*free]
-        hosts, counts = {_host(name) for name in own}, Counter(map(_host, free))
+        counts = Counter(map(_host, free))
         return sorted(free, key=lambda n: (_host(n) not in hosts, -counts[_host(n)]))
 
 
@@ -71,56 +104,78 @@ def _host(name: str) -> str:
     return name.partition("/")[0]
 
 
-def job_devices(cluster: Cluster, hosts: Sequence[str] = ()) -> JobDevices:
+def job_devices(
+    cluster: Cluster, hosts: Sequence[str] = (), engine: Engine | None = None
+) -> JobDevices:
     """Returns the devices of a cluster that can be divided among jobs.
 
     Args:
         cluster: The cluster.
-        hosts: Host of each of its nodes; empty for this machine.
+        hosts: Host of each of its nodes; empty for this machine, which has at most one
+            node of CPUs and one of GPUs.
+        engine: Engine that gives the hosts; None for named ones.
 
     Raises:
-        JobError: The cluster has several kinds of devices or a kind that is neither CPU
-            nor GPU, its nodes do not match the hosts, or it has too many devices.
+        JobError: A kind is neither CPU nor GPU, the nodes do not match the hosts, there
+            are more devices than this machine has, or nodes of a kind that an engine
+            gives have unlike numbers of devices.
     """
     nodes = cluster.nodes
-    if len(nodes) > 1 and not hosts:
-        raise JobError(
-            f"{cluster.describe()} has {len(nodes)} hosts, and without --hosts jobs "
-            "run on this one alone. Give --hosts, one for each node, or a cluster of "
-            f"one, such as {cluster.kinds[0].name}:{nodes[0].count}"
-        )
     if hosts and len(hosts) != len(nodes):
         raise JobError(
             f"--hosts has {len(hosts)} names, and {cluster.describe()} has "
             f"{len(nodes)} nodes. Give one host for each node"
         )
-    if len(cluster.kinds) > 1:
-        kinds = ", ".join(kind.name for kind in cluster.kinds)
+    for kind in cluster.kinds:
+        if kind.platform not in ("cpu", "gpu"):
+            raise JobError(
+                f"jobs serve divides CPUs and GPUs; {kind.name} is {kind.platform}"
+            )
+    for kind in cluster.kinds if engine is not None else ():
+        counts = sorted({node.count for node in nodes if node.kind.name == kind.name})
+        if len(counts) > 1:
+            raise JobError(
+                f"with --{engine} a job holds whole nodes, and nodes of {kind.name} "
+                f"have {' and '.join(map(str, counts))} devices. Give nodes of one "
+                "size, such as the smallest"
+            )
+    alike = len(cluster.kinds) == 1
+    platforms = {"" if alike else kind.name: kind.platform for kind in cluster.kinds}
+    kinds: dict[str, str] = {}
+    if not hosts:
+        _check_one_machine(cluster)
+    for index, node in enumerate(nodes):
+        names = _names_here(node) if not hosts else _names_on(node, hosts[index])
+        kinds.update(dict.fromkeys(names, "" if alike else node.kind.name))
+    return JobDevices(kinds, platforms, bool(hosts), engine)
+
+
+def _check_one_machine(cluster: Cluster) -> None:
+    """Refuses a cluster of several machines."""
+    nodes = cluster.nodes
+    if max(Counter(node.kind.platform for node in nodes).values()) > 1:
+        first = nodes[0]
         raise JobError(
-            f"{cluster.describe()} has devices of several kinds ({kinds}); jobs serve "
-            "divides devices that are alike. Serve one kind"
+            f"{cluster.describe()} has {len(nodes)} hosts, and without --hosts jobs "
+            "run on this one alone. Give --hosts, one for each node, or a cluster of "
+            f"one, such as {first.kind.name}:{first.count}"
         )
-    count, (kind,) = cluster.num_devices, cluster.kinds
-    is_gpu = kind.platform == "gpu"
-    if kind.platform not in ("cpu", "gpu"):
-        raise JobError(
-            f"jobs serve divides CPUs and GPUs; {kind.name} is {kind.platform}"
-        )
-    if hosts:
-        word = "" if is_gpu else "cpu"
-        names = [
-            f"{host}/{word}{number}"
-            for host, node in zip(hosts, nodes, strict=True)
-            for number in range(node.count)
-        ]
-        return JobDevices(names, is_gpu, has_hosts=True)
-    if not is_gpu:
-        return JobDevices([f"cpu{n}" for n in range(count)], is_masked=False)
-    there = visible_gpus()
+
+
+def _names_on(node: Node, host: str) -> list[str]:
+    word = "" if node.kind.platform == "gpu" else "cpu"
+    return [f"{host}/{word}{number}" for number in range(node.count)]
+
+
+def _names_here(node: Node) -> list[str]:
+    if node.kind.platform == "cpu":
+        return [f"cpu{number}" for number in range(node.count)]
+    there, count = visible_gpus(), node.count
     if len(there) < count:
+        kind = node.kind.name
         raise JobError(
-            f"--cluster has {count} {kind.name}, and this host shows {len(there)} GPUs "
-            f"({', '.join(there) or 'none'}). Give {kind.name}:{len(there) or 'N'} on "
+            f"--cluster has {count} {kind}, and this host shows {len(there)} GPUs "
+            f"({', '.join(there) or 'none'}). Give {kind}:{len(there) or 'N'} on "
             "a host with GPUs, or unset CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
         )
-    return JobDevices([*there[:count]], is_masked=True)
+    return [*there[:count]]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -41,13 +42,16 @@ class PlannedJob:
 class Planning:
     """Queue of jobs to plan, and the job that is being planned."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(
+        self, cluster: Cluster, units: Mapping[str, int] | None = None
+    ) -> None:
         """Prepares the queue; plans nothing yet.
 
         Args:
             cluster: Devices that the jobs share.
+            units: Number of devices that a job gets together, by kind; default: 1.
         """
-        self._cluster = cluster
+        self._cluster, self._units = cluster, dict(units or {})
         self._waiting: deque[Add] = deque()
         self._planned: Add | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -88,7 +92,8 @@ class Planning:
         if not self._waiting:
             return None
         request = self._planned = self._waiting.popleft()
-        told = {**request.fields, "cluster": self._cluster.to_json()}
+        cluster, units = self._cluster.to_json(), self._units
+        told = {**request.fields, "cluster": cluster, "units": units}
         most = min(request.devices[1], self._cluster.num_devices)
         told["devices"] = [request.devices[0], most]
         read = write = -1

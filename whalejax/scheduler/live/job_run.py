@@ -6,13 +6,15 @@ ends. Their state is in the folder of the job.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +23,7 @@ from whalejax.elastic.supervisor.supervisor import ADDRESS, KEY
 from whalejax.journals.journal import FOLDER
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import is_held
+from whalejax.scheduler.live.job_hosts import JobHosts
 from whalejax.scheduler.live.requests import Add
 from whalejax.scheduler.live.run_reader import METRICS, RunReader
 from whalejax.wire.connection import dial
@@ -34,26 +37,12 @@ FRONT: Final = "front"
 
 LOG: Final = "supervisor.log"
 PORT: Final = "port"
+HOSTS: Final = "hosts.json"
+"""File with the hosts on which the run needs an agent, and since when."""
+
 CHECKPOINTS: Final = "checkpoints"
 _ASK_SECONDS: Final = 10.0
 _LAST_BYTES: Final = 4000
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class JobHosts:
-    """Hosts whose devices are divided among jobs.
-
-    Attributes:
-        names: Names of the hosts, one for each node of the cluster.
-        room: Largest number of devices on one host.
-        remote_shell: Command that runs another on a host; the host's name follows it.
-        address: Address of this machine at which agents reach supervisors.
-    """
-
-    names: list[str]
-    room: int
-    remote_shell: list[str]
-    address: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +58,7 @@ class JobLaunch:
             there are several; None on the CPUs of one host.
         hosts: Hosts on which the members run; None for this machine alone.
         port: Port at which agents of these hosts reach the supervisor.
+        platform: Platform of the devices, ``"cpu"`` or ``"gpu"``; JAX chooses if empty.
     """
 
     home: str
@@ -79,6 +69,7 @@ class JobLaunch:
     devices: list[str] | None = None
     hosts: JobHosts | None = None
     port: int = 0
+    platform: str = ""
 
 
 class JobRun:
@@ -88,6 +79,7 @@ class JobRun:
         home: Folder of the job.
         reader: Reader of its journal.
         refusal: Reason why its supervisor last refused a resize or could not start.
+        wanted_hosts: Hosts on which it needs an agent, with the Unix times since when.
     """
 
     def __init__(
@@ -112,6 +104,7 @@ class JobRun:
         self._front: subprocess.Popen[bytes] | None = None
         self._asking: Future[str] | None = None
         self._starts_before = 0
+        self.wanted_hosts: dict[str, float] = read_hosts(home)
 
     def poll(self) -> None:
         """Reads new events, and the answer to a request."""
@@ -150,6 +143,7 @@ class JobRun:
         batch: int = 0,
         steps: int = 0,
         rate: float = 1.0,
+        platform: str = "",
     ) -> None:
         """Starts the run, from its newest checkpoint if there is one.
 
@@ -162,6 +156,8 @@ class JobRun:
             batch: Samples of the global batch; 0 for that of the request.
             steps: Number of steps after which the run ends; 0 for the request's.
             rate: Ratio of the learning rate to that of the job's own batch.
+            platform: Platform of the devices, ``"cpu"`` or ``"gpu"``; JAX chooses if
+                empty.
 
         Raises:
             OSError: The process cannot be started.
@@ -191,6 +187,7 @@ class JobRun:
             devices=list(devices) or None,
             hosts=self._hosts,
             port=0 if self._hosts is None else self._port(),
+            platform=platform,
         )
         self._starts_before = self.reader.starts
         words = [sys.executable, "-m", "whalejax.scheduler.live.job_supervisor"]
@@ -204,6 +201,23 @@ class JobRun:
                 start_new_session=True,
                 env={**os.environ},
             )
+
+    def want_hosts(self, hosts: Iterable[str]) -> None:
+        """Sets the hosts on which the run needs an agent.
+
+        Args:
+            hosts: Names of the hosts.
+        """
+        now = time.time()
+        wanted = {host: self.wanted_hosts.get(host, now) for host in hosts}
+        if wanted == self.wanted_hosts:
+            return
+        with contextlib.suppress(OSError):  # Of a full disk: the next turn tries again.
+            self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part = self.home / f"{HOSTS}.part"
+            part.write_text(json.dumps(wanted))
+            part.replace(self.home / HOSTS)
+            self.wanted_hosts = wanted
 
     def _port(self) -> int:
         """Returns a free port, or the one at which its members expect a supervisor."""
@@ -236,6 +250,18 @@ class JobRun:
             return ""
         lines = [line for line in lines if line.strip()]
         return "\n".join(lines[-3:])
+
+
+def read_hosts(home: Path) -> dict[str, float]:
+    """Returns the hosts on which a job's run needs an agent, and since when.
+
+    Args:
+        home: Folder of the job.
+    """
+    try:
+        return dict(json.loads((home / HOSTS).read_text()))
+    except FileNotFoundError:
+        return {}
 
 
 def _ask(home: Path, size: int, devices: list[str] | None) -> str:

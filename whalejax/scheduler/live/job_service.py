@@ -25,6 +25,7 @@ from whalejax.runtime.folder_lock import FolderLock
 from whalejax.scheduler.allocation import Objective
 from whalejax.scheduler.batch_choice import LEAST_GAIN, options_with_batches
 from whalejax.scheduler.job_table import (
+    NOWHERE,
     JobError,
     JobOption,
     Place,
@@ -35,8 +36,9 @@ from whalejax.scheduler.live import requests
 from whalejax.scheduler.live.device_assignment import Placing
 from whalejax.scheduler.live.job_book import JobBook, LiveJob
 from whalejax.scheduler.live.job_devices import job_devices
+from whalejax.scheduler.live.job_hosts import JobHosts
 from whalejax.scheduler.live.job_planning import PlannedJob, Planning
-from whalejax.scheduler.live.job_run import JobHosts, JobRun
+from whalejax.scheduler.live.job_run import JobRun
 from whalejax.scheduler.live.local_socket import SOCKET, LocalSocket, make_private
 from whalejax.scheduler.live.reports import report_of
 from whalejax.scheduler.live.requests import (
@@ -68,9 +70,7 @@ class ServeSettings:
         every: Seconds between decisions without an arrival or end of a job.
         resize: Assumed seconds of a start or a growth, until measured.
         horizon: Seconds within which a change has to gain its cost.
-        hosts: Host of each node of the cluster; empty for this machine.
-        remote_shell: Command that runs another on a host; the host's name follows it.
-        address: Address of this machine at which the hosts reach supervisors.
+        hosts: Hosts of the cluster's nodes; None for this machine.
     """
 
     folder: Path
@@ -79,9 +79,7 @@ class ServeSettings:
     every: float = 60.0
     resize: float = 31.0
     horizon: float = 600.0
-    hosts: tuple[str, ...] = ()
-    remote_shell: tuple[str, ...] = ()
-    address: str = ""
+    hosts: JobHosts | None = None
 
 
 class JobService:
@@ -96,24 +94,18 @@ class JobService:
         self._settings = settings
         self._cluster = parse_cluster(settings.cluster)
         self._file = _bytes_of(settings.cluster)
-        self._devices_of_jobs = job_devices(self._cluster, settings.hosts)
+        hosts = self._hosts = settings.hosts
+        given = () if hosts is None else (hosts.names, hosts.engine)
+        self._devices_of_jobs = job_devices(self._cluster, *given)
         self._names = self._devices_of_jobs.names
-        self._hosts: JobHosts | None = None
-        if settings.hosts:
-            self._hosts = JobHosts(
-                names=[*settings.hosts],
-                room=max(node.count for node in self._cluster.nodes),
-                remote_shell=[*settings.remote_shell],
-                address=settings.address,
-            )
         self._runs: dict[str, JobRun] = {}
         self._held = contextlib.ExitStack()
         self._is_over = False
         self._problem = ""
-        self._devices = {"": len(self._names)}
+        self._devices = self._devices_of_jobs.counts(self._names)
         decide = elastic(self._devices, settings.objective, settings.horizon)
         self._schedule = JobSchedule(self._devices, decide, every=settings.every)
-        self._planning = Planning(self._cluster)
+        self._planning = Planning(self._cluster, self._devices_of_jobs.units)
 
     def run(self, opened: Callable[[str], None] = say_in_background) -> int:
         """Serves until SIGTERM, SIGINT or SIGHUP.
@@ -129,8 +121,11 @@ class JobService:
             text = f"{self._settings.folder / SOCKET}, which its user alone can open"
             opened(f"whalejax: jobs on {self._cluster.describe()}; listening at {text}")
             if self._hosts is not None:
+                where = f"hosts that {self._hosts.engine} gives"
+                if self._hosts.engine is None:
+                    where = ", ".join(self._hosts.names)
                 opened(
-                    f"whalejax: jobs run on {', '.join(self._hosts.names)}; the "
+                    f"whalejax: jobs run on {where}; the "
                     f"supervisor of each listens at {self._hosts.address}, to agents "
                     "with the key of its run"
                 )
@@ -168,8 +163,8 @@ class JobService:
             run = self._run_of(job)
             for at, before, after in job.placed:
                 run.reader.record_decision(at, before, after)
-            for at, batch in job.launched_at:
-                run.reader.record_launch(at, batch)
+            for launch in job.launched_at:
+                run.reader.record_launch(*launch)
             run.poll()
             if job.how:
                 continue
@@ -177,7 +172,7 @@ class JobService:
                 self._planning.submit(job.request)
             elif job.wants_devices:
                 self._schedule.add(
-                    self._table(job), self._remaining_steps(job), ("", job.target)
+                    self._table(job), self._remaining_steps(job), job.place
                 )
         self._socket = LocalSocket(folder)
         self._held.callback(self._socket.close)
@@ -185,8 +180,8 @@ class JobService:
     def _check_cluster(self) -> None:
         """Refuses another cluster while there are jobs: their tables depend on it."""
         text, before = self._cluster.describe(), self._book.cluster
-        if self._settings.hosts:
-            text = f"{text} at {','.join(self._settings.hosts)}"
+        if self._hosts is not None:
+            text = f"{text} at {','.join(self._hosts.names)}"
         there = [job.name for job in self._book.unfinished()]
         if before and before != text and there:
             raise JobError(
@@ -195,8 +190,7 @@ class JobService:
                 "cluster, or cancel them first"
             )
         if before != text:
-            count = self._cluster.num_devices
-            self._book.record("opened", cluster=text, num_devices=count)
+            self._book.record("opened", cluster=text, devices=self._devices)
 
     # The loop.
 
@@ -258,13 +252,13 @@ class JobService:
                 name, self._remaining_steps(job), self._table(job, costs)
             )
         for move in self._schedule.decide(now):
-            self._place(self._book.jobs[move.name], move.after[1])
+            self._place(self._book.jobs[move.name], move.after)
         for name in self._schedule.places():
             self._choose_batch(self._book.jobs[name], costs)
 
     def _choose_batch(self, job: LiveJob, costs: Mapping[str, float]) -> None:
         """Records another batch for a job if it makes clearly more progress."""
-        option = self._table(job, costs).options.get(("", job.target))
+        option = self._table(job, costs).options.get(job.place)
         if option is None or not job.larger or option.batch == job.wanted_batch:
             return
         self._book.record(
@@ -277,27 +271,30 @@ class JobService:
 
     def _count_devices(self) -> None:
         """Divides only usable devices; jobs that need more devices pause."""
-        count, before = len(self._placing.usable()), self._devices[""]
-        if count == before:
+        counts = self._devices_of_jobs.counts(self._placing.usable())
+        if counts == self._devices:
             return
-        self._devices[""] = count
+        is_less = any(number < self._devices[kind] for kind, number in counts.items())
+        self._devices.update(counts)
         self._schedule.set_devices(self._devices)
-        if count > before:  # A host has an agent again.
-            for job in self._book.unfinished():
-                if job.name not in self._schedule.places() and job.options:
-                    self._enter(job)
-            return
         for name in [*self._schedule.places()]:
             job = self._book.jobs[name]
-            if min(number for _, number in job.options) > count:
+            if not self._fits(job):
                 self._schedule.remove(name)
-                self._place(job, 0)
-        say_in_background(f"whalejax: {self._failed_note()}")
+                self._place(job, NOWHERE)
+        for job in self._book.unfinished():  # A host may have an agent again.
+            if job.name not in self._schedule.places():
+                self._enter(job)
+        if is_less:
+            say_in_background(f"whalejax: {self._failed_note()}")
+
+    def _fits(self, job: LiveJob) -> bool:
+        """Returns whether there are enough usable devices for a job."""
+        return any(count <= self._devices.get(kind, 0) for kind, count in job.options)
 
     def _enter(self, job: LiveJob) -> None:
         """Adds a job to the schedule, if there are enough usable devices."""
-        least = min((number for _, number in job.options), default=0)
-        if job.wants_devices and least <= self._devices[""]:
+        if job.wants_devices and self._fits(job):
             self._schedule.add(self._table(job), self._remaining_steps(job))
 
     def _failed_note(self) -> str:
@@ -315,11 +312,11 @@ class JobService:
                 notes.append(f"{what}: {each}")
         return "; ".join(notes)
 
-    def _place(self, job: LiveJob, size: int) -> None:
-        if size != job.target:
-            before = job.target
-            self._book.record("placed", name=job.name, size=size)
-            self._runs[job.name].reader.record_decision(time.time(), before, size)
+    def _place(self, job: LiveJob, place: Place) -> None:
+        if place != job.place:
+            self._book.record("placed", name=job.name, kind=place[0], size=place[1])
+            _, before, after = job.placed[-1]
+            self._runs[job.name].reader.record_decision(time.time(), before, after)
 
     def _run_of(self, job: LiveJob) -> JobRun:
         home = self._settings.folder / job.name
@@ -348,8 +345,8 @@ class JobService:
         """Returns the table of a job, with measurements in place of predictions."""
         run, known = self._runs[job.name], self._costs() if costs is None else costs
         measured = {
-            ("", count): job.run_batch * steps
-            for count, steps in run.reader.steps_per_second(job.run_batch).items()
+            place: job.run_batch * steps
+            for place, steps in run.reader.steps_per_second(job.run_batch).items()
         }
         own = {**known, **run.reader.costs.means()}
         options: Mapping[Place, JobOption] = job.options
@@ -419,11 +416,21 @@ class JobService:
             )
         if least > most:
             raise JobError(f"--devices is {least}:{most}; expected MIN at most MAX")
-        if least > len(self._names):
+        every = self._devices_of_jobs.counts(self._names)
+        kind, there = max(every.items(), key=lambda item: item[1])
+        if least > there:
+            count = f"{there} of {kind}" if kind else f"{there}"
             raise JobError(
                 f"--devices is {least}:{most}, and {self._cluster.describe()} has "
-                f"{len(self._names)}: {least - len(self._names)} too few for the job. "
-                f"Give MIN up to {len(self._names)}"
+                f"{count}: {least - there} too few for the job. Give MIN up to {there}"
+            )
+        units = self._devices_of_jobs.units
+        if not any(most // unit * unit >= least for unit in units.values()):
+            sizes = " or ".join(map(str, sorted({*units.values()})))
+            raise JobError(
+                f"--devices is {least}:{most}, and jobs get whole nodes of {sizes} "
+                "devices here. Give a range with a multiple, or serve a cluster of "
+                "smaller nodes"
             )
         folder = Path(request.folder)
         if not folder.is_dir():
@@ -461,7 +468,7 @@ class JobService:
                 self._book.record("cancelled", name=job.name)
                 self._planning.withdraw(job.name)
         self._schedule.remove(job.name)
-        self._place(job, 0)
+        self._place(job, NOWHERE)
         return self._done_answer()
 
     def _done_answer(self) -> RequestDone:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -20,7 +22,7 @@ from whalejax.elastic.launching import ProcessPlaces, supervise
 from whalejax.membership.settings import SupervisorSettings
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.folder_lock import FolderLock
-from whalejax.scheduler.live.job_run import FRONT, JobLaunch
+from whalejax.scheduler.live.job_run import FRONT, JobLaunch, read_hosts
 
 
 IS_HELD: Final = 75
@@ -28,6 +30,7 @@ IS_HELD: Final = 75
 
 _EXIT_SECONDS: Final = 60.0
 _LEASE_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 0.5
 
 
 def main(words: Sequence[str]) -> int:
@@ -62,6 +65,7 @@ def main(words: Sequence[str]) -> int:
                 _start_agents(told, home, stack),
                 seconds=_EXIT_SECONDS,
                 devices=None if told.devices is None else tuple(told.devices),
+                environment={"JAX_PLATFORMS": "cpu"} if told.platform == "cpu" else {},
             )
     except WhaleError as error:
         print(f"whalejax: {error}", file=sys.stderr, flush=True)
@@ -73,23 +77,43 @@ def main(words: Sequence[str]) -> int:
 def _start_agents(
     told: JobLaunch, home: Path, stack: contextlib.ExitStack
 ) -> ProcessPlaces | None:
-    """Starts an agent on each of the hosts, if any; closing the stack ends them."""
+    """Starts an agent on each host of the job, if any; closing the stack ends them."""
     hosts = told.hosts
     if hosts is None:
         return None
-    stack.enter_context(
-        HostAgents(
-            hosts.names,
-            joined_address(hosts.address, told.port),
-            home,
-            processes=hosts.room,
-            remote_shell=hosts.remote_shell,
-        )
+    if hosts.engine == "slurm":
+        os.environ["SLURM_JOB_NAME"] = home.name
+    agents = HostAgents(
+        hosts.shells,
+        joined_address(hosts.address, told.port),
+        home,
+        processes=hosts.room,
+        hosts=read_hosts(home),
+        is_queued=hosts.engine is not None,
     )
+    is_over = threading.Event()
+    follower = threading.Thread(
+        target=_follow_hosts, args=(agents, home, is_over), daemon=True
+    )
+    stack.enter_context(agents)
+    follower.start()
+    stack.callback(follower.join)
+    stack.callback(is_over.set)
     used = {name.partition("/")[0] for name in told.devices or ()}
     return ProcessPlaces(
         host=hosts.address, port=told.port, awaited=tuple(sorted(used))
     )
+
+
+def _follow_hosts(agents: HostAgents, home: Path, is_over: threading.Event) -> None:
+    """Starts and ends agents as the scheduler changes the hosts of the job."""
+    before: dict[str, float] | None = None
+    while not is_over.wait(_LOOK_SECONDS):
+        with contextlib.suppress(OSError, ValueError):  # Or it is looked at again.
+            wanted = read_hosts(home)
+            if wanted != before:
+                agents.set_hosts(wanted)
+                before = wanted
 
 
 if __name__ == "__main__":

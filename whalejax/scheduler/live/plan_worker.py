@@ -48,7 +48,8 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
     """Returns the table of a job, and the samples of its global batch.
 
     Args:
-        told: Fields of the job's request, and ``cluster`` as JSON.
+        told: Fields of the job's request, ``cluster`` as JSON, and ``units``: the
+            number of devices that a job gets together, by kind.
 
     Raises:
         JobError: The job fits on no allowed number of devices, or its batch is unknown
@@ -62,14 +63,22 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
             f"{told['model']} does not say how many samples a batch has. Give --batch"
         )
     least, most = told["devices"]
+    units: dict[str, int] = told["units"]
+    numbers = {
+        number * unit
+        for unit in {*units.values()} or {1}
+        if -(-least // unit) <= most // unit
+        for number in tried_numbers(-(-least // unit), most // unit)
+    }
     precision = precision_asked(told["precision"])
     options = planned_options(
         job,
         cluster,
-        tried_numbers(least, most),
+        numbers,
         batches=larger_batches(batch, told["most_batch"] or batch),
         precision=precision,
     )
+    options = [o for o in options if o.place[1] % units.get(o.place[0], 1) == 0]
     if not options:
         raise JobError(_refusal(job, cluster, batch, told, precision))
     micro_batches = told["micro_batches"] or most_micro_batches(batch)
@@ -79,10 +88,15 @@ def planned(told: dict[str, Any]) -> dict[str, Any]:
             "is one micro-batch, and the noise scale of its gradient, by which larger "
             "batches are chosen, needs two. Give another --batch, or --micro-batches"
         )
-    if not told["mesh"] and cluster.kinds[0].platform == "cpu":
-        # Replicas share whole micro-batches.
+    if not told["mesh"]:
+        platforms = {kind.name: kind.platform for kind in cluster.kinds}
+        one = cluster.kinds[0].platform
         options = [
-            option for option in options if option.place[1] <= max(micro_batches, least)
+            option
+            for option in options
+            if platforms.get(option.place[0], one) != "cpu"
+            # Replicas on CPUs share whole micro-batches.
+            or option.place[1] <= max(micro_batches, least)
         ]
     return {"batch": batch, "options": told_options(options)}
 

@@ -20,17 +20,17 @@ def report_of(job: LiveJob, run: JobRun, table: ScheduledJob | None) -> JobRepor
     held = len(reader.held_slots)
     starts = [at for at, before, after in job.placed if after and not before]
     changes = [after for _, _, after in job.placed]
-    place = ("", job.target)
-    option = job.larger.get(job.run_batch, job.options).get(place)
+    option = job.larger.get(job.run_batch, job.options).get(job.place)
     speeds = reader.steps_per_second(job.run_batch)
-    measured = speeds.get(job.target)
-    progress = table.progress(("", job.target)) if table is not None else 0.0
+    measured = speeds.get(job.place)
+    progress = table.progress(job.place) if table is not None else 0.0
     left = job.remaining(reader.step)
     return JobReport(
         name=job.name,
         status=job.how or _status(job, run, held),
         held=held,
         target=job.target,
+        kind=job.place[0],
         step=reader.step,
         steps=job.run_steps or request.steps,
         loss=reader.loss,

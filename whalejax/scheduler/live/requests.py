@@ -92,6 +92,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
             ``paused``, ``ending``, ``complete``, ``failed``, ``refused`` or
             ``cancelled``.
         held, target: Number of devices that it holds, and target number.
+        kind: Kind of these devices; empty if the cluster has only one.
         step, steps: Number of finished steps, and of all steps.
         loss: Loss of the newest step.
         predicted, measured: Samples per second on the target number of devices.
@@ -109,6 +110,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     held: int = 0
     target: int = 0
+    kind: str = ""
     step: int = 0
     steps: int = 0
     loss: float | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ from whalejax.journals import journal
 from whalejax.journals.journal import FOLDER
 from whalejax.membership.exit_status import Ending
 from whalejax.processes.local_processes import runs
+from whalejax.scheduler.job_table import Place
 
 
 _MOST_STEPS: Final = 400
@@ -211,8 +212,8 @@ class RunReader:
         self._not_ready: dict[str, int] = {}
         self._processes: dict[str, _Process] = {}
         self._begun: dict[int, tuple[int, float]] = {}
-        self._paces: dict[tuple[int, int], _Pace] = {}
-        self._launches: list[tuple[float, int]] = []
+        self._paces: dict[tuple[int, str, int], _Pace] = {}
+        self._launches: list[tuple[float, int, str]] = []
         self._noise = NoiseReader(home / METRICS)
         self._asked: list[_RecordedDecision] = []
         self._last: tuple[int, int, float] = (-1, 0, 0.0)
@@ -243,31 +244,34 @@ class RunReader:
         """Measured noise scale of the gradient in samples, or None."""
         return self._noise.value
 
-    def record_launch(self, at: float, batch: int) -> None:
-        """Records that the scheduler started the run with a batch.
+    def record_launch(self, at: float, batch: int, kind: str = "") -> None:
+        """Records that the scheduler started the run.
 
-        Speeds are kept separately for each batch.
+        Speeds are kept separately for each batch and device kind.
 
         Args:
             at: Unix time of the launch.
             batch: Samples of the global batch.
+            kind: Kind of its devices; empty if there is only one.
         """
-        self._launches.append((at, batch))
+        self._launches.append((at, batch, kind))
 
-    def _batch_at(self, at: float) -> int:
-        """Returns the batch of the last launch before a time; 0 without one."""
-        return next((b for then, b in reversed(self._launches) if then <= at), 0)
+    def _pace(self, at: float, count: int) -> _Pace:
+        """Returns the speed that steps of a number of members at a time belong to."""
+        launches = ((b, k) for then, b, k in reversed(self._launches) if then <= at)
+        batch, kind = next(launches, (0, ""))
+        return self._paces.setdefault((batch, kind, count), _Pace())
 
     @property
     def held_slots(self) -> set[int]:
         """Slots with live processes, including those that were given up."""
         return {process.slot for process in self._processes.values()}
 
-    def away_hosts(self, hosts: Sequence[str], at: float) -> list[str]:
+    def away_hosts(self, hosts: Mapping[str, float], at: float) -> list[str]:
         """Returns those of the run's hosts that have had no agent for a while.
 
         Args:
-            hosts: Hosts that should have an agent.
+            hosts: Hosts that should have an agent, with the Unix times since when.
             at: Unix time.
         """
         if not self.away_since:
@@ -275,24 +279,24 @@ class RunReader:
         first = self.away_since[""]
         return [
             host
-            for host in hosts
+            for host, since in hosts.items()
             if host not in self.agents
-            and at - self.away_since.get(host, first) > _AWAY_SECONDS
+            and at - max(since, self.away_since.get(host, first)) > _AWAY_SECONDS
         ]
 
     def pids(self) -> dict[str, int]:
         """Returns the process ids of members, by name."""
         return {name: one.pid for name, one in self._processes.items()}
 
-    def steps_per_second(self, batch: int = 0) -> dict[int, float]:
-        """Returns the measured speed by number of members.
+    def steps_per_second(self, batch: int = 0) -> dict[Place, float]:
+        """Returns the measured speed by device kind and number of members.
 
         Args:
             batch: Samples of the global batch; 0 is that of launches without one.
         """
         return {
-            count: pace.steps / pace.seconds
-            for (size, count), pace in self._paces.items()
+            (kind, count): pace.steps / pace.seconds
+            for (size, kind, count), pace in self._paces.items()
             if size in (0, batch) and pace.steps >= _FEWEST_STEPS and pace.seconds > 0
         }
 
@@ -353,8 +357,7 @@ class RunReader:
         if self.first_step_at is None:
             self.first_step_at = at
         if generation == before and step > last_step:
-            count = self._begun[generation][0]
-            pace = self._paces.setdefault((self._batch_at(at), count), _Pace())
+            pace = self._pace(at, self._begun[generation][0])
             pace.add(step - last_step, at - last_at)
         elif generation != before and generation in self._begun:
             self._measure(generation, at, last_at)
@@ -370,8 +373,8 @@ class RunReader:
         if asked is None or asked.after != count:
             return
         self._asked.remove(asked)
-        pace = self._paces.get((self._batch_at(at), count))
-        step = pace.seconds / pace.steps if pace is not None and pace.steps else 0.0
+        pace = self._pace(at, count)
+        step = pace.seconds / pace.steps if pace.steps else 0.0
         if not asked.before:
             self.costs.starts.append(max(0.0, at - asked.at - step))
             return

@@ -1,0 +1,261 @@
+"""Hosts of jobs that Slurm or Ray gives, each as long as a job holds it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from live_jobs import Serving, audited, undisturbed
+
+from tests.whalejax.elastic.engines.launched import environment
+from tests.whalejax.elastic.engines.test_slurm import slurm as slurm
+from tests.whalejax.scheduler.test_live_hosts import TWO_HOSTS
+from tests.whalejax.scheduler.test_run_reader import Host
+from whalejax.elastic.agents.on_hosts import HostAgents
+from whalejax.meshes import cluster
+from whalejax.scheduler.job_table import JobError
+from whalejax.scheduler.live.job_devices import JobDevices, job_devices
+from whalejax.scheduler.live.job_hosts import ray_hosts, slurm_hosts
+from whalejax.scheduler.live.job_service import JobService, ServeSettings
+from whalejax.scheduler.live.requests import Add, RequestRefused
+
+
+pytestmark = pytest.mark.relaxed_promotion
+
+STEPS = {"first": 900, "second": 60}
+
+
+def trade(serving: Serving, folder: Path, nodes: Callable[[str], int]) -> None:
+    """Two jobs trade the nodes of an engine.
+
+    Args:
+        serving: Scheduler of two nodes of two devices.
+        folder: Folder of the job that nothing disturbs.
+        nodes: Number of nodes that a job has by the engine's own account.
+    """
+
+    def step(name: str) -> int:
+        return max((said["step"] for said in serving.commits(name)), default=0)
+
+    def add(name: str) -> None:
+        serving.add(name, "--set", "seconds=0.03", "--no-wait", steps=STEPS[name])
+
+    def are_complete() -> bool:
+        there = serving.shown()
+        return all(there[name].status == "complete" for name in STEPS if there)
+
+    def has_grown() -> bool:
+        given = [
+            len(said["devices"])
+            for said in serving.book()
+            if said["event"] == "devices" and said["name"] == "first"
+        ]
+        return given[:1] == [4] and given[-1] == 4 and 2 in given
+
+    try:
+        add("first")
+        assert serving.until(lambda: step("first") > 5 and nodes("first") == 2)
+        add("second")
+        assert serving.until(lambda: nodes("second") == 1 and nodes("first") == 1)
+        assert serving.until(has_grown)
+        assert serving.until(are_complete)
+        assert serving.until(lambda: not nodes("first") and not nodes("second"), 60.0)
+        expected = undisturbed(folder, max(STEPS.values()))
+        for name, steps in STEPS.items():
+            found = audited(serving, name, steps, expected[:steps])
+            assert found["steps"] == found["compared_losses"] == steps, found
+            assert not found["samples_lost"] and not found["samples_doubled"], found
+            assert found["max_rel_loss_diff"] < 1e-5, found
+        assert serving.until(lambda: not serving.leftovers([*STEPS]), 60.0)
+    finally:
+        serving.end([*STEPS])
+
+
+@pytest.mark.full
+def test_jobs_are_allocations_that_grow_and_shrink(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(slurm / "slurm.conf"))
+    (tmp_path / "two.toml").write_text(TWO_HOSTS)
+
+    def nodes(name: str) -> int:
+        words = ["squeue", "-h", "--name", name, "-t", "R", "-o", "%N"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        return len(done.stdout.split())
+
+    words = "--slurm", "--mem=100M", "--host", "127.0.0.1", "--every", "3"
+    serving = Serving(tmp_path, *words, "--resize", "2", cluster="two.toml")
+    trade(serving, tmp_path / "alone", nodes)
+
+
+RAY = """
+import json, sys
+from ray.cluster_utils import Cluster
+cluster = Cluster()
+cluster.add_node(num_cpus=0)
+for _ in range(2):
+    cluster.add_node(num_cpus=2)
+print(json.dumps(cluster.address), flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture
+def ray(tmp_path: Path) -> Iterator[str]:
+    """The address of a cluster of two nodes with two CPUs each."""
+    pytest.importorskip("ray", reason="there is no Ray here; it is an extra")
+    with (tmp_path / "ray.log").open("wb") as log:
+        started = subprocess.Popen(
+            [sys.executable, "-c", RAY],
+            env=environment(RAY_USAGE_STATS_ENABLED="0"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    assert started.stdin is not None and started.stdout is not None
+    try:
+        yield json.loads(started.stdout.readline())
+    finally:
+        started.stdin.close()
+        started.wait(60)
+        started.stdout.close()
+
+
+@pytest.mark.full
+def test_jobs_are_actors_that_come_and_go(tmp_path: Path, ray: str) -> None:
+    (tmp_path / "two.toml").write_text(TWO_HOSTS)
+    words = "--ray", ray, "--host", "127.0.0.1", "--every", "3", "--resize", "2"
+    serving = Serving(tmp_path, *words, cluster="two.toml")
+
+    def nodes(name: str) -> int:
+        there: set[str] = set()
+        for said in serving.events(name):
+            if said["event"] == "agent_joined":
+                there.add(said["agent"])
+            elif said["event"] in ("agent_left", "agent_lost"):
+                there.discard(said["agent"])
+            elif said["event"] in ("opened", "ending"):
+                there.clear()
+        return len(there)
+
+    trade(serving, tmp_path / "alone", nodes)
+
+
+# Without an engine.
+
+
+def test_words_of_an_allocation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "srun").touch(mode=0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    hosts = slurm_hosts(cluster("h100:2x8+a100-80:4"), "--constraint={kind} -t 60")
+    first, *_, last = hosts.shells.values()
+    assert [*hosts.shells] == ["slurm-0", "slurm-1", "slurm-2"] and hosts.room == 8
+    assert first[:4] == ["srun", "--nodes=1", "--ntasks=1", "--gpus-per-task=8"]
+    assert first[4:7] == ["--constraint=h100", "-t", "60"]
+    assert "--gpus-per-task=4" in last and "--constraint=a100-80" in last
+    with pytest.raises(JobError, match="No closing quotation"):
+        slurm_hosts(cluster("h100:8"), "--comment='a")
+    shell = ray_hosts(cluster("h100:2x8"), "auto").shells["ray-1"]
+    assert shell[-3:] == ["auto", "1", "8"]
+
+
+def test_the_shell_of_an_allocation_runs_a_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "srun").write_text('#!/bin/sh\nshift 3\nexec "$@"\n')
+    (tmp_path / "srun").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (shell,) = slurm_hosts(cluster("h100:8"), "").shells.values()
+    command = [*shell, "slurm-0", "cd / && exec echo 'a b' \"$PWD\""]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "a b /\n"
+
+
+def test_jobs_get_whole_nodes_of_an_engine(tmp_path: Path) -> None:
+    devices = job_devices(cluster("h100:2x4+a100-80:2"), ("s-0", "s-1", "s-2"), "slurm")
+    assert devices.units == {"h100": 4, "a100-80": 2}
+    assert job_devices(cluster("h100:2x4"), ("a", "b")).units == {"": 1}
+    with pytest.raises(JobError, match="nodes of h100 have 2 and 4 devices"):
+        job_devices(cluster("h100:4+h100:2"), ("s-0", "s-1"), "slurm")
+    nodes = cluster("h100:2x4")
+    settings = ServeSettings(
+        folder=tmp_path / "jobs", cluster="h100:2x4", hosts=ray_hosts(nodes, "auto")
+    )
+    service = JobService(settings)
+    service.open()
+    try:
+        add = Add(name="a", model="mlp", steps=9, devices=(5, 7), folder=str(tmp_path))
+        answer = service.answer(add)
+        assert isinstance(answer, RequestRefused)
+        assert "--devices is 5:7, and jobs get whole nodes of 4 devices" in answer.why
+    finally:
+        service._held.close()
+
+
+def test_a_job_waits_in_the_queue_and_grows_later(tmp_path: Path) -> None:
+    host = Host(tmp_path, "a")
+    names = [f"s-{node}/{number}" for node in range(2) for number in range(2)]
+    devices = JobDevices(dict.fromkeys(names, ""), {"": "gpu"}, True, "slurm")
+    host.placing._devices = devices
+    run = host.runs["a"]
+    host.place(a=4)
+    assert run.started == [(4, names)] and [*run.wanted_hosts] == ["s-0", "s-1"]
+    run.has(4, slots=0)
+    run.away = ["s-0", "s-1"]
+    host.turn()
+    assert not host.placing.lost_devices() and not run.resized  # It goes on waiting.
+    run.members, run.away, run.held_slots = 2, ["s-1"], {0, 1}
+    assert [*host.placing.lost_devices()] == ["s-1/0", "s-1/1"]
+    host.place(a=2)
+    assert run.resized == [2]
+    run.has(2)
+    host.turn()
+    assert host.devices()["a"] == ["s-0/0", "s-0/1"]
+    assert [*run.wanted_hosts] == ["s-0", "s-1"]  # It keeps its place in the queue.
+    run.away = []
+    host.place(a=4)
+    assert run.resized == [2, 4] and host.devices()["a"] == names
+    host.placing.failed["s-1/0"] = "it broke"
+    assert [*host.placing.lost_devices()] == ["s-1/0", "s-1/1"]
+
+
+def test_agents_follow_the_hosts_of_a_job(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    text = (
+        f"#!/bin/sh\ntrap 'echo end $1 >> {log}; exit 0' TERM\n"
+        f"echo start $1 >> {log}\nwhile true; do sleep 0.05; done\n"
+    )
+    shell = tmp_path / "shell"
+    shell.write_text(text)
+    shell.chmod(0o700)
+
+    def until(*lines: str) -> None:
+        end = time.monotonic() + 60
+        while not log.exists() or sorted(log.read_text().splitlines()) != sorted(lines):
+            assert time.monotonic() < end, log.read_text() if log.exists() else ""
+            time.sleep(0.02)
+
+    shells = dict.fromkeys(["a", "b", "c"], [str(shell)])
+    with HostAgents(
+        shells, "x:1", tmp_path, processes=1, hosts=["a", "b"], is_queued=True
+    ) as agents:
+        until("start a", "start b")
+        agents.set_hosts(["b", "c", "elsewhere"])
+        until("start a", "start b", "end a", "start c")
+        agents.set_hosts(["a", "b"])
+        lines = ["start a", "start b", "end a", "start c", "end c", "start a"]
+        until(*lines)
+        for process in [*agents._running.values()]:
+            process.terminate()  # As an engine ends an allocation: it asks for another.
+        until(*lines, "end a", "end b", "start a", "start b")
+        agents.set_hosts([])
+        until(*lines, "end a", "end b", "start a", "start b", "end a", "end b")

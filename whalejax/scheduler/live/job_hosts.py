@@ -1,0 +1,129 @@
+"""Hosts of jobs: named ones, or those that Slurm or Ray gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from whalejax.meshes import Cluster, Node
+from whalejax.scheduler.job_table import JobError
+
+
+Engine = Literal["slurm", "ray"]
+"""Scheduler of a larger cluster, which gives hosts to jobs."""
+
+_PLACEHOLDERS: Final = ("{kind}", "{devices}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobHosts:
+    """Hosts whose devices are divided among jobs.
+
+    Attributes:
+        shells: Command that runs another on a host, by the host's name, in the order of
+            the cluster's nodes; the name and the command follow it.
+        room: Largest number of devices on one host.
+        address: Address of this machine at which agents reach supervisors.
+        engine: Engine that gives the hosts, each to one job; None for named hosts.
+    """
+
+    shells: dict[str, list[str]]
+    room: int
+    address: str
+    engine: Engine | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the hosts."""
+        return [*self.shells]
+
+
+def named_hosts(
+    cluster: Cluster, names: Sequence[str], shell: Sequence[str], address: str
+) -> JobHosts:
+    """Returns hosts with a name each, reached by a remote shell.
+
+    Args:
+        cluster: Cluster with a node for each host.
+        names: Names of the hosts.
+        shell: Command that runs another on a host; the host's name follows it.
+        address: Address of this machine at which the hosts reach it.
+    """
+    shells = {name: [*shell] for name in names}
+    return JobHosts(shells=shells, room=_room(cluster), address=address)
+
+
+def slurm_hosts(cluster: Cluster, options: str, address: str = "") -> JobHosts:
+    """Returns hosts that Slurm gives: an allocation for each, while a job holds it.
+
+    Args:
+        cluster: Cluster with a node for each host.
+        options: Options of ``srun``; ``{kind}`` is replaced by the kind of the node's
+            devices, and ``{devices}`` by their number.
+        address: Address of this machine at which the hosts reach it; default: its name.
+
+    Raises:
+        JobError: There is no ``srun`` here, or a quotation in the options does not end.
+    """
+    if shutil.which("srun") is None:
+        raise JobError(
+            "--slurm: there is no srun here. Run whalejax jobs serve on a login node "
+            "of the cluster, or leave --slurm out"
+        )
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise JobError(f"--slurm is {options!r} ({error})") from None
+
+    def shell(node: Node) -> list[str]:
+        what = "gpus" if node.kind.platform == "gpu" else "cpus"
+        srun = ["srun", "--nodes=1", "--ntasks=1", f"--{what}-per-task={node.count}"]
+        for word in words:
+            for name, value in zip(
+                _PLACEHOLDERS, (node.kind.name, str(node.count)), strict=True
+            ):
+                word = word.replace(name, value)
+            srun.append(word)
+        # The host's name and a command for a shell follow.
+        return [*srun, "sh", "-c", 'eval "$1"']
+
+    return _engine_hosts(cluster, "slurm", [*map(shell, cluster.nodes)], address)
+
+
+def ray_hosts(cluster: Cluster, ray: str, address: str = "") -> JobHosts:
+    """Returns hosts that Ray gives: an actor for each, while a job holds it.
+
+    Args:
+        cluster: Cluster with a node for each host.
+        ray: Address of the Ray cluster, or ``"auto"``.
+        address: Address of this machine at which the hosts reach it; default: its name.
+    """
+
+    def shell(node: Node) -> list[str]:
+        is_gpu = node.kind.platform == "gpu"
+        cpus, gpus = (1, node.count) if is_gpu else (node.count, 0)
+        module = "whalejax.elastic.engines.ray_shell"
+        return [sys.executable, "-m", module, ray, str(cpus), str(gpus)]
+
+    return _engine_hosts(cluster, "ray", [*map(shell, cluster.nodes)], address)
+
+
+def _engine_hosts(
+    cluster: Cluster, engine: Engine, shells: Sequence[list[str]], address: str
+) -> JobHosts:
+    names = [f"{engine}-{number}" for number in range(len(shells))]
+    return JobHosts(
+        shells=dict(zip(names, shells, strict=True)),
+        room=_room(cluster),
+        address=address or socket.gethostname(),
+        engine=engine,
+    )
+
+
+def _room(cluster: Cluster) -> int:
+    return max(node.count for node in cluster.nodes)
