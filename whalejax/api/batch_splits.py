@@ -1,8 +1,8 @@
 """Rules on micro-batches, shares and ranks that a plan may split its batch into.
 
-The planner splits a batch by itself only where the loss is proven to be a mean of
-independent samples. What a user asks for is refused where it is not, unless
-``per_micro_batch=True`` says that each part's own loss is meant.
+The planner splits a batch by itself only if the loss is proven to be a mean of
+independent samples. A split that the user requests is otherwise refused, unless
+``per_micro_batch=True`` allows each part to have its own loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from whalejax.planner.sharding.layout import divisors
 
 
 Search = Callable[[int | None], Plan]
-"""The best plan with a fixed number of micro-batches, or (None) with any."""
+"""Returns the best plan with a given number of micro-batches; None allows any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,11 @@ class SplitRules:
     """Rules on the parts of a batch.
 
     Attributes:
-        loss: Gives the loss, as its samples are asked about.
-        whole: Samples of the global batch.
-        group_size: Neighbours that the user keeps together, or None.
-        per_micro_batch: Each part's own loss is meant.
-        asked: Numbers of micro-batches that something fixes, and what does.
+        loss: Returns the captured loss when its samples must be checked.
+        whole: Number of samples of the global batch.
+        group_size: Number of consecutive samples that the user keeps together, or None.
+        per_micro_batch: Whether each part may have its own loss.
+        asked: Fixed numbers of micro-batches, and the options that fix them.
     """
 
     loss: Callable[[], Captured]
@@ -54,11 +54,11 @@ class SplitRules:
     asked: Sequence[tuple[int, str]] = ()
 
     def check(self) -> None:
-        """Refuses what cannot be, before anything is searched.
+        """Checks the options before the search.
 
         Raises:
-            PlanError: An option without effect, or that nothing can have.
-            DependentSamplesError: Parts are asked for that the loss does not allow.
+            PlanError: An option has no effect or cannot be satisfied.
+            DependentSamplesError: The loss does not allow the requested parts.
         """
         problems = Problems("the batch", PlanError)
         for text in self._problems():
@@ -103,10 +103,10 @@ class SplitRules:
         return self.loss().independence(part, self.whole, self.group_size).proven
 
     def _proven(self, split: SplitBatch) -> int:
-        """The group that stays together in parts that are proven.
+        """Returns the number of samples that stay together in a proven split.
 
         Raises:
-            DependentSamplesError: They are not.
+            DependentSamplesError: The split is not proven.
         """
         proven = self.loss().independence(split.part, self.whole, self.group_size)
         if not proven.proven:
@@ -114,18 +114,18 @@ class SplitRules:
         return proven.group
 
     def allowed(self, search: Search) -> Plan:
-        """The best plan whose parts compute what the whole batch does.
+        """Returns the best plan whose parts compute the same as the full batch.
 
         Args:
-            search: Looks for the best plan; what it warns of is told of the plan that
-                is taken alone.
+            search: Searches for the best plan. Only the warnings of the chosen plan are
+                shown.
 
         Raises:
-            DependentSamplesError: The loss allows no parts, and none were asked for but
-                nothing else can be planned; or they were asked for.
+            DependentSamplesError: The loss allows no parts, and they were requested or
+                no other plan is possible.
         """
         told: dict[int, list[warnings.WarningMessage]] = {}
-        kept: list[Plan] = []  # So that no other plan has the identity of one.
+        kept: list[Plan] = []  # Keeps the plans alive: their ids are keys.
 
         def quiet(count: int | None) -> Plan:
             with warnings.catch_warnings(record=True) as caught:
@@ -141,7 +141,7 @@ class SplitRules:
         return result
 
     def _allowed(self, search: Search) -> tuple[Plan, Plan]:
-        """The plan that is taken, and that as the search gave it."""
+        """Returns the chosen plan, and the same plan as the search returned it."""
         plan = search(None)
         split = split_of(plan, self.whole)
         if split.part == self.whole:
@@ -170,7 +170,7 @@ class SplitRules:
         raise refusal(verdict, split, weighted=weighted, tried=tried)
 
     def _in_groups(self, plan: Plan, search: Search) -> tuple[Plan, Plan] | None:
-        """The plan with micro-batches of whole groups, where the loss has some."""
+        """Returns the plan with micro-batches of whole groups, or None."""
         unit, seen = self.group_size or 1, 0
         while unit != seen:
             seen = unit
@@ -188,7 +188,7 @@ class SplitRules:
     def _nearest(
         self, plan: Plan, unit: int, search: Search
     ) -> tuple[Plan, Plan] | None:
-        """The faster plan of the next fewer and the next more micro-batches."""
+        """Returns the faster of the plans with the next lower and higher counts."""
         counts = divisors(self.whole // unit)
         fewer = [n for n in counts if n <= plan.num_micro_batches][::-1]
         more = [n for n in counts if n > plan.num_micro_batches]
@@ -197,7 +197,7 @@ class SplitRules:
         return min(nearest, key=lambda p: p[0].time.step_seconds, default=None)
 
     def _first(self, counts: Sequence[int], search: Search) -> tuple[Plan, Plan] | None:
-        """The plan of the first of some numbers of micro-batches that has one."""
+        """Returns the plan of the first number of micro-batches with a proven split."""
         for count in counts:
             try:
                 plan = search(count)
@@ -216,11 +216,11 @@ def _reason(verdict: Separability) -> Reason:
 
 
 def with_group(plan: Plan, group: int) -> Plan:
-    """A plan whose micro-batches hold whole groups, and the plans in it.
+    """Returns the plan, and its inner plans, with micro-batches of whole groups.
 
     Args:
         plan: Any plan.
-        group: Neighbours that stay together.
+        group: Number of consecutive samples that stay together.
     """
     if group == plan.group_size:
         return plan

@@ -1,7 +1,7 @@
 """Chooses the executor of a plan: one program, or stages in one program or in several.
 
-The module is long because ``_Staging`` tries the executors in order, and says of each
-that cannot run why.
+The module is long because ``_Staging`` tries the executors in order and reports why
+each of them cannot run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from whalejax.planner.sharding.metadata_constraints import pinned_axes, pins_of
 
 
 ALIKE = "one program runs all stages in lockstep: their layers are one scan"
-"""Why a plan has this executor."""
+"""Note on the plans of lockstep stages."""
 
 
 def decider(
@@ -75,25 +75,24 @@ def decider(
     """Returns the search for a model's executor, and its request.
 
     Args:
-        programs: The loss, as written and otherwise.
+        programs: Programs of the loss: as written, and its variants.
         request: Options of the question.
         runnable: Whether plans that cannot run are excluded.
-        uneven: Whether replicas take shares of their own, and which.
-        allow_idle: Some devices may be left without work.
+        uneven: Whether replicas have uneven shares, or those shares.
+        allow_idle: Whether some devices may be idle.
 
     Returns:
-        The search, and what is asked of it: where there are stages, of the devices of
-        one.
+        The search and its request; with stages, the request is for the devices of one.
 
     Raises:
-        PlanError: What is asked of a pipeline contradicts itself or cannot run.
+        PlanError: The requested pipeline is contradictory or cannot run.
     """
     known = programs.known
     if not runnable:
         return functools.partial(_any, programs, uneven, allow_idle), request
     if _marked(programs.graph):
         _check_widths(programs.graph)
-    if not allow_idle:  # Else fewer devices are tried, which the marks may divide.
+    if not allow_idle:  # Otherwise fewer devices are tried.
         check_marks(programs.graph, request.num_devices)
     asked, requested_pipeline = _requested_pipeline(programs.graph, request)
     mesh = dict(asked.mesh)
@@ -102,9 +101,9 @@ def decider(
         stages, requested_pipeline = (
             1,
             False,
-        )  # One device runs a marked model as it is.
+        )  # One device ignores the marks.
     if mesh and stages > 1 and request.num_devices % stages == 0:
-        # The stages may be those of marks, of which the mesh that was given says none.
+        # The stages may come from marks, which ``request.mesh`` does not contain.
         check_mesh(asked.mesh, request.num_devices, allow_idle, PLANNED_AXES)
     request = dataclasses.replace(
         request, mesh=mesh, num_micro_batches=asked.num_micro_batches
@@ -135,12 +134,12 @@ def decider(
 def space_problems(
     mesh: Mapping[str, int], *, stages: bool, uneven: bool
 ) -> Iterator[str]:
-    """Spatial axes beside what no executor runs with them, and what to leave out.
+    """Yields conflicts of spatial axes with stages or uneven shares.
 
     Args:
         mesh: Axis sizes that are fixed.
-        stages: The model is cut into stages.
-        uneven: Replicas take shares of their own.
+        stages: Whether the model is divided into stages.
+        uneven: Whether replicas have uneven shares.
     """
     space = fixed_space(mesh)
     given = " × ".join(f"{axis} {size}" for axis, size in space.items())
@@ -166,10 +165,10 @@ def _any(
     request: Request,
     **options: Any,
 ) -> Plan:
-    """The best plan, whether it runs or not."""
+    """Returns the best plan, runnable or not."""
 
     def runs() -> Plan:
-        # Only estimates may have what no executor keeps in host memory.
+        # Only estimates may offload more than executors support.
         check_runs(request.offload, request.hosted or OffloadableState)
         search, asked = decider(
             programs, request, runnable=True, uneven=uneven, allow_idle=allow_idle
@@ -209,11 +208,11 @@ def _estimates(
     best: Plan | None,
     **options: Any,
 ) -> Iterator[Callable[[], Plan]]:
-    """Searches for plans whether an executor runs them or not.
+    """Yields searches for plans that an executor need not support.
 
     Args:
         programs, graph, cluster, request, options: Arguments of every search.
-        best: The best plan that runs, or None.
+        best: Best plan that can run, or None.
     """
     asked, requested_pipeline = _requested_pipeline(graph, request)
     mesh = dict(asked.mesh)
@@ -222,7 +221,7 @@ def _estimates(
         request, mesh=mesh, num_micro_batches=asked.num_micro_batches, estimate=True
     )
     given = graph, cluster
-    # Only where memory is short can host memory of more sorts be of use.
+    # Further kinds of offload help only if memory is short.
     roomy = best is not None and not (best.remat or best.offload or best.stages)
     if (
         stages in (None, 1)
@@ -252,10 +251,10 @@ def _estimates(
 def _with_host_memory(
     search: Callable[..., Plan], request: Request, **options: Any
 ) -> Plan:
-    """The plan of stages, with the optimizer's state in host memory if it needs that.
+    """Returns the plan of stages; offloads the optimizer's state if it must.
 
     Args:
-        search: Makes it.
+        search: Returns the plan.
         request, options: Arguments of every search.
     """
     if request.offload is not None:
@@ -267,7 +266,7 @@ def _with_host_memory(
 
 
 def _busy_seconds(plan: Plan) -> float:
-    """Seconds for which devices compute what they would compute in stages, too."""
+    """Returns the compute seconds that stages would need as well."""
     time = plan.time
     return (time.compute_seconds + time.launch_seconds) * _first_time(plan)
 
@@ -275,7 +274,7 @@ def _busy_seconds(plan: Plan) -> float:
 def _stages_may_gain(plan: Plan) -> bool:
     """Whether stages may be clearly faster than one program.
 
-    What launches take is no reason for more programs.
+    False if kernel launches take much of the step: more programs do not help then.
     """
     launches = plan.time.launch_seconds > SURE * _seconds(plan)
     return not launches and _busy_seconds(plan) * (1 + SURE) < _seconds(plan)
@@ -284,7 +283,7 @@ def _stages_may_gain(plan: Plan) -> bool:
 def _without_stages(
     staging: _Staging, request: Request, known: ProgramCache
 ) -> Callable[..., Plan]:
-    """The search where nobody asks for stages."""
+    """Returns the search if no stages are requested."""
     uneven = staging.uneven
     if not uneven:
         one_program = functools.partial(decide, known=known)
@@ -306,22 +305,22 @@ def _without_stages(
 
 
 MOST_STAGES = 16
-"""That are weighed where nobody asks for any."""
+"""Largest number of stages that is tried if none is requested."""
 
 FIRST_TIME = {"none": 1.0, "dots": 0.9, "full": 0.75}
-"""The least part of a step's work that is left where nothing is computed again: the
-forward products are one in three, and what is no product is less."""
+"""Smallest fraction of a step's work without recomputation, by remat policy: forward
+products are one third of all products, and other operations are less."""
 
 
 class _Staging:
     """Plans in stages, by the executor that can run them.
 
     Attributes:
-        programs: The loss.
-        asked: The pipeline that is asked for.
-        uneven: Whether several pipelines side by side may take unlike shares, or those
-            that are asked for.
-        known_seconds: Step time of a plan that is known already.
+        programs: Programs of the loss.
+        asked: Requested pipeline.
+        uneven: Whether parallel pipelines may have uneven shares, or the requested
+            shares.
+        known_seconds: Step time of an already known plan.
     """
 
     def __init__(
@@ -335,15 +334,15 @@ class _Staging:
 
     @property
     def captured(self) -> Captured:
-        """The loss; traced once stages are looked at."""
+        """The captured loss; traced at first use."""
         return self.programs.captured
 
     def __call__(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
-        """The plan of as many stages as are asked for: the fastest of those there are.
+        """Returns the fastest plan with the requested number of stages.
 
-        Where devices are unlike, that is one pipeline or several side by side.
+        On mixed devices it tries one pipeline and parallel pipelines.
         """
         alone = functools.partial(self.alone, graph, cluster, request, **options)
         if not self.uneven or self.uneven == EVEN:
@@ -369,10 +368,10 @@ class _Staging:
         return _fastest([*call, *more], problem or other)
 
     def or_one_program(self, one_program: Callable[..., Plan]) -> Callable[..., Plan]:
-        """One program for all devices, or stages where these are clearly faster.
+        """Returns a search for one program, or for stages if these are clearly faster.
 
         Args:
-            one_program: Makes the plan without stages.
+            one_program: Search for the plan without stages.
         """
 
         def plan_with_fewer_idle(
@@ -389,7 +388,7 @@ class _Staging:
                 known=self.programs.known,
                 most=MOST_STAGES,
             )
-            # Of cuts between layers the bound leaves out waiting and uneven stages.
+            # For cuts between layers the bound ignores bubbles and uneven stages.
             more = 1.0 if stacked_loop(graph) else 1 + SURE
             near = [n for n, bound in bounds.items() if bound * more < known]
             staged, _ = _feasible_plans(
@@ -400,7 +399,7 @@ class _Staging:
             )
             if any(_seconds(one) < known for one in staged):
                 plan = _fastest([plan, *staged], None)
-            # Of several scans lockstep stages divide one that run.
+            # With several scans, lockstep stages divide only one of them.
             several = len(stacked_loops(graph)) > 1
             return self._with_paper_note(
                 plan, near if several else (), *given, **options
@@ -417,10 +416,10 @@ class _Staging:
         request: Request,
         **options: Any,
     ) -> Plan:
-        """The plan, which says what stages that no executor runs would gain.
+        """Adds a note on the gain of stages that no executor supports.
 
         Args:
-            plan: The plan that runs.
+            plan: Plan that can run.
             stages: Numbers of stages that may be faster.
             graph, cluster, request, options: Arguments of every search.
         """
@@ -448,10 +447,10 @@ class _Staging:
         return dataclasses.replace(plan, notes=(*plan.notes, note))
 
     def or_shares(self, shares: Callable[..., Plan]) -> Callable[..., Plan]:
-        """Replicas, or pipelines where these are clearly faster or all that fits.
+        """Returns a search for replicas, or pipelines if faster or if only they fit.
 
         Args:
-            shares: Makes the plan of replicas.
+            shares: Search for the plan of replicas.
         """
 
         def search_again(
@@ -484,17 +483,18 @@ class _Staging:
         return search_again
 
     def _may_be_faster(self, stages: int, replicas: Plan) -> bool:
-        """Whether as many stages may be clearly faster than replicas.
+        """Whether so many stages may be clearly faster than replicas.
 
-        An estimate: the largest part that cannot be cut lies on one stage, were that
-        of the fastest devices, and takes its share of what replicas compute.
+        This is an estimate: one stage, of the fastest devices, computes the largest
+        part that cannot be divided, and takes its fraction of the replicas' compute
+        time.
         """
         part = _largest_part(self.traced(())) / _speed_of_fastest(replicas, stages)
         busy = _busy_seconds(replicas) * max(1.0, part)
         return busy * (1 + SURE) < _seconds(replicas)
 
     def of(self, stages: int, known_seconds: float = math.inf) -> _Staging:
-        """The same, for a number of stages."""
+        """Returns a copy for a number of stages."""
         asked = dataclasses.replace(self.asked, mesh={**self.asked.mesh, STAGE: stages})
         result = _Staging(self.programs, asked, self.uneven)
         result.traced = self.traced
@@ -504,7 +504,7 @@ class _Staging:
     def alone(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
-        """One pipeline of all devices."""
+        """Returns the plan of one pipeline over all devices."""
         asked, marked = self.asked, bool(_marked(self.captured.graph))
         why = _why_apart(self.captured, asked, marked, cluster)
         if why is None:
@@ -518,7 +518,7 @@ class _Staging:
     def plan_parallel_pipelines(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
-        """The plan of one of several pipelines side by side."""
+        """Returns the plan of one of several parallel pipelines."""
         asked = dataclasses.replace(self.asked, schedule=self.asked.schedule or "1f1b")
         if asked.schedule == "interleaved":
             raise PlanError(
@@ -538,9 +538,9 @@ class _Staging:
         known_seconds: float = math.inf,
         **options: Any,
     ) -> Plan:
-        """The plan of stages with programs of their own, for some reason.
+        """Returns the plan of stage programs.
 
-        ``why`` is the reason, and what lets one program run them all, if anything does.
+        ``why`` is the reason for them, and the remedy that allows one program, or "".
         """
         reason, remedy = why
         marked = bool(_marked(self.captured.graph))
@@ -568,7 +568,7 @@ class _Staging:
     def of_any_number(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
-        """The fastest plan of any number of stages."""
+        """Returns the fastest plan over all numbers of stages."""
         result, problem = self._each_number(graph, cluster, request, **options)
         if not result:
             raise PlanError(
@@ -585,10 +585,10 @@ class _Staging:
         request: Request,
         **options: Any,
     ) -> Plan:
-        """The fastest plan that obeys most of the axes that the metadata names.
+        """Returns the fastest of the plans that obey most axes of the metadata.
 
         Args:
-            search: Makes the plan without stages.
+            search: Search for the plan without stages.
             graph, cluster, request, options: Arguments of every search.
         """
         named = pinned_axes(graph)
@@ -617,7 +617,7 @@ class _Staging:
     def _each_number(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> tuple[list[Plan], PlanError | None]:
-        """Plans of each number of stages, and the first reason why one is none."""
+        """Returns the plans of all numbers of stages, and the first error."""
         counts = [n for n in divisors(request.num_devices) if n > 1]
         each = [
             functools.partial(self.of(n), graph, cluster, request, **options)
@@ -631,7 +631,7 @@ class _Staging:
 
 
 def _feasible_plans(*each: Callable[[], Plan]) -> tuple[list[Plan], PlanError | None]:
-    """The plans that can be made, and the first reason why one cannot."""
+    """Returns the feasible plans, and the first error of the others."""
     feasible_plans: list[Plan] = []
     problem: PlanError | None = None
     for make in each:
@@ -647,7 +647,7 @@ def _seconds(plan: Plan) -> float:
 
 
 def _may_gain(replicas: Plan) -> bool:
-    """Whether a pipeline may be clearly faster: by what is no work of the model's."""
+    """Whether a pipeline may be clearly faster, judged by the time without compute."""
     time = replicas.time
     others = time.step_seconds - time.compute_seconds - time.launch_seconds
     short = bool(replicas.remat or replicas.offload)
@@ -655,7 +655,7 @@ def _may_gain(replicas: Plan) -> bool:
 
 
 def _first_time(plan: Plan) -> float:
-    """The least part of its work that is not done again in the backward pass."""
+    """Returns the smallest fraction of a plan's work without recomputation."""
     return min((FIRST_TIME.get(p, 0.75) for _, p in plan.remat), default=1.0)
 
 
@@ -670,7 +670,7 @@ def _speed_of_fastest(replicas: Plan, stages: int) -> float:
 
 
 def _largest_part(program: DivisibleProgram) -> float:
-    """The share of all products' work in the largest part that nothing cuts."""
+    """Returns the fraction of all products' work in the largest indivisible part."""
     starts = sorted(program.units.borders.values())
     work = [0] * (len(starts) + 1)
     for op in program.graph.ops:
@@ -683,11 +683,11 @@ def _largest_part(program: DivisibleProgram) -> float:
 def _fastest(
     found: Sequence[Plan], problem: PlanError | None, best: Plan | None = None
 ) -> Plan:
-    """The fastest plan, which remembers the others.
+    """Returns the fastest plan, with the others among its candidates.
 
     Args:
-        found: The plans.
-        problem: Error to raise where there is no plan.
+        found: Plans to choose from.
+        problem: Error to raise if there is no plan.
         best: Plan to choose; default: the fastest.
     """
     if not found:
@@ -713,7 +713,7 @@ def _fastest(
 
 
 def _whole_stages(cluster: Cluster, devices: int) -> list[int]:
-    """The fewest stages that each lie on one kind, and twice as many."""
+    """Returns the fewest stages with one device kind each, and twice as many."""
     sizes = [
         sum(node.count for node in nodes)
         for _, nodes in itertools.groupby(cluster.nodes, lambda node: node.kind.name)
@@ -735,7 +735,7 @@ def _marked(graph: Graph) -> set[int]:
 def _requested_pipeline(
     graph: Graph, request: Request
 ) -> tuple[PipelineConstraints, bool]:
-    """The pipeline that is asked for, and whether its stages are to be found."""
+    """Returns the requested pipeline, and whether its number of stages is open."""
     marked = _marked(graph)
     asked = PipelineConstraints.of(graph, request, SCHEDULES)
     count = asked.mesh.get(STAGE)
@@ -777,11 +777,10 @@ def _check_widths(graph: Graph) -> None:
 def _why_apart(
     captured: Captured, asked: PipelineConstraints, marked: bool, cluster: Cluster
 ) -> tuple[str, str] | None:
-    """Returns the reason why stages have programs of their own; None where one program
-    runs them all.
+    """Returns why stages have programs of their own; None if one program runs them all.
 
     Returns:
-        The reason, and what lets one program run them, if anything does.
+        The reason, and the remedy that allows one program, or "".
     """
     if marked:
         return "marks say where the model is cut", ""
@@ -809,8 +808,8 @@ def _why_apart(
 
 
 def _neither(apart: str, reason: str, remedy: str) -> str:
-    """Returns the message where neither kind of stages is possible; the one with a
-    remedy comes first.
+    """Returns the message if no kind of stages is possible; a reason with a remedy is
+    first.
     """
     if remedy:
         return f"{reason}. {remedy}. With programs of each stage's own: {apart}"
@@ -820,10 +819,10 @@ def _neither(apart: str, reason: str, remedy: str) -> str:
 def _search_with_warning(
     search: Callable[..., Plan], graph: Graph, *given: Any, **options: Any
 ) -> Plan:
-    """The plan of stages that are asked for, with a warning where one does most."""
+    """Returns the plan of the requested stages; warns if one does most of the work."""
     try:
         plan = search(graph, *given, **options)
-    except TooFewParts as error:  # which is of use to searches only
+    except TooFewParts as error:  # is used by searches only
         raise PlanError(str(error)) from None
     except FlowsBackwards as error:
         if not (several := merged_pipelines_note(graph)):

@@ -1,7 +1,7 @@
-"""Samples for a run: each process reads those that it gives, and no others.
+"""Reads the samples of a run: each process reads only its own.
 
 Lists, grain's ``MapDataset``, ``IterDataset`` and ``DataLoader``, and other sources
-with their methods are taken as they are; nothing here imports grain.
+with the same methods are accepted; this module does not import grain.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ if TYPE_CHECKING:
 
 
 _MOST_SHUFFLED: Final = 2**36
-"""Samples whose order fits into memory; repeated datasets of grain's say 2**63 - 1."""
+"""Most samples whose order fits in memory; grain's repeated datasets have 2**63 - 1."""
 
 _BYTES: Final = "base64"
-"""Name of bytes in a state that is JSON data."""
+"""Key of encoded bytes in a JSON state."""
 
 
 class DataSource(Protocol):
-    """Samples by number, as grain's data sources and lists have them."""
+    """Samples by index, as in lists and grain's data sources."""
 
     def __len__(self) -> int:
         """Returns the number of samples."""
         ...
 
     def __getitem__(self, number: int, /) -> Any:
-        """A sample: a pytree of arrays without a batch dimension."""
+        """Returns a sample: a pytree of arrays without a batch dimension."""
         ...
 
 
 class Unset(enum.Enum):
-    """Stands for an argument that is left out, where None is a value that it can have.
+    """Marks an omitted argument for which None is a possible value.
 
-    A state that was put together anew has None for its number of samples; taken for
-    nothing, that would begin again at the first sample.
+    A state that was rebuilt has None for its number of samples; treated as omitted, it
+    would restart at the first sample.
     """
 
     NOT_GIVEN = enum.auto()
 
 
 class Feed:
-    """This process's part of every global batch, from samples by number or in a row.
+    """Yields this process's part of each global batch, from a sequence or an iterable.
 
-    Which samples make up a global batch depends on the seed and the step alone: not on
-    the number of processes, nor on who takes how many of them. So each sample is seen
-    once in an epoch, whatever shares do, and a run that is resumed goes on where it
-    was, also with another batch size: ``Feed(..., first_sample=state.samples)``.
+    The samples of a global batch depend only on the seed and the step, not on the
+    number of processes or their shares. So each sample is seen once in an epoch even if
+    shares change, and a resumed run continues at the next sample, also with another
+    batch size: ``Feed(..., first_sample=state.samples)``.
 
     A source without a length, such as a generator or one of grain's iterable datasets,
     is read from its beginning by every process, which keeps its own samples; it must
-    give the same ones in the same order to all. To go on in the middle of it without
-    reading it again up to there, keep ``get_state()`` beside the checkpoint; that takes
-    an iterator with ``get_state`` and ``set_state``, as grain's have.
+    yield the same samples in the same order to all. To continue in the middle without
+    reading the earlier samples again, save ``get_state()`` with the checkpoint. This
+    needs an iterator with ``get_state`` and ``set_state``, such as grain's.
 
     Attributes:
-        step: The number of the step that comes next.
+        step: Number of the next step.
 
     Example:
         >>> import numpy as np
@@ -91,25 +91,25 @@ class Feed:
         """Prepares the feed; nothing is read yet.
 
         Args:
-            source: The samples, pytrees of arrays without a batch dimension: by number,
-                or any iterable of them.
-            batch_size: Number of samples in a global batch. What is left of an epoch
-                when no whole batch is left is not seen in that epoch.
-            step: Step that takes the batches; None gives whole global batches. Take a
-                batch when the step is about to be called: shares may have changed.
-            seed: Seed of the order, another one in every epoch; None keeps the order.
-                An iterable's order is its own.
-            first: The step that comes next, counted from 0, all of this batch size.
-            first_sample: Instead of it, how many samples were given before, whatever
-                the batch size was then: ``state.samples``, and not None, as a state
-                has it that lost the count. An epoch counts as many as it gives at this
-                batch size; where another one left out more of it or less,
-                ``get_state`` knows the place in a later epoch exactly.
-            epochs: After so many it ends; None goes on for ever, with an iterator that
-                can be read once until it ends.
+            source: Samples, pytrees of arrays without a batch dimension: a sequence or
+                any iterable of them.
+            batch_size: Number of samples in a global batch. The last samples of an
+                epoch are skipped if they do not fill a batch.
+            step: Step that takes the batches; None yields whole global batches. Take
+                each batch just before the step is called, as shares may change.
+            seed: Seed of the order, which differs in every epoch; None keeps the order.
+                Iterables are not shuffled.
+            first: Number of the next step, counted from 0, all with this batch size.
+            first_sample: Instead of ``first``, the number of samples before the next
+                batch, with any batch size: ``state.samples``. It must not be None,
+                which a state has that lost the count. Each epoch is counted with this
+                batch size. If another size skipped more or fewer samples per epoch,
+                only ``get_state`` is exact in later epochs.
+            epochs: Number of epochs; None repeats for ever, or until an iterator that
+                can be read only once ends.
 
         Raises:
-            WhaleError: Sizes that cannot be; every problem is listed.
+            WhaleError: Arguments are invalid; the message lists all problems.
         """
         problems = Arguments("Feed")
         _check_source(problems, source, seed)
@@ -148,11 +148,10 @@ class Feed:
         return self._in_a_row() if not _numbered(self._source) else self._by_number()
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position for ``set_state``: JSON data, with the source's own
-        state.
+        """Returns the position for ``set_state``: JSON data with the source's state.
 
         Raises:
-            WhaleError: The source's iterator cannot say where it stands.
+            WhaleError: The source's iterator has no ``get_state``.
         """
         if _numbered(self._source):
             epoch, place = self._place()
@@ -175,14 +174,13 @@ class Feed:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another feed of the same source stood.
+        """Continues at the position of another feed of the same source.
 
         Args:
-            state: From ``get_state``; the other feed's batches may have been of another
-                size.
+            state: Result of ``get_state``; the other feed may have another batch size.
 
         Raises:
-            WhaleError: It is of a source of another kind, or of none.
+            WhaleError: The state is invalid or of another kind of source.
         """
         if not isinstance(state, Mapping) or "step" not in state:
             raise WhaleError(
@@ -218,10 +216,10 @@ class Feed:
             self._epoch, self._read = numbers["epoch"], numbers["read"]
 
     def _beginning(self, samples: int) -> tuple[int, int, int]:
-        """A step, and the epoch and the place in it of its first sample.
+        """Returns a step, and the epoch and index of its first sample.
 
         Args:
-            samples: Given before it, all in batches of this size or of another.
+            samples: Number of samples before the step, in batches of any size.
         """
         if not samples or not _numbered(self._source):
             return 0, 0, 0
@@ -229,12 +227,12 @@ class Feed:
         return self.step, *divmod(samples, whole)
 
     def _place(self) -> tuple[int, int]:
-        """The epoch and the place in it of the first sample of the next batch."""
+        """Returns the epoch, and the index in it, of the next batch's first sample."""
         assert _numbered(self._source)
         size, count = self._size, len(self._source)
         step, epoch, place = self._anchor
         done = self.step - step
-        if done < 0:  # Set back to before what is known: counted from the beginning.
+        if done < 0:  # Before the known position: count from the beginning.
             step, epoch, place, done = 0, 0, 0, self.step
         left = max(0, count - place) // size
         if done < left:
@@ -261,7 +259,7 @@ class Feed:
             yield _stack_samples(samples, samples[0] if samples else _sample(source, 0))
 
     def _rows(self) -> Sequence[int]:
-        """The samples of a global batch that this process gives, in order."""
+        """Returns this process's sample indices in a global batch, in order."""
         if self._step is None:
             return range(self._size)
         rows: list[int] = self._step.batch_rows().tolist()
@@ -272,11 +270,11 @@ class Feed:
             fresh, began = self._iterator is None, self._read
             if self._iterator is None:
                 self._iterator = iter(self._source)
-            # A step that was done before is read over, and not given again.
+            # Batches of earlier steps are read but not yielded.
             while (wanted := self._global()) is not None:
                 self._read += 1
                 if self._read > self.step:
-                    if self._shift:  # The batch begins within what was read.
+                    if self._shift:  # The batch begins within the one just read.
                         wanted = self._shift_samples(wanted)
                         if wanted is None:
                             break
@@ -292,25 +290,25 @@ class Feed:
                 )
             once = self._iterator is self._source
             self._iterator, self._epoch = None, self._epoch + 1
-            if once:  # A generator, say: there is no more to be had of it.
+            if once:  # For example a generator, which cannot restart.
                 return
 
     def _shift_samples(self, found: list[Any]) -> list[Any] | None:
-        """A batch without the samples that were given, and as many more behind it."""
+        """Drops the samples already given, and appends as many of the next."""
         assert self._iterator is not None
         shift, self._shift = self._shift, 0
         more = [*itertools.islice(self._iterator, shift)]
         return [*found[shift:], *more] if len(more) == shift else None
 
     def _global(self) -> list[Any] | None:
-        """The next global batch, or None where the source has no whole one."""
+        """Returns the next global batch, or None if the source has no full one."""
         assert self._iterator is not None
         result = [*itertools.islice(self._iterator, self._size)]
         return result if len(result) == self._size else None
 
 
 def _check_source(problems: Arguments, source: Any, seed: Any) -> None:
-    """Refuses what has no samples, or so many that none can draw their order."""
+    """Refuses a source without samples, or with too many to shuffle."""
     if isinstance(source, Mapping):
         problems.add(
             "source is a dictionary; expected samples in a list, or an iterable of "
@@ -329,7 +327,7 @@ def _check_source(problems: Arguments, source: Any, seed: Any) -> None:
 
 
 def _check_beginning(problems: Arguments, first: Any, first_sample: Any) -> None:
-    """Refuses a sample to begin at that is no number, or that a step contradicts."""
+    """Refuses a first sample that is not a number, or given together with a step."""
     problems.whole(
         "first_sample", first_sample, none=True, what="the number of a sample"
     )
@@ -352,12 +350,11 @@ _LOST = (
 
 
 def _numbered(source: Any) -> TypeGuard[DataSource]:
-    """Samples can be had by number."""
     return hasattr(source, "__getitem__") and _has_length(source)
 
 
 def _sample(source: DataSource, number: int) -> Any:
-    """A sample, which a filter has not left out."""
+    """Returns a sample, and refuses one that a filter left out."""
     sample = source[number]
     if sample is None:
         raise WhaleError(
@@ -369,7 +366,7 @@ def _sample(source: DataSource, number: int) -> Any:
 
 
 def _as_text(state: Any) -> Any:
-    """The state of a source's iterator as JSON has it: bytes become text."""
+    """Converts the state of a source's iterator to JSON data: bytes become text."""
     if not isinstance(state, bytes):
         return state
     return {_BYTES: base64.b64encode(state).decode("ascii")}
@@ -379,7 +376,7 @@ def _from_text(state: Any) -> Any:
     """Converts the text of ``_as_text`` back.
 
     Raises:
-        WhaleError: The text is none of bytes.
+        WhaleError: The text is not valid base64.
     """
     if not (isinstance(state, Mapping) and set(state) == {_BYTES}):
         return state
@@ -394,19 +391,19 @@ def _from_text(state: Any) -> Any:
 
 
 def _is_step(step: Any) -> TypeGuard[TrainStep]:
-    """Whether it says whose batches they are."""
+    """Whether it has the attributes that a feed reads."""
     return all(hasattr(step, name) for name in ("batch_rows", "batch_axes", "plan"))
 
 
 def _in_a_row(source: Any) -> bool:
-    """Samples can be had one after the other."""
-    single = getattr(source, "ndim", 1) == 0  # an array of no dimension
+    """Whether samples can be iterated over."""
+    single = getattr(source, "ndim", 1) == 0  # a 0-d array
     known = isinstance(source, Iterable) or hasattr(source, "__getitem__")
     return known and not single
 
 
 def _has_length(source: Any) -> bool:
-    """Whether it has a length: arrays of no dimension have the method alone."""
+    """Whether ``len`` works: 0-d arrays have ``__len__`` but it raises."""
     try:
         len(source)
     except TypeError:
@@ -433,7 +430,7 @@ def _batch_mismatches(step: TrainStep, batch_size: int) -> Iterator[str]:
 
 
 def _stack_samples(samples: Sequence[Any], like: Any) -> Any:
-    """Samples, one behind the other; of none, the shapes are those of any."""
+    """Stacks samples; without any, returns empty arrays shaped like ``like``."""
     if not samples:
         return jax.tree.map(lambda x: np.asarray(x)[None][:0], like)
     return jax.tree_util.tree_map_with_path(_stack, *samples)

@@ -17,20 +17,20 @@ from whalejax.planner.sharding.layout import MESH_AXES
 
 
 EVEN: Literal["even"] = "even"
-"""Shares that are all alike."""
+"""Requests equal shares."""
 
 Uneven = bool | Literal["even"] | tuple[int, ...]
-"""Whether replicas take shares of their own: alike, or those that are asked for."""
+"""Whether replicas have their own shares: equal ones, or the requested ones."""
 
 
 def check_axes(mesh: Mapping[str, int] | None) -> None:
-    """Refuses what is no mapping of mesh axes to sizes.
+    """Checks a mapping of mesh axes to sizes.
 
     Args:
         mesh: Mesh axes that the user fixes, or None.
 
     Raises:
-        PlanError: Every axis and size that there cannot be.
+        PlanError: Axes or sizes are invalid; lists all.
     """
     if mesh is None:
         return
@@ -59,16 +59,16 @@ def check_mesh(
     allow_idle: bool,
     axes: Sequence[str],
 ) -> None:
-    """Refuses sizes of mesh axes that no mesh of so many devices has.
+    """Refuses sizes of mesh axes that do not fit the number of devices.
 
     Args:
         mesh: Mesh axes that the user fixes.
-        num_devices: There are.
-        allow_idle: Some may be left without work.
-        axes: Axes that the search gives sizes to where they are left open.
+        num_devices: Number of devices.
+        allow_idle: Whether some devices may be idle.
+        axes: Axes whose sizes the search chooses if they are not fixed.
 
     Raises:
-        PlanError: Which axis, the numbers, and what would do.
+        PlanError: The sizes do not fit; the message lists possible products.
     """
     used = math.prod(mesh.values())
     shape = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
@@ -87,7 +87,7 @@ def check_mesh(
 
 
 def idle_note(plan: Plan) -> list[str]:
-    """Returns the note on devices that a plan leaves without work.
+    """Returns the note on devices that a plan leaves idle.
 
     Args:
         plan: Plan on the first devices of its cluster.
@@ -104,11 +104,10 @@ def idle_note(plan: Plan) -> list[str]:
 
 
 def split_notes(plan: Plan) -> list[str]:
-    """Returns the note on even shards of a split on unlike devices, where anything is
-    split.
+    """Returns the note on even shards on mixed devices, if ``tensor`` is larger than 1.
 
     Args:
-        plan: For devices of one or of several kinds.
+        plan: Plan for devices of one or several kinds.
     """
     every = [
         plan,
@@ -137,19 +136,19 @@ def uneven_shares(
     allow_idle: bool,
     whole: bool,
 ) -> Uneven:
-    """Whether replicas take shares of their own, and which.
+    """Returns whether replicas have uneven shares, or the requested shares.
 
     Args:
-        shares: Shares that the user gives; ``plan_settings`` has checked their type.
-        mixed: Devices are of several kinds.
+        shares: Shares from the user; ``plan_settings`` has checked their type.
+        mixed: Whether devices are of several kinds.
         runnable: Whether plans that cannot run are excluded.
-        allow_idle: Some devices may be left without work.
-        whole: The batch is one micro-batch, because its samples are not independent.
+        allow_idle: Whether some devices may be idle.
+        whole: Whether the batch is one micro-batch, as its samples are not independent.
 
     Raises:
-        PlanError: Shares that are none, or that something else rules out.
+        PlanError: Shares contradict another option.
     """
-    # One program runs on one kind; estimates are set beside what runs.
+    # One program runs on one kind of device.
     if shares is None:
         return mixed and not whole
     if isinstance(shares, str):
@@ -162,7 +161,7 @@ def uneven_shares(
 
 
 def _products(number: int, parts: int) -> str:
-    """The first ways to write a number as a product, for a message."""
+    """Returns the first four factorizations of a number, for a message."""
     from whalejax.meshes.jax_mesh import factorizations
 
     ways = factorizations(number, max(2, parts))[:4]

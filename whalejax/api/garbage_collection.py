@@ -1,8 +1,8 @@
-"""Planning without the garbage collector in between.
+"""Pauses the garbage collector while a plan is made.
 
 A trace and its graph are hundreds of thousands of small objects that live until the
-plan is made. While they grow, Python's collector goes through all of them again and
-again, which took longer than planning itself, and frees almost nothing.
+plan is made. Meanwhile Python's collector scans all of them repeatedly, which took
+longer than planning itself, and frees almost nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collections_paused() -> Iterator[None]:
-    """No cyclic garbage is looked for inside; reference counts free the rest.
+    """Disables cyclic garbage collection inside; reference counts still free objects.
 
-    Where the collector is off already, it stays so.
+    A collector that was already disabled stays so.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
-"""From a job to its plan: what the commands that plan and those that train share.
+"""Makes the plan of a job, for the commands that plan and those that train.
 
-A ``wh.Job`` says how to make a model and its batches; here that becomes shapes, a
-cluster and a plan, without touching a device.
+A ``wh.Job`` makes a model and its batches; this module derives shapes, a cluster and a
+plan from it, without using a device.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from whalejax.user_code.losses import Job
 
 
 def first_batch(job: Job, size: int | None) -> Any:
-    """A job's first global batch.
+    """Returns a job's first global batch.
 
     Args:
-        job: Makes it.
-        size: Samples, or None for the job's own number.
+        job: Job that makes the batch.
+        size: Number of samples, or None for the job's own number.
 
     Raises:
-        WhaleError: It has no room in this host's memory.
+        WhaleError: The batch does not fit in this host's memory.
     """
     try:
         return job.batch_at(0, size)
@@ -43,7 +43,7 @@ def first_batch(job: Job, size: int | None) -> Any:
 
 
 def machine(text: str | None) -> Cluster:
-    """The cluster of ``--cluster``; the devices of this process if left out."""
+    """Returns the cluster of ``--cluster``; by default, this process's devices."""
     return Cluster.detect() if text is None else parse_cluster(text)
 
 
@@ -56,13 +56,12 @@ def make_plan(
     source: tuple[str, ...] = (),
     **settings: Any,
 ) -> Plan:
-    """``wh.plan`` of a job.
+    """Calls ``wh.plan`` for a job.
 
     Args:
         job, model, batch, cluster: Job, model, batch and cluster to plan.
-        source: Name of the job on the command line and its options, which the plan
-            keeps.
-        settings: Others of ``wh.plan``.
+        source: Name and options of the job on the command line, saved in the plan.
+        settings: Other arguments of ``wh.plan``.
     """
     settings = {**split_settings(job), **settings}
     request = PlanRequest(optimizer=job.optimizer, cluster=cluster, **settings)
@@ -84,14 +83,14 @@ def search_plans(
     each: int,
     **settings: Any,
 ) -> SearchResult:
-    """``wh.search`` of a job.
+    """Calls ``wh.search`` for a job.
 
     Args:
         job: Job to plan.
-        clusters: Their texts.
-        batch: Samples of the global batch, or None for the job's own number.
+        clusters: Texts of the clusters.
+        batch: Number of samples of the global batch, or None for the job's own number.
         prices, each: Arguments of ``wh.search``, unchanged.
-        settings: Others of ``wh.plan``.
+        settings: Other arguments of ``wh.plan``.
     """
     return find_plans(
         job.loss_fn,
@@ -106,11 +105,11 @@ def search_plans(
 
 
 def question_of(job: Job, plan: Plan) -> PlannedQuestion:
-    """The question that a plan of a job answers, to ask more about it.
+    """Returns the question of a job's plan, to replan with other settings.
 
     Args:
-        job: Job that the plan was made for.
-        plan: Plan such as ``whalejax plan`` writes.
+        job: Job of the plan.
+        plan: Plan, for instance written by ``whalejax plan``.
     """
     request = PlanRequest(
         optimizer=job.optimizer,

@@ -1,10 +1,10 @@
 """The largest batch that fits on each of several clusters: ``wh.largest_batch``.
 
-A batch that is computed in parts may be of any size, so the question is of the largest
-part: the samples that all devices together take at a time. It is found with few plans:
-the sizes grow sixteenfold until one does not fit. What that one needs says where memory
-is full; sizes about there are tried until what fits and what does not are within an
-eighth.
+A batch that is computed in parts may have any size, so the search is for the largest
+part: the samples that all devices process at a time. It needs few plans: sizes grow
+sixteenfold until one does not fit. The memory that this size needs gives an estimate of
+the limit. Sizes near the estimate are tried until the smallest that does not fit
+exceeds the largest that fits by at most an eighth.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from whalejax.planner.search.micro_batches import samples_at_a_time
 
 
 GROWTH: Final = 16
-"""How much larger the next batch is while everything fits."""
+"""Ratio of the next batch size to the last, while batches fit."""
 
 CLOSENESS: Final = 1.125
-"""Ratio of a batch that does not fit to one that does at which the search ends."""
+"""The search ends at this ratio of a size that does not fit to one that fits."""
 
 MOST_PLANS: Final = 16
-"""Plans that are made for one cluster at most."""
+"""Largest number of plans for one cluster."""
 
 MOST_SAMPLES: Final = 2**24
-"""Samples beyond which no larger batch is tried."""
+"""Largest number of samples that is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,15 @@ class LargestBatch:
     """The largest batch on one cluster.
 
     Attributes:
-        name: The cluster, as it was asked for.
-        samples: Samples of the largest global batch that fits; 0 where none does.
-        micro_batch: Samples that one replica of the model takes at a time.
-        plan: Its plan; None where none fits.
-        next_samples: Samples of the smallest batch that was tried and does not fit;
-            None where all did.
-        problem: Error of the smallest batch that does not fit; None where all did.
+        name: Name of the cluster, as given.
+        samples: Number of samples of the largest global batch that fits; 0 if none
+            does.
+        micro_batch: Number of samples that one replica of the model processes at a
+            time.
+        plan: Plan of this batch; None if none fits.
+        next_samples: Number of samples of the smallest tried batch that does not fit;
+            None if all do.
+        problem: Error of the smallest batch that does not fit; None if all do.
         num_plans: Number of plans that were made.
     """
 
@@ -73,7 +75,7 @@ class LargestBatches(Sequence[LargestBatch]):
     """The largest batch on each of several clusters, in the order they were given.
 
     Attributes:
-        batches: One for each cluster.
+        batches: Result for each cluster.
     """
 
     batches: tuple[LargestBatch, ...]
@@ -85,7 +87,7 @@ class LargestBatches(Sequence[LargestBatch]):
         return len(self.batches)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns the table's rows of clusters where a batch fits."""
+        """Returns the table rows of clusters on which a batch fits."""
         rows: list[tuple[str, ...]] = []
         for batch in self.batches:
             plan = batch.plan
@@ -125,10 +127,10 @@ class LargestBatches(Sequence[LargestBatch]):
         }
 
     def lines(self, width: int | None) -> list[Line]:
-        """The table, and clusters where nothing fits, in lines.
+        """Returns the lines of the table, and of clusters on which nothing fits.
 
         Args:
-            width: Columns of a line; None breaks none.
+            width: Columns of a line; None does not wrap lines.
         """
         head = ["cluster", "largest batch", "micro-batch", "layout", "step"]
         head += ["speed", "utilization", "memory per device"]
@@ -162,7 +164,7 @@ def largest_batch(
     prices: Mapping[str, float] | None = None,
     **options: Any,
 ) -> LargestBatches:
-    """The largest batch that fits on each cluster, with its plan and throughput.
+    """Finds the largest batch that fits on each cluster, with its plan and throughput.
 
     Args:
         loss_fn, model, optimizer: Arguments of ``wh.plan``, unchanged.
@@ -170,16 +172,16 @@ def largest_batch(
         clusters: Clusters, or their texts such as ``"h100:8"``.
         prices: Hourly price of one device, by the name of its kind.
         options: Further options of ``wh.plan``, such as ``precision="bf16"``. With
-            ``num_micro_batches=n``, other than 1, the batch is computed in so many
-            parts; ``remat="none"`` asks for the largest batch without recomputation.
-            Nothing is kept in host memory unless ``offload=`` says what.
+            ``num_micro_batches=n`` the batch is computed in ``n`` parts;
+            ``remat="none"`` finds the largest batch without recomputation. Nothing is
+            offloaded unless ``offload=`` is given.
 
     Returns:
         A sequence with one entry for each cluster; ``print`` shows a table.
 
     Raises:
-        WhaleError: What was given cannot be used; every problem is listed.
-        PlanError: No batch can be planned on any of the clusters, for another reason
+        WhaleError: Arguments are invalid; the message lists all problems.
+        PlanError: No batch can be planned on any of the clusters, for a reason other
             than memory.
 
     >>> import jax, jax.numpy as jnp, optax
@@ -202,12 +204,12 @@ def largest_batch(
     problems = [batch.problem for batch in result.batches if batch.plan is None]
     other = [p for p in problems if p and not isinstance(p, NothingFits)]
     if other and len(problems) == len(result):
-        raise other[0]  # Not of memory: no batch would do.
+        raise other[0]  # Not for lack of memory: no batch size helps.
     return result
 
 
 def _largest(question: PlanQuestion, name: str, cluster: Cluster) -> LargestBatch:
-    """The largest batch on a cluster, by as few plans as it takes."""
+    """Returns the largest batch on a cluster, with few plans."""
     parts = cluster.num_devices * (question.num_micro_batches or 1)
     tried: dict[int, Plan | PlanError] = {}
 
@@ -251,11 +253,11 @@ def _largest(question: PlanQuestion, name: str, cluster: Cluster) -> LargestBatc
 
 
 def _between(low: int, high: int, tried: Mapping[int, Plan | PlanError]) -> int:
-    """The batch to try next: where memory is full if it grows with the samples.
+    """Returns the next size to try: where memory is full if it grows with the samples.
 
-    What the smallest plan of the batch that does not fit needs is known, and so is
-    what does not grow with the samples. The estimate is kept within the middle of the
-    two in the logarithm, so that it ends.
+    The memory that the batch that does not fit needs is known, and so is the part that
+    does not grow with the samples. The estimate is clamped away from both ends, so that
+    the search ends.
     """
     fitting, problem = tried[low], tried[high]
     assert isinstance(fitting, Plan)
@@ -273,7 +275,7 @@ def _between(low: int, high: int, tried: Mapping[int, Plan | PlanError]) -> int:
 
 
 def _smallest(parts: int, fits: Callable[[int], bool]) -> int:
-    """A batch to begin with: a sample for each part, or fewer; 0 where none fits."""
+    """Returns the first size: one sample for each part, or fewer; 0 if none fits."""
     samples = parts
     while samples and not fits(samples):
         samples = samples // 2

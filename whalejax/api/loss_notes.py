@@ -1,4 +1,4 @@
-"""Notes of a plan on what a loss does, beside those of the search."""
+"""Notes of a plan on the loss, in addition to those of the search."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from whalejax.planner.step_options import remat_words
 
 
 def loss_notes(captured: Captured, found: Plan) -> list[str]:
-    """State that samples change, axes that the loss names, and what is averaged.
+    """Returns notes on state that samples change, named axes, and averaged values.
 
     Args:
-        captured: The loss.
-        found: Its plan.
+        captured: Captured loss.
+        found: Plan of the loss.
     """
     changing = _changing_note(captured.changing, found.num_micro_batches)
     axes = _axes_note(captured.axes)
@@ -23,7 +23,7 @@ def loss_notes(captured: Captured, found: Plan) -> list[str]:
 
 
 def _changing_note(paths: Sequence[str], count: int) -> list[str]:
-    """State that samples change, where a step has several micro-batches."""
+    """Returns the note on state that samples change, with several micro-batches."""
     if not paths or count == 1:
         return []
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
@@ -35,7 +35,7 @@ def _changing_note(paths: Sequence[str], count: int) -> list[str]:
 
 
 def _axes_note(names: Sequence[str]) -> list[str]:
-    """Axes that the loss names, and what they stand for."""
+    """Returns the notes on axes that the loss names."""
     return [
         f'the loss names the axis "{name}": it stands for all samples of a '
         "micro-batch, so that pmean and psum over it change nothing"
@@ -44,7 +44,7 @@ def _axes_note(names: Sequence[str]) -> list[str]:
 
 
 def _averaged_note(captured: Captured, found: Plan) -> list[str]:
-    """Numbers of which micro-batches report the mean, perhaps unlike one device."""
+    """Returns the note on values reported as means over micro-batches."""
     count = found.num_micro_batches
     if not found.runnable or count == 1 or not (averaged := captured.apart().averaged):
         return []

@@ -1,8 +1,8 @@
-"""Memory that a plan leaves free, and plans that a compiler has accepted.
+"""Reserves a memory margin, and chooses plans that a compiler accepts.
 
-A plan fits where its predicted memory and a margin on top do: the prediction may be too
-low, and a program that lacks memory does not start. ``margin`` is a part of the
-prediction, so devices count as ``memory / (1 + margin)`` while plans are compared.
+A plan fits if its predicted memory plus a margin fits, as the prediction may be too
+low. ``margin`` is a fraction of the prediction, so the search uses ``memory / (1 +
+margin)`` as a device's memory.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from whalejax.verification.targets import NoCompiler, VerifyError
 
 
 MOST_MARGIN: Final = 10.0
-"""Largest margin by which a refused plan is made again."""
+"""Largest margin with which a refused plan is made again."""
 
 MOST_COMPILED: Final = 6
-"""Plans that are compiled, one after the other, before planning gives up."""
+"""Largest number of plans that are compiled before planning gives up."""
 
 NEARLY_FULL: Final = 0.8
-"""Part of a device's memory from which on a plan's notes give the band."""
+"""Fraction of a device's memory above which a plan's notes give the band."""
 
 _CHOICES: Final = (
     *"mesh num_micro_batches zero shares".split(),
     *(f.name for f in dataclasses.fields(UserOptions) if f.default is None),
 )
-"""Settings that fix what a search would choose."""
+"""Settings that fix choices of the search."""
 
 COMPILE_SECONDS: Final = 3600.0
-"""How long a compiler may take for one plan."""
+"""Deadline of a compiler for one plan, in seconds."""
 
 
 def without_margin(cluster: Cluster, margin: float) -> Cluster:
-    """A cluster whose devices have the memory that plans may fill by prediction.
+    """Returns the cluster with the memory that plans may fill by prediction.
 
     Args:
-        cluster: The devices as they are.
-        margin: Part of the predicted memory that is kept free on top; 0 keeps none.
+        cluster: Cluster with the full memory of its devices.
+        margin: Fraction of the predicted memory that is kept free in addition.
     """
     if not margin:
         return cluster
@@ -64,12 +64,12 @@ def _usable_bytes(kind: DeviceKind, margin: float) -> int:
 def with_margin_said(
     error: NothingFits, cluster: Cluster, margin: float
 ) -> NothingFits:
-    """An error that counts the memory of whole devices, and says what the margin took.
+    """Returns an error with devices' full memory that states the part of the margin.
 
     Args:
         error: Error of a search in the memory without the margin.
-        cluster: The devices as they are.
-        margin: Fraction of memory that was left free.
+        cluster: Cluster with the full memory of its devices.
+        margin: Fraction of the predicted memory that was left free.
     """
     if not margin or error.what != "device memory":
         return error
@@ -87,11 +87,11 @@ def with_margin_said(
 def with_fixed_settings(
     error: NothingFits, settings: PlanSettings, marks: Iterable[Mark]
 ) -> NothingFits:
-    """An error that names the choices that were not left to the planner.
+    """Returns an error that names the choices that the user fixed.
 
     Args:
-        error: Error of a search that kept to the settings and marks.
-        settings: Settings that the user gave.
+        error: Error of a search that obeyed the settings and marks.
+        settings: Settings from the user.
         marks: Marks of the model.
     """
     fixed = [
@@ -110,8 +110,7 @@ def with_fixed_settings(
 
 
 def band_note(plan: Plan, band: MemoryBand, margin: float) -> tuple[str, ...]:
-    """Returns the note of a plan that nearly fills its devices, on the error of its
-    memory.
+    """Returns the note on the memory error of a plan that nearly fills its devices.
 
     Args:
         plan: Plan on its devices with their full memory.
@@ -140,11 +139,11 @@ def band_note(plan: Plan, band: MemoryBand, margin: float) -> tuple[str, ...]:
 
 
 def with_devices(plan: Plan, cluster: Cluster) -> Plan:
-    """A plan, and those of its stages and pipelines, for devices as they are.
+    """Returns a plan, with its inner plans, for devices with their full memory.
 
     Args:
-        plan: Made with a margin.
-        cluster: Cluster whose kinds have all their memory.
+        plan: Plan that was made with a margin.
+        cluster: Cluster with the full memory of its devices.
     """
     return _with_memory(plan, {k.name: k.memory_bytes for k in cluster.kinds})
 
@@ -173,20 +172,19 @@ def _pipelines(plan: Plan) -> tuple[Plan, ...]:
 def accepted(
     plan: Plan, verify: Callable[[Plan], Any], again: Callable[[float], Plan]
 ) -> Plan:
-    """The plan, or the next best one, whose program the compiler accepts.
+    """Returns the best plan that the compiler accepts.
 
-    Without a compiler the first choice is returned, and its notes say why. Where the
-    compiler refuses a plan, the next one is made with the margin by which the
-    prediction for the refused one was too low.
+    Without a compiler the first choice is returned, with a note on it. If the compiler
+    refuses a plan, the next one is made with the margin by which the refused plan's
+    prediction was too low.
 
     Args:
-        plan: The first choice.
-        verify: Compiles a plan; gives a ``Verification``.
-        again: Plans once more, with a margin.
+        plan: First choice.
+        verify: Compiles a plan and returns a ``Verification``.
+        again: Plans once more with the given margin.
 
     Raises:
-        PlanError: The plan cannot be compiled, or the compiler refused every plan that
-            was made.
+        PlanError: The plan cannot be compiled, or the compiler refused all plans.
     """
     refused: list[str] = []
     margin = 0.0

@@ -1,4 +1,4 @@
-"""The models that the command line names: reference models, and functions in files."""
+"""Finds the models that the command line names: reference models and users' files."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ if TYPE_CHECKING:
 
 
 SYNONYMS = {"hidden": "embed", "ffn": "mlp", "seq": "sequence"}
-"""Words of tables of runs for what the reference models call otherwise."""
+"""Names in tables of runs, mapped to those of the reference models."""
 
 
 def lasting_name(model: str) -> str:
-    """A model's name that holds in other folders too: files by their whole path.
+    """Returns a name that is valid in any folder: files by their absolute path.
 
     Args:
-        model: Model as the command line names it.
+        model: Name of the model on the command line.
     """
     path, colon, function = model.rpartition(":")
     return f"{Path(path).resolve()}{colon}{function}" if colon else model
 
 
 def model_names() -> tuple[str, ...]:
-    """Names of the reference models."""
+    """Returns the names of the reference models."""
     from whalejax import models
 
     return models.available()
 
 
 def is_file(model: str) -> bool:
-    """Whether a model's name is that of a file, and no reference model's.
+    """Whether a model's name is that of a file, not of a reference model.
 
     Args:
-        model: Model as the command line names it.
+        model: Name of the model on the command line.
     """
     return ":" in model or model.endswith(".py")
 
 
 def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
-    """The job that the command line names.
+    """Returns the job that the command line names.
 
     Args:
-        name: A reference model, or ``file.py:function``.
+        name: Name of a reference model, or ``file.py:function``.
         options: Options of the model, or arguments of the function.
 
     Raises:
-        WhaleError: There is no such model, file or function, or it makes no job.
+        WhaleError: No such model, file or function exists, or it returns no job.
 
     >>> find_job("mlp").name
     'mlp'
@@ -99,7 +99,7 @@ def named_values(
         example: Example of a word, for the message.
 
     Raises:
-        WhaleError: A word without ``=``, or a name twice; all of them.
+        WhaleError: A word has no ``=``, or a name is given twice; lists all.
 
     >>> named_values(["layers=2", "annotated=false", "dtype=bfloat16"])
     {'layers': 2, 'annotated': False, 'dtype': 'bfloat16'}
@@ -119,7 +119,7 @@ def named_values(
 
 
 def value_of(text: str) -> int | float | bool | str:
-    """The number, ``true`` or ``false`` that a word stands for, or the word."""
+    """Returns the number or boolean that a word represents, or the word itself."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -171,7 +171,7 @@ def _job_from_file(
 
 
 def _load(path: Path) -> ModuleType:
-    """Runs a file as a module; its neighbours can be imported, as in a script."""
+    """Runs a file as a module that can import files of its folder, like a script."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise WhaleError(f"{path} is no Python file; expected a name that ends in .py")
@@ -183,7 +183,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def _of_the_user(path: Path, call: Callable[[], Any]) -> Any:
-    """Runs code of the user's file; what it raises is said with its place."""
+    """Runs code of the user's file; errors name their file and line."""
     try:
         return call()
     except WhaleError:

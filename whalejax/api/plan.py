@@ -1,6 +1,6 @@
-"""``wh.plan``: from a model, a batch and a cluster to a Plan; no device is touched.
+"""``wh.plan``: makes a Plan from a model, a batch and a cluster; uses no device.
 
-Its options are a ``PlanRequest``, whose module holds all that follows.
+Its options are a ``PlanRequest``, whose module does the planning.
 """
 
 from __future__ import annotations
@@ -81,36 +81,35 @@ def plan(
         batch: GLOBAL batch, abstract or real.
         optimizer: Optax transformation. Its state counts as memory. None plans an
             evaluation.
-        cluster: Cluster, or its text such as ``"h100:4x8"``. None is the devices of
+        cluster: Cluster, or its text such as ``"h100:4x8"``. None uses the devices of
             this process.
-        default: Strategy of the parts of the model without a mark,
-            ``wh.replicate()`` or ``wh.split()``. None lets the planner choose.
+        default: Strategy of the model's parts without a mark, ``wh.replicate()`` or
+            ``wh.split()``. None lets the planner choose.
         precision: ``"f32"`` keeps the model's own types. ``"bf16"`` and ``"f16"``
             compute in 16 bits with float32 master weights; in float16 the loss is
             scaled, and a step that overflows changes nothing and is counted in
-            ``metrics["skipped_steps"]``. Float32 leaves of the batch are cast too:
-            give masks and targets that must stay exact as integers or booleans.
-            A mapping gives a precision to each TaskGraph by its name, ``"*"`` for all
-            others. Then products and the elementwise operations on their results are
-            in 16 bits. Sums, exponentials, branches, ``while`` loops, functions with
-            their own derivatives, values that other TaskGraphs read, and the batch
-            keep their types.
+            ``metrics["skipped_steps"]``. Float32 leaves of the batch are cast too, so
+            masks and targets that must stay exact should be integers or booleans. A
+            mapping gives a precision to each TaskGraph by its name, ``"*"`` for all
+            others. Then products and the elementwise operations on their results are in
+            16 bits. Sums, exponentials, branches, ``while`` loops, functions with their
+            own derivatives, values that other TaskGraphs read, and the batch keep their
+            types.
         num_micro_batches: Number M of micro-batches in a step; micro-batch m has the
-            samples m, m + M, … None takes the fewest that fit in memory, and 1 where
-            the loss is not proven to be a mean of independent samples.
-        allow_idle: Whether a plan may leave devices idle if none uses all.
-        sync_batch_stats: Whether batch statistics must be those of the global batch.
-            Excludes ``per_micro_batch``.
-        group_size: Number of neighbouring samples that stay together in a micro-batch
-            and in a share, such as the answers to one prompt. It divides the batch.
+            samples m, m + M, … None takes the fewest that fit in memory, or 1 if the
+            loss is not proven to be a mean of independent samples.
+        allow_idle: Whether a plan may leave devices idle if no plan uses all.
+        sync_batch_stats: Whether batch statistics are those of the global batch. Not
+            allowed with ``per_micro_batch``.
+        group_size: Number of consecutive samples that stay together in a micro-batch
+            and in a share, such as the answers to one prompt. It must divide the batch.
             None takes 1, or the size of the groups into which the loss reshapes its
-            batch. Without effect for one micro-batch.
-        per_micro_batch: Whether the loss is meant for each part of the batch alone,
-            where its samples are not independent, as under batch normalisation or in
-            a contrastive loss. Then several micro-batches, unequal shares and Adasum
-            compute what one device computes with as much gradient accumulation.
-            Without it such parts are refused. An error where samples are proven
-            independent; without effect for one micro-batch.
+            batch. No effect for one micro-batch.
+        per_micro_batch: Whether each part of the batch may have its own loss if samples
+            are not independent, as with batch normalisation or a contrastive loss. Then
+            several micro-batches, unequal shares and Adasum compute the same as one
+            device with equal gradient accumulation. Without it such parts are refused.
+            An error if samples are proven independent; no effect for one micro-batch.
         axis_names: Mesh axes in the model's own annotations, mapped to ours.
         trainable: Selection of the trained parameters; None trains every
             parameter. A glob
@@ -125,8 +124,8 @@ def plan(
             chooses the others.
         zero: ZeRO level over ``data``: 0, 1 or 2. Level 3 is the mesh axis ``fsdp``.
             None lets the planner choose.
-        runnable: Whether the plan must run with ``wh.compile``. False also allows
-            what can only be estimated, such as gradients in host memory.
+        runnable: Whether the plan must run with ``wh.compile``. False also allows plans
+            that are only estimates, such as gradients in host memory.
         remat: Rematerialisation policy of the layers. ``"none"`` saves everything for
             the backward pass, ``"dots"`` the products with weights, ``"named"`` the
             values that the model names with ``jax.ad_checkpoint`` (``"named:a,b"``
@@ -138,18 +137,18 @@ def plan(
             ``"activations"`` (saved values of recomputed layers, between forward and
             backward pass) and ``"params"`` (parameters that scans over layers slice;
             their gradients stay on the device); ``"none"`` or ``()`` for nothing. None
-            lets the planner choose, where nothing fits without.
+            lets the planner choose, if nothing fits without.
         sequence_parallel: Whether the axis ``tensor`` shards the sequence between the
             products whose heads, width or vocabulary it shards. None lets the planner
             choose.
         attention: ``"ring"`` computes attention in blocks of scores; where the axis
             ``context`` shards the sequence, keys and values go round the devices.
-            ``"gather"`` computes it as the model does, and gathers keys and values. A
+            ``"gather"`` keeps the model's attention, and gathers keys and values. A
             mapping gives one of them to each TaskGraph by its name, ``"*"`` for all
             others. None lets the planner choose.
         loss_chunks: Number of parts in which each device computes the logits of its
             tokens and their loss, so that all logits never exist at once. 1 computes
-            them at once. None lets the planner choose, where memory is short.
+            them at once. None lets the planner choose, if memory is short.
         combine: Combination of the ranks of the axis ``data``. ``"mean"`` averages
             their gradients. ``"adasum"`` is adaptive summation: by parameter and
             layer, orthogonal gradients add up and parallel ones are averaged.
@@ -157,20 +156,20 @@ def plan(
             ``"adasum_updates"`` is Adasum of the updates that each rank's optimizer
             would make, for optimizers whose step is not linear in the gradient, such
             as Adam and LAMB.
-        shares: Micro-batches of each data-parallel replica, in node order. Numbers
-            are your choice; a run may change them as it measures
-            (``TrainStep.shares``). ``"even"`` gives all replicas the same number, and
-            on devices of one kind divides every micro-batch equally. None lets the
-            planner choose where devices are of several kinds.
+        shares: Micro-batches of each data-parallel replica, in node order. A run may
+            change the given numbers by its measurements (``TrainStep.shares``).
+            ``"even"`` gives all replicas the same number, and on devices of one kind
+            divides every micro-batch equally. None lets the planner choose if devices
+            are of several kinds.
         compiler_options: XLA options of the step, as ``jax.jit`` takes them. The
             planner knows the effect of those that change collectives.
-        margin: Fraction of the predicted memory that the plan leaves free beyond it,
+        margin: Fraction of the predicted memory that the plan leaves free in addition,
             such as 0.1, below 1. None takes the largest measured excess of compiled
-            programs of this kind (docs/run/verify.md): nothing on CPU, and more where
-            the program has parts that few measured programs had, which a note says.
-        verified: Whether the cluster's compiler must accept the plan. If it refuses
-            one for its memory, the best plan that needs so much less is taken. Needs
-            the compiler, as ``Plan.verify`` does, and minutes.
+            programs of this kind (docs/run/verify.md): nothing on CPU, and more if the
+            program has parts that few measured programs had (a note reports this).
+        verified: Whether the cluster's compiler must accept the plan. If it refuses one
+            for its memory, the best plan that needs so much less is chosen. Needs the
+            compiler, as ``Plan.verify`` does, and takes minutes.
         swarm: Whether to plan for peers that may come and go over slow links. Each
             device of the cluster is a peer, and several peers serve each stage. There
             are as few stages as memory and links allow, or ``mesh={"stage": n}``.
@@ -183,28 +182,28 @@ def plan(
         sum_wire: Wire format of gradients while the peers of a stage reduce them:
             ``"f32"`` (also None), ``"f16"`` or ``"int8"``. Only with ``swarm``.
         tables: Update rule of embedding rows, ``wh.sparse_optimizer(...)``. Parameters
-            that are only looked up are then placed as tables, and ``optimizer``
-            updates all others. With it only ``optimizer``, ``cluster``, ``mesh``
-            (``data`` and ``fsdp``), ``trainable`` and the arguments below can be given;
-            without it none of these.
+            that are only looked up are then placed as tables, and ``optimizer`` updates
+            all others. With ``tables``, only ``optimizer``, ``cluster``, ``mesh``
+            (``data`` and ``fsdp``), ``trainable`` and the arguments below are allowed;
+            without it, the arguments below are not.
         splits: Ways in which a table may be stored: some of ``"whole"``, ``"rows"``,
             ``"columns"``, ``"node_rows"`` (by rows over the devices of a node) and
-            ``"replicate"``; and, where the devices' memory is short, ``"host"`` (in
-            host memory) and ``"cached"`` (with its first rows on the device), which
-            run on the backend ``cpu`` so far.
+            ``"replicate"``; and, if the devices' memory is short, ``"host"`` (in host
+            memory) and ``"cached"`` (with its first rows on the device), which run on
+            the backend ``cpu`` so far.
         together: Groups of tables that must be on one device, by their paths.
-        pins: Placements that you fix, by the path of a table: its device, or one of
-            these ways. ``"cached:0.25"`` states the part of its rows on the device.
+        pins: Fixed placements by the path of a table: its device, or one of these
+            splits. ``"cached:0.25"`` sets the fraction of its rows on the device.
         counts: Number of lookups of each row, by the path of a table:
             ``wh.count_lookups`` counts them.
-        staleness: Number of newest updates that a lookup does without, so that both
-            sections work at once; with 0 every row has all of them. Only on a cluster
-            such as ``"cpu:2+h100:1"``, whose first part may hold tables in
-            processes of its own.
-        times: Measured times of these two sections, ``step.report().times``. None
+        staleness: Number of newest updates that a lookup may lack, so that both
+            sections work at once; with 0 every row has all updates. Only on a cluster
+            such as ``"cpu:2+h100:1"``, whose first part may hold tables in processes of
+            its own.
+        times: Measured times of the two sections, ``step.report().times``. None
             predicts them.
-        in_processes: Paths of the tables in these processes, where you fix them; the
-            others are then on the devices. None lets the planner choose.
+        in_processes: Fixed paths of the tables in these processes; the others are then
+            on the devices. None lets the planner choose.
 
     Returns:
         The plan; ``print`` shows it.

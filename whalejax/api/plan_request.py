@@ -1,7 +1,7 @@
-"""``wh.PlanRequest``: from settings, a loss, a model and a batch to a Plan.
+"""``wh.PlanRequest``: makes a Plan from settings, a loss, a model and a batch.
 
-The chain that ``wh.plan``, ``wh.search``, ``Plan.what_if`` and the commands all take,
-in the order of this module:
+``wh.plan``, ``wh.search``, ``Plan.what_if`` and the commands all use these steps, in
+the order of this module:
 
     request     ``PlanRequest``: settings, checked as they are given
     question    ``PlanQuestion``: a request about one model and batch
@@ -105,7 +105,7 @@ from whalejax.user_code.argument_checks import check_order
 
 
 NO_OPTIMIZER: Final = optax.identity()
-"""Stands for the optimizer where none was given."""
+"""Optimizer if none was given."""
 
 
 # Request.
@@ -113,29 +113,29 @@ NO_OPTIMIZER: Final = optax.identity()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest(PlanSettings):
-    """Everything that ``wh.plan`` takes but the loss, the model and the batch.
+    """All arguments of ``wh.plan`` except the loss, the model and the batch.
 
-    Frozen, and checked when it is made; ``dataclasses.replace`` makes others of it.
-    One request plans any number of models. ``wh.plan`` documents each setting; defaults
-    are the same.
+    A request is frozen, and checked when it is made; ``dataclasses.replace`` makes
+    variants. One request can plan any number of models. ``wh.plan`` documents each
+    setting; defaults are the same.
 
     Args:
-        optimizer, cluster: Optimizer and cluster of the plan; None is no optimizer, and
-            the devices of this process.
-        mesh, num_micro_batches, zero, shares, precision, default: Choices that are
-            fixed; what is None is left to the planner. So are options of how a step is
-            computed, such as what is computed again: the fields of ``UserOptions``.
+        optimizer, cluster: Optimizer and cluster of the plan; None means no optimizer,
+            and the devices of this process.
+        mesh, num_micro_batches, zero, shares, precision, default: Fixed choices; None
+            lets the planner choose. The same holds for the options of the step, such as
+            rematerialisation: the fields of ``UserOptions``.
         allow_idle, runnable: Limits on the plans that are accepted.
         group_size, per_micro_batch, sync_batch_stats: Rules on the division of the
             batch.
         axis_names, trainable, batch_axes: Reading of the model and its batch.
-        compiler_options: Options of XLA that the step is compiled with.
-        margin: Part of the predicted memory that plans leave free, below 1.
-        verified: The compiler has accepted the plan.
+        compiler_options: XLA options of the step.
+        margin: Fraction of the predicted memory that plans leave free, below 1.
+        verified: Whether the compiler must accept the plan.
 
     Raises:
-        PlanError: Settings that no model can be planned with; all of them.
-        WhaleError: A cluster that cannot be read, where nothing else is wrong.
+        PlanError: Settings are invalid for every model; lists all.
+        WhaleError: The cluster cannot be read, and nothing else is wrong.
 
     >>> import dataclasses, jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -149,13 +149,13 @@ class PlanRequest(PlanSettings):
     """
 
     def plan(self, loss_fn: Callable[..., Any], model: Any, batch: Any) -> Plan:
-        """The plan for a model.
+        """Returns the plan for a model.
 
         Args:
             loss_fn, model, batch: Arguments of ``wh.plan``, unchanged.
 
         Raises:
-            WhaleError: What was given cannot be planned; every problem is listed.
+            WhaleError: The arguments cannot be planned; the message lists all problems.
         """
         return question_about(self, loss_fn, model, batch).plan()
 
@@ -165,16 +165,16 @@ class PlanRequest(PlanSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
-    """A request about one model and batch, with what answers it.
+    """A request about one model and batch, with the methods that answer it.
 
     Attributes:
-        adapter: The model, without its values.
-        batch: The global batch, abstract.
-        cluster: The request's, parsed or detected.
-        request: The settings.
-        traced: Captures of the model by what they depend on.
-        beside_swarm: Plans over slow links say what a swarm would take.
-        least_margin: Part of the predicted memory that plans leave free at least.
+        adapter: Model, without its values.
+        batch: Global batch, abstract.
+        cluster: Cluster of the request, parsed or detected.
+        request: Settings.
+        traced: Captures of the model, by the settings that they depend on.
+        beside_swarm: Whether plans over slow links get a note on a swarm's time.
+        least_margin: Smallest fraction of the predicted memory that plans leave free.
     """
 
     adapter: Adapter
@@ -188,7 +188,7 @@ class PlanQuestion:
     @collections_paused()
     @without_mesh
     def plan(self) -> Plan:
-        """The plan: every link of the chain, one after the other."""
+        """Makes the plan, in all steps of the module's list."""
         if self.request.swarm:
             from whalejax.swarm.planning import swarm_plan
 
@@ -227,12 +227,12 @@ class PlanQuestion:
 
     @property
     def _alone(self) -> PlanQuestion:
-        """The same, whose plans are not set beside a swarm's or synchronous ones."""
+        """Returns a copy without comparison to a swarm, and without verification."""
         request = dataclasses.replace(self.request, verified=False)
         return dataclasses.replace(self, beside_swarm=False, request=request)
 
     def _accepted(self, plan: Plan) -> Plan:
-        """The plan, or the best one after it, that the compiler accepts."""
+        """Returns the best plan that the compiler accepts."""
 
         def verify(plan: Plan) -> Any:
             return self.verify(
@@ -242,11 +242,11 @@ class PlanQuestion:
         def plan_again(margin: float) -> Plan:
             return dataclasses.replace(self, least_margin=margin).replan(verified=False)
 
-        # What is asked later is asked of the request, not of the margin that was found.
+        # Later questions use the request's margin, not the one found here.
         return dataclasses.replace(accepted(plan, verify, plan_again), question=self)
 
     def replan(self, **changes: Any) -> Plan:
-        """``Plan.what_if``."""
+        """Implements ``Plan.what_if``."""
         known = changeable()
         problems = Arguments("what_if", PlanError)
         for name in changes:
@@ -289,7 +289,7 @@ class PlanQuestion:
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens of a sample, where the batch has such."""
+        """The number of tokens of a sample, or None."""
         return sequence_length(self.batch, self.request.batch_axes)
 
     def verify(
@@ -300,13 +300,13 @@ class PlanQuestion:
         timeout_seconds: float,
         better: bool = True,
     ) -> Any:
-        """``Plan.verify``.
+        """Implements ``Plan.verify``.
 
         Args:
             plan: Plan of this model.
-            topology: Topology to compile for; the plan's own cluster if None.
+            topology: Topology to compile for; None uses the plan's cluster.
             timeout_seconds: Deadline of the compiler.
-            better: Look for a plan that fits where this one does not.
+            better: Whether to search for a plan that fits if this one does not.
         """
         from whalejax.verification.checking import check
 
@@ -329,21 +329,19 @@ class PlanQuestion:
 
     @property
     def num_micro_batches(self) -> int | None:
-        """Returns the number that the request fixes."""
+        """The number that the request fixes, or None."""
         return self.request.num_micro_batches
 
     @property
     def precision(self) -> str:
-        """Returns the precision of the whole model; its own types where TaskGraphs
-        differ.
-        """
+        """The precision of the whole model; ``"f32"`` if TaskGraphs differ."""
         given = self.request.precision
         return given if isinstance(given, str) else "f32"
 
     # Capture.
 
     def programs(self) -> Programs:
-        """The model as traced, and its variants, which are made when asked for."""
+        """Returns the traced model; its variants are made at first use."""
         return self.traced.of(
             self.adapter,
             self.batch,
@@ -353,7 +351,7 @@ class PlanQuestion:
         )
 
     def _with_precision(self) -> tuple[PlanQuestion, list[str]]:
-        """The question with the precision that has an effect, and what to say of it."""
+        """Returns the question with its effective precision, and notes on it."""
         given = self.request.precision
         if not isinstance(given, str):
             return self, []
@@ -370,7 +368,7 @@ class PlanQuestion:
     # Strategies and search.
 
     def _check_mesh(self) -> None:
-        """Refuses a mesh that the cluster does not have, before anything is traced."""
+        """Refuses a mesh that does not fit the cluster, before anything is traced."""
         request = self.request
         axes = PLANNED_AXES if request.runnable else MESH_AXES
         mesh = {} if request.mesh is None else request.mesh
@@ -380,10 +378,10 @@ class PlanQuestion:
         """Returns the request of the search, checked against the model.
 
         Args:
-            programs: The loss.
+            programs: Programs of the loss.
 
         Raises:
-            PlanError: A setting that this model cannot have.
+            PlanError: A setting does not suit this model.
         """
         self._check_mesh()
         request, adapter = self.request, programs.adapter
@@ -411,7 +409,7 @@ class PlanQuestion:
             zero=request.zero,
             policies=tuple(p for p in REMAT_POLICIES if traced.names or p != "named"),
             hosted=hosts,
-            one_part=not self.beside_swarm,  # Peers of a swarm hold one part each.
+            one_part=not self.beside_swarm,  # Each peer of a swarm has one part.
             sliced=functools.cache(lambda: elementwise(adapter, self.optimizer)),
         )
         check_combine(
@@ -431,7 +429,7 @@ class PlanQuestion:
         """Returns the rules on the parts of the batch.
 
         Args:
-            programs: The loss.
+            programs: Programs of the loss.
         """
         request = self.request
         marks = {m for g in programs.graph.task_graphs for m in g.marks}
@@ -453,12 +451,12 @@ class PlanQuestion:
 
     @property
     def _samples(self) -> int:
-        """Samples of the global batch."""
+        """The number of samples of the global batch."""
         leaves, _ = micro_leaves(self.batch, self.request.batch_axes, 1)
         return next(x.shape[x.axis] for x in leaves if x.axis is not None)
 
     def _judged(self, programs: Programs) -> Captured:
-        """The loss as it is run: in evaluation mode where nothing is trained."""
+        """Returns the captured loss; in evaluation mode if there is no optimizer."""
         evaluating = programs.adapter.evaluating()
         if self.request.optimizer is not None or evaluating is None:
             return programs.traced.captured
@@ -466,19 +464,18 @@ class PlanQuestion:
 
     @property
     def _count(self) -> int | None:
-        """Micro-batches, if the user says how many."""
         count = self.request.num_micro_batches
         return None if count is None else int(count)
 
     def searched(self, programs: Programs, wanted: Request) -> Plan:
-        """The best plan of the executors that may run the loss.
+        """Returns the best plan of the executors that may run the loss.
 
         Args:
-            programs: The loss and its variants.
+            programs: Programs of the loss and its variants.
             wanted: Request of the search.
 
         Raises:
-            PlanError: There is none; what lacks, in bytes where it is memory.
+            PlanError: No plan exists; for lack of memory, the message states the bytes.
         """
         request, idle = self.request, self.request.allow_idle
         margin = self._margin(programs)
@@ -511,13 +508,13 @@ class PlanQuestion:
         return with_devices(result, self.cluster) if margin else result
 
     def _margin(self, programs: Programs) -> float:
-        """Part of the predicted memory that plans leave free."""
+        """Returns the fraction of the predicted memory that plans leave free."""
         given = self.request.margin
         own = self._band(programs).high - 1 if given is None else given
         return max(own, self.least_margin)
 
     def _band(self, programs: Programs) -> MemoryBand:
-        """Returns the band of the compiled program's memory around the predicted."""
+        """Returns the range of compiled over predicted memory."""
         return memory_band(self.cluster.platform, programs.graph)
 
     # Plan.
@@ -527,7 +524,7 @@ class PlanQuestion:
 
         Args:
             found: Plan that the search found.
-            programs: The loss.
+            programs: Programs of the loss.
             wanted: Request of the search.
         """
         captured, graph = programs.traced.captured, programs.graph
@@ -560,7 +557,7 @@ class PlanQuestion:
         )
         band = band_note(found, self._band(programs), self._margin(programs))
         found = dataclasses.replace(found, notes=(*found.notes, *band))
-        # Ranks of a node are averaged where they stand one after the other.
+        # Averages within a node need its ranks in sequence.
         return found if found.combine == "adasum_nodes" else ordered(found)
 
 
@@ -568,11 +565,11 @@ class PlanQuestion:
 def question_about(
     request: PlanRequest, loss_fn: Callable[..., Any], model: Any, batch: Any
 ) -> PlanQuestion:
-    """A request about a model, to be answered once or with changes.
+    """Returns a question about a model, to be answered once or with changes.
 
     Args:
-        request: The settings.
-        loss_fn, model, batch: Arguments of ``wh.plan``; no array of them is kept.
+        request: Settings.
+        loss_fn, model, batch: Arguments of ``wh.plan``; their arrays are not kept.
     """
     check_order("(loss_fn, model, batch)", loss_fn, model, batch)
     check_batch(batch, request.batch_axes)
@@ -593,7 +590,7 @@ def _at_once(decided: Callable[[Request], Plan], request: Request) -> Plan:
 
 
 def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> Plan:
-    """The plan that uses most devices; where none can, why most of them could not."""
+    """Returns the plan that uses most devices; without one, raises the best error."""
     problems: list[PlanError] = []
     fixed = math.prod((request.mesh or {}).values())
     for count in range(request.num_devices // fixed * fixed, 0, -fixed):

@@ -1,6 +1,6 @@
-"""Settings of ``wh.plan`` beside the model, checked before it is traced.
+"""Settings of ``wh.plan`` except the model, checked before it is traced.
 
-What a setting means for a model is checked where the model's graph is known.
+Checks that depend on the model run when its graph is known.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NUMBERS: Final = (
     "margin",
     "bandwidth",
 )
-"""Settings that are whole numbers or hold some, which may be NumPy's."""
+"""Settings with numbers, which may be NumPy's."""
 
 _SWITCHES: Final = (
     "runnable allow_idle sync_batch_stats per_micro_batch verified swarm".split()
@@ -49,12 +49,12 @@ _SWITCHES: Final = (
 _KEPT: Final = frozenset(
     "optimizer default sync_batch_stats axis_names trainable batch_axes".split()
 )
-"""Settings that a plan's other versions keep; ``Plan.what_if`` changes the rest."""
+"""Settings that ``Plan.what_if`` cannot change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings(UserOptions):
-    """The arguments of ``wh.plan`` but the loss, the model and the batch, checked."""
+    """Checked arguments of ``wh.plan``, without the loss, the model and the batch."""
 
     optimizer: optax.GradientTransformation | None = None
     cluster: Cluster | str | None = None
@@ -101,7 +101,7 @@ class PlanSettings(UserOptions):
         )
 
     def _parse_cluster(self) -> None:
-        """Keeps a cluster in place of its text; measuring this one takes time."""
+        """Parses a cluster's text, except "local", which is slow to measure."""
         local = (
             isinstance(self.cluster, str) and self.cluster.strip().lower() == "local"
         )
@@ -110,16 +110,16 @@ class PlanSettings(UserOptions):
 
     @property
     def default_kind(self) -> str | None:
-        """The kind of mark that is the default strategy."""
+        """The kind of the mark that is the default strategy, or None."""
         return None if self.default is None else str(self.default.mark.kind)
 
 
 def together(*checks: Callable[[], Any]) -> None:
-    """Runs all checks, and then tell what each of them found wrong.
+    """Runs all checks, then reports all failures.
 
     Raises:
-        WhaleError: That of the only check that failed.
-        PlanError: The texts of several.
+        WhaleError: One check failed; its error.
+        PlanError: Several checks failed; the message has all texts.
     """
     errors: list[WhaleError] = []
     for check in checks:
@@ -134,16 +134,16 @@ def together(*checks: Callable[[], Any]) -> None:
 
 
 def changeable() -> list[str]:
-    """Names of what ``Plan.what_if`` may change: settings, and the batch's sizes."""
+    """Returns the arguments of ``Plan.what_if``: settings, and the batch's sizes."""
     own = [f.name for f in fields(PlanSettings) if f.name not in _KEPT]
     return ["batch", "sequence", *own]
 
 
 def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
-    """A cluster as ``wh.plan`` takes it.
+    """Parses the argument ``cluster`` of ``wh.plan``.
 
     Args:
-        cluster: One, its text, or None for the devices of this process.
+        cluster: Cluster, its text, or None for the devices of this process.
     """
     if cluster is None:
         return Cluster.detect()
@@ -173,7 +173,7 @@ def _check_precision(precision: object, problems: Arguments) -> None:
 
 
 def _type_name(value: object) -> str:
-    """The name of an element type, such as ``jnp.bfloat16``; empty for other things."""
+    """Returns the name of a dtype such as ``jnp.bfloat16``; "" for other values."""
     if isinstance(value, np.dtype):
         return str(value.name)
     return value.__name__ if isinstance(value, type) else ""
@@ -204,7 +204,7 @@ def _check_numbers(settings: PlanSettings, problems: Arguments) -> None:
     if shares is None or (isinstance(shares, str) and shares == "even"):
         return
     if several and len(shares) and not any(map(_is_word, shares)):
-        return  # whether devices and batch divide so is seen later
+        return  # devices and batch are checked later
     problems.refuse(
         "shares",
         shares,

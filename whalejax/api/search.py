@@ -1,6 +1,6 @@
 """``wh.search``: the plans of one model on several clusters, best first.
 
-The model is traced once; every cluster then takes a search of its own.
+The model is traced once; every cluster then has its own search.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ def search(
     each: int = 1,
     **options: Any,
 ) -> SearchResult:
-    """Plans a training step on several clusters, and rank what was found.
+    """Plans a training step on several clusters, and ranks the plans.
 
     Args:
         loss_fn, model, batch, optimizer: Arguments of ``wh.plan``, unchanged.
         clusters: Clusters, or their texts such as ``"h100:8"``.
         prices: Hourly price of one device, by the name of its kind such as ``"h100"``,
-            all in one currency; then steps have prices. A kind whose cluster file gives
-            ``price_per_hour`` needs none.
-        each: Largest number of plans of each cluster, on different meshes. With
-            ``verified=True`` the first of each is compiled, the others are not.
+            all in one currency. With prices, the result has the price of a step. Kinds
+            whose cluster file has ``price_per_hour`` need none.
+        each: Largest number of plans for each cluster, on different meshes. With
+            ``verified=True`` only the first of each is compiled.
         options: Further options of ``wh.plan``, such as ``precision="bf16"``. With a
-            fixed ``num_micro_batches`` a device may take more samples at a time on one
-            cluster than on another; ``notes`` of the result say so.
+            fixed ``num_micro_batches`` a device may process more samples at a time on
+            one cluster than on another; ``notes`` of the result report this.
 
     Returns:
-        The plans, fastest step first; ``print`` shows a table. Clusters on which
-        nothing fits are listed with what they lack.
+        Plans, fastest step first; ``print`` shows a table. Clusters on which nothing
+        fits are listed with the missing memory.
 
     Raises:
-        WhaleError: What was given cannot be used; every problem is listed.
-        PlanError: There is no plan on any of the clusters; each says why.
+        WhaleError: Arguments are invalid; the message lists all problems.
+        PlanError: No cluster has a plan; the message gives the reason of each.
 
     >>> import jax, jax.numpy as jnp
     >>> import whalejax as wh
@@ -82,15 +82,15 @@ def search(
 def search_on(
     question: PlanQuestion, places: Sequence[tuple[str, Cluster]], each: int
 ) -> SearchResult:
-    """``search`` of what was asked of one cluster, on all of them.
+    """Answers a question on several clusters.
 
     Args:
-        question: Its cluster is replaced.
+        question: Question whose cluster is replaced.
         places: Names and clusters.
-        each: Largest number of plans of each cluster.
+        each: Largest number of plans for each cluster.
 
     Raises:
-        PlanError: There is no plan on any of them.
+        PlanError: No cluster has a plan.
     """
     plans: list[tuple[str, Plan]] = []
     first: list[tuple[str, Plan]] = []
@@ -129,9 +129,7 @@ def search_on(
 def _notes(
     question: PlanQuestion, first: Sequence[tuple[str, Plan]]
 ) -> tuple[str, ...]:
-    """Returns the reasons why the plans of several clusters cannot be compared as they
-    are.
-    """
+    """Returns the reasons why plans of several clusters cannot be compared directly."""
     asked = question.num_micro_batches
     if asked is None:
         return ()
@@ -141,7 +139,7 @@ def _notes(
 def _evaluated_candidates(
     first: Sequence[tuple[str, Plan]], plans: Sequence[tuple[str, Plan]]
 ) -> Iterable[ClusterCandidate]:
-    """Every candidate of every cluster, with its plan where there is one."""
+    """Yields all candidates of all clusters, with the index of their plan or None."""
     places = {(name, _chosen(one)): i for i, (name, one) in enumerate(plans)}
     for name, best in first:
         for candidate in best.candidates:
@@ -158,7 +156,7 @@ def _chosen(one: Plan) -> str:
 
 
 def _others(best: Plan, count: int) -> list[Plan]:
-    """The plans of other meshes that were evaluated and fit, best first."""
+    """Returns the plans of other evaluated meshes that fit, best first."""
     result: list[Plan] = []
     tried = [mesh_of(c) for c in best.candidates if c.verdict == "chosen"]
     for candidate in best.candidates:
@@ -168,7 +166,7 @@ def _others(best: Plan, count: int) -> list[Plan]:
         if not candidate.fits or mesh is None or mesh in tried:
             continue
         tried.append(mesh)
-        with contextlib.suppress(PlanError):  # not as it was fixed; others may be
+        with contextlib.suppress(PlanError):  # infeasible with a fixed mesh; try others
             result.append(best.what_if(mesh=mesh, verified=False))
     return result
 
@@ -177,14 +175,14 @@ _AXIS = re.compile(rf"({'|'.join(MESH_AXES)}) ([0-9]+)")
 
 
 def mesh_of(candidate: Candidate) -> dict[str, int] | None:
-    """The mesh of a plan that was evaluated, as ``wh.plan`` takes it.
+    """Returns the mesh of a candidate, in the form of ``wh.plan``.
 
     Args:
-        candidate: Says it in words, such as ``"data 2 × tensor 4, ZeRO-1"``.
+        candidate: Candidate with a layout such as ``"data 2 × tensor 4, ZeRO-1"``.
 
     Returns:
-        The sizes of all axes but ``stage`` where there are no stages; None where
-        stages have meshes of their own.
+        Sizes of all axes, without ``stage`` if there are no stages; None if stages have
+        meshes of their own.
     """
     words = candidate.layout.partition(",")[0]
     if "(" in words:
@@ -200,7 +198,7 @@ def _places(
     each: int,
     options: Mapping[str, Any],
 ) -> list[tuple[str, Cluster]]:
-    """The clusters with their names and prices, or every problem of what was given."""
+    """Returns the clusters with names and prices; raises if arguments are invalid."""
     problems = Arguments("wh.search")
     problems.whole("each", each, least=1)
     return named_clusters("wh.search", clusters, prices, options, problems)
@@ -213,17 +211,17 @@ def named_clusters(
     options: Mapping[str, Any],
     problems: Arguments | None = None,
 ) -> list[tuple[str, Cluster]]:
-    """Clusters with their names and prices.
+    """Returns clusters with their names and prices.
 
     Args:
-        function: Public function that was given them.
+        function: Name of the public function, for messages.
         clusters: Clusters or their texts.
         prices: Hourly price of one device, by the name of its kind.
-        options: Further named arguments, all of which ``wh.plan`` must know.
-        problems: Collector of further errors.
+        options: Other named arguments, which must be options of ``wh.plan``.
+        problems: Collector of earlier errors.
 
     Raises:
-        WhaleError: Every problem of what was given.
+        WhaleError: Arguments are invalid; lists all problems.
     """
     problems = Arguments(function) if problems is None else problems
     known = [f.name for f in dataclasses.fields(PlanRequest)]
@@ -287,7 +285,7 @@ def _check_prices(
 
 
 def _nowhere(refused: Sequence[InfeasibleCluster]) -> PlanError:
-    """The error where there is no plan on any cluster."""
+    """Returns the error if no cluster has a plan."""
     texts = {str(one.problem) for one in refused}
     if len(texts) == 1:
         return refused[0].problem

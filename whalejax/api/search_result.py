@@ -1,4 +1,4 @@
-"""Result of ``wh.search``, with its pictures."""
+"""Result of ``wh.search``, with its charts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from whalejax.planner.plan.report.search_data import SearchData
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SearchResult(SearchData):
-    """Plans of one model on several clusters, best first; ``wh.search`` makes it.
+    """Plans of one model on several clusters, best first; the result of ``wh.search``.
 
-    A sequence: ``found[0]`` is the best plan. ``print`` shows a table.
+    It is a sequence: ``found[0]`` is the best plan. ``print`` shows a table.
 
     Attributes:
-        plans: Best first.
-        names: Each plan's cluster, as the user named it.
-        refused: Clusters on which there is no plan, those that lack least first.
-        weighed: Every plan that was evaluated and is remembered, on all clusters.
-        notes: Reasons why the plans cannot be compared as they are.
+        plans: Plans, best first.
+        names: Cluster of each plan, as the user named it.
+        refused: Clusters without a plan, those that lack least memory first.
+        weighed: Evaluated candidates of all clusters.
+        notes: Reasons why the plans cannot be compared directly.
     """
 
     def _repr_mimebundle_(
@@ -36,14 +36,14 @@ class SearchResult(SearchData):
         return searches.bundle(self)
 
     def chart(self) -> searches.SearchChart:
-        """Step time and peak memory of every plan that was evaluated, on all clusters.
+        """Returns a chart of the step time and peak memory of all candidates.
 
-        Hovering shows the mesh and the largest costs; a click on a plan that was found
-        leads to it. It needs the extra ``whalejax[notebook]``, and no network.
+        Hovering shows the mesh and the largest costs; a click on a plan shows it. The
+        chart needs the extra ``whalejax[notebook]``, but no network.
 
         Returns:
-            What a notebook draws; ``save`` writes it as ``.html`` or ``.svg``, and its
-            ``altair`` is the chart to be changed.
+            Chart that a notebook draws. ``save`` writes it as ``.html`` or ``.svg``;
+            its attribute ``altair`` is the chart to modify.
 
         Raises:
             WhaleError: The extra is not installed.

@@ -1,7 +1,7 @@
-"""A process of the sparse section: it holds rows, looks them up and updates them.
+"""A process of the sparse section, which stores, looks up and updates rows.
 
-``whalejax.sections.sparse_section`` starts it, as ``python -m``, and replaces it where
-it dies; it ends with the process that started it, or with the connection of ssh.
+``whalejax.sections.sparse_section`` starts it with ``python -m``, and replaces it if it
+dies. It ends with its parent process, or with the ssh connection.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _HELLO_SECONDS = 60.0
 
 
 def find_maker(model: str, settings: Mapping[str, Any], batch_size: int) -> BatchMaker:
-    """Returns a maker of a job's batches, with the ids of all lookups after the leaves.
+    """Returns a function that makes a job's batches, with the ids of all lookups last.
 
     Args:
-        model: Name of the job, as the command line takes it.
-        settings: Its settings.
-        batch_size: Samples of a global batch.
+        model: Name of the job on the command line.
+        settings: Options of the job.
+        batch_size: Number of samples of a global batch.
     """
     import jax
 
@@ -57,10 +57,10 @@ def find_maker(model: str, settings: Mapping[str, Any], batch_size: int) -> Batc
 
 
 def main(words: Sequence[str]) -> None:
-    """Serves until the process that started this one ends.
+    """Serves until the parent process ends.
 
     Args:
-        words: One, its settings as JSON.
+        words: Command-line arguments: one, the settings as JSON.
     """
     settings = json.loads(words[0])
     die_with_parent()

@@ -1,4 +1,4 @@
-"""``wh.plan_tables`` and ``wh.count_lookups``: tables of a model, found and placed."""
+"""``wh.plan_tables`` and ``wh.count_lookups``: find and place a model's tables."""
 
 from __future__ import annotations
 
@@ -43,44 +43,44 @@ def plan_tables(
     """Finds the embedding tables of a model and decides where they are stored.
 
     A table is a trained parameter of two dimensions that the loss only looks up, as
-    ``table[ids]``, ``jnp.take`` and ``nnx.Embed`` do, by integer ids that follow from
-    the batch. Everything else is planned as by ``wh.plan``, over the axes ``data`` and
-    ``fsdp``.
+    ``table[ids]``, ``jnp.take`` and ``nnx.Embed`` do, with integer ids that depend on
+    the batch alone. Everything else is planned as by ``wh.plan``, over the axes
+    ``data`` and ``fsdp``.
 
     Args:
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
         model: An NNX module, a Linen module's variables or any pytree; abstract leaves
-            will do.
-        batch: The global batch, abstract or real, samples along dimension 0.
+            are enough.
+        batch: Global batch, abstract or real, with samples along dimension 0.
         rows: Update rule of rows: ``wh.sparse_optimizer(...)``.
         optimizer: Optimizer of all other parameters, from optax.
-        cluster: A cluster, its text such as ``"h100:8"``, or None for the devices of
-            this process. ``"cpu:2+h100:1"`` has two sections: some tables in at most
-            2 processes that compute on CPUs, everything else on the devices behind.
-        splits: Ways of storing a table that may be used: some of ``"whole"``,
-            ``"rows"``, ``"columns"``, ``"node_rows"`` (by rows over the devices of a
-            node) and ``"replicate"``; and, where the devices' memory is short,
-            ``"host"`` (in host memory) and ``"cached"`` (with its first rows on the
-            device), which run on the backend ``cpu`` so far.
+        cluster: Cluster, its text such as ``"h100:8"``, or None for the devices of this
+            process. ``"cpu:2+h100:1"`` has two sections: some tables in at most 2
+            processes that compute on CPUs, everything else on the other devices.
+        splits: Ways in which a table may be stored: some of ``"whole"``, ``"rows"``,
+            ``"columns"``, ``"node_rows"`` (by rows over the devices of a node) and
+            ``"replicate"``; and, if the devices' memory is short, ``"host"`` (in host
+            memory) and ``"cached"`` (with its first rows on the device), which run on
+            the backend ``cpu`` so far.
         together: Groups of tables that must be on one device, by their paths.
-        pins: Placements that you fix, by the path of a table: its device, or one of
-            these ways. ``"cached:0.25"`` states the part of its rows on the device.
+        pins: Fixed placements by the path of a table: its device, or one of these
+            splits. ``"cached:0.25"`` sets the fraction of its rows on the device.
         counts: Number of lookups of each row, by the path of a table:
             ``wh.count_lookups`` counts them.
-        mesh: Sizes of ``data`` and ``fsdp`` that you fix.
+        mesh: Fixed sizes of ``data`` and ``fsdp``.
         trainable: Selection of trained parameters, in the form of ``wh.plan``.
-        staleness: Number of newest updates that a lookup does without in two sections,
-            so that both work at once; with 0 every row has all of them.
+        staleness: Number of newest updates that a lookup may lack with two sections, so
+            that both work at once; with 0 every row has all updates.
         times: Measured times of the sections, ``SectionsStep.report().times``; None
             predicts them.
-        in_processes: Paths of the tables in processes, where you fix them; the others
-            are then on the devices. None lets the planner choose.
+        in_processes: Fixed paths of the tables in processes; the others are then on the
+            devices. None lets the planner choose.
 
     Returns:
         The plan; ``print`` shows it, ``why(path)`` explains it.
 
     Raises:
-        WhaleError: No table was found, nothing fits, or an argument is wrong.
+        WhaleError: No table was found, nothing fits, or an argument is invalid.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import whalejax as wh
@@ -121,13 +121,13 @@ def count_lookups(
 
     Args:
         loss_fn, model, trainable: Arguments of ``plan_tables``, unchanged.
-        batches: Some batches, with values, all of one shape.
+        batches: Batches with values, all of one shape.
 
     Returns:
         ``int64[rows]`` by the path of each table, for ``counts=`` of ``plan_tables``.
 
     Raises:
-        WhaleError: There is no batch or no table, or an id is out of range.
+        WhaleError: No batch or table exists, or an id is out of range.
 
     >>> import jax.numpy as jnp
     >>> import whalejax as wh

@@ -1,7 +1,7 @@
-"""Tables as a part of ``wh.plan``: what it takes for them, and what it says of them.
+"""Tables as a part of ``wh.plan``: their arguments and notes.
 
-``wh.plan(..., tables=...)`` gives a plan that has the tables in it; without, a plan of
-a model that is mostly tables says what placing them would save.
+``wh.plan(..., tables=...)`` returns a plan that includes the tables. Without it, the
+plan of a model that is mostly tables has a note on the savings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TABLE_SETTINGS: Final = (
     *("tables", "splits", "together", "pins", "counts", "staleness", "times"),
     "in_processes",
 )
-"""Arguments of ``wh.plan`` that are of tables alone."""
+"""Arguments of ``wh.plan`` that apply only to tables."""
 
 _SHARED: Final = ("optimizer", "cluster", "mesh", "trainable")
 _FEWEST_PARAMS: Final = 100_000
@@ -42,9 +42,9 @@ class TablesQuestion:
     """A request about a model with tables; ``Plan.what_if`` and ``verify`` ask it.
 
     Attributes:
-        request: The settings.
+        request: Settings.
         given: Loss, model and batch, abstract.
-        dense: Question that the dense part was planned by.
+        dense: Question of the dense part's plan.
     """
 
     request: TablesRequest
@@ -53,11 +53,11 @@ class TablesQuestion:
 
     @property
     def sequence_length(self) -> int | None:
-        """None: ``replan`` changes no batch."""
+        """None, as ``replan`` cannot change the batch."""
         return None
 
     def replan(self, **changes: Any) -> Plan:
-        """The plan under other circumstances.
+        """Returns the plan with other settings.
 
         Args:
             changes: Settings of tables, ``cluster`` and ``mesh``.
@@ -91,10 +91,10 @@ class TablesQuestion:
 def plan_with_tables(
     request: TablesRequest, loss_fn: Callable[..., Any], model: Any, batch: Any
 ) -> Plan:
-    """The plan of a model, with its tables in it.
+    """Returns the plan of a model with its tables.
 
     Args:
-        request: The settings.
+        request: Settings.
         loss_fn, model, batch: Arguments of ``wh.plan``, unchanged.
     """
     found = request.plan(loss_fn, model, batch)
@@ -104,13 +104,13 @@ def plan_with_tables(
 
 
 def table_request(settings: Mapping[str, Any]) -> TablesRequest:
-    """The request for tables in the arguments of ``wh.plan``.
+    """Returns the tables request from the arguments of ``wh.plan``.
 
     Args:
-        settings: All of them but loss, model and batch.
+        settings: All arguments except loss, model and batch.
 
     Raises:
-        WhaleError: An argument is wrong, or none that plans with tables obey.
+        WhaleError: An argument is invalid or not supported with tables.
     """
     defaults = {f.name: f.default for f in dataclasses.fields(PlanRequest)}
     problems = Arguments("wh.plan", PlanError)
@@ -135,7 +135,7 @@ def _is_given(value: Any, default: Any) -> bool:
 
 
 def refuse_table_settings(settings: Mapping[str, Any]) -> None:
-    """Refuses what is of tables where there are none.
+    """Refuses arguments for tables if there are no tables.
 
     Args:
         settings: Arguments of ``wh.plan``.
@@ -160,8 +160,8 @@ def table_notes(
     trainable: Any,
     axis_names: Any,
 ) -> tuple[str, ...]:
-    """Returns the note on what placing tables would save, where they are at least half
-    of the parameters.
+    """Returns the note on the savings of placed tables. ¶ Without a note, tables are
+    less than half of the parameters.
 
     Args:
         loss_fn, model, batch, trainable, axis_names: Arguments of ``wh.plan``,
@@ -177,7 +177,7 @@ def table_notes(
         return ()
     try:
         program = cut_program(adapter, jax.tree.map(aval_of, batch))
-    except Exception:  # The loss was planned; what fails here is no fault of it.
+    except Exception:  # The loss was planned, so it is not at fault.
         return ()
     stored = sum(sizes[n] for n in program.tables)
     if 2 * stored < sum(sizes):

@@ -1,8 +1,8 @@
-"""Everything about tables that ``wh.plan`` takes, and the plan that follows from it.
+"""The table arguments of ``wh.plan``, and their plan.
 
-The tables are found in the program of the loss. They are placed on the devices, or on
-processes of CPUs beside them; what is left of the loss is planned like any other, with
-the vectors that are looked up as a part of its batch.
+Tables are found in the program of the loss. They are placed on the devices, or in
+separate CPU processes. The rest of the loss is planned like any other, with the
+looked-up vectors as a part of its batch.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _CPU_KINDS: Final = ("cpu",)
 _MOST_ROWS: Final = 2**31 - 1
 
 USUAL_SPLITS: Final = ("whole", "rows", "columns", "node_rows", "replicate")
-"""Ways of storing a table that every backend runs."""
+"""Ways of storing a table that every backend supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesRequest:
-    """Arguments of ``wh.plan_tables`` beside the loss, the model and the batch,
-    checked.
+    """Checked arguments of ``wh.plan_tables``, without the loss, the model and the
+    batch.
 
     Attributes:
         rows, optimizer, cluster, splits, together, pins, counts, mesh, trainable,
@@ -80,13 +80,13 @@ class TablesRequest:
 
     @without_mesh
     def plan(self, loss_fn: Callable[..., Any], model: Any, batch: Any) -> TablesPlan:
-        """The plan for a model.
+        """Returns the plan for a model.
 
         Args:
             loss_fn, model, batch: Arguments of ``wh.plan_tables``, unchanged.
 
         Raises:
-            WhaleError: No table was found, nothing fits, or an argument is wrong.
+            WhaleError: No table was found, nothing fits, or an argument is invalid.
         """
         sparse, dense_cluster = split_sections(self.cluster)
         _check_sections(sparse, self.staleness, self.in_processes)
@@ -129,14 +129,14 @@ class TablesRequest:
         cluster: Cluster,
         size: int,
     ) -> TwoSections:
-        """Places tables on the devices of the dense part, or in processes beside.
+        """Places tables on the devices of the dense part, or in CPU processes.
 
         Args:
             tables: All tables.
             sparse: CPUs of the processes, or None.
             dense: Plan of the dense part.
-            cluster: Its devices.
-            size: Samples of a global batch.
+            cluster: Devices of the dense part.
+            size: Number of samples of a global batch.
         """
         devices = Ranks.of(cluster, used_bytes=dense.memory.total_bytes)
         uses_all = dense.num_devices == cluster.num_devices
@@ -176,7 +176,7 @@ class TablesRequest:
     def _dense_plan(
         self, adapter: Adapter, program: TableProgram, batch: Any, cluster: Cluster
     ) -> Plan:
-        """The plan of the loss without its lookups."""
+        """Returns the plan of the loss without its lookups."""
         vectors = [
             jax.ShapeDtypeStruct(one.vectors_shape, one.dtype)
             for one in program.lookups
@@ -228,7 +228,7 @@ class TablesRequest:
 def split_sections(
     cluster: Cluster | str | None,
 ) -> tuple[Cluster | None, Cluster | str | None]:
-    """(CPUs of the sparse section or None, cluster of the dense part) of a text.
+    """Returns (CPUs of the sparse section or None, cluster of the dense part).
 
     Args:
         cluster: Cluster, in the form of ``plan_tables``.
@@ -301,17 +301,17 @@ def _check(request: TablesRequest) -> None:
 
 
 def _are_names(value: Any) -> bool:
-    """Whether it is some texts, at least one."""
+    """Whether a value is a non-empty collection of strings."""
     listed = isinstance(value, list | tuple | set | frozenset)
     return bool(listed and value and all(isinstance(name, str) for name in value))
 
 
 def check_tables(adapter: Adapter, program: TableProgram, counts: Any) -> None:
-    """Refuses a loss without tables, and counts of others.
+    """Refuses a loss without tables, and counts of other parameters.
 
     Args:
-        adapter: The model.
-        program: Its loss, cut at the lookups.
+        adapter: Model.
+        program: Loss of the model, divided at the lookups.
         counts: Number of lookups of each row, in the form of ``wh.plan_tables``.
     """
     if not program.lookups:
@@ -348,7 +348,7 @@ _BAGS: Final = (
 
 
 def _check_bags(batch: Any) -> None:
-    """Refuses what is no batch; where bags may be ragged, says how to give them."""
+    """Refuses an invalid batch; for ragged bags, the message explains padding."""
     ragged = [
         jax.tree_util.keystr(path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
@@ -374,7 +374,7 @@ def _is_integer(leaf: Any) -> bool:
 
 
 def _check_rows(adapter: Adapter) -> None:
-    """Refuses tables with more rows than ids can name."""
+    """Refuses tables with more rows than 32-bit ids can address."""
     leaves = zip(adapter.param_paths, jax.tree.leaves(adapter.params), strict=True)
     problems = Problems("model", PlanError)
     for path, leaf in leaves:
@@ -388,7 +388,7 @@ def _check_rows(adapter: Adapter) -> None:
 
 
 def _check_lengths(batch: Any, program: TableProgram) -> None:
-    """Refuses lookups whose ids do not have a sample of the batch in each row."""
+    """Refuses lookups whose ids do not have one row for each sample."""
     lengths = Counter(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape)
     ((samples, _),) = lengths.most_common(1)
     problems = Problems("loss_fn", PlanError)

@@ -1,8 +1,8 @@
-"""Volumes in files, of which each process reads what its devices hold and no more.
+"""Reads volumes from files; each process reads only the parts of its own devices.
 
-A plan that shares the space of samples (mesh axes ``depth``, ``height``, ``width``)
-gives every process a slab of each volume. Halos are exchanged between devices, so that
-nobody reads what another one has.
+A plan that shards the space of samples (mesh axes ``depth``, ``height``, ``width``)
+gives every process a slab of each volume. Devices exchange halos, so no process reads
+the slab of another.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 Region = tuple[tuple[slice, ...], ...]
-"""For each dimension of a sample, the pieces of it that are read."""
+"""Slices to read in each dimension of a sample."""
 
 
 class Volumes:
     """Samples in files: a source for ``wh.Feed`` that reads slabs.
 
-    A file is ``.npy``, of which the wanted part is mapped into memory, or a folder with
-    a Zarr array (of version 2 or 3), of which the chunks that hold it are read. A chunk
-    without a file holds the array's fill value, as Zarr defines it.
+    A file is ``.npy``, whose requested part is mapped into memory, or a folder with a
+    Zarr array (version 2 or 3), whose chunks with that part are read. A chunk without a
+    file has the array's fill value, as Zarr defines it.
 
     Attributes:
-        bytes_read: Bytes read from files so far; of Zarr whole chunks, before
+        bytes_read: Bytes read from files so far; for Zarr, of full chunks before
             compression.
 
     Example:
@@ -58,13 +58,13 @@ class Volumes:
 
         Args:
             leaves: Files, one for each sample, by the name of a batch leaf; or an array
-                or a list with a value for each, as labels of whole samples are.
-            step: Step that takes the batches; it knows the parts that this process's
-                devices hold. None reads whole volumes.
+                or list with a value for each sample, such as labels.
+            step: Step that takes the batches and defines the parts for this process's
+                devices. None reads full volumes.
 
         Raises:
-            WhaleError: Leaves that the plan does not have, or of unlike lengths; every
-                problem is listed.
+            WhaleError: Leaves are not in the plan or differ in length; lists all
+                problems.
         """
         problems = Problems("Volumes", WhaleError)
         if not isinstance(leaves, Mapping) or not leaves:
@@ -105,7 +105,7 @@ class Volumes:
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{name} {n}" for name, n in counts.items())
             problems.add(f"leaves have unlike numbers of samples: {listed}")
-        # An array on devices would be indexed by a program for every sample.
+        # Indexing a device array would run a program for every sample.
         self._leaves = {
             name: np.asarray(each) if _is_array(each) else each
             for name, each in leaves.items()
@@ -142,8 +142,8 @@ class Volumes:
         """Returns this process's part of a sample.
 
         Raises:
-            WhaleError: There is no such sample, or a file cannot be read, or is of
-                another shape or type than the plan's.
+            WhaleError: No such sample exists, or a file cannot be read or has another
+                shape or type than the plan.
         """
         if not is_whole(number) or not 0 <= number < self._count:
             raise WhaleError(
@@ -175,7 +175,7 @@ class Volumes:
         return part
 
     def _check(self, array: Any, name: str, where: str, *, file: bool) -> None:
-        """The shape, and of files the type, are those that the plan is for."""
+        """Checks the shape, and for files the type, against the plan."""
         shape = tuple(array.shape)
         wanted = self._shapes.get(name, shape)
         if shape != wanted:
@@ -183,7 +183,7 @@ class Volumes:
                 f"{where} has shape {shape}; the plan is for samples of {wanted}. "
                 "Give files of that shape, or plan again for this one"
             )
-        # Numbers in memory are cast as those of any other source are.
+        # Values in memory are cast later, like those of any source.
         planned = self._dtypes.get(name)
         dtype = getattr(array.dtype, "name", str(array.dtype))
         if file and planned is not None and dtype != planned:
@@ -194,12 +194,12 @@ class Volumes:
 
 
 def _is_array(each: Any) -> bool:
-    """An array of NumPy or JAX, with a dimension of samples."""
+    """Whether a value is an array with at least one dimension."""
     return hasattr(each, "__array__") and getattr(each, "ndim", 0) > 0
 
 
 def _path(value: Any) -> Path | None:
-    """The file that a sample stands in, or None for the sample itself."""
+    """Returns the path of a sample's file, or None if it is the sample itself."""
     return (
         Path(os.fsdecode(value))
         if isinstance(value, str | bytes | os.PathLike)
@@ -208,7 +208,7 @@ def _path(value: Any) -> Path | None:
 
 
 def _open_array(path: Path, where: str) -> Any:
-    """An array in a file, of which nothing is read yet."""
+    """Opens the array of a file without reading its values."""
     if not path.exists():
         raise WhaleError(f"{where}: there is no file {path}")
     if path.is_dir():
@@ -246,7 +246,6 @@ def _opened_zarr(path: Path, where: str) -> Any:
 
 
 def _read_region(array: Any, region: Region) -> Any:
-    """The wanted part of an array."""
     pieces = list(itertools.product(*region))
     read = [_piece(array, piece) for piece in pieces]
     if len(read) == 1:
@@ -280,7 +279,7 @@ def _piece(array: Any, piece: tuple[slice, ...]) -> Any:
 
 
 def _touched(array: Any, region: Region) -> int:
-    """Bytes of a file that reading a part of it takes."""
+    """Returns the bytes of a file that are read for a region."""
     chunk = (1,) * len(region)
     itemsize = getattr(array, "itemsize", None)
     if itemsize is None:

@@ -1,4 +1,4 @@
-"""``BatchLayout``: global batches, checked and laid out over the devices."""
+"""``BatchLayout``: checks global batches and places them on the devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from whalejax.planner.plan_errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLayout:
-    """Checks global batches and lays them out over the devices.
+    """Checks global batches and places them on the devices.
 
     Attributes:
         structure: Tree of the batch that was traced.
@@ -36,21 +36,21 @@ class BatchLayout:
     shardings: tuple[NamedSharding, ...]
 
     def abstract(self) -> list[Any]:
-        """Flat shapes, dtypes and layouts of a global batch."""
+        """Returns the flat abstract leaves of a global batch, with shardings."""
         return [
             jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype), sharding=sharding)
             for leaf, sharding in zip(self.leaves, self.shardings, strict=True)
         ]
 
     def place(self, batch: Any) -> list[Any]:
-        """Flat leaves of a batch on their devices.
+        """Returns the flat leaves of a batch on their devices.
 
         Args:
-            batch: The global batch; with several processes this process's part of it,
-                or global arrays.
+            batch: Global batch; with several processes this process's part of it, or
+                global arrays.
 
         Raises:
-            PlanError: Another structure, shape or kind of number; all are listed.
+            PlanError: The structure, a shape or a dtype differs; lists all.
         """
         problems = Problems()
         placed = []
@@ -59,7 +59,7 @@ class BatchLayout:
         ):
             shapes = [planned.shape]
             if _is_part(leaf, sharding):
-                # What lies on devices of other processes alone is not looked at.
+                # Leaves on devices of other processes only are not checked.
                 here = is_here(sharding)
                 shapes.append(
                     part_shape(sharding, planned.shape) if here else np.shape(leaf)
@@ -73,10 +73,11 @@ class BatchLayout:
         return placed
 
     def flat(self, batch: Any) -> list[Any]:
-        """The leaves of a batch.
+        """Returns the leaves of a batch.
 
         Raises:
-            PlanError: They are others than planned. A list may stand for a tuple.
+            PlanError: The leaves differ from the plan's; lists and tuples are
+                equivalent.
         """
         leaves, structure = jax.tree.flatten(batch)
         self._check_arrays(batch, leaves)
@@ -106,7 +107,7 @@ class BatchLayout:
     def problem(
         self, leaf: Any, planned: BatchLeaf, shapes: Collection[tuple[int, ...]]
     ) -> str:
-        """Returns what is wrong with a leaf, or an empty string.
+        """Returns the problem of a leaf, or an empty string.
 
         Args:
             leaf: Leaf of the batch that the user gave.
@@ -145,16 +146,16 @@ class BatchLayout:
 
 
 def _is_part(leaf: Any, sharding: NamedSharding) -> bool:
-    """The leaf may be this process's part of what several processes hold."""
+    """Whether the leaf may be this process's part of a global array."""
     shared = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     return not (shared or sharding.is_fully_addressable or is_key(leaf))
 
 
 def part_shape(sharding: NamedSharding, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what the devices of this process hold of a global array.
+    """Returns the shape of this process's part of a global array.
 
     Args:
-        sharding: Its layout.
+        sharding: Sharding of the array.
         shape: Shape of the global array.
     """
     spans: list[set[tuple[int, int]]] = [set() for _ in shape]
@@ -165,7 +166,7 @@ def part_shape(sharding: NamedSharding, shape: Sequence[int]) -> tuple[int, ...]
 
 
 def _harmless(given: str, planned: str) -> bool:
-    """The conversion widens, or is JAX's own from 64 bits to 32 of the same kind."""
+    """Whether a conversion widens, or is JAX's default from 64 to 32 bits."""
     if "key" in given or "key" in planned:
         return False
     a, b = jnp.dtype(given), jnp.dtype(planned)
@@ -184,5 +185,5 @@ def _as_planned(leaf: Any, planned: BatchLeaf, sharding: NamedSharding) -> Any:
         return absent(jax.ShapeDtypeStruct(planned.shape, array.dtype), sharding)
     if _is_part(leaf, sharding):
         return jax.make_array_from_process_local_data(sharding, array, planned.shape)
-    # A loader may fill its buffer again while the step still runs.
+    # A loader may overwrite its buffer while the step still runs.
     return jax.device_put(array, sharding, may_alias=False)

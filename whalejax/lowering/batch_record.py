@@ -1,7 +1,7 @@
-"""The global batch as a plan remembers it, and back.
+"""Converts the global batch to its record in a plan, and back.
 
-A plan is made from a batch and must be compiled without it; it keeps the shape and
-dtype of every leaf, and the containers around them.
+A plan is made from a batch but is compiled without it. It stores the shape and dtype of
+every leaf, and the containers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LEAF = "leaf"
 
 
 def batch_leaves(batch: Any) -> tuple[BatchLeaf, ...]:
-    """The leaves of the global batch as the plan remembers them, layouts left open.
+    """Returns the plan's records of the batch's leaves, without shardings.
 
     Args:
-        batch: A pytree of arrays, abstract or real.
+        batch: Pytree of arrays, abstract or real.
     """
     leaves = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
@@ -44,10 +44,10 @@ def batch_leaves(batch: Any) -> tuple[BatchLeaf, ...]:
 
 
 def batch_tree(batch: Any) -> str:
-    """The containers of a batch, as text.
+    """Returns the containers of a batch as JSON text.
 
     Args:
-        batch: A pytree; of dictionaries, lists, tuples and None every one comes back.
+        batch: Pytree; dictionaries, lists, tuples and None can be restored.
 
     >>> batch_tree({"x": 0, "mask": None})
     '{"dict": [["mask", null], ["x", "leaf"]]}'
@@ -59,7 +59,7 @@ def _described(node: Any) -> Any:
     if node is None:
         return None
     if type(node) is dict and all(type(key) in (str, int) for key in node):
-        # In the order in which JAX walks through it.
+        # In JAX's flattening order.
         return {"dict": [[key, _described(node[key])] for key in sorted(node)]}
     if type(node) in (list, tuple):
         return {type(node).__name__: [_described(item) for item in node]}
@@ -67,7 +67,7 @@ def _described(node: Any) -> Any:
 
 
 def batch_of(plan: Plan) -> Any:
-    """The abstract global batch of a plan, in the containers that it had.
+    """Returns the abstract global batch of a plan, with its containers.
 
     Raises:
         PlanError: The batch had containers of other types; give it to ``wh.compile``.
@@ -77,10 +77,10 @@ def batch_of(plan: Plan) -> Any:
 
 
 def dtype_of(text: str) -> Any:
-    """The dtype that a plan writes as this text.
+    """Returns the dtype of a plan's text.
 
     Raises:
-        PlanError: Keys of another algorithm than JAX makes here.
+        PlanError: Random keys have another algorithm than JAX's default here.
     """
     if not text.startswith("key<"):
         return jnp.dtype(text)
@@ -111,7 +111,7 @@ def _rebuilt(described: Any, leaves: Iterator[Any]) -> Any:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all leaves of a tree, keys of random numbers as two words."""
+    """Returns the bytes of all leaves of a tree; random keys count 8 bytes."""
     total = 0
     for leaf in map(aval_of, jax.tree.leaves(tree)):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,6 +1,6 @@
 """Chooses the executor of a plan for one step's gradients and one batch's losses.
 
-The train step asks here and nowhere else, so that it need not know how a plan runs.
+The train step uses only this module, so it does not depend on a plan's executor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def gradients_of(
     step: Any,
     scale: Any = None,
 ) -> tuple[Sums, Any]:
-    """Loss and gradients of the global batch, and the new rest.
+    """Returns loss and gradients of the global batch, and the new non-trainable state.
 
     Args:
         program: Loss, optimizer and plan to run.
@@ -51,7 +51,7 @@ def losses_of(
     rng: Any,
     step: Any,
 ) -> Sums:
-    """The summed losses of the global batch, without gradients.
+    """Returns the summed losses of the global batch, without gradients.
 
     Args:
         program, params, rest, batch, rng, step: Arguments of

@@ -1,6 +1,6 @@
-"""Arrays that lie on the devices of one stage, or of all, in one process or several.
+"""Arrays on the devices of one stage, or of all, in one process or several.
 
-What lies on devices of other processes alone is None here, or an array without shards.
+An array on devices of other processes only is None here, or has no shards.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from whalejax.planner.plan.plan import Plan
 
 
 def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
-    """All devices of a plan in stages, each of which has a mesh of its own.
+    """Returns the mesh (stage, device) of all devices of a plan with stage programs.
 
     Args:
-        plan: One whose stages have programs of their own.
+        plan: Plan with stage programs.
         devices: Devices of the plan, in node order.
     """
     assert plan.stages is not None
@@ -38,16 +38,16 @@ def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
 
 
 def is_here(sharding: NamedSharding) -> bool:
-    """Whether this process holds some of the devices."""
+    """Whether this process has some of the devices."""
     return bool(sharding.addressable_devices)
 
 
 def put_global(value: Any, sharding: NamedSharding) -> Any:
-    """A value of this process on devices, some of which may be other processes'.
+    """Puts a value on devices, some of which may be other processes'.
 
     Args:
-        value: The whole of it, alike in all processes.
-        sharding: Its layout.
+        value: Full value, equal in all processes.
+        sharding: Sharding of the result.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding, may_alias=False)
@@ -58,22 +58,22 @@ def put_global(value: Any, sharding: NamedSharding) -> Any:
 
 
 def aval_with_sharding(aval: Any, sharding: NamedSharding) -> Any:
-    """Shape and dtype of an array, with a layout."""
+    """Returns the abstract array with a sharding."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
 def results_of(lowered: Any, compiled: Any) -> Any:
-    """Shapes, dtypes and layouts of what a compiled program gives.
+    """Returns the abstract results of a compiled program, with their shardings.
 
     Args:
-        lowered: The program.
-        compiled: The same, compiled, which has chosen the layouts.
+        lowered: Lowered program.
+        compiled: Compiled program, which has chosen the shardings.
     """
     return jax.tree.map(aval_with_sharding, lowered.out_info, compiled.output_shardings)
 
 
 def absent(aval: Any, sharding: NamedSharding) -> Any:
-    """An array of which this process holds nothing."""
+    """Returns an array without shards in this process."""
     if is_key(aval):
         words = jax.eval_shape(jax.random.key_data, aval)
         return wrapped(absent(words, sharding), impl_of(aval))
@@ -83,7 +83,7 @@ def absent(aval: Any, sharding: NamedSharding) -> Any:
 
 
 class StageBroadcast:
-    """From the devices of each stage to all devices.
+    """Copies arrays from the devices of their stages to all devices.
 
     Attributes:
         mesh: All devices, by stage.
@@ -96,9 +96,9 @@ class StageBroadcast:
         """Prepares the broadcast of arrays from their stages.
 
         Args:
-            wholes: For each stage, the layout of what all its devices hold.
-            stages: Stage that holds each array.
-            avals: Its shape and dtype.
+            wholes: Sharding of each stage that replicates over all its devices.
+            stages: Stage of each array.
+            avals: Abstract arrays.
         """
         rows = [np.asarray(whole.mesh.devices).reshape(-1) for whole in wholes]
         self.mesh = Mesh(np.stack(rows), (STAGE, "device"))
@@ -109,10 +109,10 @@ class StageBroadcast:
         self._program: Callable[..., list[Any]] | None = None
 
     def tell(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays on all devices.
+        """Returns the arrays on all devices.
 
         Args:
-            arrays: Arrays of this process, or None for those that it does not hold.
+            arrays: Arrays of this process, or None for those that it does not have.
         """
         if not arrays or self.whole.is_fully_addressable:
             copied: list[Any] = jax.device_put(list(arrays), [self.whole] * len(arrays))
@@ -123,7 +123,7 @@ class StageBroadcast:
         return told
 
     def _build(self) -> Callable[..., list[Any]]:
-        """A program that gathers a row of each stage, and takes that of one."""
+        """Returns a program that gathers a row of each stage, and selects one."""
         stages, avals = self._stages, self._avals
         raw = [jax.eval_shape(unwrapped, a) for a in avals]
         by_stage = NamedSharding(self.mesh, PartitionSpec(STAGE))
@@ -166,7 +166,7 @@ class StageBroadcast:
             mesh=self.mesh,
             in_specs=PartitionSpec(STAGE),
             out_specs=PartitionSpec(),
-            check_vma=False,  # What was gathered is alike on all stages.
+            check_vma=False,  # Gathered arrays are equal on all stages.
         )
         impls = [impl_of(a) for a in avals]
 
@@ -185,9 +185,9 @@ class StageMetrics:
         """Prepares the broadcast of a stage's metrics.
 
         Args:
-            avals: Its shapes and dtypes.
-            whole: For each stage, the layout of what all its devices hold.
-            stage: Stage that holds the values; default: the last one.
+            avals: Abstract metrics.
+            whole: Sharding of each stage that replicates over all its devices.
+            stage: Stage of the values; default: the last one.
         """
         leaves, self._tree = jax.tree.flatten(avals)
         self._alone = all(sharding.is_fully_addressable for sharding in whole)
@@ -202,16 +202,16 @@ class StageMetrics:
 
 
 def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
-    """Runs a program of several processes, on CPUs when what it takes is there.
+    """Runs a program of several processes; on CPUs, with no other program in flight.
 
-    Where a thread of the processor waits for other processes in a program, none may be
-    needed by another, or both wait for ever: there its results are waited for as well.
+    On CPUs a program blocks threads while it waits for other processes. A second
+    program could need these threads, and both would wait for ever. So on CPUs this
+    waits for the arguments and for the results.
 
     Args:
-        program: From arrays to arrays.
-        arrays: Arguments of the program; anything may stand for those of other
-            processes.
-        mesh: Its devices.
+        program: Function from arrays to arrays.
+        arrays: Arguments of the program; those of other processes may have any value.
+        mesh: Mesh of the program.
     """
     waits = mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
     if waits:
@@ -223,10 +223,10 @@ def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
 
 
 def settle() -> None:
-    """Waits for what this process has begun, where processes share CPUs' threads.
+    """Waits for all work of this process, if several processes run on CPUs.
 
-    A program of all processes that begins while another runs can take the threads that
-    the other needs; ``run_alone`` says why both then wait for ever.
+    A program of all processes that starts while another runs can take the threads that
+    the other needs; ``run_alone`` explains the deadlock.
     """
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         jax.block_until_ready(jax.live_arrays())
@@ -235,13 +235,12 @@ def settle() -> None:
 def seen_on(
     array: Any, whole: NamedSharding, shape: tuple[int, ...] | None = None
 ) -> Any:
-    """Returns an array of all devices as the devices of one stage hold it, or None if
-    no such device is here.
+    """Returns a global array as an array of one stage; None if the stage is not here.
 
     Args:
         array: Array on all devices.
         whole: Sharding over all devices of the stage.
-        shape: Shape that the devices hold together, where that is a slice of the array.
+        shape: Shape of the stage's array, if that is a slice of the global array.
     """
     if not is_here(whole):
         return None
@@ -256,12 +255,12 @@ def seen_on(
 def assemble_global(
     copies: Sequence[Any], whole: NamedSharding, shape: tuple[int, ...] | None = None
 ) -> Any:
-    """One array that all devices hold, of what those of each stage hold.
+    """Returns one array on all devices, from arrays of the stages.
 
     Args:
-        copies: Alike, of the stages that have devices here.
+        copies: Arrays of the stages that have devices here.
         whole: Sharding over all devices.
-        shape: Shape of the global array, where the copies are slices.
+        shape: Shape of the global array, if the copies are slices.
     """
     first = copies[0]
     if is_key(first):
@@ -274,10 +273,10 @@ def assemble_global(
 
 
 def shards_on(array: Any, sharding: NamedSharding) -> list[Any]:
-    """An array's shards on some of its devices.
+    """Returns an array's shards on the devices of a sharding.
 
     Args:
-        array: The array.
+        array: Array with shards.
         sharding: Sharding over these devices.
     """
     devices = sharding.addressable_devices
@@ -289,15 +288,15 @@ def _as_row(x: Any) -> Any:
 
 
 def unwrapped(x: Any) -> Any:
-    """An array; of random keys, their words."""
+    """Returns the array; for random keys, their data."""
     return jax.random.key_data(x) if is_key(x) else jnp.asarray(x)
 
 
 def wrapped(x: Any, impl: Any) -> Any:
-    """Random keys of their words, or another array as it is.
+    """Returns random keys from their data; other arrays are unchanged.
 
     Args:
-        x: The words, or the array.
+        x: Data of keys, or another array.
         impl: Key implementation that ``impl_of`` returned.
     """
     return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
@@ -318,12 +317,12 @@ def impl_of(aval: Any) -> Any:
 
 
 def rows_of(spec: Any) -> Any:
-    """The layout of an array with a first dimension, of one that may have none."""
+    """Returns the spec of an array that is reshaped to at least one dimension."""
     return spec if len(spec) else PartitionSpec(None)
 
 
 def behind(spec: Any) -> PartitionSpec:
-    """The layout of such arrays of all stages, one behind the other.
+    """Returns the spec of such arrays of two stages, concatenated.
 
     Args:
         spec: Sharding of each array on its stage; it names the first dimension.
@@ -334,11 +333,11 @@ def behind(spec: Any) -> PartitionSpec:
 
 
 def zeros_on(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> list[Any]:
-    """Zeros, on each device here.
+    """Returns the shards of zeros on the devices here.
 
     Args:
         shape, dtype: Shape and dtype of the global array.
-        sharding: Its layout.
+        sharding: Sharding of the global array.
     """
     local = sharding.shard_shape(tuple(shape))
     zeros = np.zeros(local, dtype)

@@ -1,7 +1,7 @@
-"""The scale of losses in float16, which adapts (Micikevicius et al., 2018).
+"""Adaptive scale of losses in float16 (Micikevicius et al., 2018).
 
-Small gradients vanish in float16, which has few exponents: there the loss is scaled up
-before it is differentiated and the gradients down after.
+Small gradients underflow in float16, which has a small range of exponents. So the loss
+is scaled up before differentiation, and the gradients are scaled down after it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ import jax.numpy as jnp
 
 FIRST_SCALE: Final = 2.0**15
 GROWS_AFTER: Final = 2000
-"""Steps without overflow after which the scale doubles."""
+"""Number of steps without overflow after which the scale doubles."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """Dynamic scale of float16 losses and its history; scalars.
+    """Adaptive scale of float16 losses, and its history, as scalars.
 
     Attributes:
-        scale: float32; doubles after ``GROWS_AFTER`` good steps, halves after a bad.
-        good_steps: int32, since the scale last changed.
-        skipped_steps: int32, those whose gradients overflowed; they changed nothing.
+        scale: Scale in float32; doubles after ``GROWS_AFTER`` good steps, halves after
+            an overflow.
+        good_steps: Number of good steps since the last change, int32.
+        skipped_steps: Number of steps whose gradients overflowed and that changed
+            nothing, int32.
     """
 
     scale: Any
@@ -44,13 +46,13 @@ class LossScale:
         )
 
     def after(self, finite: Any) -> LossScale:
-        """Returns the scale after a step, by whether all gradients were finite."""
+        """Returns the scale after a step whose gradients were ``finite`` or not."""
         good = self.good_steps + 1
         grows = good >= GROWS_AFTER
         up = jnp.where(grows, self.scale * 2, self.scale)
         down = jnp.maximum(self.scale * 0.5, 1.0)
         return LossScale(
-            # Doubled too often it would be infinite, and stay so.
+            # The limit keeps the scale finite.
             scale=jnp.where(finite, jnp.minimum(up, 2.0**126), down),
             good_steps=jnp.where(finite & ~grows, good, 0),
             skipped_steps=self.skipped_steps + (~finite).astype(jnp.int32),
@@ -58,7 +60,7 @@ class LossScale:
 
 
 def all_finite(values: Sequence[Any]) -> Any:
-    """Whether no number among arrays is infinite or none, a scalar."""
+    """Returns a scalar: whether all elements of all arrays are finite."""
     finite = jnp.asarray(True)
     for value in values:
         finite &= jnp.isfinite(value).all()

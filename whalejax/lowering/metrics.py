@@ -1,9 +1,9 @@
 """Sums the metrics that a loss reports over micro-batches, for every executor.
 
-Executors know one way to put micro-batches together: they add them. Means are sums that
-are divided at the end, and rows of samples are sums of arrays that are zero where other
-micro-batches have theirs. So are the maxima and minima of all micro-batches, of which
-one is taken at the end.
+Executors combine micro-batches only by addition. Means are sums that are divided at the
+end. Rows of samples are sums of arrays that are zero at the rows of other
+micro-batches. Maxima and minima are collected in the same way, with a row for each
+micro-batch, and reduced at the end.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from whalejax.user_code.losses import ReportedValue, is_merged
 
 
 def wide(x: Any) -> Any:
-    """A number in at least 32 bits of floating point, or as complex as it is."""
+    """Converts to at least 32 bits of floating point; complex stays complex."""
     narrow = not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 4
     return x.astype(jnp.float32) if narrow else x
 
 
 def summands(metrics: Any, weight: Any, number: Any, cut: MicroBatchRows) -> Any:
-    """One micro-batch's part of the sums.
+    """Returns one micro-batch's summands.
 
     Args:
         metrics: Metrics that the loss reported.
@@ -91,16 +91,14 @@ def reported(metrics: Any, count: Any) -> Any:
 
 
 def _with_bool_flags(metric: ReportedValue, value: Any) -> ReportedValue:
-    """Returns the metric with another value, and a note of which leaves are truth
-    values.
-    """
+    """Returns the metric with another value, and flags of its boolean leaves."""
     leaves = jax.tree.leaves(metric.value)
     truths = tuple(jnp.asarray(x).dtype == jnp.bool_ for x in leaves)
     return replace(metric, value=value, truths=truths if any(truths) else ())
 
 
 def _as_truths(metric: ReportedValue, value: Any) -> Any:
-    """Truth values again, of what was added up as numbers."""
+    """Converts boolean leaves that were summed as numbers back to booleans."""
     if not metric.truths:
         return value
     tree: Any
@@ -110,7 +108,7 @@ def _as_truths(metric: ReportedValue, value: Any) -> Any:
 
 
 def _summable(metric: Any) -> Any:
-    """A metric in a type that holds the sum: at least 32 bits, and no truth value."""
+    """Returns a metric in a type for sums: at least 32 bits, not boolean."""
     metric = jnp.asarray(metric)
     if jnp.issubdtype(metric.dtype, jnp.inexact):
         return wide(metric)
@@ -119,7 +117,7 @@ def _summable(metric: Any) -> Any:
 
 
 def _once(metric: Any, number: Any, count: int) -> Any:
-    """Keeps a metric that is equal in all micro-batches from the first one alone."""
+    """Takes a metric that is equal in all micro-batches from the first one only."""
     metric = _summable(metric)
     if count == 1:
         return metric
@@ -129,13 +127,13 @@ def _once(metric: Any, number: Any, count: int) -> Any:
 def _weighted(metric: Any, weight: Any) -> Any:
     if not jnp.issubdtype(metric.dtype, jnp.inexact):
         return metric
-    # A micro-batch without weight has perhaps divided by it.
+    # A micro-batch of zero weight may have divided by it.
     part = metric * weight.astype(metric.dtype)
     return jnp.where(weight != 0, part, jnp.zeros_like(part))
 
 
 def _spread(metric: ReportedValue, rows: Any, number: Any, cut: MicroBatchRows) -> Any:
-    """Rows of the micro-batch's samples in their places in the global batch."""
+    """Puts the rows of a micro-batch at their positions in the global batch."""
     rows = jnp.asarray(rows)
     if metric.how != "concat":
         rows = _summable(rows)

@@ -1,9 +1,9 @@
 """Assigns samples of a global batch to micro-batches, for every executor.
 
-Micro-batch ``m`` of ``M`` holds the samples ``m, m + M, m + 2·M …``: what meets in a
-micro-batch depends on ``M`` alone, and a batch dimension that is sharded over devices
-stays sharded, with no communication. Where ``g`` neighbours belong together, the same
-holds of groups: micro-batch ``m`` holds the groups ``m, m + M …``, each in its order.
+Micro-batch ``m`` of ``M`` has the samples ``m, m + M, m + 2·M …``. So the samples of a
+micro-batch depend on ``M`` alone, and a sharded batch dimension stays sharded, without
+communication. If ``g`` consecutive samples belong together, micro-batch ``m`` has the
+groups ``m, m + M …``, each in its order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MicroBatchRows:
 
     Attributes:
         count: Number of micro-batches per step.
-        group: Number of neighbouring samples that stay together.
+        group: Number of consecutive samples that stay together.
     """
 
     count: int
@@ -36,11 +36,11 @@ class MicroBatchRows:
         return cls(count=plan.num_micro_batches, group=plan.group_size)
 
     def rows(self, size: int, number: int) -> np.ndarray:
-        """Numbers of the samples of one micro-batch.
+        """Returns the indices of the samples of one micro-batch.
 
         Args:
-            size: Samples of the global batch.
-            number: Number of the micro-batch.
+            size: Number of samples of the global batch.
+            number: Index of the micro-batch.
 
         >>> MicroBatchRows(count=2).rows(6, 1)
         array([1, 3, 5])
@@ -51,12 +51,12 @@ class MicroBatchRows:
         return cut[:, number].reshape(-1)
 
     def index(self, size: int, axis: int, number: int) -> tuple[Any, ...]:
-        """Index of one micro-batch in a host's array.
+        """Returns the index of one micro-batch in a host array.
 
         Args:
-            size: Samples of the global batch.
-            axis: The array's batch dimension.
-            number: Number of the micro-batch.
+            size: Number of samples of the global batch.
+            axis: Batch dimension of the array.
+            number: Index of the micro-batch.
         """
         front = (slice(None),) * axis
         if self.group == 1:
@@ -64,12 +64,12 @@ class MicroBatchRows:
         return (*front, self.rows(size, number))
 
     def take(self, leaf: Any, axis: int, number: Any) -> Any:
-        """One micro-batch of a global array.
+        """Returns one micro-batch of a global array.
 
         Args:
-            leaf: The array.
-            axis: Its batch dimension.
-            number: Number of the micro-batch; may be traced.
+            leaf: Global array.
+            axis: Batch dimension of the array.
+            number: Index of the micro-batch; may be traced.
         """
         part = jax.lax.dynamic_index_in_dim(
             leaf.reshape(self._cut(leaf.shape, axis)), number, axis + 1, keepdims=False
@@ -77,22 +77,22 @@ class MicroBatchRows:
         return part.reshape(self._part(leaf.shape, axis))
 
     def stack(self, leaf: Any, axis: int) -> Any:
-        """All micro-batches of a global array, along a new first dimension.
+        """Returns all micro-batches of a global array, along a new first dimension.
 
         Args:
-            leaf: The array.
-            axis: Its batch dimension.
+            leaf: Global array.
+            axis: Batch dimension of the array.
         """
         parts = jnp.moveaxis(leaf.reshape(self._cut(leaf.shape, axis)), axis + 1, 0)
         return parts.reshape(self.count, *self._part(leaf.shape, axis))
 
     def place(self, part: Any, axis: int, number: Any) -> Any:
-        """A global array of zeros, but for one micro-batch.
+        """Returns a global array with one micro-batch, and zeros elsewhere.
 
         Args:
-            part: The array of the micro-batch.
-            axis: Its batch dimension.
-            number: Number of the micro-batch; may be traced.
+            part: Array of the micro-batch.
+            axis: Batch dimension of the array.
+            number: Index of the micro-batch; may be traced.
         """
         shape = list(part.shape)
         shape[axis] *= self.count
@@ -103,7 +103,7 @@ class MicroBatchRows:
         return whole.reshape(shape)
 
     def _cut(self, shape: Sequence[int], axis: int) -> tuple[int, ...]:
-        """Groups of a micro-batch, micro-batches, samples of a group."""
+        """Returns the shape, ``axis`` as (groups, micro-batches, group samples)."""
         groups = shape[axis] // (self.count * self.group)
         inner = () if self.group == 1 else (self.group,)
         return (*shape[:axis], groups, self.count, *inner, *shape[axis + 1 :])

@@ -1,6 +1,7 @@
-"""Finds which leaves of an optimizer's state belong to which parameter.
+"""Finds the parameter of each leaf of an optimizer's state.
 
-The planner counts their bytes and the lowering lays them out, so both ask here.
+The planner counts the bytes of the leaves and the lowering shards them; both use this
+module.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ def updates(
     """Returns an optimizer's updates of the parameters, and its new state.
 
     Args:
-        optimizer: With support for more arguments.
+        optimizer: Optimizer that accepts extra arguments.
         gradients, state, params: Gradients, optimizer state and parameters, with the
             structures that the optimizer takes.
         loss: Loss that is passed as ``value``, unless the optimizer takes no such
             argument.
 
     Raises:
-        WhaleError: It takes other arguments, or parameters in a form of its own.
+        WhaleError: The update needs other arguments, or parameters in another form.
     """
     try:
         result: tuple[Any, Any] = _updated(optimizer, gradients, state, params, loss)
     except (TypeError, AttributeError, ValueError) as error:
         told = {AttributeError: "", TypeError: "argument", ValueError: "be provided"}
         if told.get(type(error), "\0") not in str(error):
-            raise  # JAX's own are such errors, too.
+            raise  # It may be an error of JAX.
         raise WhaleError(
             "the optimizer's update fails on gradients, state, parameters and value= "
             f"(the loss), which is all that a step has for it: {error}. Where it needs "
@@ -80,16 +81,17 @@ def optimizer_bytes(
     optimizer: optax.GradientTransformation,
     platform: Platform | None = None,
 ) -> OptimizerBytes:
-    """Bytes of an optimizer's state, by the parameter that they follow.
+    """Returns the bytes of an optimizer's state, by parameter.
 
     Args:
-        adapter: The model.
-        optimizer: An optax transformation.
-        platform: Platform that runs the optimizer. On ``"cpu"`` square roots and the
-            like are counted, too.
+        adapter: Adapter of the model.
+        optimizer: Optax transformation.
+        platform: Platform that runs the optimizer. On ``"cpu"`` slow operations such as
+            square roots are counted too.
 
     Raises:
-        WhaleError: It is none, or takes other parameters or arguments than a step has.
+        WhaleError: It is not an optimizer, or needs other parameters or arguments than
+            a step has.
     """
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), adapter.params
@@ -117,10 +119,10 @@ def optimizer_bytes(
 
 
 _SLOW = TRANSCENDENTAL | {"div", "sqrt", "rsqrt", "cbrt"}
-"""Primitives that take a CPU about as long as an exponential."""
+"""Primitives that are about as slow on a CPU as an exponential."""
 
 _TRACED_LEAVES = 128
-"""Of models with more parameters, one of those that differ in a number is traced."""
+"""With more leaves, of those whose paths differ only in numbers one is traced."""
 
 
 def _operations(
@@ -128,15 +130,15 @@ def _operations(
 ) -> float:
     """Returns the slow operations of an update, for each element of a parameter.
 
-    None are counted of an optimizer whose own error it is: who calls it next says so.
+    It is 0 if the optimizer itself raises: its next call reports the error.
 
     Args:
-        params: Shapes.
-        optimizer: An optax transformation.
-        counted: Otherwise it is only seen whether steps can call it.
+        params: Abstract parameters.
+        optimizer: Optax transformation.
+        counted: Whether to count; otherwise only checks that a step can call it.
 
     Raises:
-        WhaleError: No step can call it.
+        WhaleError: A step cannot call the optimizer.
     """
     unfit: WhaleError | None = None
     extended = optax.with_extra_args_support(optimizer)
@@ -151,7 +153,7 @@ def _operations(
                 traced = jax.make_jaxpr(updates, static_argnums=0)(
                     extended, tree, state, tree, loss
                 )
-        except Exception as error:  # whatever a user's own update raises
+        except Exception as error:  # a user's update may raise anything
             unfit = error if isinstance(error, WhaleError) else None
             continue
         if not counted:
@@ -165,7 +167,7 @@ def _operations(
 
 
 def _thinned(params: Any) -> Any:
-    """Parameters without those of layers like others; the same tree, if it is small."""
+    """Keeps one of several equal layers; small trees are unchanged."""
     flat, tree = jax.tree_util.tree_flatten_with_path(params)
     if len(flat) <= _TRACED_LEAVES:
         return params
@@ -179,8 +181,8 @@ def _thinned(params: Any) -> Any:
 
 
 def _slow_elements(jaxpr: Any) -> int:
-    """Counts elements of slow operations: the largest branch, and every known iteration
-    of loops.
+    """Returns the number of elements of slow operations. ¶ It counts the largest
+    branch, and all iterations of scans.
     """
     slow_elements = 0
     for equation in jaxpr.eqns:
@@ -216,17 +218,17 @@ def _abstract_state(
 def state_leaf_param(
     path: Any, shape: tuple[int, ...], params: Mapping[str, tuple[int, ...]]
 ) -> str | None:
-    """The parameter that a leaf of an optimizer's state belongs to, or None.
+    """Returns the parameter that a leaf of an optimizer's state follows, or None.
 
-    A leaf that ends in a parameter's path and has its shape follows it, as moments and
-    traces do in every optax transformation.
+    A leaf follows a parameter if its path ends in the parameter's path and the shapes
+    are equal, as for moments and traces in all optax transformations.
 
     Args:
         path: Key path of the leaf.
-        shape: Its shape.
-        params: Dotted path to shape of every parameter.
+        shape: Shape of the leaf.
+        params: Shapes of all parameters by dotted path.
     """
-    if len(params) == 1 and WHOLE in params:  # the model is one bare array
+    if len(params) == 1 and WHOLE in params:  # the model is a single array
         name = WHOLE if shape else None
     else:
         name = named_by(path, params)
@@ -234,10 +236,10 @@ def state_leaf_param(
 
 
 def named_by(path: Any, params: Collection[str]) -> str | None:
-    """The parameter in whose path that of a leaf of an optimizer's state ends, or None.
+    """Returns the parameter whose path ends the path of a state leaf, or None.
 
-    The leaf is of that parameter, and may have another shape, as the means over rows
-    and columns that Adafactor keeps of the squares.
+    The leaf may have another shape than the parameter, as Adafactor's means of squares
+    over rows and columns.
 
     Args:
         path: Key path of the leaf.
@@ -254,8 +256,8 @@ def owners_of(
     """Returns the parameter that each leaf of an optimizer state follows, if any.
 
     Args:
-        state: The state, abstract or real.
-        params: Path and shape of each.
+        state: Optimizer state, abstract or real.
+        params: Path and shape of each parameter.
     """
     shapes = {path: tuple(shape) for path, shape in params}
     numbers = {path: i for i, (path, _) in enumerate(params)}
@@ -269,11 +271,11 @@ def owners_of(
 def kin_of(state: Any, params: Sequence[str]) -> list[int | None]:
     """Returns the parameter to which each leaf of an optimizer state belongs, if any.
 
-    It may have another shape, unlike what follows the parameter.
+    Unlike in ``owners_of``, the leaf may have another shape.
 
     Args:
-        state: The state, abstract or real.
-        params: Path of each.
+        state: Optimizer state, abstract or real.
+        params: Path of each parameter.
     """
     numbers = {path: i for i, path in enumerate(params)}
     names = (
@@ -284,7 +286,7 @@ def kin_of(state: Any, params: Sequence[str]) -> list[int | None]:
 
 
 def key_text(key: Any) -> str:
-    """One step of a tree path as it stands in dotted paths."""
+    """Returns the text of a key of a tree path in dotted paths."""
     for name in ("key", "name", "idx"):
         if hasattr(key, name):
             return str(getattr(key, name))

@@ -1,6 +1,6 @@
-"""``Runner``, what every executor offers; and the one of one program on all devices.
+"""``Runner``, the interface of all executors; and the one for a single program.
 
-A runner gives every array its layout when it is born, compiles the step and runs it.
+A runner creates every array in its layout, compiles the step and runs it.
 """
 
 from __future__ import annotations
@@ -39,48 +39,49 @@ class Runner(Protocol):
 
     @property
     def program(self) -> Program:
-        """Loss, optimizer and plan that are run."""
+        """The loss, optimizer and plan."""
         ...
 
     @property
     def mesh(self) -> Mesh:
-        """The devices."""
+        """The mesh of the devices."""
         ...
 
     @property
     def shardings(self) -> TrainState:
-        """A state whose leaves are the ``NamedSharding`` of each array."""
+        """The ``NamedSharding`` of each array, in the structure of a state."""
         ...
 
     @property
     def batch_shardings(self) -> tuple[NamedSharding, ...]:
-        """Sharding of each flat leaf of a global batch."""
+        """The sharding of each flat leaf of a global batch."""
         ...
 
     def init_state(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
-        """A fresh state.
+        """Returns an initial state.
 
         Args:
-            build: Gives parameters, the rest and the run's key.
+            build: Function that returns parameters, non-trainable state and the run's
+                key.
             arguments: Arguments of ``build``.
         """
         ...
 
     def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """One step, from a state and a global batch as its layout gives it."""
+        """Runs one step, from a state and a global batch that its layout placed."""
         ...
 
     def evaluate(self, state: TrainState, batch: Any) -> Evaluation:
-        """The loss and metrics of a batch, and what they weigh.
+        """Returns the loss and metrics of a batch, and their weight.
 
         Args:
             state: State without its exported model, from ``train_state.bare``.
-            batch: A global batch as its layout gives it.
+            batch: Global batch that its layout placed.
         """
         ...
 
     def lower(self, state: TrainState, batch: Any) -> Any:
-        """The step's program."""
+        """Returns the step's lowered program."""
         ...
 
 
@@ -152,7 +153,7 @@ class OneProgram(StepRunner):
         return issue_evaluation
 
     def _results(self, new: TrainState, metrics: Metrics) -> Sequence[Any]:
-        return jax.tree.leaves(metrics)  # The next step takes the memory of the state.
+        return jax.tree.leaves(metrics)  # The next step donates the state.
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
         return self._step.lower(state, list(batch))
@@ -203,11 +204,11 @@ class OneProgram(StepRunner):
 
 
 def rest_layouts(program: Program, mesh: Mesh) -> Callable[[int], NamedSharding]:
-    """Layouts of what is not trained, by number: of weights as planned, else whole.
+    """Returns shardings of non-trainable leaves: weights as planned, others replicated.
 
     Args:
         program: Loss, optimizer and plan to run.
-        mesh: The devices.
+        mesh: Mesh of the devices.
     """
     planned = {leaf.path: leaf.param_spec for leaf in program.plan.leaves}
     paths = program.adapter.rest_paths
@@ -221,8 +222,8 @@ def fresh_state(
 
     Args:
         program: Loss, optimizer and plan to run.
-        origin: The step's.
-        build: Gives parameters, the rest and the run's key.
+        origin: Origin of the step.
+        build: Function that returns parameters, non-trainable state and the run's key.
     """
 
     def full_state(*args: Any) -> TrainState:
@@ -246,11 +247,11 @@ def _fresh_scale(program: Program) -> LossScale | None:
 
 
 def abstract_state(program: Program, origin: Origin) -> TrainState:
-    """Shapes and dtypes of the state.
+    """Returns the abstract state.
 
     Args:
         program: Loss, optimizer and plan to run.
-        origin: The step's.
+        origin: Origin of the step.
     """
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)),
@@ -277,17 +278,17 @@ def laid_out(
     others: Any,
     kin: Sequence[Any] | None = None,
 ) -> TrainState:
-    """A state with something for every leaf.
+    """Returns a state with an item in place of every leaf.
 
     Args:
         program: Loss, optimizer and plan to run.
-        origin: The step's.
+        origin: Origin of the step.
         params: Item for each parameter.
         followers: Item for the optimizer state that follows each parameter.
         rest: Function from the number of a non-trainable leaf to its item.
         others: Item for every other leaf.
-        kin: Item for the optimizer state of each parameter that has another shape than
-            it; default: ``others``.
+        kin: Item for optimizer state that belongs to each parameter but has another
+            shape; default: ``others``.
     """
     shapes = abstract_state(program, origin)
     leaves = program.plan.trained
@@ -321,14 +322,14 @@ def finished(
     *,
     end: Callable[..., tuple[list[Any], Any]] = update,
 ) -> tuple[TrainState, Metrics]:
-    """The next state, and metrics, once all micro-batches are done.
+    """Returns the next state and metrics after all micro-batches.
 
     Args:
         program: Loss, optimizer and plan to run.
-        state: Before the step.
+        state: State before the step.
         sums: Sums over all micro-batches.
         rest: Non-trainable state after the last micro-batch.
-        end: The optimizer's step, as ``spmd_executor.update``.
+        end: Function of the optimizer's step, like ``spmd_executor.update``.
     """
     params = jax.tree.leaves(state.params)
     scaling = state.loss_scale
@@ -361,7 +362,7 @@ def finished(
 
 
 def _if_finite(program: Program, finite: Any, after: Any, before: Any) -> Any:
-    """Keeps a step's new non-trainable state where its gradients were finite."""
+    """Selects a step's new non-trainable state if its gradients are finite."""
     frozen, tree = program.captured.frozen, jax.tree.structure(after)
     pairs = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
     if_finite = [
@@ -371,7 +372,7 @@ def _if_finite(program: Program, finite: Any, after: Any, before: Any) -> Any:
 
 
 def metrics_of(program: Program, sums: Sums) -> Metrics:
-    """The loss and what is reported beside it, of the global batch.
+    """Returns the loss and reported metrics of the global batch.
 
     Args:
         program: Loss, optimizer and plan to run.
@@ -392,7 +393,7 @@ def evaluation_of(program: Program, sums: Sums) -> Evaluation:
 
 
 def check_compiler_options(options: Any, whole: NamedSharding, platform: str) -> None:
-    """Compiles nothing under the options, so that a wrong one is said as such."""
+    """Compiles a trivial program with the options, to report wrong ones clearly."""
     if options is None:
         return
     nothing = jax.jit(

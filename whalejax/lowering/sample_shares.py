@@ -1,8 +1,7 @@
 """Assigns samples of a global batch to replicas with unequal shares.
 
-A global batch is cut into micro-batches as on one device. Replicas take whole
-micro-batches, one after the other; so what is computed does not depend on who takes how
-many.
+A global batch is divided into micro-batches as on one device. Each replica runs some of
+them, one after the other, so results do not depend on the shares.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from whalejax.planner.plan_errors import PlanError
 def checked_shares(
     given: Sequence[int], plan: Plan, most: Sequence[int]
 ) -> tuple[int, ...]:
-    """Shares that a plan can run with.
+    """Returns checked shares for a plan.
 
     Args:
-        given: Micro-batches of each replica.
-        plan: With unlike shares.
-        most: Largest share that the memory of each replica holds.
+        given: Number of micro-batches of each replica.
+        plan: Plan with uneven shares.
+        most: Largest share that fits in the memory of each replica.
 
     Raises:
-        PlanError: They are no whole numbers, too few or many, add up to another number
-            of micro-batches, or are more than memory holds.
+        PlanError: Shares are not whole numbers, have another length or sum than the
+            plan's, or do not fit in memory.
     """
     listed = np.asarray(given).tolist()
     result = tuple(listed if isinstance(listed, list) else [listed])
@@ -60,12 +59,13 @@ def checked_shares(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortionLayout(BatchLayout):
-    """Checks global batches and cuts them into this process's micro-batches.
+    """Checks global batches and divides them into this process's micro-batches.
 
     Attributes:
-        axes: The batch dimension of each leaf, or None.
+        axes: Batch dimension of each leaf, or None.
         cut: Division of a global batch into micro-batches.
-        mine: Gives the numbers of those that this process runs, as shares are now.
+        mine: Function that returns the numbers of this process's micro-batches with the
+            current shares.
     """
 
     axes: tuple[int | None, ...]
@@ -73,14 +73,13 @@ class PortionLayout(BatchLayout):
     mine: Callable[[], Sequence[int]]
 
     def place(self, batch: Any) -> Any:
-        """The flat leaves of every micro-batch of this process, by its number.
+        """Returns the flat leaves of this process's micro-batches, by number.
 
         Args:
-            batch: The global batch, or this process's micro-batches of it, one behind
-                the other.
+            batch: Global batch, or only this process's micro-batches, concatenated.
 
         Raises:
-            PlanError: Another structure, shape or kind of number; all are listed.
+            PlanError: The structure, a shape or a dtype differs; lists all.
         """
         mine = list(self.mine())
         leaves = self.flat(batch)
@@ -110,7 +109,7 @@ class PortionLayout(BatchLayout):
         return problem
 
     def _part(self, planned: BatchLeaf, axis: int | None, mine: int) -> tuple[int, ...]:
-        """The shape of a leaf of so many micro-batches."""
+        """Returns the shape of a leaf with ``mine`` micro-batches."""
         if axis is None:
             return planned.shape
         shape = list(planned.shape)
@@ -120,7 +119,7 @@ class PortionLayout(BatchLayout):
     def _cut(
         self, leaf: Any, planned: BatchLeaf, axis: int | None, mine: Sequence[int]
     ) -> list[Any]:
-        """The leaf of each micro-batch."""
+        """Returns the leaf of each micro-batch."""
         if is_key(leaf):
             array = leaf
         else:

@@ -1,1 +1,1 @@
-"""A plan at work: the compiled step, its training loop and its checkpoints."""
+"""Execution of a plan: the compiled step, its training loop and its checkpoints."""

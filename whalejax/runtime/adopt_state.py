@@ -1,8 +1,8 @@
 """Moves the state of one compiled step to the layout of another.
 
-A state belongs to a layout: a step takes every state of its own model and optimizer
-whose arrays lie where its own would. Others are moved from device to device. It is
-apart from the step because it compares and moves arrays and runs nothing.
+A state belongs to a layout: a step accepts every state of its model and optimizer whose
+arrays have the step's shardings. Other states are moved from device to device. The
+module is separate from the step because it compares and moves arrays but runs nothing.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _SECTIONS = ("params", "rest", "opt_state", "step", "rng", "loss_scale")
 class OwnStates:
     """Checks and converts states for one step.
 
-    A state that came in the layout of the one before is not compared again: its types
-    and placements are then mostly the very objects that were seen.
+    A state in the same layout as the previous one is not compared again: its types and
+    shardings are then mostly the same objects.
     """
 
     def __init__(self, origin: Origin) -> None:
-        """Starts without a known state.
+        """Creates the checker without a known layout.
 
         Args:
             origin: Identity of the step.
@@ -53,17 +53,17 @@ class OwnStates:
     def checked(
         self, given: Any, own: Callable[[], TrainState], *, trains: bool
     ) -> TrainState:
-        """A state as one of the step's own.
+        """Returns a state in the form of the step's own.
 
         Args:
-            given: State that the step was given.
-            own: Gives an abstract one, with layouts.
-            trains: Whether it is trained; else an evaluation reads it, and gets no more
-                than that needs.
+            given: State that the step received.
+            own: Returns an abstract state of the step, with layouts.
+            trains: Whether the state is trained; otherwise an evaluation reads it and
+                gets only the parts that it needs.
 
         Raises:
-            PlanError: It is consumed, or no state of such a layout; what differs is
-                listed.
+            PlanError: The state was donated or has another layout; the message lists
+                the differences.
         """
         whole = checked(given)
         state = whole if trains else bare(whole)
@@ -87,28 +87,28 @@ def _layout(state: TrainState) -> Any:
 
 
 def check_leaves(state: TrainState, own: TrainState, *, trains: bool) -> None:
-    """Refuses a state with other arrays than a step's own has, wherever they lie.
+    """Refuses a state whose arrays differ from the step's, apart from placement.
 
     Args:
-        state: State that the user gave.
-        own: An abstract one of the step.
-        trains: Say that the optimizer may be another one.
+        state: State from the user.
+        own: Abstract state of the step.
+        trains: Whether the message mentions the optimizer.
 
     Raises:
-        PlanError: What differs.
+        PlanError: Arrays differ; lists them.
     """
     _raise_for([*_other_leaves(state, own)], _OTHER if trains else _OTHER_MODEL)
 
 
 def _is_loose(leaf: Any) -> bool:
-    """Whether it is an array that JAX puts wherever it is needed."""
+    """Whether a leaf is an array that is not committed to devices."""
     if isinstance(leaf, jax.Array) and _compat.is_concrete(leaf):
         return not leaf.committed
     return isinstance(leaf, np.ndarray | np.generic)
 
 
 def _place_loose_leaves(state: TrainState, own: TrainState) -> TrainState:
-    """The same, what lies nowhere of its own where the step has it."""
+    """Returns the state with uncommitted arrays in the step's shardings."""
 
     def put(leaf: Any, aval: Any) -> Any:
         return jax.device_put(leaf, aval.sharding) if _is_loose(leaf) else leaf
@@ -138,10 +138,10 @@ _MOST_LISTED = 5
 
 
 def checked(state: Any) -> TrainState:
-    """A state whose arrays are all there.
+    """Returns the state if all its arrays exist.
 
     Raises:
-        PlanError: It is none, or a step has consumed it.
+        PlanError: The value is not a state, or a step has donated it.
     """
     if not isinstance(state, TrainState):
         raise PlanError(
@@ -162,7 +162,7 @@ def checked(state: Any) -> TrainState:
 
 
 def _check_apart(state: TrainState) -> None:
-    """Refuses an array that stands in two places, which a step cannot reuse twice."""
+    """Refuses an array that is two leaves, as a step cannot donate it twice."""
     leaves = jax.tree.leaves(state)
     if len({*map(id, leaves)}) == len(leaves):
         return
@@ -195,9 +195,9 @@ def _leaves(state: TrainState) -> dict[str, Any]:
 
 
 def _other_leaves(state: TrainState, own: TrainState) -> Iterator[str]:
-    """Arrays that only one of two states has, or of which they have unlike ones."""
+    """Yields the leaves and containers that differ between two states."""
     given, wanted = _leaves(state), _leaves(own)
-    # Steps fold keys of any algorithm, if the loss was traced with none.
+    # Steps accept keys of any algorithm if the loss takes no key.
     free = "" if own.origin.adapter.takes_rng else "state.rng"
     for name in [*wanted, *(n for n in given if n not in wanted)]:
         x: Any = given.get(name)
@@ -257,11 +257,11 @@ def _place(sharding: Any) -> str:
 def to_lower(
     given: Any, states: OwnStates, own: Callable[[], TrainState]
 ) -> TrainState:
-    """A state to lower a step with, which may be an abstract one.
+    """Returns a state to lower a step with; ``given`` may be abstract.
 
     Args:
-        given: State that the step was given.
-        states, own: States of the step, and its own abstract state, as for
+        given: State that the step received.
+        states, own: Checker of the step's states, and its abstract state, as in
             ``OwnStates.checked``.
     """
     leaves = jax.tree.leaves(given)
@@ -273,12 +273,12 @@ def to_lower(
 
 
 def to_save(given: Any, own: TrainState, *, trains: bool) -> TrainState:
-    """A state that a checkpoint of a step can hold, wherever its arrays lie.
+    """Returns a state for a checkpoint of a step, with any sharding.
 
     Args:
         given: State to save.
-        own: An abstract one of the step.
-        trains: The step trains; else it may hold another one's optimizer state.
+        own: Abstract state of the step.
+        trains: Whether the step trains; otherwise the optimizer state may be another's.
     """
     state = checked(given)
     compared = (state, own) if trains else (bare(state), bare(own))
@@ -292,15 +292,16 @@ def to_save(given: Any, own: TrainState, *, trains: bool) -> TrainState:
 
 
 def adopted(given: Any, abstract: TrainState) -> TrainState:
-    """A copy of a state where a step has its own.
+    """Returns a copy of a state in a step's layout.
 
     Args:
-        given: A state of the same model and optimizer; of an optimizer's state and a
-            loss scale as far as the step has them.
-        abstract: A state of the step, with layouts.
+        given: State of the same model and optimizer. An optimizer's state and a loss
+            scale count only if the step has them.
+        abstract: Abstract state of the step, with layouts.
 
     Raises:
-        PlanError: It is consumed, another model's, or lies in parts in other processes.
+        PlanError: The state was donated, is another model's, or has parts in other
+            processes.
     """
     state = checked(given)
     if not jax.tree.leaves(abstract.opt_state):
@@ -323,10 +324,10 @@ def adopted(given: Any, abstract: TrainState) -> TrainState:
 
 
 def check_values(state: TrainState) -> None:
-    """Refuses an abstract state, in whole or in part.
+    """Refuses a state with abstract leaves.
 
     Raises:
-        PlanError: Which leaves have no values.
+        PlanError: Leaves have no values; lists them.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         shapes = [
@@ -338,7 +339,7 @@ def check_values(state: TrainState) -> None:
 
 
 def _check_reach(state: TrainState, abstract: TrainState) -> None:
-    """Refuses what cannot go from device to device."""
+    """Refuses a state that cannot be moved from device to device."""
     if jax.process_count() == 1:
         return
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)
@@ -352,8 +353,8 @@ def _check_reach(state: TrainState, abstract: TrainState) -> None:
 
 
 def _relayout(leaf: Any, target: Any) -> Any:
-    """A copy of an array in another layout."""
-    # What is put elsewhere may share the memory of shards that stay where they are.
+    """Returns a copy of an array in another layout."""
+    # A moved array may share the memory of shards that do not move.
     leaf = jnp.copy(leaf)
     if _lies(leaf, target):
         return leaf

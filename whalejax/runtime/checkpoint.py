@@ -1,12 +1,12 @@
-"""Checkpoints: a training state on disk, whole or not at all, for any plan to read.
+"""Checkpoints: writes a training state to disk atomically, readable by any plan.
 
-Orbax writes and reads the arrays; this module decides what is in a checkpoint. Arrays
-are stored under names that do not depend on the plan, with a record of every leaf and
-file beside them, so that another layout can read them back bit by bit, and another
-model or a damaged checkpoint is refused before an array is read.
+Orbax writes and reads the arrays; this module defines the contents of a checkpoint. The
+names of arrays do not depend on the plan, and a record describes every leaf and file.
+So another layout can restore them bit by bit, and a checkpoint that is damaged or of
+another model is refused before an array is read.
 
-On disk a checkpoint is a directory: ``arrays/`` as Orbax keeps them, and the record
-``whalejax.json``. It is built under another name and renamed when it is whole.
+On disk a checkpoint is a directory: ``arrays/`` in Orbax's format, and the record
+``whalejax.json``. It is built under another name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ARRAYS: Final = "arrays"
 
 
 class UncheckedCheckpoint(UserWarning):
-    """A checkpoint holds no hashes to tell whether it is as it was written."""
+    """Warns that a checkpoint has no hashes, so that changes cannot be detected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +77,9 @@ class SavedModel:
         params, rest: Parameters and non-trainable state, with the structures of a
             state.
         rng: The run's random key.
-        step: Number of steps done.
-        samples: Number of samples of its steps.
-        updates: Number of updates that its optimizer counted; ``step`` where it counts
+        step: Number of finished steps.
+        samples: Number of samples in these steps, or None.
+        updates: Number of updates that the optimizer counted; ``step`` if it counts
             none.
     """
 
@@ -99,18 +99,18 @@ def save(
     *,
     before_it_appears: Callable[[], None] | None = None,
 ) -> None:
-    """Writes a checkpoint; it appears whole or not at all.
+    """Writes a checkpoint atomically.
 
     Args:
-        path: A directory that does not exist yet; its parents are made.
-        state: A training state of sharded arrays; is kept.
+        path: Directory that does not exist yet; its parents are created.
+        state: Training state of sharded arrays; it is not donated.
         plan: Plan of the state.
-        batch_size: Samples of its global batch, where that is known.
-        before_it_appears: Called when all is written; where it raises, nothing is left.
+        batch_size: Number of samples of the global batch, or None if unknown.
+        before_it_appears: Called when everything is written; if it raises, nothing
+            remains.
 
     Raises:
-        WhaleError: Something is at that path already, it cannot be written, or the
-            state was consumed.
+        WhaleError: The path exists, it cannot be written, or the state was donated.
     """
     target = new_path(path)
     check_alive(state)
@@ -123,7 +123,7 @@ def save(
         arrays = nested([(leaf, raw_array(array)) for leaf, array in leaves])
         try:
             write_arrays(building / ARRAYS, arrays)
-        except Exception as error:  # Orbax tells of a full disk by many classes
+        except Exception as error:  # Orbax reports a full disk by many classes
             raise WhaleError(write_failure_message(target, error)) from error
         hashes = hashed(building)
         if jax.process_index() == 0:
@@ -171,27 +171,27 @@ def restore(
     plan: Plan,
     batch_size: int | None = None,
 ) -> Any:
-    """Reads a checkpoint into the layout of a state, whatever layout wrote it.
+    """Reads a checkpoint of any layout into the layout of a state.
 
     Args:
         path: Path of a checkpoint.
-        abstract_state: A state of ``jax.ShapeDtypeStruct`` leaves with shardings.
+        abstract_state: State of ``jax.ShapeDtypeStruct`` leaves with shardings.
         plan: Plan of the new state.
-        batch_size: Samples of its global batch, where that is known.
+        batch_size: Number of samples of the global batch, or None if unknown.
 
     Returns:
-        A state of the same structure, with arrays equal to the saved ones to the bit.
+        State of the same structure, with arrays bitwise equal to the saved ones.
 
     Raises:
-        DamagedCheckpoint: It is not as it was written; found before anything is used.
-        WhaleError: There is no checkpoint at that path, or it is another model's;
-            every leaf that differs is listed.
+        DamagedCheckpoint: The checkpoint was changed; checked before anything is used.
+        WhaleError: No checkpoint exists at that path, or it is another model's; lists
+            all leaves that differ.
     """
     target = existing_path(path)
     record = checked(target)
     saved = {leaf.place: leaf for leaf in record.leaves}
     wanted = _leaves(abstract_state, plan)
-    # The scale of a loss belongs to a precision: another one's starts anew.
+    # A loss scale belongs to a precision; with another one it is initialised again.
     fresh: list[Any] = []
     had_scale = any(leaf.section == _SCALE for leaf in record.leaves)
     if had_scale != (abstract_state.loss_scale is not None):
@@ -227,20 +227,20 @@ def restore_model(
     *,
     on_host: bool = False,
 ) -> SavedModel:
-    """Reads what a checkpoint holds beside the optimizer's state.
+    """Reads a checkpoint without the optimizer's state.
 
     Args:
         path, abstract_state, plan, batch_size: Arguments of ``restore``. A leaf that is
-            trained here and was not there, or the other way round, is found by name.
-        on_host: Read NumPy arrays; else arrays in the state's own layout, in the
-            devices' memory.
+            trained on one side only is matched by name.
+        on_host: Whether to read NumPy arrays; otherwise arrays in the state's layout,
+            in the devices' memory.
 
     Raises:
         WhaleError: As for ``restore``.
     """
     target = existing_path(path)
     record = checked(target)
-    # In the order that the state flattens in.
+    # # In the state's flattening order.
     parts = tuple(getattr(abstract_state, name) for name in _KEPT_WITH_MODEL)
     wanted = [
         (leaf, array)
@@ -270,16 +270,16 @@ def restore_model(
 
 
 def _counts_updates(leaf: Leaf) -> bool:
-    """Whether it is a counter of optax's."""
     name = leaf.name.rpartition(".")[2]
     scalar = leaf.section == "opt_state" and not leaf.shape and not leaf.key_impl
     return scalar and name == COUNT and jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
 def _by_place(record: Record, wanted: Mapping[Place, Leaf]) -> dict[Place, Leaf]:
-    """Leaves of a checkpoint by where they belong in a state, without the optimizer's.
+    """Returns the leaves of a checkpoint by their place in a state, without the
+    optimizer.
 
-    What was trained may be frozen now, or the other way round.
+    Leaves may be trained on one side and frozen on the other.
     """
     saved = {x.place: x for x in record.leaves if x.section in _KEPT_WITH_MODEL}
     moved = moved_places(saved, wanted)
@@ -287,16 +287,16 @@ def _by_place(record: Record, wanted: Mapping[Place, Leaf]) -> dict[Place, Leaf]
 
 
 def _on_device(sharding: Any) -> Any:
-    """A layout in the memory of its devices, where it may be in that of their host."""
+    """Returns a sharding in device memory, even if the given one is in host memory."""
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
 def checked(target: Path) -> Record:
-    """The record of a checkpoint that is as it was written; all processes call this.
+    """Returns the record of an undamaged checkpoint; all processes call this.
 
     Raises:
-        DamagedCheckpoint: It is not; every file is named.
-        WhaleError: There is none at that path.
+        DamagedCheckpoint: Files were changed; lists all.
+        WhaleError: No checkpoint exists at that path.
     """
     record = read_record(target)
     check_hashes(target, record)
@@ -314,27 +314,27 @@ def unchecked(target: Path) -> str:
 
 
 def _samples(record: Record, step: int, batch_size: int | None) -> int | None:
-    """Samples that the steps of a checkpoint took, as far as it says."""
+    """Returns the number of samples in a checkpoint's steps, or None if unknown."""
     if record.samples is not None:
         return record.samples
     size = batch_size if record.batch_size is None else record.batch_size
     return None if size is None else step * size
 
 
-# What is in a state.
+# # Contents of a state.
 
 
 def _between(state: Any) -> Mesh | None:
-    """All devices, where a state lies in parts on several processes' alone.
+    """Returns the mesh of all devices if arrays are on some processes' devices only.
 
-    Orbax writes and reads only what lies on devices of all processes.
+    Orbax writes and reads only arrays on devices of all processes.
     """
     mesh: Mesh | None = state.origin.mesh
     return mesh if mesh is not None and mesh.is_multi_process else None
 
 
 def _leaves(state: Any, plan: Plan) -> list[tuple[Leaf, Any]]:
-    """Every leaf with its description, in the order that the state flattens in."""
+    """Returns all leaves with descriptions, in the state's flattening order."""
     leaves: list[tuple[Leaf, Any]] = []
     for section in _SECTIONS:
         entries = jax.tree_util.tree_flatten_with_path(getattr(state, section))[0]
@@ -363,7 +363,7 @@ def key_algorithm(array: Any) -> str:
 
 
 def nested(entries: Iterable[tuple[Leaf, Any]]) -> dict[str, dict[str, Any]]:
-    """Arrays as they are stored: by section and name, those that hold anything."""
+    """Returns the non-empty arrays by section and name, as they are stored."""
     tree: dict[str, dict[str, Any]] = {}
     for leaf, value in entries:
         if math.prod(leaf.shape):  # Orbax refuses arrays without elements
@@ -372,13 +372,13 @@ def nested(entries: Iterable[tuple[Leaf, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def raw_array(array: Any) -> Any:
-    """The array itself; of random keys, their words."""
+    """Returns the array itself; for random keys, their data."""
     is_key = _compat.is_key_dtype(array.dtype)
     return jax.random.key_data(array) if is_key else array
 
 
 def _request(leaf: Leaf, sharding: Any) -> Any:
-    """Returns the array that is requested for a leaf."""
+    """Returns the abstract array to request from Orbax for a leaf."""
     make: Any = jax.ShapeDtypeStruct
     if not leaf.key_impl:
         return make(leaf.shape, jnp.dtype(leaf.dtype), sharding=sharding)
@@ -392,7 +392,7 @@ def _keys(shape: tuple[int, ...], impl: str) -> Any:
 
 
 def _typed(leaf: Leaf, found: Mapping[str, Any], sharding: Any) -> Any:
-    """A leaf of the state from what was read."""
+    """Returns a leaf of the state from the arrays that were read."""
     if math.prod(leaf.shape):
         array = found[leaf.section][leaf.name]
         if leaf.key_impl:
@@ -407,7 +407,7 @@ def _typed(leaf: Leaf, found: Mapping[str, Any], sharding: Any) -> Any:
 
 
 def _orbax() -> Any:
-    """Orbax, imported when it is needed: it takes a while and has no types."""
+    """Imports Orbax at first use: the import is slow, and Orbax has no types."""
     return importlib.import_module("orbax.checkpoint")
 
 
@@ -420,7 +420,7 @@ def write_arrays(path: Path, arrays: dict[str, dict[str, Any]]) -> None:
 def read_leaves(
     target: Path, record: Record, entries: Sequence[tuple[Leaf, Any]]
 ) -> list[Any]:
-    """Leaves of a checkpoint, each in a layout; NumPy arrays where that is None."""
+    """Reads leaves of a checkpoint, each in its sharding; None gives NumPy arrays."""
     ocp = _orbax()
     requests = nested([(leaf, _request(leaf, place)) for leaf, place in entries])
     how = jax.tree.map(
@@ -441,7 +441,7 @@ def read_leaves(
                     item=requests, restore_args=how, partial_restore=True
                 ),
             )
-    except Exception as error:  # of unreadable numbers Orbax tells by this very class
+    except Exception as error:  # Orbax raises this class for unreadable data
         first = (str(error).splitlines() or [""])[0] or type(error).__name__
         reason = f"{target}: this checkpoint cannot be read ({first[:LONGEST_REASON]})"
         if record.file_sha256 is None:

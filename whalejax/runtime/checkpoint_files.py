@@ -1,8 +1,8 @@
-"""The files of a checkpoint: hashed by those who wrote them, and made whole or removed.
+"""The files of a checkpoint: hashed by their writers, completed or removed.
 
-What goes wrong with files becomes an error that names the path and the remedy, in all
-processes alike: one that went on alone would wait for the others. It stands apart from
-``checkpoint``, which decides what is in the files.
+A failure with files raises an error with the path and the remedy in all processes, as a
+process that continued alone would wait for the others. The module is separate from
+``checkpoint``, which defines the contents of the files.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ _REMEDIES: Final = {
 }
 _REMEDY: Final = "Save to another path, or mend the file system"
 _OS_ERROR: Final = re.compile(r"os_error_code='(\d+)'")
-"""How Orbax's writers name an error of the system among other words."""
+"""Matches the number of a system error in Orbax's messages."""
 
 _rounds = itertools.count()
-"""All processes exchange texts as often, and in one order."""
+"""Number of the exchange; all processes exchange texts in the same order."""
 
 
-# What processes tell each other.
+# # Exchange between processes.
 
 
 def told_by_all(mine: str, what: str) -> list[str]:
-    """A text of each process, in their order; all of them call this.
+    """Exchanges a text of each process, in process order; all of them call this.
 
-    No device takes part, so that nothing that devices still do can stand in its way.
+    No device takes part, so that pending device work cannot block it.
 
     Raises:
-        WhaleError: A process did not come here.
+        WhaleError: A process did not answer in time.
     """
     count, here = jax.process_count(), jax.process_index()
     if count == 1:
@@ -78,7 +78,7 @@ def told_by_all(mine: str, what: str) -> list[str]:
     _compat_processes.tell_processes(f"{folder}/{here}", mine)
     deadline = time.monotonic() + _WAIT_SECONDS
     said = [_waited_for(f"{folder}/{n}", deadline) for n in range(count)]
-    # Who came here has read what was told in the round before.
+    # All processes are here, so all have read the texts of the previous round.
     if number:
         _compat_processes.forget_told(f"whalejax/checkpoints/{number - 1}/{here}")
     silent = [str(n) for n, text in enumerate(said) if text is None]
@@ -91,8 +91,8 @@ def told_by_all(mine: str, what: str) -> list[str]:
 
 
 def _waited_for(key: str, deadline: float) -> str | None:
-    """Returns another process's value, or None after the deadline; signals are handled
-    once a second.
+    """Returns another process's value, or None after the deadline. ¶ It waits a second
+    at a time, so that signals are handled.
     """
     while True:
         result = _compat_processes.told_by(key, 1.0)
@@ -108,7 +108,7 @@ def fail_together(error: str, what: str) -> None:
         what: Action that failed; the same text in all processes.
 
     Raises:
-        WhaleError: With the first error there is.
+        WhaleError: A process has an error; the first one is raised.
     """
     for text in told_by_all(error, what):
         if text:
@@ -119,18 +119,17 @@ def fail_together(error: str, what: str) -> None:
 
 
 def hashed(building: Path) -> dict[str, str]:
-    """The SHA-256 of every file of a checkpoint that is being written.
+    """Returns the SHA-256 of every file of a checkpoint that is being written.
 
-    Each process reads again what it wrote itself, which its machine still has in
-    memory; the first one also what belongs to all. No process has to read everything,
-    which would take longer than writing it together did.
+    All processes call this. Each process hashes the files that it wrote, which are
+    still in its machine's memory; the first one also hashes the common files. Reading
+    all files in one process would take longer than writing them.
 
     Args:
-        building: Folder of the checkpoint; all files are written. All processes call
-            this.
+        building: Folder of the checkpoint; all files are written.
 
     Raises:
-        OSError: In all of them, if one cannot read its files.
+        OSError: A process cannot read its files; raised in all processes.
     """
     here, count = jax.process_index(), jax.process_count()
     mine = [name for name in files_of(building) if _writer(name) % count == here]
@@ -148,22 +147,22 @@ def hashed(building: Path) -> dict[str, str]:
 
 
 def _writer(name: str) -> int:
-    """The process that wrote a file."""
+    """Returns the index of the process that wrote a file."""
     match = _WRITTEN_BY.search(name)
     return int(match[1]) if match else 0
 
 
 def check_hashes(target: Path, record: Record) -> None:
-    """Refuses a checkpoint of which a file was changed since it was written.
+    """Refuses a checkpoint if a file was changed since it was written.
 
-    Of several processes each reads a part of the files, and all come to the same.
+    Each process reads some of the files, and all get the same result.
 
     Args:
-        target: The checkpoint.
+        target: Folder of the checkpoint.
         record: Record of the checkpoint; one without hashes passes.
 
     Raises:
-        DamagedCheckpoint: Every file that was changed.
+        DamagedCheckpoint: Files were changed; lists all.
     """
     if record.file_sha256 is None:
         return
@@ -182,12 +181,12 @@ def check_hashes(target: Path, record: Record) -> None:
 def changed(
     target: Path, file_sha256: Mapping[str, str], names: Sequence[str]
 ) -> list[str]:
-    """Describes files whose contents differ from their hashes.
+    """Returns descriptions of files whose contents differ from their hashes.
 
     Args:
-        target: The checkpoint.
-        file_sha256: The hash of each file when it was written.
-        names: Names of the files to be read.
+        target: Folder of the checkpoint.
+        file_sha256: Hash of each file when it was written.
+        names: Names of the files to read.
     """
     try:
         hashes = _hashes(target, names)
@@ -223,13 +222,12 @@ _REMOVAL_SECONDS: Final = 0.1
 
 @contextmanager
 def being_built(target: Path) -> Iterator[Path]:
-    """Yields the folder of an unfinished checkpoint and renames it at the end of the
-    block.
+    """Yields the folder of an unfinished checkpoint, and renames it at the end.
 
-    Whatever goes wrong, what was built so far is removed. All processes call this.
+    After any error, the unfinished folder is removed. All processes call this.
 
     Raises:
-        WhaleError: It cannot be written, or another process is writing there.
+        WhaleError: The folder cannot be written, or another process is writing it.
     """
     building, first = unfinished(target), jax.process_index() == 0
     held, error = -1, ""
@@ -257,7 +255,7 @@ def being_built(target: Path) -> Iterator[Path]:
 
 
 def _removed(building: Path) -> None:
-    """Removes a folder to which writers may go on that have not heard of an error."""
+    """Removes a folder, with retries, as other processes may still write to it."""
     for _ in range(_MOST_REMOVALS):
         shutil.rmtree(building, ignore_errors=True)
         if not building.exists():
@@ -266,10 +264,10 @@ def _removed(building: Path) -> None:
 
 
 def _create_build_folder(building: Path) -> int:
-    """An empty folder, and a lock on it that ends with this process.
+    """Creates an empty folder and returns a lock on it that ends with this process.
 
     Raises:
-        WhaleError: Another process is writing there.
+        WhaleError: Another process is writing to the folder.
     """
     if building.exists():
         left = _locked(building)
@@ -306,8 +304,8 @@ def write_failure_message(target: Path, error: Exception) -> str:
     """Returns the reason why a checkpoint could not be written, with the remedy.
 
     Args:
-        target: Its path.
-        error: Error of the system, or of Orbax, which reports the system's in words.
+        target: Path of the checkpoint.
+        error: Error of the system, or of Orbax, whose text contains the system's.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number is None:

@@ -1,7 +1,7 @@
-"""The record of a checkpoint: which leaves and files it holds, and their hashes.
+"""The record of a checkpoint: its leaves and files, and their hashes.
 
-A checkpoint is refused by its record, before an array is read: where it is damaged, cut
-short, or another model's. The record is plain JSON, so nothing here needs JAX.
+With the record, a checkpoint that is damaged, incomplete or of another model is refused
+before an array is read. The record is plain JSON, so this module does not need JAX.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 FORMAT: Final = 1
-"""Version of the record. Records with hashes are read by versions that know none."""
+"""Version of the record. Versions without hashes can read records with hashes."""
 
 UNFINISHED_SUFFIX: Final = ".unfinished"
-"""What a checkpoint's name ends in until it is whole."""
+"""Suffix of a checkpoint's name until it is complete."""
 
 RECORD: Final = "whalejax.json"
 """Name of the record's file."""
@@ -38,7 +38,7 @@ OTHER_OPTIMIZER: Final = (
     'step.restore(path, only="model") takes it, keeps the step counter and begins the '
     "optimizer anew; keep_schedule=True lets its schedule go on"
 )
-"""How a model is taken from a checkpoint without its optimizer."""
+"""Remedy: restores a model without its optimizer."""
 
 _HASH: Final = "record_sha256"
 _OLDER: Final = frozenset(
@@ -47,28 +47,28 @@ _OLDER: Final = frozenset(
 )
 MODEL_SECTIONS: Final = ("params", "rest")
 _LINEN: Final = "params."
-"""What stands before the name of a Linen parameter that is not trained."""
+"""Prefix of the name of a Linen parameter that is not trained."""
 
 LONGEST_REASON: Final = 200
-"""Characters that an error quotes of what another library says."""
+"""Most characters that an error quotes of another library's message."""
 
 
 Place = tuple[str, str]
-"""What a leaf is known by: the field of the state, and its name in it."""
+"""Identifies a leaf: the field of the state, and the name in it."""
 
 
 class DamagedCheckpoint(WhaleError):
-    """A checkpoint that was lost in part or changed since it was written."""
+    """A checkpoint is incomplete or was changed since it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One array of a state, as the record describes it.
+    """Description of one array of a state in the record.
 
     Attributes:
-        section: The field of the state that it belongs to.
-        name: Dotted path inside the section; of a parameter, the plan's.
-        shape: Shape of the global array; of random keys, without the words of a key.
+        section: Field of the state.
+        name: Dotted path inside the section; for a parameter, the plan's path.
+        shape: Shape of the global array; for random keys, without the key's data.
         dtype: Name of the dtype, such as ``"float32"``, or ``"key<fry>"`` for random
             keys.
         key_impl: Name of the random keys' algorithm, or empty.
@@ -82,12 +82,12 @@ class Leaf:
 
     @property
     def place(self) -> Place:
-        """Returns the path that identifies the leaf."""
+        """The place that identifies the leaf."""
         return self.section, self.name
 
     @property
     def form(self) -> str:
-        """Type and shape, such as ``"float32[240, 960]"``."""
+        """The type and shape, such as ``"float32[240, 960]"``."""
         return f"{self.dtype}{list(self.shape)}"
 
 
@@ -96,15 +96,14 @@ class Record:
     """Description of a checkpoint's contents.
 
     Attributes:
-        leaves: Every array of the state.
+        leaves: Descriptions of all arrays of the state.
         file_bytes: Size of each file, by its path in the checkpoint.
-        file_sha256: SHA-256 of each file in hexadecimal digits; None in checkpoints
-            of versions that wrote none, which cannot be checked.
-        samples: Number of samples of the steps before, or None where it was not known.
-        batch_size: Samples of the global batch of the plan that it was saved under,
-            or None where it was not known.
-        num_micro_batches: Micro-batches in each step of that plan, or None where it was
-            not known.
+        file_sha256: SHA-256 of each file in hexadecimal digits; None in checkpoints of
+            older versions, which cannot be checked.
+        samples: Number of samples of the finished steps, or None if unknown.
+        batch_size: Number of samples of the plan's global batch, or None if unknown.
+        num_micro_batches: Number of micro-batches in a step of the plan, or None if
+            unknown.
     """
 
     leaves: tuple[Leaf, ...]
@@ -125,7 +124,7 @@ def unfinished(path: Path) -> Path:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Paths of the files of a checkpoint, relative to it, without its record."""
+    """Returns the relative paths of a checkpoint's files, without its record."""
     return [
         file.relative_to(folder).as_posix()
         for file in sorted(folder.rglob("*"))
@@ -141,15 +140,15 @@ def write_record(
     samples: int | None,
     batch_size: int | None,
 ) -> None:
-    """Describes a checkpoint, when all its files are written.
+    """Writes the record of a checkpoint when all its files are written.
 
     Args:
-        building: Its directory.
-        leaves: Every array of the state.
+        building: Directory of the checkpoint.
+        leaves: Descriptions of all arrays of the state.
         plan: Plan of the state.
-        file_sha256: The hash of each file.
-        samples: Number of samples of the steps before, or None where it is not known.
-        batch_size: Samples of a global batch, or None where it has none.
+        file_sha256: Hash of each file.
+        samples: Number of samples of the finished steps, or None if unknown.
+        batch_size: Number of samples of a global batch, or None.
     """
     record: dict[str, Any] = {
         "whalejax_checkpoint": FORMAT,
@@ -165,14 +164,14 @@ def write_record(
         },
         "file_sha256": dict(file_sha256),
     }
-    # The hash stands first and what an older record lacks further down: no single cut
-    # makes a record without hashes of one with them.
+    # The hash is first, and fields that older records lack are at the end: so no single
+    # cut turns a record with hashes into one without.
     whole = {_HASH: _hash_of(record), **record}
     (building / RECORD).write_text(json.dumps(whole, indent=1))
 
 
 def _hash_of(record: Mapping[str, Any]) -> str:
-    """The hash of what a record says, without the hash that stands in it."""
+    """Returns the hash of a record's fields, except its own hash."""
     said = {name: value for name, value in record.items() if name != _HASH}
     text = json.dumps(said, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -182,9 +181,9 @@ def read_record(target: Path) -> Record:
     """Reads the description of a checkpoint, without comparing hashes.
 
     Raises:
-        DamagedCheckpoint: The record cannot be read or was changed, or files were lost
-            or cut; every such file is listed.
-        WhaleError: There is none at that path, or it is of a newer format.
+        DamagedCheckpoint: The record cannot be read or was changed, or files are
+            missing or truncated; lists all.
+        WhaleError: No checkpoint exists at that path, or it has a newer format.
     """
     try:
         is_there = target.is_dir()
@@ -240,7 +239,7 @@ def read_record(target: Path) -> Record:
 
 
 def _refuse_parent(target: Path) -> None:
-    """Says which checkpoints lie in a folder that is none itself."""
+    """Raises an error with the checkpoints inside a folder that is not one itself."""
     inside = sorted(one.parent.name for one in target.glob(f"*/{RECORD}"))
     if inside:
         raise WhaleError(
@@ -251,7 +250,7 @@ def _refuse_parent(target: Path) -> None:
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
-    """The record is as it was written, as far as it can tell."""
+    """Whether the record is unchanged, as far as its hash can tell."""
     if _HASH in record:
         return bool(record[_HASH] == _hash_of(record))
     return record.keys() == _OLDER
@@ -261,7 +260,7 @@ def _record_of(record: Mapping[str, Any]) -> Record:
     """Returns the description in a complete record.
 
     Raises:
-        ValueError: Or others, where what it says is of another form.
+        ValueError: A field has another form; other errors are possible.
     """
     leaves = tuple(
         Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in record["leaves"]
@@ -306,10 +305,10 @@ def _check_sizes(target: Path, file_bytes: Mapping[str, int]) -> None:
 
 
 def refuse_damaged(target: Path, problems: Problems) -> None:
-    """Refuses a checkpoint if anything is wrong with its files.
+    """Refuses a checkpoint if its files have problems.
 
     Raises:
-        DamagedCheckpoint: There are any.
+        DamagedCheckpoint: There are problems.
     """
     title = f"{target} is damaged; restore another checkpoint"
     problems.raise_if_any(DamagedCheckpoint, title=title)
@@ -318,10 +317,10 @@ def refuse_damaged(target: Path, problems: Problems) -> None:
 def moved_places(
     saved: Mapping[Place, Leaf], wanted: Mapping[Place, Leaf]
 ) -> dict[Place, Place]:
-    """Leaves of the model that are trained on one side only, and where they belong.
+    """Matches leaves of the model that are trained on one side only.
 
     Returns:
-        The place in the checkpoint to the one that is wanted.
+        Requested place of each such leaf, by its place in the checkpoint.
     """
     places: dict[Place, Place] = {}
     for section, name in saved:
@@ -342,15 +341,15 @@ def check_same(
     wanted: Mapping[Place, Leaf],
     remedy: str = OTHER_OPTIMIZER,
 ) -> None:
-    """Refuses a checkpoint whose leaves are not those that are wanted.
+    """Refuses a checkpoint whose leaves are not the requested ones.
 
     Args:
         target: Folder of the checkpoint.
-        saved, wanted: Leaves that it has, and those that it should have.
-        remedy: Remedy where only the optimizer is another.
+        saved, wanted: Leaves of the checkpoint, and requested leaves.
+        remedy: Remedy if only the optimizer differs.
 
     Raises:
-        WhaleError: Every leaf that differs.
+        WhaleError: Leaves differ; lists all.
     """
     problems = Problems()
     is_model = False
@@ -369,7 +368,7 @@ def check_same(
         there, here = saved.get(place), wanted.get(place)
         if place in known:
             continue
-        # The run's own key may be of another algorithm: the saved one goes on.
+        # The new state's key may have another algorithm; the saved key is used.
         if there and here and (there.form == here.form or there.section == "rng"):
             continue
         is_model = is_model or place[0] in MODEL_SECTIONS

@@ -1,4 +1,4 @@
-"""``wh.compile_tables``: from a plan with tables to the step that runs it."""
+"""``wh.compile_tables``: compiles a plan with tables into a step."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ def compile_tables(
     replace_every: int | None = None,
     section_run: SectionRun | None = None,
 ) -> TableStep:
-    """Turns a plan with tables into a step that runs.
+    """Compiles a plan with tables into a step.
 
     Args:
-        plan: From ``wh.plan_tables``.
-        loss_fn: The loss that the plan was made for.
-        model: The same model, abstract or real.
-        optimizer: Optimizer of the parameters that are no tables; plain evaluation
-            needs none.
-        out_of_range: Treatment of ids that have no row: ``"error"`` checks every batch
+        plan: Plan from ``wh.plan_tables``.
+        loss_fn: Loss of the plan.
+        model: Model of the plan, abstract or real.
+        optimizer: Optimizer of the parameters that are not tables; evaluation needs
+            none.
+        out_of_range: Treatment of ids without a row: ``"error"`` checks every batch
             before it is used, ``"clip"`` takes the nearest row.
-        trainable: Selection of trained parameters, the one given to ``wh.plan_tables``.
-        devices: Devices of the dense part, in node order; all of them if left out.
-        job: Job whose batches the sparse section of a two-section plan makes for
-            ``SectionsStep.run``, as the command line names it.
-        job_settings: Settings of that job.
-        replace_every: Number of steps after which tables are placed anew where the
-            lookups of these steps show that it wins 5 % of the most loaded device's
-            time; what it would win is printed. None counts nothing.
-        section_run: Hosts of the processes of two sections, and the state that is kept
-            for a process in this one's place; None for this machine and nothing.
+        trainable: Selection of trained parameters, as given to ``wh.plan_tables``.
+        devices: Devices of the dense part, in node order; None uses all.
+        job: Name, on the command line, of the job whose batches the sparse section of a
+            two-section plan makes for ``SectionsStep.run``.
+        job_settings: Options of that job.
+        replace_every: Number of steps after which tables are placed again, if the
+            lookups of these steps show a gain of 5 % of the most loaded device's time;
+            the gain is printed. None counts no lookups.
+        section_run: Hosts of the processes of two sections, and the state that is saved
+            for a successor of this process; None uses this machine and saves nothing.
 
     Returns:
-        The step. Nothing is compiled before it is called. That of two sections has
+        The step; nothing is compiled before its first call. A step of two sections has
         processes until its ``close``.
 
     Raises:
@@ -108,7 +108,7 @@ def compile_tables(
 def _check_sections(
     problems: Arguments, plan: TablesPlan, replace_every: Any, job: Any, run: Any
 ) -> None:
-    """Notes what is of two sections and was given for one, or the other way."""
+    """Adds problems of arguments that do not suit the plan's number of sections."""
     if plan.sections is not None:
         if replace_every is not None:
             problems.add(
@@ -136,19 +136,19 @@ def compile_plan(
     optimizer: optax.GradientTransformation | None,
     **options: Any,
 ) -> TableStep:
-    """``wh.compile`` of a plan with tables.
+    """Implements ``wh.compile`` for a plan with tables.
 
     Args:
-        plan: One with tables.
+        plan: Plan with tables.
         loss_fn, model, batch, optimizer: Arguments of ``wh.compile``, unchanged.
-        options: Others of ``compile_tables``.
+        options: Other arguments of ``compile_tables``.
     """
     own = tables_plan(plan, batch)
     return compile_tables(own, loss_fn, model, optimizer=optimizer, **options)
 
 
 def _check_backend(plan: TablesPlan) -> None:
-    """Refuses tables in host memory where that was never tested."""
+    """Refuses tables in host memory on backends where this is untested."""
     placed = [plan.placement, *([] if plan.beside is None else [plan.beside])]
     hosted = {
         shard.table: shard.split
@@ -166,7 +166,7 @@ def _check_backend(plan: TablesPlan) -> None:
 
 
 def _check_program(plan: TablesPlan, step: TableStep) -> None:
-    """Refuses to train a loss that looks the same tables up in another program."""
+    """Refuses to train a loss with the same tables but another program."""
     if plan.program_hash not in ("", program_hash(step.program)):
         raise PlanError(
             "this plan is for another loss: the tables are the same, and the program "

@@ -1,6 +1,7 @@
-"""Options of XLA that a step is compiled with: checked, and said in a note.
+"""XLA options of a step: checks them, and writes a note.
 
-Apart from ``api.plan`` because the compiler gives them their meaning, not the planner.
+The module is separate from ``api.plan`` because the compiler defines their meaning, not
+the planner.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from whalejax.planner.plan_errors import PlanError
 
 
 def checked_options(options: Any) -> dict[str, bool | int | float | str]:
-    """Options of the compiler, with switches as such.
+    """Returns the checked compiler options, with booleans for "true" and "false".
 
     Raises:
-        PlanError: One has no name or no plain value, or is none that a plan may
-            carry; all of them.
+        PlanError: An option has no valid name or value, or is not allowed in a plan;
+            lists all.
     """
     problems = Problems("compiler_options", PlanError)
     if isinstance(options, tuple) and all(
         isinstance(pair, tuple) and len(pair) == 2 for pair in options
     ):
-        options = dict(options)  # as a plan keeps them
+        options = dict(options)  # as stored in a plan
     if not isinstance(options, Mapping | None):
         raise PlanError(
             f"compiler_options is {short_repr(options)}; expected a dict of XLA's "
@@ -59,7 +60,7 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
 
 
 def option_note(options: Mapping[str, Any]) -> list[str]:
-    """A plan's note of its options; nothing where there are none."""
+    """Returns the note on a plan's options; empty without options."""
     words = ", ".join(f"{name}={value}" for name, value in options.items())
     return [f"compiled with {words}"] if options else []
 
@@ -67,12 +68,12 @@ def option_note(options: Mapping[str, Any]) -> list[str]:
 def compiled_with(
     plan: Plan, options: Mapping[str, bool | int | float | str], precisions: Chosen
 ) -> Plan:
-    """A plan, and those of its pipelines, with what their programs are compiled by.
+    """Returns a plan, and its pipelines, with their compiler options and precisions.
 
     Args:
-        plan: The plan.
+        plan: Plan to change.
         options: XLA options of the compiler.
-        precisions: (TaskGraph, precision) pairs where only some compute in 16 bits.
+        precisions: (TaskGraph, precision) pairs if only some compute in 16 bits.
     """
     each = (compiled_with(pipeline, options, precisions) for pipeline in plan.pipelines)
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Evaluations of a training loop: means over a set, the best one, an early end."""
+"""Evaluations of a training loop: means over batches, best checkpoint, early stop."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ class Evaluations:
     """The evaluations of one run.
 
     Args:
-        step: The compiled step.
-        batches: A sequence of batches, a function that gives them anew, or None.
+        step: Compiled step.
+        batches: Sequence of batches, function that returns new ones, or None.
         records: Table that receives the results.
         folder: Folder of the checkpoints, or None.
-        first: Steps that were done before.
-        metric: Name of the metric whose best checkpoint is kept, or None.
+        first: Number of steps before the run.
+        metric: Name of the metric whose best checkpoint is saved, or None.
         mode: Better direction of its values, ``"min"`` or ``"max"``.
-        patience: Evaluations in a row without a better value that end the run, or None.
+        patience: Number of evaluations in a row without a better value that end the
+            run, or None.
 
     Attributes:
         done: (step, metrics by name) of every evaluation, in order.
-        best: The checkpoint of the best one, of earlier runs too, or None.
+        best: Checkpoint of the best evaluation, earlier runs included, or None.
     """
 
     def __init__(
@@ -88,18 +89,18 @@ class Evaluations:
 
     @property
     def is_over(self) -> bool:
-        """Whether so many evaluations in a row were no better that training ends."""
+        """Whether ``patience`` evaluations in a row were not better."""
         return self._patience is not None and self._waited >= self._patience
 
     def run(self, done: int, state: TrainState) -> None:
-        """Evaluates a state, and keeps it if it is the best.
+        """Evaluates a state, and saves it if it is the best.
 
         Args:
-            done: Steps that the state has behind it.
+            done: Number of finished steps of the state.
             state: State to evaluate; it is not donated.
 
         Raises:
-            WhaleError: There are no batches, or no metric of the name that is wanted.
+            WhaleError: There are no batches, or no metric with the requested name.
         """
         metrics = mean_metrics(self._step, state, self._evaluation_batches())
         self.done.append((done, metrics))
@@ -146,10 +147,10 @@ class Evaluations:
 def mean_metrics(
     step: TrainStep, state: TrainState, batches: Iterable[Any]
 ) -> dict[str, float]:
-    """Means over batches of every scalar metric, weighted by their samples.
+    """Returns the means of all scalar metrics over batches, weighted by samples.
 
     Args:
-        step: The compiled step.
+        step: Compiled step.
         state: State to evaluate; it is not donated.
         batches: Global batches; the last one may have fewer samples.
 
@@ -174,10 +175,10 @@ def mean_metrics(
 
 
 def _samples(step: Any, batch: Any) -> int:
-    """Samples of a batch, as a weight that all processes agree on.
+    """Returns the weight of a batch, which is equal in all processes.
 
-    Of several processes each has a part of the batch, which may be unlike those of the
-    others; only whole batches are evaluated there, so that all weigh alike.
+    In one process it is the number of samples. Several processes may have unequal parts
+    of a batch, but evaluate only full batches, so all batches have weight 1.
     """
     if jax.process_count() > 1:
         return 1

@@ -1,8 +1,8 @@
-"""A lock on a folder of checkpoints: one run at a time writes there.
+"""A lock on a folder of checkpoints, so that one run at a time writes there.
 
-Two runs that save into one folder would remove each other's checkpoints. The lock is
-the system's own on a file that says who holds it, so it ends with the process that
-holds it, however that ends. It needs no JAX, so that a command can ask at once.
+Two runs that save into one folder would remove each other's checkpoints. The lock is a
+system lock on a file that names its owner, so it is released when that process ends for
+any reason. The module does not need JAX, so commands can check it fast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 LOCK: Final = "whalejax.lock"
-"""Name of the file in a folder that is held."""
+"""Name of the lock's file in the folder."""
 
 _LONGEST: Final = 4096
 _TRIES: Final = 5
@@ -35,7 +35,7 @@ _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 class FolderLock:
-    """Holds a folder while a block runs; its parents are made.
+    """Locks a folder while a block runs; creates its parents.
 
     Example:
         >>> import tempfile
@@ -48,7 +48,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Names the folder; the lock is not acquired yet.
+        """Stores the folder; does not acquire the lock yet.
 
         Args:
             folder: Folder of checkpoints.
@@ -58,11 +58,11 @@ class FolderLock:
         self._is_new = self._is_locked = False
 
     def __enter__(self) -> FolderLock:
-        """Takes the folder.
+        """Acquires the lock.
 
         Raises:
-            WhaleError: Another run holds it, with who that is; or it cannot be
-                written.
+            WhaleError: Another run has the lock (the message names it), or the folder
+                cannot be written.
         """
         try:
             self._is_new = not self.folder.exists()
@@ -87,10 +87,11 @@ class FolderLock:
         self._give_up()
 
     def _say_who(self) -> None:
-        """Writes down who holds the folder; a full disk takes nothing of the lock.
+        """Writes the owner into the lock's file; on a full disk the lock still holds.
 
-        What an earlier run has left is written over before it is cut to length, which
-        needs no space. A folder that is new is refused: nothing could be saved there.
+        The text of an earlier run is overwritten before truncation, which needs no
+        space. With a full disk a new folder is refused, as nothing could be saved
+        there.
         """
         text = json.dumps(_who()).encode()
         try:
@@ -102,21 +103,21 @@ class FolderLock:
         os.ftruncate(self._opened, len(text))
 
     def _give_up(self) -> None:
-        """Lets the folder go, if it is held."""
+        """Releases the lock, if it is held."""
         if self._opened < 0:
             return
         with contextlib.suppress(OSError):
-            # While it is held: whoever takes it next makes a file of its own. Where
-            # somebody removed ours, another run's may stand there.
+            # Removed while locked: the next owner creates its own file. If ours was
+            # already removed, the path may have the file of another run.
             if _is_at(self._opened, self.folder / LOCK):
                 (self.folder / LOCK).unlink()
             if self._is_new:
-                self.folder.rmdir()  # Only where nothing was written there.
+                self.folder.rmdir()  # Only succeeds if nothing was written there.
         os.close(self._opened)
         self._opened = -1
 
     def _acquire(self) -> int:
-        """The lock's file, held by this process; that of a dead process is used on."""
+        """Returns the locked file; the file of a dead process is used again."""
         path, left = self.folder / LOCK, _TRIES
         while True:
             left -= 1
@@ -128,20 +129,20 @@ class FolderLock:
                 os.close(opened)
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     if left and not _lives_here(holder):
-                        time.sleep(_AGAIN_SECONDS)  # Somebody asks whether it is free.
+                        time.sleep(_AGAIN_SECONDS)  # It may be in ``is_free``.
                         continue
                     raise self._locked_error(holder) from error
                 if error.errno not in _UNSUPPORTED:
                     raise
                 return self._without_locks(path, holder)
-            # Between opening and locking, the one before may have removed the file.
+            # The previous owner may have removed the file before it was locked.
             if _is_at(opened, path):
                 self._is_locked = True
                 return opened
             os.close(opened)
 
     def _without_locks(self, path: Path, holder: dict[str, Any]) -> int:
-        """Takes the lock by the file's contents, on a file system without locks."""
+        """Acquires the lock by the file's contents, on a file system without locks."""
         if holder and not _has_ended(holder):
             raise self._locked_error(holder)
         path.unlink(missing_ok=True)
@@ -161,10 +162,9 @@ class FolderLock:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether no run holds a folder, also where one of another machine did.
+    """Whether no run has locked a folder, on any machine.
 
-    The lock itself tells that where the file system has locks, which is asked for a
-    moment only.
+    If the file system has locks, this briefly acquires a shared lock.
     """
     try:
         opened = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
@@ -185,7 +185,7 @@ def is_free(folder: Path) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a run that has not ended holds a folder; nothing is locked for that."""
+    """Whether a run that has not ended has locked a folder; does not lock it."""
     try:
         opened = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -198,7 +198,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _is_at(opened: int, path: Path) -> bool:
-    """An open file is the one at a path."""
+    """Whether an open file is the one at a path."""
     try:
         return os.path.samestat(os.fstat(opened), path.stat())
     except FileNotFoundError:
@@ -215,7 +215,7 @@ def _who() -> dict[str, Any]:
 
 
 def _read(opened: int) -> dict[str, Any]:
-    """Reads the holder of a lock from its file; empty where it names none."""
+    """Reads the owner of a lock from its file; empty if it names none."""
     try:
         said = json.loads(os.pread(opened, _LONGEST, 0))
     except (OSError, ValueError, RecursionError):
@@ -230,12 +230,12 @@ def _read(opened: int) -> dict[str, Any]:
 
 
 def _lives_here(holder: dict[str, Any]) -> bool:
-    """A process of this machine that is there."""
+    """Whether the owner is a running process of this machine."""
     return holder.get("host") == socket.gethostname() and not _has_ended(holder)
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:
-    """A process of this machine that is not there, or another under its number."""
+    """Whether the owner was a process of this machine that has ended."""
     if holder.get("host") != socket.gethostname():
         return False
     pid = holder.get("pid")
@@ -251,9 +251,7 @@ def _has_ended(holder: dict[str, Any]) -> bool:
 
 
 def _started(pid: int) -> str:
-    """Returns the start time of a process, in ticks since the machine's; empty where
-    unknown.
-    """
+    """Returns the start time of a process in ticks since boot; "" if unknown."""
     try:
         said = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

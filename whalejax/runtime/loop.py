@@ -1,9 +1,9 @@
-"""The training loop: steps without waiting, checkpoints, and a stop at a bad loss.
+"""The training loop: asynchronous steps, checkpoints, and a stop at a bad loss.
 
-A step returns before its work is done, and the loop lets it: it looks at a loss some
-steps later, and waits only where it measures or saves. That is easy to get subtly wrong
-(timing the dispatch, saving a state whose loss nobody has seen yet), so it is written
-once, here; the command line and scripts share it.
+A step returns before its work is done. The loop reads a loss some steps later, and
+waits only where it measures or saves. This is easy to get wrong (timing the dispatch,
+saving a state whose loss is not yet known), so the command line and scripts share this
+code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LEFTOVER: Final = re.compile(
 
 
 Hook = Callable[[int, Mapping[str, Any]], Any]
-"""Called with the number of a step and its values by name, to log them."""
+"""Function of the number of a step and its values by name, for logging."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,15 @@ class LoopResult:
 
     Attributes:
         state: State after the last step.
-        first_step: Number of steps that the state had behind it at the start.
+        first_step: Number of finished steps of the state at the start.
         losses: Loss of every step done here, in order.
-        step_seconds: Median seconds of a step without the first two; None where no
-            more were done.
+        step_seconds: Median seconds of a step without the first two; None if there were
+            no more.
         checkpoint: Latest checkpoint that was written here, or None.
         evaluations: (step, metrics by name) of every evaluation done here, in order.
-        best: The checkpoint of the best evaluation, of earlier runs too; None where
-            none was asked for.
-        stopped_early: Whether ``patience`` evaluations in a row were no better.
+        best: Checkpoint of the best evaluation, earlier runs included; None if not
+            requested.
+        stopped_early: Whether ``patience`` evaluations in a row were not better.
     """
 
     state: TrainState
@@ -99,48 +99,49 @@ def train(
     clock: Callable[[], float] = time.perf_counter,
     is_held: bool = False,
 ) -> LoopResult:
-    """Trains until so many steps are done in all.
+    """Trains until a total number of steps is done.
 
     Args:
-        step: Compiled step, of ``wh.compile``.
-        state: State to begin with; it is consumed.
+        step: Compiled step from ``wh.compile``.
+        state: State to start from; it is donated.
         batches: Function from the number of a step, counted from 0, to its global
             batch; or an iterable whose next batch is that of the next step, such as a
             ``wh.Feed``.
-        steps: Number of steps to be done in all, those before a resumption counted.
+        steps: Total number of steps, including those before a resumption.
         save_dir: Folder of the checkpoints, ``step_000100``; None writes none.
-        save_every: Steps between checkpoints; there is one after the last step too.
-        keep: Number of checkpoints that stay, the latest ones.
-        eval_batches: Batches of an evaluation: a sequence, or a function that gives
-            them anew each time. Metrics of an evaluation are means over its batches,
+        save_every: Number of steps between checkpoints; the last step is saved too.
+        keep: Number of latest checkpoints to keep.
+        eval_batches: Batches of an evaluation: a sequence, or a function that returns
+            new ones each time. Metrics of an evaluation are means over its batches,
             weighted by their samples.
-        eval_every: Steps between evaluations; ``save_every`` if None. There is one
-            after the last step too.
-        best: Name of the metric of an evaluation, such as ``"loss"``, whose best
-            checkpoint stays beside the latest ones, as ``best_000100``.
-        best_mode: ``"min"`` or ``"max"``: which values are better.
-        patience: Training ends when so many evaluations in a row are no better; never
-            if None.
+        eval_every: Number of steps between evaluations; None uses ``save_every``. The
+            last step is evaluated too.
+        best: Name of the evaluation metric, such as ``"loss"``, whose best checkpoint
+            is kept in addition, as ``best_000100``.
+        best_mode: Better direction of the metric: ``"min"`` or ``"max"``.
+        patience: Number of evaluations in a row without improvement that ends training;
+            None never ends it.
         csv: File with a row for each step: loss, metrics, seconds, and evaluations in
-            columns of their own. A run that goes on adds to it.
-        progress: Show a bar with the time that is left, or lines where there is no
+            separate columns. A resumed run appends to it.
+        progress: Whether to show a bar with the remaining time, or lines without a
             terminal.
-        hooks: Called for each step with its number and its metrics by name, and for
-            each evaluation with ``eval/`` before the names: ``lambda step, values:
-            wandb.log(values, step=step)``. In one process of several.
-        resumed_from: Checkpoint that stays in any case, or None.
+        hooks: Functions called for each step with its number and its metrics by name,
+            and for each evaluation with the prefix ``eval/`` of names: ``lambda step,
+            values: wandb.log(values, step=step)``. Only one of several processes calls
+            them.
+        resumed_from: Checkpoint that is never removed, or None.
         on_step: Function called with the ``Progress`` of every step, in order, a few
             steps after it was computed.
-        clock: Function that gives rising seconds.
-        is_held: Whether the caller holds ``save_dir`` for this run already
-            (``runtime.resume.hold_folder``); else it is held here.
+        clock: Function that returns monotonic seconds.
+        is_held: Whether the caller has locked ``save_dir`` already
+            (``runtime.resume.hold_folder``); otherwise it is locked here.
 
     Raises:
-        WhaleError: A loss or a parameter is not finite; the step and the last good
-            checkpoint are named. No checkpoint holds a state of which this is known.
-            Or another process is gone, which may show only when a loss is waited for.
-            Before the first step: a checkpoint that is to be written is there already,
-            another run saves into the same directory, or arguments contradict.
+        WhaleError: A loss or a parameter is not finite; the message names the step and
+            the last good checkpoint. Such states are never saved. Or another process
+            has died, which may be detected only while waiting for a loss. Before the
+            first step: a checkpoint to be written exists already, another run saves
+            into the same directory, or arguments are invalid.
     """
     settings = dict(locals())
     del settings["state"], settings["batches"]
@@ -160,11 +161,11 @@ def _run_of(
     resumed_from: Path | None,
     **given: Any,
 ) -> _Run:
-    """The run that ``train`` was asked for, checked and with its folder held.
+    """Checks the arguments of ``train``, locks the folder and returns the run.
 
     Args:
         opened: Stack that receives the contexts to close.
-        first: Steps that were done before.
+        first: Number of earlier steps.
         step, save_dir, clock, is_held, resumed_from, given: Arguments of ``train``,
             unchanged.
     """
@@ -209,12 +210,13 @@ def _run_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rhythm:
-    """Steps of a run, and the steps after which something is done.
+    """Steps of a run, and those that are followed by a checkpoint or evaluation.
 
     Attributes:
-        first: Steps that were done before.
-        steps: Steps to be done in all.
-        save_every, eval_every: Steps between checkpoints and evaluations, or None.
+        first: Number of earlier steps.
+        steps: Total number of steps.
+        save_every, eval_every: Number of steps between checkpoints and evaluations, or
+            None.
     """
 
     first: int
@@ -223,11 +225,11 @@ class _Rhythm:
     eval_every: int | None
 
     def saves(self, done: int) -> bool:
-        """Whether there is a checkpoint after a step."""
+        """Whether a checkpoint follows a step."""
         return self._is_due(done, self.save_every)
 
     def evaluates(self, done: int) -> bool:
-        """Whether there is an evaluation after a step."""
+        """Whether an evaluation follows a step."""
         return self._is_due(done, self.eval_every)
 
     def _is_due(self, done: int, every: int | None) -> bool:
@@ -236,13 +238,12 @@ class _Rhythm:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """A run of the loop: everything that ``train`` was given, and the last checkpoint.
+    """A run of the loop.
 
     Attributes:
         step, folder, keep, resumed_from: Arguments of ``train``, unchanged.
         rhythm: Steps of the run.
-        losses, windows, evaluations: Records of what was computed, measured and
-            evaluated.
+        losses, windows, evaluations: Records of losses, step times and evaluations.
     """
 
     step: TrainStep
@@ -255,18 +256,18 @@ class _Run:
     evaluations: Evaluations
 
     def go(self, state: TrainState, batch_of: Callable[[int], Any]) -> LoopResult:
-        """Does all steps.
+        """Runs all steps.
 
         Args:
             state: State to train; its buffers are donated.
-            batch_of: Gives the global batch of a step, counted from 0.
+            batch_of: Returns the global batch of a step, counted from 0.
         """
         first, steps = self.rhythm.first, self.rhythm.steps
         checkpoint, done = self.resumed_from, first
         losses, windows = self.losses, self.windows
         try:
             for done in range(first + 1, steps + 1):
-                if self.evaluations.is_over:  # An earlier run ended so.
+                if self.evaluations.is_over:  # An earlier run stopped early.
                     done -= 1
                     break
                 state, metrics = self.step(state, batch_of(done - 1))
@@ -297,11 +298,11 @@ class _Run:
         )
 
     def _paused(self, done: int, state: TrainState) -> Path | None:
-        """Saves and evaluate what is due after a step; the checkpoint, if any."""
+        """Evaluates and saves if due after a step; returns the checkpoint or None."""
         checkpoint = None
         if self.folder is not None:
             _check_parameters(self.step, state, done)
-        # First evaluated: a run that is ended in it does the steps before it again.
+        # Evaluates first: if it is interrupted, a resumed run repeats the evaluation.
         if self.rhythm.evaluates(done):
             self.evaluations.run(done, state)
         if self.folder is not None and self.rhythm.saves(done):
@@ -316,11 +317,11 @@ class _Run:
 
 
 def latest(save_dir: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint of the most steps in a directory, or None.
+    """Returns the checkpoint with the most steps in a directory, or None.
 
     Args:
-        save_dir: Folder that ``train`` saved to; unfinished checkpoints of a killed run
-            are skipped.
+        save_dir: Folder to which ``train`` saved; unfinished checkpoints of a killed
+            run are skipped.
     """
     return next(iter(checkpoints(Path(save_dir))), None)
 
@@ -359,7 +360,7 @@ def _batch_function(
 
 
 def _check_arguments(*, step: Any, **given: Any) -> None:
-    """Refuses arguments of ``train`` that cannot be, or contradict each other."""
+    """Refuses arguments of ``train`` that are invalid or contradictory."""
     problems = Arguments("loop.train")
     if not callable(step):
         problems.refuse("step", step, "what wh.compile gives")
@@ -405,8 +406,8 @@ def _finite(leaves: list[Any]) -> list[Any]:
 
 
 def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
-    """A finite loss says nothing about the update that followed it."""
-    # Stages with programs of their own hold their parameters on devices of their own.
+    """Raises if a parameter is not finite; a loss does not cover the last update."""
+    # Stage programs have their parameters on separate devices.
     places: dict[Any, dict[str, jax.Array]] = {}
     leaves = jax.tree.leaves(state.params)
     for planned, leaf in zip(step.plan.trained, leaves, strict=True):
@@ -428,7 +429,7 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
 
 
 def _check_new(save_dir: Path, rhythm: _Rhythm) -> None:
-    """Refuses to train towards a checkpoint that could not be written."""
+    """Refuses to train if a checkpoint to be written exists already."""
     first, steps = rhythm.first, rhythm.steps
     there = [
         path.name
@@ -451,14 +452,15 @@ def _save(save_dir: Path, done: int, step: TrainStep, state: TrainState) -> Path
 
 
 def _prune(save_dir: Path, keep: int, protected: Path | None) -> None:
-    """Removes what is older than the latest checkpoints, and what killed runs left."""
+    """Removes all but the latest checkpoints, and leftovers of killed runs."""
     if jax.process_index() != 0:
         return
     try:
         _remove_leftovers(save_dir)
         for path in checkpoints(save_dir)[keep:]:
             if path != protected:
-                # Renamed first: half a checkpoint must never bear a checkpoint's name.
+                # Renamed first, so that an incomplete folder never has a checkpoint's
+                # name.
                 path.rename(path.with_name(f"{path.name}.deleted"))
         _remove_leftovers(save_dir)
     except OSError as error:

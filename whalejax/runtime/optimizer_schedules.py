@@ -1,6 +1,6 @@
-"""Schedules of an optimizer that begins anew with a model that was trained before.
+"""Schedules of an optimizer that is initialised for an already trained model.
 
-It is apart from checkpoints because it knows what optax's states look like, and reads
+The module is separate from checkpoints because it depends on optax's states, and reads
 no file.
 """
 
@@ -16,19 +16,19 @@ from whalejax.meshes.errors import WhaleError, warn
 
 
 COUNT: Final = "count"
-"""The field of optax's states that counts updates."""
+"""Field of optax's states that counts updates."""
 
 
 def with_schedule(state: Any, updates: int, keep: bool | None) -> Any:
-    """A training state whose schedules go on, if that is asked for.
+    """Returns a training state whose schedules continue, if requested.
 
     Args:
-        state: With a fresh optimizer's state.
-        updates: Number of updates that were made before.
-        keep: Whether they go on; with None a warning says that they do not.
+        state: Training state with an initial optimizer state.
+        updates: Number of earlier updates.
+        keep: Whether schedules continue; with None, a warning states that they do not.
 
     Raises:
-        WhaleError: They shall go on, and there are none.
+        WhaleError: ``keep`` is True, and there are no schedules.
     """
     going_on, schedule_counts = with_schedule_counts(state.opt_state, updates)
     if keep and not schedule_counts:
@@ -50,14 +50,14 @@ def with_schedule(state: Any, updates: int, keep: bool | None) -> Any:
 
 
 def with_schedule_counts(state: Any, updates: int) -> tuple[Any, int]:
-    """An optimizer's state whose schedules go on, and how many these are.
+    """Returns an optimizer state with continued schedules, and their number.
 
-    A count that stands beside moments (as Adam's does) corrects the bias of moments
-    that began at zero with it: it stays as it is.
+    A count next to moments (as in Adam) corrects the bias of moments that started at
+    zero with it, so it is unchanged.
 
     Args:
-        state: A fresh one.
-        updates: Number of updates that were made before.
+        state: Initial state of an optimizer.
+        updates: Number of earlier updates.
 
     >>> import optax
     >>> fresh = optax.adam(optax.constant_schedule(0.1)).init({"w": np.zeros(3)})
@@ -91,6 +91,6 @@ def _counts(node: Any) -> bool:
 
 
 def _holds_moments(value: Any) -> bool:
-    """Whether a field of an optimizer's state holds arrays, but for those of others."""
+    """Whether a field has arrays, apart from those in nested optimizer states."""
     leaves = jax.tree.leaves(value, is_leaf=lambda x: hasattr(x, "_fields"))
     return any(getattr(leaf, "ndim", 0) > 0 for leaf in leaves)

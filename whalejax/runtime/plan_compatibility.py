@@ -1,7 +1,7 @@
 """Checks that a plan matches the machine and the model.
 
-Checked by hash and by shape before anything compiles, because the alternative is a
-compiler's message that names none of the user's words.
+It compares hashes and shapes before anything compiles, as a compiler's message would
+not use the user's terms.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _OTHER_MODEL: Final = (
 
 
 def devices_of(plan: Plan, devices: Any) -> list[Any]:
-    """The devices of a plan: those given, or all of this process's machine.
+    """Returns the devices of a plan: the given ones, or all.
 
     Args:
-        plan: The plan.
+        plan: Plan to run.
         devices: Devices in node order, or None.
 
     Raises:
-        PlanError: The plan is for other hardware, has its kinds in another order, or is
-            for another number of devices.
+        PlanError: The plan has other hardware, another order of kinds, or another
+            number of devices.
     """
     if isinstance(devices, Iterator):
         devices = list(devices)
@@ -66,7 +66,7 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
         _check_places(plan.cluster, result)
     if not chosen and len(result) == plan.cluster.num_devices:
         result = result[: plan.num_devices]  # the plan may leave devices idle
-    numbers = Counter(map(id, result))  # devices are objects of their own
+    numbers = Counter(map(id, result))  # each device is one object
     if twice := dict.fromkeys(str(d) for d in result if numbers[id(d)] > 1):
         raise PlanError(
             f"devices has {', '.join(twice)} more than once; expected "
@@ -89,7 +89,7 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
 
 
 def _same_hardware(cluster: Cluster, devices: Sequence[Any]) -> bool:
-    """The devices are what a cluster describes; kinds of the user's own may be any."""
+    """Whether devices match a cluster; kinds outside the catalogue are not checked."""
     from whalejax.meshes.catalogue import entries, entry_of_device
 
     present = [entry_of_device(device.device_kind) for device in devices]
@@ -99,7 +99,7 @@ def _same_hardware(cluster: Cluster, devices: Sequence[Any]) -> bool:
 
 
 def _check_places(cluster: Cluster, devices: Sequence[Any]) -> None:
-    """Refuses devices of which some are of another kind than the plan has there."""
+    """Refuses devices whose kind differs from the plan's at the same position."""
     from whalejax.meshes.catalogue import entries, entry_of_device
 
     kinds = [node.kind.name for node in cluster.nodes for _ in range(node.count)]
@@ -120,12 +120,12 @@ def check_planned(plan: Plan, batch: Any, batch_axes: Any) -> None:
     """Raises if a plan was made for a batch of other leaves or shapes.
 
     Args:
-        plan: The plan.
-        batch: The global batch, abstract or real.
-        batch_axes: The batch dimension of its leaves.
+        plan: Plan to run.
+        batch: Global batch, abstract or real.
+        batch_axes: Batch dimension of its leaves.
 
     Raises:
-        WhaleError: It is no batch, or another one.
+        WhaleError: The batch is invalid or differs from the plan's.
     """
     check_batch(batch, batch_axes)
     flat = jax.tree_util.tree_flatten_with_path(batch)[0]
@@ -145,14 +145,14 @@ def _leaves_text(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 def check_same_shapes(plan: Plan, adapter: Adapter) -> None:
     """Raises if trained parameters have other shapes than a plan's.
 
-    For where the loss cannot be traced: it may have failed on them, in its own words.
+    It is used if the loss cannot be traced, as these shapes may be the cause.
 
     Args:
-        plan: The plan.
-        adapter: The model that is to run.
+        plan: Plan to run.
+        adapter: Model to run.
 
     Raises:
-        PlanError: Every leaf that both have, in different shapes.
+        PlanError: Shapes differ; lists the leaves.
     """
     problems = Problems()
     planned = {leaf.path: leaf.shape for leaf in plan.leaves}
@@ -167,20 +167,20 @@ def check_same_shapes(plan: Plan, adapter: Adapter) -> None:
 
 
 def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
-    """Raises if a plan was made for another model or batch, listing what differs.
+    """Raises if a plan was made for another model or batch, and lists the differences.
 
     Args:
-        plan: The plan.
-        captured: The model that is to run.
-        example: Its global batch.
+        plan: Plan to run.
+        captured: Captured loss of the model to run.
+        example: Global batch of the model.
 
     Raises:
-        PlanError: Every leaf that differs.
+        PlanError: The model or batch differs; lists all leaves.
     """
     problems = Problems()
     planned = {x.path: (x.shape, x.dtype, x.trained) for x in plan.leaves}
     given = {t.path: (t.shape, t.dtype, not t.frozen) for t in captured.graph.params}
-    # A file may state the hash of one model and the parameters of another.
+    # A file may have the hash of one model and the parameters of another.
     if captured.graph.model_hash == plan.model_hash and planned == given:
         return
     for path in sorted(set(planned) | set(given)):
@@ -214,12 +214,12 @@ def _shape_text(entry: tuple[tuple[int, ...], str, bool] | None) -> str:
 def check_planned_state(
     plan: Plan, adapter: Adapter, optimizer: optax.GradientTransformation | None
 ) -> None:
-    """Refuses an optimizer that keeps other state than the plan was made with.
+    """Refuses an optimizer whose state differs in size from the plan's.
 
-    A plan that was made without any is warned of: its memory lacks the state.
+    For a plan without optimizer state it warns that the memory lacks the state.
 
     Raises:
-        PlanError: How much each of them keeps.
+        PlanError: The sizes differ; the message states both.
     """
     planned = plan.optimizer_bytes
     if planned is None or optimizer is None:
@@ -243,7 +243,7 @@ def check_planned_state(
 
 
 def check_host_memory(plan: Plan, device: Any) -> None:
-    """Refuses a plan that keeps something where these devices reach nothing."""
+    """Refuses a plan with offload if the devices cannot access host memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
     if plan.offload and HOST_MEMORY not in kinds:
         saved = plan.memory.host_bytes

@@ -1,6 +1,6 @@
-"""Traffic that a plan predicts beside that of the compiled program, and what is new.
+"""Compares a plan's predicted traffic with the compiled program's.
 
-Verification reads it from compiled programs, profiles from programs that ran.
+Verification reads the traffic of compiled programs, profiles that of executed ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from whalejax.planner.plan_data import PlanData
 
 
 CLOSE = 0.05
-"""Relative difference up to which traffic counts as planned."""
+"""Largest relative difference at which traffic counts as planned."""
 
 Axes = tuple[str, ...]
 
@@ -26,11 +26,11 @@ _LIBRARIES = ("site-packages", "dist-packages", _OURS, "/lib/python")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """A number that was predicted and compiled.
+    """A quantity with its predicted and compiled value.
 
     Attributes:
-        name: Name of the number.
-        predicted, compiled: None where there is none.
+        name: Name of the quantity.
+        predicted, compiled: Values, or None.
         unit: ``"bytes"``, ``"flops"`` or ``"seconds"``.
         predicted_count, compiled_count: Executions of a collective, predicted and
             compiled.
@@ -45,7 +45,7 @@ class Quantity:
 
     @property
     def difference(self) -> float | None:
-        """Predicted over compiled, less one; None where one of them is missing or 0."""
+        """Predicted over compiled, minus one; None if one is missing or 0."""
         if not self.predicted or not self.compiled:
             return 0.0 if self.predicted == self.compiled == 0 else None
         return self.predicted / self.compiled - 1
@@ -53,13 +53,13 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something in the compiled program that the plan does not say.
+    """Something in the compiled program that is not in the plan.
 
     Attributes:
-        what: Fact in words.
-        nbytes: Bytes moved or held in one step on one device; 0 where not known.
-        name: Name stack of the operation behind it.
-        place: The user's line behind it, as ``file:line``, or empty.
+        what: Description.
+        nbytes: Bytes moved or stored in one step on one device; 0 if unknown.
+        name: Name stack of the operation.
+        place: Line of the user's code, as ``file:line``, or empty.
     """
 
     what: str
@@ -69,7 +69,7 @@ class Finding:
 
 
 def planned_bytes(plan: PlanData) -> Counter[str]:
-    """Payload bytes of a step by kind and mesh axes, as a plan predicts them."""
+    """Returns a plan's payload bytes of a step, by kind and mesh axes."""
     result: Counter[str] = Counter()
     for c in plan.collectives:
         name = traffic_name(c.kind, _ordered(c.axes, plan))
@@ -80,7 +80,7 @@ def planned_bytes(plan: PlanData) -> Counter[str]:
 def compared_traffic(
     plan: PlanData, traffic: Sequence[Mapping[str, Any]]
 ) -> tuple[Quantity, ...]:
-    """Bytes and executions of a step by kind and mesh axes, predicted and compiled.
+    """Returns bytes and executions of a step by kind and mesh axes, both ways. ¶
 
     Args:
         plan: Plan that was compiled.
@@ -126,16 +126,16 @@ def unplanned_traffic(
     *,
     least: float = CLOSE,
 ) -> tuple[Finding, ...]:
-    """Collectives over axes that carry more than planned, the largest first.
+    """Returns collectives over axes with more traffic than planned, largest first.
 
-    Which of them they are is told by their sizes; the compiler joins and parts
-    collectives, so that this is a hint and the sums are the finding.
+    The collectives are identified by size. As the compiler merges and splits
+    collectives, this is only a hint; the sums are exact.
 
     Args:
         plan: Plan that was compiled.
         quantities: Comparison of its traffic by ``compared_traffic``.
         traffic: Collectives of the program.
-        least: Part of all traffic above which something is named.
+        least: Fraction of all traffic above which a collective is listed.
     """
     sums: dict[str, list[float]] = {}
     for q in quantities:
@@ -156,7 +156,7 @@ def unplanned_traffic(
     known = {name for name, _ in planned}
 
     def likeliest(found: Mapping[str, Any]) -> tuple[bool, float]:
-        """Sorts of collectives that the plan has none of, then the largest ones."""
+        """Sort key: kinds of collectives that the plan lacks, then the largest."""
         name = traffic_name(found["kind"], _axes(found))
         return name in known, -found["payload_bytes"] * found["count"]
 
@@ -184,7 +184,7 @@ def traffic_name(kind: str, axes: Axes) -> str:
 
 
 def own_place(places: Sequence[str]) -> str:
-    """The innermost line that is no library's; of all lines if there is none."""
+    """Returns the innermost line outside libraries, or else any line."""
     plain = [p for p in places if not p.startswith("<")]
     own = [p for p in plain if not any(part in p for part in _LIBRARIES)]
     models = [p for p in plain if "/models/" in p and "site-packages" not in p]

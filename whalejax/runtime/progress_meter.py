@@ -1,7 +1,7 @@
 """Progress of a run: a bar on a terminal, elsewhere a line every few seconds.
 
-Under continuous integration nothing is shown. What runs calls ``Meter.show`` after
-every step and need not know where the output goes.
+Under continuous integration nothing is shown. The caller uses ``Meter.show`` after
+every step, for any kind of output.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ _PLAIN_WIDTH = 110
 
 
 def make_console(*, quiet: bool = False) -> Console:
-    """A console on standard output, as wide as the terminal or as ``COLUMNS`` says.
+    """Returns a console on standard output, as wide as the terminal or ``COLUMNS``.
 
-    What is no terminal gets no colour, and room for a table where nobody says how wide
-    it is.
+    Other outputs have no colour, and by default are wide enough for a table.
 
     Args:
-        quiet: Print nothing.
+        quiet: Whether to print nothing.
     """
     columns = os.environ.get("COLUMNS", "")
     width: int | None = None
     if not sys.stdout.isatty() and not columns.strip("0").isdecimal():
         width = _PLAIN_WIDTH
-    elif columns.isdecimal() and not int(columns):  # a terminal that does not know
+    elif columns.isdecimal() and not int(columns):  # a terminal of unknown width
         width = shutil.get_terminal_size().columns
     return Console(
         quiet=quiet,
@@ -54,9 +53,7 @@ def make_console(*, quiet: bool = False) -> Console:
 
 
 def unattended() -> bool:
-    """Whether nobody watches: continuous integration sets ``CI``, and then nothing is
-    shown.
-    """
+    """Whether to show nothing: continuous integration sets ``CI``."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 
 
@@ -66,13 +63,13 @@ class Meter:
     Used as a context manager. Under continuous integration nothing is shown.
 
     Args:
-        console: Console that shows it; a quiet one shows nothing.
+        console: Console for the output; a quiet one shows nothing.
         title: Title such as ``"training"``.
-        first: Steps done before.
+        first: Number of earlier steps.
         steps: Total number of steps.
         waiting: Activity before the first step, such as ``"compiling"``; a line then
-            says how long it took.
-        clock: Seconds, rising.
+            shows its time.
+        clock: Function that returns monotonic seconds.
     """
 
     def __init__(
@@ -108,10 +105,10 @@ class Meter:
             )
 
     def show(self, step: int, words: str = "") -> None:
-        """Shows that so many steps are done.
+        """Shows the number of finished steps.
 
         Args:
-            step: Counted from 1.
+            step: Number of finished steps.
             words: Further text of the line.
         """
         if not self._shows:
@@ -157,7 +154,7 @@ def progress_words(
     predicted_seconds: float,
     measured_seconds: float | None,
 ) -> str:
-    """Loss, speed and step time of a run in one line.
+    """Returns the loss, speed and step time of a run in one line.
 
     Args:
         loss: Loss of the latest step.

@@ -1,9 +1,9 @@
 """Evaluation of a batch with fewer samples than planned, such as an epoch's last one.
 
-A plan's programs take whole batches only. The samples are evaluated in passes, each of
-which takes a number of them that divides the batch, as often as they fill it: every one
-weighs the same, so the pass gives their mean, and passes are put together by the number
-of their samples.
+A plan's programs accept only full batches. The samples are evaluated in passes. Each
+pass takes a number of samples that divides the batch size, and repeats them to fill a
+batch: all have equal weight, so the pass returns their mean. Passes are combined by
+their number of samples.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from whalejax.user_code.losses import ReportedValue
 def real_samples(
     leaves: Sequence[Any], plan: Plan, axes: Sequence[int | None]
 ) -> tuple[int, int] | None:
-    """Returns the numbers of samples of a batch and of a full one; None unless it has
-    fewer.
+    """Returns the numbers of samples of a smaller batch and of a full one, or None.
 
     Args:
         leaves: Leaves of a batch.
-        plan: The plan.
-        axes: The batch dimension of each leaf.
+        plan: Plan of the step.
+        axes: Batch dimension of each leaf.
     """
     sizes = set()
     for leaf, planned, axis in zip(leaves, plan.batch, axes, strict=True):
@@ -52,11 +51,11 @@ def real_samples(
 
 
 def passes(samples: int, whole: int) -> Iterator[tuple[int, int]]:
-    """First sample and number of samples of each pass.
+    """Yields the first sample and the number of samples of each pass.
 
     Args:
         samples: Number of samples.
-        whole: Samples of a whole batch.
+        whole: Number of samples of a full batch.
 
     >>> [*passes(13, 32)]
     [(0, 8), (8, 4), (12, 1)]
@@ -72,12 +71,12 @@ def passes(samples: int, whole: int) -> Iterator[tuple[int, int]]:
 def repeated(
     leaves: Sequence[Any], axes: Sequence[int | None], first: int, count: int, size: int
 ) -> list[Any]:
-    """A whole batch of some samples of one, in turn.
+    """Returns a full batch that repeats some samples of a batch.
 
     Args:
         leaves: Leaves of the batch.
-        axes: The batch dimension of each leaf.
-        first, count: The samples.
+        axes: Batch dimension of each leaf.
+        first, count: First sample and number of samples.
         size: Number of samples of a full batch.
     """
     rows = first + np.arange(size) % count
@@ -95,15 +94,16 @@ def repeated(
 
 
 def check_mean(captured: Captured, samples: int, whole: int) -> None:
-    """Refuses a loss that is more than a mean over samples.
+    """Refuses a loss that is not a mean over samples.
 
     Args:
         captured: Traced loss in evaluation mode.
         samples: Number of samples.
-        whole: Samples of a whole batch.
+        whole: Number of samples of a full batch.
 
     Raises:
-        PlanError: What is more, or what cannot be put together.
+        PlanError: The loss is not a mean, or a value cannot be combined; lists all
+            reasons.
     """
     problems = Problems(kind=PlanError)
     for _, count in passes(samples, whole):
@@ -125,12 +125,12 @@ def check_mean(captured: Captured, samples: int, whole: int) -> None:
 def together(
     parts: Sequence[tuple[int, Evaluation]], captured: Captured, whole: int
 ) -> Metrics:
-    """Loss and metrics of all samples.
+    """Combines passes into the loss and metrics of all samples.
 
     Args:
         parts: Number of samples and result of each pass.
         captured: Traced loss that was evaluated.
-        whole: Samples of a whole batch.
+        whole: Number of samples of a full batch.
     """
     counts = [count for count, _ in parts]
     weights = [
@@ -152,12 +152,13 @@ def together(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PassCombiner:
-    """Puts together what passes gave.
+    """Combines the results of passes.
 
     Attributes:
-        counts: Samples of each pass.
+        counts: Number of samples of each pass.
         weights: Weight of each pass.
-        whole: Samples of a whole batch, in which each one stands equally often.
+        whole: Number of samples of a full batch, with equally many copies of each
+            sample.
     """
 
     counts: Sequence[int]
@@ -165,7 +166,7 @@ class _PassCombiner:
     whole: int
 
     def value(self, kind: Any, *values: Any) -> Any:
-        """One reported value, which is put together as its kind says."""
+        """Returns a reported value, combined by its kind."""
         if not isinstance(kind, ReportedValue):
             return self.mean(*values)
         if kind.how == "same":
@@ -179,20 +180,20 @@ class _PassCombiner:
         return values[0]
 
     def max(self, *values: Any) -> Any:
-        """The maximum over the samples."""
+        """Returns the maximum over the samples."""
         return jnp.stack(values).max(0)
 
     def min(self, *values: Any) -> Any:
-        """The minimum over the samples."""
+        """Returns the minimum over the samples."""
         return jnp.stack(values).min(0)
 
     def average(self, *values: Any) -> Any:
-        """The mean over the samples, whatever the loss's weights."""
+        """Returns the mean over the samples, without the loss's weights."""
         total = sum(x * n for x, n in zip(values, self.counts, strict=True))
         return total / sum(self.counts)
 
     def mean(self, *values: Any) -> Any:
-        """The weighted mean; a pass without weight has divided by it."""
+        """Returns the weighted mean; skips values of zero weight, which may be NaN."""
         pairs = zip(values, self.weights, strict=True)
         total = sum(
             jnp.where(weight != 0, x * weight.astype(x.dtype), jnp.zeros_like(x))
@@ -202,14 +203,14 @@ class _PassCombiner:
         return total / weight.astype(values[0].dtype)
 
     def sum(self, *values: Any) -> Any:
-        """The sum over the samples, each counted once."""
+        """Returns the sum over the samples, each counted once."""
         times = [self.whole // count for count in self.counts]
         if not jnp.issubdtype(values[0].dtype, jnp.inexact):
             return sum(x // n for x, n in zip(values, times, strict=True))
         return sum(x / n for x, n in zip(values, times, strict=True))
 
     def rows(self, kind: ReportedValue, values: Sequence[Any]) -> Any:
-        """The rows of all samples, in order."""
+        """Returns the rows of all samples, in order."""
         axis, outer, inner = kind.axis, kind.outer, kind.inner
         front, behind = values[0].shape[:axis], values[0].shape[axis + 1 :]
         apart = (*front, outer, self.whole, inner, *behind)

@@ -1,7 +1,7 @@
-"""Resumes a run from its newest whole checkpoint, at the next sample.
+"""Resumes a run from its newest undamaged checkpoint, at the next sample.
 
-A run that goes on may have another batch size, and its latest checkpoint may be
-damaged. The command line and scripts share what to do then.
+A resumed run may have another batch size, and its latest checkpoint may be damaged. The
+command line and scripts share this code.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from whalejax.user_code.losses import Job
 
 
 DAMAGED_SUFFIX: Final = ".damaged"
-"""What the name of a checkpoint ends in that was found damaged."""
+"""Suffix of the name of a damaged checkpoint."""
 
 
 @contextmanager
 def hold_folder(folder: Path | None) -> Iterator[None]:
-    """Holds a folder for this run; all its processes call this.
+    """Locks a folder for this run; all its processes call this.
 
     Args:
-        folder: Folder of the run's checkpoints; None holds nothing.
+        folder: Folder of the run's checkpoints; None locks nothing.
 
     Raises:
-        WhaleError: Another run holds it, or it cannot be written.
+        WhaleError: Another run has locked the folder, or it cannot be written.
     """
     if folder is None:
         yield
@@ -63,7 +63,7 @@ def hold_folder(folder: Path | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredRun:
-    """A state to go on from.
+    """A restored state.
 
     Attributes:
         state: State that was saved.
@@ -78,47 +78,45 @@ class RestoredRun:
 
 
 def depends_on_parts(plan: Plan, adapter: Adapter) -> bool:
-    """Whether a step depends on how its batch is cut into micro-batches.
+    """Whether a step depends on the division of its batch into micro-batches.
 
-    It does where each micro-batch's own loss is meant, and where it draws random
-    numbers.
+    It does if each micro-batch has its own loss, or if it draws random numbers.
     """
     keys = any(is_key(leaf) for leaf in jax.tree.leaves(adapter.rest))
     return plan.per_micro_batch or adapter.takes_rng or keys
 
 
 class CheckpointRestorer(Protocol):
-    """Restores a checkpoint: a ``TrainStep``."""
+    """Object that restores a checkpoint, such as a ``TrainStep``."""
 
     @property
     def plan(self) -> Plan:
-        """The plan that it runs."""
+        """The plan of the step."""
         ...
 
     @property
     def parts_matter(self) -> bool:
-        """Whether another number of micro-batches computes something else."""
+        """Whether results depend on the number of micro-batches."""
         ...
 
     def restore(self, path: str | os.PathLike[str]) -> TrainState:
-        """The state of a checkpoint."""
+        """Returns the state of a checkpoint."""
         ...
 
 
 def restore_newest(
     step: CheckpointRestorer, checkpoints: list[Path]
 ) -> RestoredRun | None:
-    """The newest whole checkpoint, restored; None where there are no checkpoints.
+    """Restores the newest undamaged checkpoint; returns None without checkpoints.
 
-    Damaged ones that are newer get another name, so that the run can save again where
-    they stood.
+    Newer, damaged checkpoints are renamed, so that the run can save to their paths.
 
     Args:
-        step: Restores.
-        checkpoints: The newest first.
+        step: Step that restores a checkpoint.
+        checkpoints: Checkpoints, the newest first.
 
     Raises:
-        WhaleError: All are damaged, or one is another model's.
+        WhaleError: All checkpoints are damaged, or one is another model's.
     """
     damaged: list[tuple[Path, str]] = []
     for path in checkpoints:
@@ -147,9 +145,7 @@ def restore_newest(
 
 
 def _other_parts(record: Record, step: CheckpointRestorer, path: Path) -> list[str]:
-    """Returns the note on a checkpoint whose steps had other micro-batches, where that
-    matters.
-    """
+    """Returns the note on another number of micro-batches, if results depend on it."""
     before, now = record.num_micro_batches, step.plan.num_micro_batches
     if before in (None, now) or not step.parts_matter:
         return []
@@ -161,18 +157,18 @@ def _other_parts(record: Record, step: CheckpointRestorer, path: Path) -> list[s
 
 
 def agreed_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder as the first process finds them, in all of them.
+    """Returns, in all processes, the checkpoints that the first process finds.
 
-    Each finding them for itself, they could go on from different ones: another process
-    may just write or remove one there, and hosts see a shared folder at different
-    times.
+    If each process listed the folder itself, they could resume from different
+    checkpoints: a process may be writing or removing one, and hosts see changes of a
+    shared folder at different times.
 
     Args:
         folder: Folder of the checkpoints. All processes call this.
 
     Raises:
-        WhaleError: In all of them, where it cannot be read, or one does not see what
-            the first one does.
+        WhaleError: The folder cannot be read, or a process does not see the newest
+            checkpoint; raised in all processes.
     """
     result, error = list[str](), ""
     if jax.process_index() == 0:
@@ -198,7 +194,7 @@ def agreed_checkpoints(folder: Path) -> list[Path]:
 
 
 def _set_aside(damaged: list[tuple[Path, str]], whole: Path) -> list[str]:
-    """Renames damaged checkpoints; what there is to say of it."""
+    """Renames damaged checkpoints and returns notes on them."""
     notes, error = [], ""
     for path, text in damaged:
         aside = _free(path.with_name(path.name + DAMAGED_SUFFIX))
@@ -220,7 +216,7 @@ def _set_aside(damaged: list[tuple[Path, str]], whole: Path) -> list[str]:
 
 
 def _free(path: Path) -> Path:
-    """The path, or with a number behind it where there is something already."""
+    """Returns the path, or if it exists, the path with a free number appended."""
     free, number = path, 1
     while os.path.lexists(free):
         number += 1
@@ -231,17 +227,17 @@ def _free(path: Path) -> Path:
 def batches_from(
     job: Job, size: int, *, step: int, samples: int
 ) -> Callable[[int], Any]:
-    """Returns a function from a step to its global batch, for a run that goes on.
+    """Returns a function from a step to its global batch, for a resumed run.
 
-    It begins at the sample after those that were seen, also where these are no whole
-    number of batches: a batch then has the end of one of the job's and the beginning
+    It starts at the first new sample, also if the earlier samples are not a multiple of
+    the batch size: then a batch has the end of one batch of the job and the beginning
     of the next.
 
     Args:
-        job: Gives batches by their number.
-        size: Samples of a global batch.
-        step: The number of the first step, counted from 0.
-        samples: Number of samples of the steps before.
+        job: Job that makes batches by number.
+        size: Number of samples of a global batch.
+        step: Number of the first step, counted from 0.
+        samples: Number of samples of the earlier steps.
 
     >>> import numpy as np
     >>> job = Job(len, len, {"x": np.arange(20)}, None)
@@ -271,7 +267,7 @@ def batches_by_samples(job: Job, size: int) -> Callable[[int], Any]:
 
 def _concat_batches(here: Any, after: Any, rest: int, size: int) -> Any:
     if np.shape(here)[:1] != (size,):
-        return after  # Not of samples, such as a scalar.
+        return after  # A leaf without samples, such as a scalar.
     numbers: Any = jnp if isinstance(here, jax.Array) else np
     return numbers.concatenate([here[rest:], after[:rest]])
 
@@ -284,13 +280,13 @@ def steps_of(path: Path) -> int:
 
 
 def checkpoints(save_dir: Path) -> list[Path]:
-    """The checkpoints in a directory, those of the most steps first.
+    """Returns the checkpoints in a directory, those of the most steps first.
 
     Args:
         save_dir: Folder of the checkpoints.
 
     Raises:
-        WhaleError: It cannot be read.
+        WhaleError: The folder cannot be read.
     """
     try:
         if not save_dir.is_dir():

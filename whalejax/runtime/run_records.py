@@ -1,8 +1,7 @@
-"""Records of a training loop beside its checkpoints: a table of steps, the best
-checkpoint.
+"""Records of a training loop: a table of steps, and the best checkpoint.
 
-Both go on where a run that was ended left them: rows of steps that are done again are
-replaced, and a checkpoint stays the best until another one is better.
+A resumed run continues both: rows of repeated steps are replaced, and a checkpoint
+remains the best until another one is better.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from whalejax.runtime.progress_meter import Meter, make_console, progress_words
 
 
 BEST_FILE = "best.json"
-"""Name of the file that says which checkpoint is the best one."""
+"""Name of the file that names the best checkpoint."""
 
 
 class StepTable:
     """A CSV file with a row for each step.
 
     Args:
-        path: The file. Rows of steps after the first one are removed, the others stay.
-        first: Steps that were done before.
+        path: Path of the file. Rows of steps after ``first`` are removed.
+        first: Number of earlier steps.
 
     Raises:
-        WhaleError: The file cannot be read or written, or is no such table.
+        WhaleError: The file cannot be read or written, or is not a table of steps.
     """
 
     def __init__(self, path: Path, first: int) -> None:
@@ -64,11 +63,11 @@ class StepTable:
     def add(self, row: Mapping[str, Any]) -> None:
         """Adds the row of a step.
 
-        Columns are those of the first row; where a later one has more, the file is
-        written anew with them.
+        The columns are those of the first row. If a later row has new columns, the file
+        is rewritten with them.
 
         Args:
-            row: Values by column, of which ``step`` is the first.
+            row: Values by column; ``step`` is the first.
 
         Raises:
             WhaleError: The file cannot be written.
@@ -113,7 +112,7 @@ def _write_error(path: Path, error: Exception) -> WhaleError:
 
 
 def host_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics on the host: numbers where they are scalar, else arrays of numpy."""
+    """Returns the metrics on the host: scalars as floats, others as NumPy arrays."""
     values = jax.device_get(dict(metrics))
     return {
         name: float(value) if np.ndim(value) == 0 else value
@@ -125,13 +124,13 @@ class Records:
     """Outputs of a training loop: hooks, a table, a bar.
 
     Args:
-        step: The compiled step.
-        first: Steps that were done before.
-        steps: Steps to be done in all.
+        step: Compiled step.
+        first: Number of earlier steps.
+        steps: Total number of steps.
         csv: File of the table, or None.
-        progress: Show a bar.
-        hooks: Called with the number of a step and its values by name.
-        on_step: Called with the progress of each step, in every process.
+        progress: Whether to show a bar.
+        hooks: Functions of the number of a step and its values by name.
+        on_step: Function of the progress of each step, called in every process.
         opened: Stack that receives the contexts to close.
     """
 
@@ -166,10 +165,10 @@ class Records:
         opened.callback(self._flush)
 
     def tell(self, progress: Any) -> None:
-        """Says what a step gave.
+        """Reports the result of a step.
 
         Args:
-            progress: A ``loop.Progress``.
+            progress: Progress of the run (``loop.Progress``).
         """
         if self._on_step is not None:
             self._on_step(progress)
@@ -186,7 +185,7 @@ class Records:
             self._meter.show(progress.step, self._words(progress))
 
     def tell_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Says what an evaluation gave.
+        """Reports the result of an evaluation.
 
         Args:
             step: Number of the step that it followed.
@@ -221,12 +220,12 @@ class BestCheckpoint:
     """The checkpoint of the best evaluation.
 
     Attributes:
-        step: Steps done when it was written.
+        step: Number of finished steps when it was written.
         metric: Name of the metric.
         mode: Better direction of its values, ``"min"`` or ``"max"``.
-        value: Value of it.
-        path: The checkpoint.
-        waited: Number of evaluations since then, which were no better.
+        value: Value of the metric.
+        path: Path of the checkpoint.
+        waited: Number of later evaluations, none of which was better.
     """
 
     step: int
@@ -238,10 +237,10 @@ class BestCheckpoint:
 
 
 def best(save_dir: str | os.PathLike[str]) -> BestCheckpoint | None:
-    """The checkpoint of the best evaluation in a folder, or None.
+    """Returns the checkpoint of the best evaluation in a folder, or None.
 
     Args:
-        save_dir: Folder that ``train`` saved to with ``best=``.
+        save_dir: Folder to which ``train`` saved with ``best=``.
     """
     folder = Path(save_dir)
     try:
@@ -281,18 +280,18 @@ def keep_best(
     *,
     writes: bool,
 ) -> None:
-    """Saves a checkpoint as the best one, and remove the one that was.
+    """Saves a checkpoint as the best one, and removes the previous one.
 
-    Whenever this is interrupted, the file names a checkpoint that is whole.
+    After any interruption, the file names a complete checkpoint.
 
     Args:
         save_dir: Folder of the run's checkpoints.
         found: Evaluation to record, with the path of its checkpoint.
         save: Writes a checkpoint at a path; all processes call it.
-        writes: This process writes the file and removes what is old.
+        writes: Whether this process writes the file and removes old checkpoints.
     """
     if writes and found.path.exists():
-        shutil.rmtree(found.path)  # of a run that was ended before the file said so
+        shutil.rmtree(found.path)  # of a run that ended before it wrote the file
     save(found.path)
     if not writes:
         return
@@ -303,10 +302,10 @@ def keep_best(
 
 
 def note_best(found: BestCheckpoint) -> None:
-    """Writes down which checkpoint is the best, and how many were no better since.
+    """Writes the file that names the best checkpoint.
 
     Args:
-        found: The checkpoint, in the folder of the file.
+        found: Best checkpoint, in the folder of the file.
     """
     folder = found.path.parent
     names = ("step", "metric", "mode", "value", "waited")

@@ -39,7 +39,7 @@ def evaluator_of(plan: Plan, trains: Any, *given: Any) -> Runner:
 
     Args:
         plan: Plan that is run.
-        trains: Its runner as it trains.
+        trains: Runner that trains.
         given: Arguments of the runner after the plan.
     """
     if plan.stage_plans and not plan.pipelines:
@@ -51,12 +51,12 @@ def evaluator_of(plan: Plan, trains: Any, *given: Any) -> Runner:
 
 
 def rehearsal_of(runner: Any, state: TrainState, batch: Any) -> CompiledStages:
-    """The compiled programs of stages that have their own.
+    """Returns the compiled stage programs.
 
     Args:
-        runner: Runner of a plan whose stages have programs of their own.
-        state: Abstract.
-        batch: The same.
+        runner: Runner of a plan with stage programs.
+        state: Abstract state.
+        batch: Abstract batch.
     """
     from whalejax.lowering.pipeline_mpmd.compile_only import compile_stages
 
@@ -68,7 +68,7 @@ def layout_of(runner: Any, plan: Plan, structure: Any) -> BatchLayout:
 
     Args:
         runner: Runner of the step.
-        plan: Its plan.
+        plan: Plan of the step.
         structure: Tree of a batch.
     """
     if plan.pipelines or (plan.shares and not plan.stage_plans):

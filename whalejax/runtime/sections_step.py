@@ -1,10 +1,10 @@
-"""The compiled step of a plan whose tables are in processes of their own.
+"""The compiled step of a plan whose tables are in separate processes.
 
-It has the life of any step with tables; what differs is that a call puts a batch into
-the pipeline of both sections and returns at once. Metrics and the state are there to
-read when the sections have come so far, and reading them waits for that.
+It has the methods of any step with tables, but a call puts a batch into the pipeline of
+both sections and returns at once. Reading metrics or the state waits until the sections
+have finished the step.
 
-The module is long because it has the whole public life of such a step.
+The module is long because it has all public methods of such a step.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from whalejax.user_code.ambient_mesh import without_mesh
 
 
 class PipelineMetrics(Mapping[str, Any]):
-    """Metrics of a step; the first that is read waits until the step is done."""
+    """Metrics of a step; reading one waits until the step is done."""
 
     def __init__(self, pipeline: Pipeline, work: Work) -> None:
-        """Remembers the step; waits for nothing.
+        """Stores the step; waits for nothing.
 
         Args:
-            pipeline: Pipeline that the step is passing through.
-            work: Its batch.
+            pipeline: Pipeline of the step.
+            work: Batch of the step.
         """
         self._pipeline, self._work = pipeline, work
 
@@ -68,20 +68,20 @@ class PipelineMetrics(Mapping[str, Any]):
 
 
 class PipelineState:
-    """The state after steps that may be on their way.
+    """The state after steps that may be in flight.
 
-    A step consumes it and returns the next one. What it has beside ``step`` waits until
-    those steps are done and their updates applied.
+    A step donates it and returns the next one. Reading any attribute except ``step``
+    waits until those steps are done and their updates applied.
 
     Attributes:
-        step: Number of steps, with those on their way.
+        step: Number of steps, including those in flight.
     """
 
     def __init__(self, owner: SectionsStep, step: int) -> None:
-        """Remembers the step; waits for nothing.
+        """Stores the step; waits for nothing.
 
         Args:
-            owner: The step that it is of.
+            owner: Step of the state.
             step: Number of steps.
         """
         self._owner, self.step = owner, step
@@ -89,7 +89,7 @@ class PipelineState:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Trained leaves that are no tables, by their paths."""
+        """Trained leaves that are not tables, by path."""
         return self._owner.settled(self).params
 
     @property
@@ -104,7 +104,7 @@ class PipelineState:
 
     @property
     def tables(self) -> RemoteTables:
-        """Stands for the tables."""
+        """A reference to the tables in processes."""
         found: RemoteTables = self._owner.settled(self).tables
         return found
 
@@ -120,9 +120,9 @@ class SectionReport:
 
     Attributes:
         sections: Sections of the plan.
-        measured: The same with the times that were measured.
-        lags: Number of lookups by the number of updates that they lacked.
-        replaced: Number of processes that were started in place of another.
+        measured: Sections with measured times.
+        lags: Number of lookups, by the number of updates that they lacked.
+        replaced: Number of processes that were replaced.
     """
 
     sections: Sections
@@ -137,7 +137,7 @@ class SectionReport:
 
     @property
     def over_bound(self) -> int:
-        """Number of lookups that lacked more updates than planned; always 0."""
+        """Number of lookups that lacked more updates than planned; expected to be 0."""
         most = self.sections.staleness
         return sum(count for lag, count in self.lags.items() if not 0 <= lag <= most)
 
@@ -156,12 +156,12 @@ class SectionReport:
 class SectionsStep(TableStep):
     """A plan of two sections, compiled: call it with a state and a global batch.
 
-    It has processes until ``close``, which ``with`` calls at its end.
+    Its processes run until ``close``, which ``with`` calls at its end.
 
     Attributes:
-        pipeline: Both sections. Where a state is kept, its folder may be that of a
-            process that was killed: ``resume`` gives what it kept.
-        beside: Lookups and updates of the tables beside the dense part, or None.
+        pipeline: Pipeline of both sections. If states are saved, their folder may be
+            that of a killed process: ``resume`` returns its state.
+        beside: Lookups and updates of the tables on the devices, or None.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class SectionsStep(TableStep):
         Args:
             given: Arguments of ``TableStep``, unchanged.
             job: Name and settings of the job whose batches the processes make.
-            run: Hosts of the processes, and the state that is kept.
+            run: Hosts of the processes, and the state that is saved.
             settings: Other arguments of ``Pipeline``.
         """
         self._job, self._settings, self._run = job, settings, run
@@ -193,14 +193,14 @@ class SectionsStep(TableStep):
 
     @property
     def sections(self) -> Sections:
-        """Returns the division of work between the sections."""
+        """The division of work between the sections."""
         found: Sections | None = self.plan.sections
         assert found is not None
         return found
 
     @property
     def steps_in_flight(self) -> int:
-        """Number of steps after which a loss is looked at, so that all work on."""
+        """Number of steps after which a loss is read, so that no section waits."""
         return self.sections.queue_depth
 
     def _make_layout(
@@ -249,24 +249,25 @@ class SectionsStep(TableStep):
 
     @property
     def _plain_beside(self) -> TablePrograms | None:
-        """Lookups and updates beside, with vectors exchanged by sample."""
+        """Lookups and updates of tables on devices, with vectors exchanged by
+        sample."""
         return None if self.beside is None else self.beside.plain
 
     def close(self) -> None:
         """Ends the processes; a state that was not saved is lost."""
         self.pipeline.close()
 
-    # What outlives this process.
+    # # State that outlives this process.
 
     @without_mesh
     def resume(self) -> TablesState | None:
-        """The state that was kept for a process in this one's place; None for none.
+        """Returns the state that a previous process saved, or None.
 
-        Its steps that were done since are done again. Call it before ``init``, which
-        begins anew.
+        Steps since then are repeated. Call it before ``init``, which starts from
+        scratch.
 
         Raises:
-            WhaleError: What was kept is of another model or optimizer.
+            WhaleError: The saved state is of another model or optimizer.
         """
         if self._kept is None or self._kept.step < 0:
             return None
@@ -283,7 +284,7 @@ class SectionsStep(TableStep):
             self._kept.forget()
 
     def _without_remote(self, sections: Any) -> Any:
-        """Sections of a checkpoint without the tables in processes."""
+        """Returns the sections of a checkpoint without the tables in processes."""
         beside = self.plan.beside
         names = set() if beside is None else {table.name for table in beside.tables}
         return {
@@ -294,7 +295,7 @@ class SectionsStep(TableStep):
         }
 
     def _keep(self, state: PipelineState) -> None:
-        """Keeps the state after all steps so far, rows at the processes."""
+        """Saves the state after all steps so far, if due; processes save their rows."""
         if self._kept is None or self._run is None or self._run.keep_every is None:
             return
         if state.step % self._run.keep_every:
@@ -314,13 +315,13 @@ class SectionsStep(TableStep):
     # States.
 
     def settled(self, state: Any) -> TablesState:
-        """The state with all its arrays, once the steps before it are done.
+        """Returns the state with all its arrays, after waiting for its steps.
 
         Args:
-            state: The newest one.
+            state: Newest state.
 
         Raises:
-            WhaleError: It was consumed, or a section failed.
+            WhaleError: The state was donated, or a section failed.
         """
         self._begin(state)
         self.pipeline.flush()
@@ -328,7 +329,7 @@ class SectionsStep(TableStep):
         return self._held
 
     def _begin(self, state: Any) -> int:
-        """Takes the newest state; the number of steps before it."""
+        """Checks that a state is the newest, and returns its number of steps."""
         if isinstance(state, PipelineState):
             if state is not self._newest or self._started != self.store.begun[0]:
                 raise WhaleError(_CONSUMED)
@@ -356,18 +357,18 @@ class SectionsStep(TableStep):
 
     @without_mesh
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """One step of both optimizers, which is on its way when this returns.
+        """Starts one step of both optimizers, without waiting for it.
 
         Args:
-            state: State of the step before; its buffers are donated.
-            batch: The global batch.
+            state: State after the previous step; its buffers are donated.
+            batch: Global batch.
 
         Returns:
-            The new state, and metrics; to read them waits for the step.
+            The new state, and metrics; reading them waits for the step.
 
         Raises:
-            WhaleError: An id is out of range, the batch has another shape than the plan
-                is for, or a section failed.
+            WhaleError: An id is out of range, the batch has another shape than the
+                plan's, or a section failed.
         """
         self._check_trains()
         leaves = [np.asarray(leaf) for leaf in self._matching(batch)]
@@ -386,14 +387,14 @@ class SectionsStep(TableStep):
         return new, PipelineMetrics(self.pipeline, work)
 
     def run(self, state: Any, steps: int) -> Iterator[tuple[Any, Any]]:
-        """Steps whose batches the processes of the sparse section make.
+        """Runs steps whose batches the processes of the sparse section make.
 
         Args:
-            state: State of the step before; its buffers are donated.
-            steps: Number of steps; they go on behind those of the state.
+            state: State after the previous step; its buffers are donated.
+            steps: Number of steps; they continue those of the state.
 
         Yields:
-            The state and metrics of each step, as calls give them.
+            The state and metrics of each step, as calls return them.
 
         Raises:
             WhaleError: The step was compiled without ``job``, or a section failed.
@@ -423,7 +424,7 @@ class SectionsStep(TableStep):
                 yield self._submitted(first + number, leaves, ids, bounds)
 
     def _made_ids(self, by_lookup: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns ``_host_ids`` of ids that another process made."""
+        """Returns ``_host_ids`` for ids that another process made."""
         found = jax.jit(self._clipped_ids)(by_lookup)
         return np.asarray(found[0]), np.asarray(found[1])
 
@@ -435,7 +436,7 @@ class SectionsStep(TableStep):
             )
 
     def _host_ids(self, leaves: list[Any]) -> tuple[np.ndarray, np.ndarray]:
-        """(Ids of all lookups, their bounds), made beside what the devices do."""
+        """Returns (ids of all lookups, bounds), computed on the CPU."""
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             ids, bounds = self._ids(leaves)
             return np.asarray(ids), np.asarray(bounds)
@@ -449,11 +450,11 @@ class SectionsStep(TableStep):
 
     @without_mesh
     def eval(self, state: Any, batch: Any) -> dict[str, Any]:
-        """The loss and metrics of a batch; nothing changes.
+        """Returns the loss and metrics of a batch; changes nothing.
 
         Args:
-            state: State to evaluate; it is not donated. Steps that are under way are
-                completed first.
+            state: State to evaluate; it is not donated. Steps in flight are completed
+                first.
             batch: Global batch, laid out like that of a step.
         """
         leaves = [np.asarray(leaf) for leaf in self._matching(batch)]
@@ -467,7 +468,7 @@ class SectionsStep(TableStep):
         return metrics
 
     def lower(self, state: Any, batch: Any) -> Any:
-        """The lowered dense section (``jax.stages.Lowered``).
+        """Returns the lowered dense section (``jax.stages.Lowered``).
 
         Args:
             state, batch: Arguments of a step, unchanged.
@@ -482,7 +483,7 @@ class SectionsStep(TableStep):
     def _run_dense(
         self, work: Work, vectors: list[np.ndarray]
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """The dense section, in its thread."""
+        """Runs the dense section, in its thread."""
         placed = self._on_devices(work.leaves), self._received(vectors)
         crowded = self._is_crowded(placed[0])
         new, metrics, packed = self._train_dense(self._held, *placed, crowded)
@@ -500,7 +501,7 @@ class SectionsStep(TableStep):
         batch: list[Any],
         received: Any,
     ) -> tuple[list[Any], tuple[Any, Any]]:
-        """The vectors of all lookups; ids and taken ids of those beside."""
+        """Returns all vectors, and (ids, found ids) of the tables on devices."""
         programs = self.programs
         given: tuple[Any, Any] = None, None
         vectors: dict[int, Any] = {}
@@ -540,7 +541,7 @@ class SectionsStep(TableStep):
         return {"loss": value, **metrics}
 
     def place(self, state: Any, placement: Any) -> TablesState:
-        """Tables in processes stay where they are.
+        """Refuses to move tables: those in processes stay where they are.
 
         Raises:
             PlanError: Always.
@@ -552,27 +553,25 @@ class SectionsStep(TableStep):
 
     @without_mesh
     def adopt(self, state: Any, step: TableStep) -> TablesState:
-        """A copy of another step's state in these processes, by no file.
+        """Copies another step's state to these processes, without files.
 
         Args:
             state: State of the other step; it is not donated.
-            step: The step that it is of, not this one.
+            step: Step of the state, not this one.
 
         Raises:
-            PlanError: It is this step's, or another model's or optimizer's.
+            PlanError: The state is this step's, or another model's or optimizer's.
         """
         if step is self:
             raise PlanError("the state is of this step already. Go on with it")
         return super().adopt(state, step)
 
-    # What was measured.
+    # # Measurements.
 
     def report(self) -> SectionReport:
-        """Returns the times of both sections since the step was made, and the lags of
-        updates.
+        """Returns the times of both sections so far, and the lags of updates.
 
-        Median seconds of the first steps hold compilation; ``forget_times`` begins
-        anew.
+        Times of the first steps include compilation; ``forget_times`` resets them.
         """
         sparse, wire, batch, dense = self.pipeline.seconds()
         times = SectionTimes(
@@ -591,7 +590,7 @@ class SectionsStep(TableStep):
         )
 
     def forget_times(self) -> None:
-        """Measures anew from here on."""
+        """Resets the measured times."""
         self.pipeline.forget_seconds()
 
 
@@ -602,12 +601,12 @@ _CONSUMED = (
 
 
 def check_job(problems: Arguments, job: Any, settings: Any) -> None:
-    """Notes what is wrong with the name of a job and its settings.
+    """Adds problems of the name of a job and its settings.
 
     Args:
-        problems: Takes them.
+        problems: Collector of problems.
         job: Name of a job, or None.
-        settings: Its settings, or None.
+        settings: Options of the job, or None.
     """
     if job is not None and not isinstance(job, str):
         problems.refuse("job", job, 'the name of a job, such as "dlrm", or None')

@@ -1,7 +1,7 @@
-"""Steps that were started and are not done, and the time that a step takes.
+"""Steps in flight, and the measured time of a step.
 
-A step returns before its work is done. Losses are looked at some steps later, and time
-is measured between two moments in which nothing is in flight.
+A step returns before its work is done. Losses are read some steps later, and time is
+measured between two moments at which no step is in flight.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Progress:
     """Progress of a run when the loss of a step arrives.
 
     Attributes:
-        step: Number of steps done, this one counted.
+        step: Number of finished steps, this one included.
         loss: Loss of this step.
-        step_seconds: Seconds of a step in the latest window that was measured, or None.
-        metrics: Every metric of the step by name, ``loss`` among them; numbers where
-            they are scalar, else arrays of numpy.
+        step_seconds: Seconds of a step in the latest measured window, or None.
+        metrics: All metrics of the step by name, including ``loss``; scalars as floats,
+            others as NumPy arrays.
     """
 
     step: int
@@ -46,7 +46,7 @@ class Progress:
 
 
 class NotFiniteError(Exception):
-    """A loss or a parameter that is not finite: after which step, and what."""
+    """A loss or a parameter is not finite after a step."""
 
     def __init__(self, step: int, what: str) -> None:
         super().__init__(step, what)
@@ -65,10 +65,10 @@ class LossesInFlight:
         self._tell = tell
 
     def expect(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of a step that was started; waits for one well before it.
+        """Adds the metrics of a started step; waits if too many are in flight.
 
         Args:
-            step: Its number.
+            step: Number of the step.
             metrics: Metrics of the step.
         """
         self._in_flight.append((step, dict(metrics)))
@@ -81,14 +81,14 @@ class LossesInFlight:
             _arrived(step, metrics["loss"])
 
     def take_all(self) -> None:
-        """Take, check and tell everything in flight."""
+        """Receives, checks and reports everything in flight."""
         while self._in_flight:
             self._take()
 
     def _take(self) -> None:
         step, metrics = self._in_flight.popleft()
         value = _arrived(step, metrics["loss"])
-        # In float16 such a step changed nothing, and a smaller scale is tried.
+        # With a loss scale such a step changed nothing, and a smaller scale is tried.
         scale = metrics.get("loss_scale")
         hopeful = scale is not None and float(scale) > 1.0
         if not math.isfinite(value) and not hopeful:
@@ -105,7 +105,7 @@ class LossesInFlight:
 
 
 def _arrived(step: int, loss: Any) -> float:
-    """The loss of a step, waited for; a lost process may show only here."""
+    """Waits for the loss of a step; a failed process may be detected only here."""
     try:
         return float(loss)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -115,9 +115,9 @@ def _arrived(step: int, loss: Any) -> float:
 
 
 class StepTimer:
-    """Time of a step over windows that open and close with nothing in flight.
+    """Measures step times over windows that start and end with nothing in flight.
 
-    The first steps are left out: they compile and fill caches.
+    The first steps are excluded: they compile and fill caches.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -126,20 +126,18 @@ class StepTimer:
         self._seconds: list[float] = []
 
     def is_due(self, done: int) -> bool:
-        """Whether it is time to wait for what is in flight and call ``close``."""
+        """Whether to wait for the steps in flight and call ``close`` now."""
         if self._opened is None:
             return done >= _WARM_UP_STEPS
         return self._clock() - self._opened[1] >= _WINDOW_SECONDS
 
     def open(self, done: int) -> None:
-        """Begins a window, or begins it again after something that is no step."""
+        """Starts a window, or restarts it after work that is not a step."""
         if done >= _WARM_UP_STEPS:
             self._opened = (done, self._clock())
 
     def close(self, done: int) -> float | None:
-        """Ends the window, begins the next, and returns the seconds of a step in the
-        former.
-        """
+        """Ends the window, starts the next, and returns the latest step seconds."""
         if self._opened is not None and done > self._opened[0]:
             count = done - self._opened[0]
             each = (self._clock() - self._opened[1]) / count
@@ -148,5 +146,5 @@ class StepTimer:
         return self._seconds[-1] if self._seconds else None
 
     def median_seconds(self) -> float | None:
-        """Median over all steps in windows; each counts with the mean of its window."""
+        """Returns the median over measured steps; each has the mean of its window."""
         return statistics.median(self._seconds) if self._seconds else None

@@ -1,8 +1,8 @@
-"""Checkpoints of states with tables: whole tables, whatever placement wrote them.
+"""Checkpoints of states with tables: full tables, independent of the placement.
 
-Tables and the state of their rows are written row by row in their own order, under
-their paths, so that a checkpoint of any placement can be read into any other. Files,
-hashes and records are those of all checkpoints.
+Tables and the state of their rows are written in row order, under their paths, so that
+a checkpoint of any placement can be read into any other. Files, hashes and records are
+the same as for other checkpoints.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Sections = dict[str, dict[str, Any]]
 def save_sections(
     path: str | os.PathLike[str], sections: Sections, plan: Plan, batch_size: int
 ) -> None:
-    """Writes a checkpoint; it appears whole or not at all.
+    """Writes a checkpoint atomically.
 
     Args:
         path: Directory that does not exist yet.
-        sections: Arrays.
+        sections: Arrays by section and path.
         plan: Plan of the dense part, for the record.
-        batch_size: Samples of a global batch.
+        batch_size: Number of samples of a global batch.
 
     Raises:
-        WhaleError: Something is at that path already, or it cannot be written.
+        WhaleError: The path exists already, or it cannot be written.
     """
     target = new_path(path)
     leaves = [
@@ -58,21 +58,21 @@ def save_sections(
         try:
             arrays = nested([(leaf, raw_array(array)) for leaf, array in leaves])
             write_arrays(building / ARRAYS, arrays)
-        except Exception as error:  # Orbax tells of a full disk by many classes
+        except Exception as error:  # Orbax reports a full disk by many classes
             raise WhaleError(write_failure_message(target, error)) from error
         described = [leaf for leaf, _ in leaves]
         write_record(building, described, plan, hashed(building), None, batch_size)
 
 
 def restore_sections(path: str | os.PathLike[str], wanted: Sections) -> Sections:
-    """Reads a checkpoint as host arrays; its files are compared with their hashes.
+    """Reads a checkpoint as host arrays, after checking the hashes of its files.
 
     Args:
         path: Path of a checkpoint of ``save_sections``.
-        wanted: Arrays, real or abstract, of the shapes and types that it must have.
+        wanted: Arrays, real or abstract, with the required shapes and types.
 
     Raises:
-        WhaleError: No checkpoint is there, it is damaged, or it is another model's.
+        WhaleError: No checkpoint exists, it is damaged, or it is another model's.
     """
     target = existing_path(path)
     record = checked(target)
@@ -100,7 +100,7 @@ def _leaf(section: str, name: str, array: Any) -> Leaf:
 
 
 def leaf_names(tree: Any) -> list[str]:
-    """A name for each leaf of a tree, by its path."""
+    """Returns a name for each leaf of a tree, from its path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [
         jax.tree_util.keystr(path, simple=True, separator=".") or "value"

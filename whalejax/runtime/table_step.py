@@ -1,10 +1,10 @@
 """The compiled step of a model with tables: ``wh.compile_tables`` and its state.
 
-Lookups, the dense part and updates are one ``jax.jit`` program, in three sections:
-``whalejax.tables.programs`` has them. Ids are checked before a step runs, since an
-array takes any id without a word.
+Lookups, the dense part and updates are one ``jax.jit`` program in three sections, which
+``whalejax.tables.programs`` defines. Ids are checked before a step runs, as indexing an
+array accepts any id.
 
-The module is long because ``TableStep`` has the whole public life of a step: state,
+The module is long because ``TableStep`` has all public methods of a step: state,
 training, evaluation, checkpoints and the model.
 """
 
@@ -51,7 +51,7 @@ from whalejax.user_code.ambient_mesh import without_mesh
 
 
 _WORTH: Final = 0.05
-"""Part of the most loaded rank's time for which tables are placed anew."""
+"""Smallest gain for a new placement, as a fraction of the most loaded rank's time."""
 
 
 @functools.partial(
@@ -61,17 +61,17 @@ _WORTH: Final = 0.05
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesState:
-    """Everything that a step with tables changes, as sharded arrays.
+    """State of a step with tables, as sharded arrays.
 
-    A step consumes the state that it is given and returns the next one.
+    A step donates its state and returns the next one.
 
     Attributes:
-        params: Trained leaves that are no tables, by their paths.
+        params: Trained leaves that are not tables, by path.
         rest: Leaves that are not trained.
-        opt_state: State of their optimizer.
-        tables: Tables and the state of their rows: ``TableArrays``, or what stands for
-            them where they are in other processes.
-        step: Number of steps done, an int32 scalar.
+        opt_state: State of the dense optimizer.
+        tables: Tables and the state of their rows: ``TableArrays``, or a reference if
+            they are in other processes.
+        step: Number of finished steps, an int32 scalar.
         rng: The run's random key.
     """
 
@@ -84,12 +84,12 @@ class TablesState:
 
     @property
     def samples(self) -> None:
-        """Samples that the steps took are not counted: each took a whole batch."""
+        """None: samples are not counted, as each step takes a full batch."""
         return None
 
     @property
     def loss_scale(self) -> None:
-        """Losses are not scaled."""
+        """None: losses are not scaled."""
         return None
 
 
@@ -97,15 +97,15 @@ class TableStep:
     """A plan with tables, compiled: call it with a state and a global batch.
 
     Attributes:
-        plan: Plan that it runs.
-        program: The loss, cut at its lookups.
+        plan: Plan of the step.
+        program: Loss, divided at its lookups.
         mesh: Devices, with the axes ``data`` and ``fsdp``.
-        programs: The sections of the step, and the layout of the tables.
+        programs: Sections of the step, and the layout of the tables.
         dtype: Element type of all tables.
         store: Store that moves tables to the devices and back.
         adapter: Adapter that divides the model into parameters and other state.
         crowded_steps: Number of steps whose batch needed more distinct rows of another
-            device than were planned, so that vectors were exchanged by sample.
+            device than planned, so that vectors were exchanged by sample.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class TableStep:
         *,
         clips: bool,
     ) -> None:
-        """Lays tables out as a plan says, for all further steps."""
+        """Sets the tables' layout to a plan's, for all later steps."""
         self.plan, self.program = plan, program
         rows = {table.name: table.rows for table in plan.all_tables}
         self._names, self._rows = names, tuple(rows[name] for name in names)
@@ -165,12 +165,12 @@ class TableStep:
         self._room_taken = jax.jit(asking.room_taken, out_shardings=whole)
 
     def _numbers(self, placement: TablePlacement) -> list[int]:
-        """Numbers of the lookups of a placement's tables."""
+        """Returns the indices of the lookups of a placement's tables."""
         held = {table.name for table in placement.tables}
         return [n for n, name in enumerate(self._names) if name in held]
 
     def _programs_of(self, placement: TablePlacement, *, clips: bool) -> TablePrograms:
-        """Lookups and updates of the tables of a placement on the mesh."""
+        """Returns the lookups and updates of a placement's tables on the mesh."""
         numbers, mesh, axes = self._numbers(placement), self.mesh, tuple(self.plan.axes)
         if any(shard.split == "node_rows" for shard in placement.shards):
             per_node = placement.ranks.per_node
@@ -198,7 +198,7 @@ class TableStep:
         lookups: tuple[Lookup, ...],
         names: tuple[str, ...],
     ) -> TableLayout:
-        """Returns the positions of rows and their ways to the samples."""
+        """Returns the positions of rows and their routes to the samples."""
         samples = lookups[0].shape[0] // self.mesh.size
         return make_layout(placement, lookups, names, samples)
 
@@ -221,7 +221,7 @@ class TableStep:
         return self._store_of(self.programs, self.plan.placement)
 
     def close(self) -> None:
-        """Ends the processes of the step, of which one without sections has none."""
+        """Ends the processes of the step; a step without sections has none."""
 
     def __enter__(self) -> Self:
         return self
@@ -231,21 +231,21 @@ class TableStep:
 
     @property
     def parts_matter(self) -> bool:
-        """Whether another number of micro-batches computes something else."""
+        """Whether results depend on the number of micro-batches."""
         return False
 
-    # Starting.
+    # # Initialisation.
 
     @without_mesh
     def init(self, make_model: Callable[..., Any], *, rng: Any) -> TablesState:
-        """A fresh state; of its tables host memory holds one at a time.
+        """Returns an initial state; makes one table at a time in host memory.
 
         Args:
-            make_model: Builds the model; takes the key, or nothing.
-            rng: A random key; the run's own keys derive from it too.
+            make_model: Function of a random key, or of nothing, that builds the model.
+            rng: Random key; the run's keys are derived from it too.
 
         Raises:
-            WhaleError: It builds another model than the plan is for.
+            WhaleError: The function builds another model than the plan's.
         """
         if not callable(make_model):
             raise WhaleError(
@@ -271,7 +271,7 @@ class TableStep:
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             key_here = jax.device_put(key, jax.local_devices(backend="cpu")[0])
             params, rest = jax.jit(dense)(key_here)
-            # What is not asked for is not computed: one table at a time.
+            # Unused outputs are not computed, so this makes one table at a time.
             for name in self.plan.tables:
                 table = jax.jit(lambda key, name=name: leaves(key)[0][name])(key_here)
                 arrays = self.store.write(arrays, name, np.asarray(table), None)
@@ -280,11 +280,11 @@ class TableStep:
 
     @without_mesh
     def init_from(self, model: Any, *, rng: Any = None) -> TablesState:
-        """A state with the values of an existing model, which stays the user's own.
+        """Returns a state with the values of a model, which is copied.
 
         Args:
-            model: The model, with real arrays.
-            rng: A random key for losses that take one; key 0 if left out.
+            model: Model with real arrays.
+            rng: Random key for losses that take one; None uses key 0.
         """
         key = jax.random.key(0) if rng is None else rng
         key = typed_key(key, for_loss=self.adapter.takes_rng)
@@ -309,14 +309,14 @@ class TableStep:
         key: Any,
         done: tuple[Any, int] | None,
     ) -> TablesState:
-        """A state from its parts.
+        """Returns a state from its parts.
 
         Args:
-            params: Trained leaves that are no tables, by their paths.
+            params: Trained leaves that are not tables, by path.
             rest: Other leaves.
             tables: Tables and the state of their rows.
-            key: The run's key.
-            done: State of the optimizer and number of steps, or None to begin.
+            key: Random key of the run.
+            done: State of the optimizer and number of steps; None initialises both.
         """
         params = dict(params) or {UNUSED: np.zeros((), np.float32)}
         dense = {
@@ -341,7 +341,7 @@ class TableStep:
         return self._shared_like_params(self._optimizer.init(params))
 
     def _shared_like_params(self, opt_state: Any) -> Any:
-        """State of the dense optimizer, each array divided as its parameter is."""
+        """Returns the dense optimizer's state, sharded like the parameters."""
         names = dense_params(self.adapter, self.program, self.adapter.params)
         whole = NamedSharding(self.mesh, PartitionSpec())
         constrain: Any = jax.lax.with_sharding_constraint
@@ -363,18 +363,19 @@ class TableStep:
     def __call__(
         self, state: TablesState, batch: Any
     ) -> tuple[TablesState, dict[str, Any]]:
-        """One step of both optimizers.
+        """Runs one step of both optimizers.
 
         Args:
-            state: State of the step before; its buffers are donated.
-            batch: The global batch.
+            state: State after the previous step; its buffers are donated.
+            batch: Global batch.
 
         Returns:
-            The new state, and metrics: ``loss`` and what the loss function reports.
+            The new state, and metrics: ``loss`` and the loss function's reported
+            values.
 
         Raises:
             WhaleError: An id is out of range, or the batch has another shape than the
-                plan is for.
+                plan's.
         """
         if not self._trains:
             raise PlanError(
@@ -389,21 +390,22 @@ class TableStep:
 
     @property
     def _asking(self) -> TablePrograms:
-        """Programs on the mesh, whose devices may ask each other for rows."""
+        """Programs on the mesh, whose devices may request rows from each other."""
         return self.programs
 
     def _is_crowded(self, leaves: list[Any]) -> bool:
-        """Whether a batch needs more distinct rows than there is room for."""
+        """Whether a batch needs more distinct rows than the buffers can hold."""
         if not self._asking.layout.requests:
             return False
         crowded = float(self._room_taken(leaves)) > 1
         self.crowded_steps += crowded
         return crowded
 
-    # Placing anew.
+    # # New placement.
 
     def _replaced(self, state: TablesState, leaves: list[Any]) -> TablesState:
-        """Counts lookups; every so many steps places tables anew where that wins."""
+        """Counts lookups; every ``replace_every`` steps, places tables again if that
+        gains."""
         program = self.programs.program
         self._counts.add(self.programs.names, self.programs.rows, program.ids(leaves))
         if self._counts.batches < (self._replace_every or 1):
@@ -414,10 +416,10 @@ class TableStep:
         return self.place(state, found.placement) if found.gain > _WORTH else state
 
     def replacement(self) -> Replacement:
-        """Returns what a new placement would win, by the lookups that were counted.
+        """Returns the gain of a new placement for the counted lookups.
 
         Raises:
-            PlanError: None were counted; ``replace_every`` counts them.
+            PlanError: No lookups were counted; ``replace_every`` counts them.
         """
         if not self._counts.batches:
             raise PlanError(
@@ -429,14 +431,14 @@ class TableStep:
 
     @without_mesh
     def place(self, state: TablesState, placement: TablePlacement) -> TablesState:
-        """The state with its tables stored in another way, which this step then obeys.
+        """Moves the tables of a state, and of this step, to another placement.
 
         Args:
             state: State to move; its buffers are donated.
-            placement: Placement of the same tables on as many ranks.
+            placement: Placement of the same tables on equally many ranks.
 
         Raises:
-            PlanError: It is of other tables or ranks.
+            PlanError: The placement has other tables or ranks.
         """
         held, before = self._checked(state), self.plan.placement
         sizes = [
@@ -456,7 +458,7 @@ class TableStep:
         return dataclasses.replace(held, tables=self._taken_over(held.tables, store))
 
     def _taken_over(self, tables: Any, store: Any) -> Any:
-        """Tables of another store, in this one's."""
+        """Copies the tables of another store to this step's store."""
         arrays = self.store.empty()
         for kind in (None, *self.plan.rows.state_names):
             for name, values in store.collect(tables, kind).items():
@@ -465,15 +467,15 @@ class TableStep:
 
     @without_mesh
     def adopt(self, state: Any, step: TableStep) -> TablesState:
-        """A copy of another step's state in this one's placement, by no file.
+        """Copies another step's state to this placement, without files.
 
         Args:
             state: State of the other step; it is not donated.
-            step: The step that it is of: of the same model and optimizers, on any
-                devices or processes.
+            step: Step of the state, with the same model and optimizers, on any devices
+                or processes.
 
         Raises:
-            PlanError: It is another model's or optimizer's.
+            PlanError: The state is of another model or optimizer.
         """
         if not isinstance(step, TableStep):
             raise PlanError(
@@ -493,7 +495,7 @@ class TableStep:
 
     @without_mesh
     def eval(self, state: TablesState, batch: Any) -> dict[str, Any]:
-        """The loss and metrics of a batch; nothing changes.
+        """Returns the loss and metrics of a batch; changes nothing.
 
         Args:
             state: State to evaluate; it is not donated.
@@ -506,7 +508,7 @@ class TableStep:
 
     @without_mesh
     def lower(self, state: TablesState, batch: Any) -> Any:
-        """The lowered step (``jax.stages.Lowered``), for looking at the program.
+        """Returns the lowered step (``jax.stages.Lowered``), to inspect the program.
 
         Args:
             state, batch: Arguments of a step, unchanged.
@@ -514,7 +516,7 @@ class TableStep:
         return self._train.lower(self._checked(state), self._place_batch(batch), False)
 
     def report(self) -> Any:
-        """Refuses to report on sections, of which this step has one.
+        """Refuses to report on sections, as this step has only one.
 
         Raises:
             PlanError: Always.
@@ -526,10 +528,10 @@ class TableStep:
         )
 
     def profile(self, state: Any, batch: Any, *, steps: int = 5) -> Any:
-        """Refuses to set a trace beside the terms of a plan, which has none of tables.
+        """Refuses to profile, as a plan has no separate terms for tables.
 
         Args:
-            state, batch, steps: Arguments of ``TrainStep.profile``, which are unused.
+            state, batch, steps: Arguments of ``TrainStep.profile``, unused.
 
         Raises:
             PlanError: Always.
@@ -556,7 +558,7 @@ class TableStep:
         return state
 
     def _matching(self, batch: Any) -> list[Any]:
-        """The leaves of a batch that is as the plan's."""
+        """Returns the leaves of a batch; refuses one that does not match the plan."""
         structure: Any = jax.tree.structure(self.plan.batch)
         expected = jax.tree.leaves(self.plan.batch)
         try:
@@ -576,7 +578,7 @@ class TableStep:
         return leaves
 
     def _on_devices(self, leaves: list[Any]) -> list[Any]:
-        """The leaves of a batch, divided over the devices."""
+        """Returns the leaves of a batch, sharded over the devices."""
         shared = NamedSharding(self.mesh, PartitionSpec(tuple(self.plan.axes)))
         whole = NamedSharding(self.mesh, PartitionSpec())
         return [
@@ -585,7 +587,7 @@ class TableStep:
         ]
 
     def _place_batch(self, batch: Any) -> list[Any]:
-        """Places the leaves of a batch on the devices; their ids are in range."""
+        """Checks a batch and its ids, and places its leaves on the devices."""
         leaves = self._on_devices(self._matching(batch))
         if not self.programs.clips:
             self._check_bounds(np.asarray(self._bounds(leaves)))
@@ -595,7 +597,7 @@ class TableStep:
         """Refuses ids that are out of range.
 
         Args:
-            bounds: From ``TablePrograms.id_bounds``.
+            bounds: Result of ``TablePrograms.id_bounds``.
         """
         problems = Arguments("batch")
         for number, (least, most) in enumerate(bounds):
@@ -615,7 +617,7 @@ class TableStep:
         program, adapter = self.program, self.adapter
         tree: Any = jax.tree.structure(adapter.rest)
         rest = adapter.fold_rest(tree.unflatten(state.rest), state.step)
-        rest = adapter.fold_rest(rest, 0)  # as micro-batch 0 of any plan
+        rest = adapter.fold_rest(rest, 0)  # like micro-batch 0 of any plan
         key = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), 0)
 
         def loss(params: Any, vectors: Any) -> tuple[Any, Any]:
@@ -644,7 +646,7 @@ class TableStep:
     def _gradients(
         self, state: TablesState, batch: list[Any], vectors: list[Any]
     ) -> tuple[Any, dict[str, Any], list[Any]]:
-        """(Loss and what it gave beside, gradients by parameters, by vectors)."""
+        """Returns (loss with auxiliary values, gradients of parameters, of vectors)."""
         loss, (dense, by_vector) = jax.value_and_grad(
             self._loss(state, batch), argnums=(0, 1), has_aux=True
         )(state.params, vectors)
@@ -653,7 +655,7 @@ class TableStep:
     def _updated(
         self, state: TablesState, loss: Any, gradients: dict[str, Any]
     ) -> tuple[TablesState, dict[str, Any]]:
-        """The next state, with the tables that are given, and metrics."""
+        """Returns the next state, with the tables of ``state``, and metrics."""
         value, (metrics, rest) = loss
         updates, opt_state = self._optimizer.update(
             gradients, state.opt_state, state.params
@@ -683,14 +685,14 @@ class TableStep:
 
     @without_mesh
     def save(self, path: str | os.PathLike[str], state: TablesState) -> None:
-        """Writes a checkpoint; it appears whole or not at all.
+        """Writes a checkpoint atomically.
 
         Args:
-            path: Directory that does not exist yet; its parents are made.
+            path: Directory that does not exist yet; its parents are created.
             state: State to write; it is not donated.
 
         Raises:
-            WhaleError: Something is at that path already, or it cannot be written.
+            WhaleError: The path exists already, or it cannot be written.
         """
         sections = self._sections(self._checked(state))
         samples = self.plan.placement.batch_size
@@ -698,24 +700,24 @@ class TableStep:
 
     @without_mesh
     def restore(self, path: str | os.PathLike[str]) -> TablesState:
-        """Reads a checkpoint into this plan's placement, whatever placement wrote it.
+        """Reads a checkpoint of any placement into this plan's placement.
 
         Args:
             path: Path of a checkpoint of ``save``.
 
         Raises:
-            WhaleError: No checkpoint is there, it is damaged, or it is another model's
-                or optimizer's.
+            WhaleError: No checkpoint exists, it is damaged, or it is another model's or
+                optimizer's.
         """
         found = restore_sections(path, self._abstract_sections())
         return self._restored(found, self.store.empty())
 
     def _restored(self, found: Sections, arrays: Any) -> TablesState:
-        """The state of a checkpoint.
+        """Returns the state of a checkpoint.
 
         Args:
-            found: Its arrays by section and path.
-            arrays: All tables, of which those of the checkpoint are written.
+            found: Arrays of the checkpoint by section and path.
+            arrays: All tables; those in the checkpoint are overwritten.
         """
         names = {
             "opt_state": leaf_names(self._abstract_optimizer()),
@@ -736,7 +738,7 @@ class TableStep:
         return self._state(found["params"], rest, arrays, found["rng"]["rng"], done)
 
     def _sections(self, state: TablesState) -> Sections:
-        """Every array of a state in host memory, by section and path."""
+        """Returns all arrays of a state in host memory, by section and path."""
         rows = self.row_states(state)
         sections = self._dense_sections(state)
         sections["tables"] = self.table_values(state)
@@ -745,7 +747,7 @@ class TableStep:
         return sections
 
     def _dense_sections(self, state: TablesState) -> Sections:
-        """Every array of a state that is of no table."""
+        """Returns all arrays of a state except the tables'."""
         opt_names = leaf_names(state.opt_state)
         opt_leaves = map(np.asarray, jax.tree.leaves(state.opt_state))
         rest = zip(self.adapter.rest_paths, state.rest, strict=True)
@@ -765,7 +767,7 @@ class TableStep:
         return {path: aval_of(leaf) for path, leaf in own.items()}
 
     def _abstract_sections(self) -> Sections:
-        """The shapes and types of ``_sections``."""
+        """Returns the shapes and types of ``_sections``."""
         leaves = zip(
             self.adapter.param_paths, jax.tree.leaves(self.adapter.params), strict=True
         )
@@ -794,7 +796,7 @@ class TableStep:
     # The model.
 
     def table_values(self, state: TablesState) -> dict[str, np.ndarray]:
-        """Every table whole, in host memory, by its path.
+        """Returns all tables, unsharded in host memory, by path.
 
         Args:
             state: State to read; it is not donated.
@@ -803,7 +805,7 @@ class TableStep:
         return found
 
     def row_states(self, state: TablesState) -> dict[str, dict[str, np.ndarray]]:
-        """State arrays of every table's rows, whole, by path and name.
+        """Returns the row states of all tables, unsharded, by path and name.
 
         Args:
             state: State to read; it is not donated.
@@ -816,13 +818,13 @@ class TableStep:
         }
 
     def model(self, state: TablesState) -> Any:
-        """The model in the user's own type, its tables whole in host memory.
+        """Returns the model in the user's type, with unsharded tables in host memory.
 
         Args:
             state: State to export; it is not donated.
         """
         values = {**self.table_values(self._checked(state)), **state.params}
-        # The next step takes the buffers of the state.
+        # Copied, as the next step donates the buffers of the state.
         params = [
             jnp.asarray(host_copy(values[path])) for path in self.adapter.param_paths
         ]
@@ -851,7 +853,7 @@ def _divides(leaf: Any, ranks: int) -> bool:
 
 
 def _mesh(plan: TablesPlan, devices: Any) -> Mesh:
-    """The devices along ``data`` and ``fsdp``, in the plan's order."""
+    """Returns the mesh of ``data`` and ``fsdp``, in the plan's device order."""
     found = devices_of(plan.dense, devices)
     order = plan.dense.device_order or range(len(found))
     ordered = np.array([found[number] for number in order], dtype=object)

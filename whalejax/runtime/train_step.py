@@ -1,10 +1,10 @@
-"""The compiled step: ``wh.compile``, the state it carries, and how it starts.
+"""The compiled step: ``wh.compile``, and its state.
 
-``TrainStep`` is a thin shell around one ``jax.jit`` program: it checks a plan against
-the model before anything is compiled, gives every array its layout when it is born,
-and hands the state back in the user's own types.
+``TrainStep`` is a thin layer over a ``jax.jit`` program: it checks a plan against the
+model before anything compiles, creates every array in its layout, and returns the state
+in the user's types.
 
-The module is long because ``TrainStep`` has the whole public life of a step: lowering,
+The module is long because ``TrainStep`` has all public methods of a step: lowering,
 state, evaluation, checkpoints and adoption.
 """
 
@@ -84,11 +84,11 @@ class TrainStep:
     """A plan, compiled: call it with a state and a global batch.
 
     Attributes:
-        plan: Plan that it runs.
-        mesh: The devices.
+        plan: Plan of the step.
+        mesh: Mesh of the devices.
         adapter: Adapter that divides the model into parameters and other state.
         shardings: A state whose leaves are the ``NamedSharding`` of each array.
-        batch_axes: The batch dimension of each flat leaf of a batch, or None.
+        batch_axes: Batch dimension of each flat leaf of a batch, or None.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TrainStep:
             plan, adapter, captured, optimizer, devices, batch_axes: Plan, model, loss,
                 optimizer, devices and batch of the step.
             batch: Structure of a batch.
-            traced: Traces the loss with another mode of the model, as planned.
+            traced: Function that traces the loss for an adapter in another mode.
         """
         if not (isinstance(plan, Plan) and isinstance(adapter, Adapter)):
             raise WhaleError(
@@ -134,7 +134,7 @@ class TrainStep:
 
     @functools.cached_property
     def _evaluator(self) -> Runner:
-        """Returns a runner of the loss with the model in evaluation mode."""
+        """The runner of the loss with the model in evaluation mode."""
         adapter = self.adapter.evaluating()
         if adapter is None:
             return self._runner
@@ -151,20 +151,20 @@ class TrainStep:
                 "model.eval(), without an optimizer"
             ) from error
 
-    # Starting.
+    # # Initialisation.
 
     @without_mesh
     @names_arguments("step.init")
     def init(self, make_model: Callable[..., Any], *, rng: Any) -> TrainState:
-        """A fresh state, every array born in its own layout.
+        """Returns an initial state, with every array created in its layout.
 
         Args:
-            make_model: Builds the model; takes the key, or nothing. A class of NNX
-                whose constructor takes ``rngs`` is given ``nnx.Rngs(key)``.
-            rng: A random key; the run's own keys derive from it too.
+            make_model: Function of a random key, or of nothing, that builds the model.
+                An NNX class whose constructor takes ``rngs`` gets ``nnx.Rngs(key)``.
+            rng: Random key; the run's keys are derived from it too.
 
         Raises:
-            WhaleError: It builds another model than the plan is for.
+            WhaleError: The function builds another model than the plan's.
         """
         if not callable(make_model) or is_module(make_model):
             raise WhaleError(
@@ -185,11 +185,11 @@ class TrainStep:
     @without_mesh
     @names_arguments("step.init_from")
     def init_from(self, model: Any, *, rng: Any = None) -> TrainState:
-        """A state with the values of an existing model, which stays the user's own.
+        """Returns a state with the values of a model, which is copied.
 
         Args:
-            model: The model, with real arrays.
-            rng: A random key for losses that take one; key 0 if left out.
+            model: Model with real arrays.
+            rng: Random key for losses that take one; None uses key 0.
         """
         if inspect.isclass(model):
             raise WhaleError(
@@ -204,13 +204,13 @@ class TrainStep:
                 "init_from was given an abstract model, which has shapes and no "
                 "values. Use init(make_model, rng=jax.random.key(seed))"
             )
-        # Arrays may live on any device, or be shared with the user: go by the host so
-        # that a donated buffer is never one of theirs.
+        # Arrays may be on any device, and belong to the user: copied through the host,
+        # so that a donated buffer is never the user's.
         values = jax.tree.map(host_copy, (params, rest))
         return self._with_samples(self._born_from(values, key), 0)
 
     def _born_from(self, values: tuple[Any, Any], key: Any) -> TrainState:
-        """A state of (params, rest), with fresh optimizer state."""
+        """Returns a state of (params, rest), with initial optimizer state."""
         return self._runner.init_state(lambda tree, key: (*tree, key), values, key)
 
     def _with_samples(self, state: TrainState, samples: int | None) -> TrainState:
@@ -218,7 +218,7 @@ class TrainStep:
 
     @property
     def _batch_size(self) -> int:
-        """Samples of a global batch; one that has no batch dimension is one sample."""
+        """The number of samples of a global batch; 1 without a batch dimension."""
         sizes = zip(self.plan.batch, self.batch_axes, strict=True)
         return next((x.shape[axis] for x, axis in sizes if axis is not None), 1)
 
@@ -235,19 +235,20 @@ class TrainStep:
     def __call__(
         self, state: TrainState, batch: Any = None
     ) -> tuple[TrainState, dict[str, Any]]:
-        """One step of the optimizer.
+        """Runs one step of the optimizer.
 
         Args:
-            state: State of the step before; its buffers are donated.
-            batch: The global batch; with several processes this process's part of it,
-                or global ``jax.Array`` leaves.
+            state: State after the previous step; its buffers are donated.
+            batch: Global batch; with several processes this process's part of it, or
+                global ``jax.Array`` leaves.
 
         Returns:
-            The new state, and metrics: ``loss`` and what the loss function reports.
+            The new state, and metrics: ``loss`` and the loss function's reported
+            values.
 
         Raises:
-            PlanError: The batch has another shape than the plan is for, or the state
-                another layout, for which there is ``adopt``.
+            PlanError: The batch has another shape than the plan's, or the state has
+                another layout (use ``adopt``).
         """
         if batch is None:
             raise PlanError(
@@ -269,24 +270,22 @@ class TrainStep:
     def eval(
         self, state: TrainState, batch: Any, *, training: bool = False
     ) -> dict[str, Any]:
-        """The loss and metrics of a batch, without a gradient; nothing changes.
+        """Returns the loss and metrics of a batch, without gradients; changes nothing.
 
         NNX modules are evaluated as after ``model.eval()``: without dropout, and with
-        the statistics that training has gathered. A Linen module's mode is an argument
-        that the loss gives it: compile a loss of your own for evaluation, which takes
-        the same states.
+        the statistics from training. For a Linen module the loss passes the mode:
+        compile a separate loss for evaluation, which accepts the same states.
 
         Args:
-            state: State to evaluate; it is not donated. A state of another step with
-                the same layout will do, with any optimizer or none.
+            state: State to evaluate; it is not donated. It may be of another step with
+                the same layout, with any optimizer or none.
             batch: Global batch, laid out like that of a step; or one with fewer
-                samples, such as the last of an epoch, if one process gives all of them
-                and the loss is a mean over samples. The result is that of these
-                samples.
-            training: With the model in the mode in which a step runs it.
+                samples, such as the last of an epoch, if there is one process and the
+                loss is a mean over samples.
+            training: Whether to run the model in training mode.
 
         Raises:
-            PlanError: The batch or the layout of the state is another.
+            PlanError: The batch or the layout of the state differs from the plan's.
         """
         problems = Arguments("TrainStep.eval")
         problems.switch("training", training)
@@ -312,7 +311,7 @@ class TrainStep:
         samples: int,
         whole: int,
     ) -> dict[str, Any]:
-        """The evaluation of fewer samples than a whole batch has."""
+        """Evaluates fewer samples than a full batch has."""
         captured = runner.program.captured
         check_mean(captured, samples, whole)
         parts = []
@@ -325,10 +324,10 @@ class TrainStep:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Micro-batches of each replica in the next step, in node order.
+        """Number of micro-batches of each replica in the next step, in node order.
 
-        Empty where every device has a part of each micro-batch. They may be set, to the
-        same in all processes, and change by themselves where ``rebalances`` is true.
+        It is empty if every device has a part of each micro-batch. It can be set,
+        equally in all processes, and changes automatically if ``rebalances`` is true.
         """
         runner = self._runner
         return runner.shares if isinstance(runner, AdaptiveSharesRunner) else ()
@@ -339,19 +338,20 @@ class TrainStep:
 
     @property
     def parts_matter(self) -> bool:
-        """Whether another number of micro-batches computes something else.
+        """Whether results depend on the number of micro-batches.
 
-        It does where the loss draws random numbers, and where each micro-batch's own
-        loss is meant.
+        They do if the loss draws random numbers, or if each micro-batch has its own
+        loss.
         """
         return depends_on_parts(self.plan, self.adapter)
 
     def batch_rows(self) -> np.ndarray:
-        """The samples of the next global batch that this process gives, in order.
+        """Returns this process's samples of the next global batch, in order.
 
         Returns:
-            Their numbers in the global batch. With unlike shares they are those of its
-            micro-batches, one behind the other, and change when shares do.
+            Indices in the global batch. With uneven shares these are the samples of
+            this process's micro-batches, one after the other, and change with the
+            shares.
         """
         runner, plan = self._runner, self.plan
         axes = runner.program.batch_axes
@@ -379,12 +379,12 @@ class TrainStep:
         return rows
 
     def batch_regions(self) -> dict[str, tuple[tuple[slice, ...], ...]]:
-        """Returns the part of a sample that this process's devices hold.
+        """Returns the part of a sample on this process's devices.
 
         Returns:
-            By the path of a batch leaf, for each dimension of a sample (the batch's own
-            is left out) the pieces of it that lie here, in order: one slice, but for
-            devices whose parts are no neighbours.
+            Sorted slices of this process for each dimension of a sample (without the
+            batch dimension), by the path of a batch leaf. There is one slice if the
+            devices' parts are adjacent.
         """
         batch_regions = {}
         shardings = self._runner.batch_shardings
@@ -406,15 +406,13 @@ class TrainStep:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Returns the measured seconds of a micro-batch on each replica; 0 where not
-        known.
-        """
+        """The measured seconds of a micro-batch on each replica; 0 if unknown."""
         runner = self._runner
         return runner.seconds if isinstance(runner, AdaptiveSharesRunner) else ()
 
     @property
     def rebalances(self) -> bool:
-        """Shares follow what replicas are measured to take. May be set."""
+        """Whether shares follow the measured times of replicas. It can be set."""
         runner = self._runner
         return isinstance(runner, AdaptiveSharesRunner) and runner.rebalances
 
@@ -437,10 +435,10 @@ class TrainStep:
 
     @without_mesh
     def lower(self, state: TrainState | None = None) -> Any:
-        """The lowered step (``jax.stages.Lowered``), for looking at the program.
+        """Returns the lowered step (``jax.stages.Lowered``), to inspect the program.
 
         Args:
-            state: A state, or None for an abstract one.
+            state: State, or None for an abstract one.
         """
         if state is None:
             state = self.abstract_state()
@@ -453,20 +451,20 @@ class TrainStep:
     def profile(
         self, state: TrainState, batch: Any, *, steps: int = 5
     ) -> tuple[TrainState, StepProfile]:
-        """Traces some steps, and sets what was measured beside what is predicted.
+        """Traces some steps, and compares measured with predicted times.
 
         Args:
             state: State to train; its buffers are donated.
-            batch: The global batch of every step.
-            steps: Number of steps that are traced, after two that are not.
+            batch: Global batch of every step.
+            steps: Number of traced steps, after two untraced ones.
 
         Returns:
             The state after the last step, and the profile: ``print`` shows it, and
             ``save`` writes a file for Perfetto.
 
         Raises:
-            PlanError: As a step does.
-            WhaleError: The trace holds no step.
+            PlanError: As for a step.
+            WhaleError: The trace has no step.
         """
         from whalejax.runtime.profiling.step_profile import profiled
 
@@ -488,12 +486,12 @@ class TrainStep:
 
     @without_mesh
     def rehearse(self) -> CompiledStages:
-        """The compiled programs of stages that have their own, and what they hold.
+        """Compiles the stage programs, and returns them with their memory.
 
-        Nothing is run.
+        It runs nothing.
 
         Raises:
-            PlanError: The plan has one program, which ``lower`` gives, or several
+            PlanError: The plan has one program, which ``lower`` returns, or several
                 pipelines.
         """
         if self.plan.pipelines:
@@ -511,7 +509,7 @@ class TrainStep:
 
     @without_mesh
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and layouts of the state, with no array behind them."""
+        """Returns the abstract state: shapes, dtypes and shardings."""
         shapes = abstract_state(self._runner.program, self._origin)
         abstract: TrainState = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -521,15 +519,15 @@ class TrainStep:
         return abstract
 
     def save(self, path: str | os.PathLike[str], state: TrainState) -> None:
-        """Writes a checkpoint; it appears whole or not at all.
+        """Writes a checkpoint atomically.
 
         Args:
-            path: A directory that does not exist yet.
+            path: Directory that does not exist yet.
             state: State to write; it is not donated.
 
         Raises:
-            WhaleError: It cannot be written there, with what to do about it, or the
-                state was consumed. Nothing is left of what was written.
+            WhaleError: It cannot be written (the message gives a remedy), or the state
+                was donated. No files remain.
         """
         from whalejax.runtime.checkpoint import save
 
@@ -541,20 +539,20 @@ class TrainStep:
 
     @without_mesh
     def adopt(self, state: TrainState) -> TrainState:
-        """A copy of another step's state in this one's layout, by way of the devices.
+        """Copies another step's state to this step's layout, from device to device.
 
-        Steps take each other's states as they are where the layout is the same: the
-        same plan compiled again, another loss, another batch size. Where it is not,
-        arrays go from device to device, and by no file or host memory.
+        It is not needed if the layout is the same, as for the same plan compiled again,
+        another loss or another batch size. Otherwise arrays move between devices,
+        without files or host memory.
 
         Args:
             state: State of the other step; it is not donated. It must be of the same
-                model and, where this step trains, with an optimizer's state of the same
+                model and, if this step trains, have an optimizer state of the same
                 form.
 
         Raises:
-            PlanError: It is consumed, another model's or optimizer's, or several
-                processes hold its arrays on other devices than this step.
+            PlanError: The state was donated, is another model's or optimizer's, or
+                several processes have its arrays on other devices than this step.
         """
         return adopted(state, self.abstract_state())
 
@@ -566,14 +564,14 @@ class TrainStep:
         *,
         rng: Any,
     ) -> TrainState:
-        """The newest whole checkpoint in a folder, or a new state where there is none.
+        """Restores the newest undamaged checkpoint in a folder, or else initialises.
 
-        A script that begins with it and saves as ``folder/step_000100`` can be ended
-        and started again at any time, with other processes too.
+        A script that begins with it and saves as ``folder/step_000100`` can be stopped
+        and restarted at any time, also with another number of processes.
 
         Args:
-            folder: Folder of checkpoints; it need not exist. Damaged ones are renamed,
-                with a warning.
+            folder: Folder of checkpoints; it need not exist. Damaged checkpoints are
+                renamed, with a warning.
             make_model, rng: Arguments of ``init``, unchanged.
 
         Raises:
@@ -596,24 +594,23 @@ class TrainStep:
         only: Literal["model"] | None = None,
         keep_schedule: bool | None = None,
     ) -> TrainState:
-        """Reads a checkpoint into this plan's layout, whatever plan wrote it.
+        """Reads a checkpoint of any plan into this plan's layout.
 
-        Before anything is used, the files are compared with the hashes that were
-        written with them.
+        The files' hashes are checked before anything is used.
 
         Args:
             path: Path of a checkpoint of ``save``.
-            only: ``"model"`` takes parameters and what else belongs to the model, the
-                run's random key and the numbers of steps and samples; the optimizer's
-                state and the loss scale begin anew. So a model is trained on with
-                another optimizer or schedule, or evaluated.
-            keep_schedule: With ``only="model"``, whether schedules of the optimizer go
-                on from as many updates as the checkpoint's had made. Else they begin at
-                0, whatever ``state.step`` is; left out, a warning says so.
+            only: ``"model"`` reads the model's parameters and other state, the run's
+                random key, and the numbers of steps and samples; the optimizer's state
+                and the loss scale are initialised. Use it to continue with another
+                optimizer or schedule, or to evaluate.
+            keep_schedule: With ``only="model"``, whether schedules of the optimizer
+                continue from the checkpoint's number of updates. Otherwise they start
+                at 0, for any ``state.step``; None does so with a warning.
 
         Raises:
-            WhaleError: No checkpoint is there, it is damaged, or it is another model's;
-                or ``keep_schedule`` has nothing to keep.
+            WhaleError: No checkpoint exists, it is damaged, or it is another model's;
+                or ``keep_schedule`` is True and there is no schedule.
         """
         from whalejax.runtime.checkpoint import restore, restore_model
 
@@ -660,34 +657,34 @@ def compile(
     replace_every: int | None = None,
     section_run: SectionRun | None = None,
 ) -> TrainStep:
-    """Turns a plan into a step that runs.
+    """Compiles a plan into a step.
 
     Args:
-        plan: From ``wh.plan`` or ``wh.Plan.load``.
-        loss_fn: The loss the plan was made for.
-        model: The same model, abstract or real.
-        optimizer: An optax transformation; plain evaluation needs none.
-        batch: The global batch, abstract or real, where it has containers other than
-            dictionaries, lists and tuples; otherwise the plan knows it.
+        plan: Plan from ``wh.plan`` or ``wh.Plan.load``.
+        loss_fn: Loss of the plan.
+        model: Model of the plan, abstract or real.
+        optimizer: Optax transformation; evaluation needs none.
+        batch: Global batch, abstract or real; needed only if it has containers other
+            than dictionaries, lists and tuples.
         trainable, axis_names, batch_axes: Arguments of ``wh.plan``, unchanged.
-        devices: The devices to run on, in node order; all of them if left out.
-        out_of_range: With tables, what becomes of ids that have no row: ``"error"``
-            checks every batch before it is used, ``"clip"`` takes the nearest row.
-        job: With tables in processes of their own, the job whose batches they make, as
-            the command line names it, for ``SectionsStep.run``.
-        job_settings: Settings of that job.
-        replace_every: With tables, steps after which they are placed anew where their
-            lookups show that it wins; see ``wh.compile_tables``.
-        section_run: With tables in processes of their own, where these run, and what is
-            kept for a process that is started in place of this one.
+        devices: Devices in node order; None uses all.
+        out_of_range: With tables, treatment of ids without a row: ``"error"`` checks
+            every batch before it is used, ``"clip"`` takes the nearest row.
+        job: With tables in separate processes, name on the command line of the job
+            whose batches they make for ``SectionsStep.run``.
+        job_settings: Options of that job.
+        replace_every: With tables, number of steps after which they are placed again if
+            their lookups show a gain; see ``wh.compile_tables``.
+        section_run: With tables in separate processes, their hosts, and the state that
+            is saved for a successor of this process.
 
     Returns:
-        The ``TrainStep``; of a plan with tables the ``TableStep`` or ``SectionsStep``.
-        Nothing is compiled before it is called.
+        The ``TrainStep``; for a plan with tables a ``TableStep`` or ``SectionsStep``.
+        Nothing is compiled before its first call.
 
     Raises:
         PlanError: The plan is for another model, batch or machine, or cannot run yet;
-            found before anything compiles.
+            raised before anything compiles.
     """
     from whalejax.lowering.batch_record import batch_of
 
@@ -714,7 +711,7 @@ def compile(
     check_order("wh.compile(plan, loss_fn, model)", loss_fn, model, batch)
     if batch is not None:
         check_planned(plan, batch, batch_axes)
-    devices_of(plan, devices)  # before anything takes time
+    devices_of(plan, devices)  # checked before slow work
     return step_of(
         plan,
         adapt(model, loss_fn, trainable=trainable, axis_names=axis_names),
@@ -726,7 +723,7 @@ def compile(
 
 
 def _check_plan(plan: Any, loss_fn: Any, model: Any) -> None:
-    """Refuses what is no plan that runs, or stands in another argument's place."""
+    """Refuses a plan that cannot run, or arguments in the wrong order."""
     if isinstance(loss_fn, Plan) or isinstance(model, Plan):
         raise PlanError(
             "the plan stands where the loss or the model is expected. The order is "
@@ -786,12 +783,12 @@ def step_of(
     batch_axes: Any,
     devices: Any,
 ) -> TrainStep:
-    """``compile`` for a model that was adapted.
+    """Implements ``compile`` for an adapted model.
 
     Args:
-        plan: A runnable one.
-        adapter: The model as it is, at no other precision.
-        example: The global batch, abstract or real.
+        plan: Runnable plan.
+        adapter: Model in its original precision.
+        example: Global batch, abstract or real.
         optimizer, batch_axes, devices: Arguments of ``compile``, unchanged.
     """
     chosen = devices_of(plan, devices)
@@ -810,14 +807,14 @@ def step_of(
     try:
         captured = traced(adapter)
     except Exception:
-        check_same_shapes(plan, adapter)  # on which the loss may have failed
+        check_same_shapes(plan, adapter)  # which may have failed the loss
         raise
     check_same_model(plan, captured, example)
     evaluating = adapter.evaluating() if optimizer is None else None
     if evaluating is None:
         check_split(captured, plan)
     check_planned_state(plan, adapter, optimizer)
-    # Ranks that combine what each has of its own run the loss each on its own samples.
+    # With Adasum, each rank runs the loss on its own samples.
     apart = 1 if plan.combine == "mean" else plan.axis_sizes["data"]
     if apart > 1:
         captured = traced(adapter, apart)

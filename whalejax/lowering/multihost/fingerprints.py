@@ -1,10 +1,10 @@
 """Hashes of optimizers (their state and update), which processes compare.
 
-Processes whose optimizers are of another form compile other programs, and wait for
-each other's collectives; where only numbers of theirs differ, their parameters drift
-apart without a word. An optimizer is functions: compared are the state that it keeps
-and what its update computes, with its numbers, each result by what it is made of. The
-order of independent operations is nothing, so that dictionaries may be walked in any.
+Processes with different optimizers compile different programs and wait for each other's
+collectives. If only constants differ, their parameters diverge silently. As an
+optimizer consists of functions, the hash covers its state and the operations of its
+update, with constants; each result is hashed by its inputs. The order of independent
+operations does not count, so dictionaries may be traversed in any order.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 _SIMPLE: Final = (bool, int, float, complex, str, type(None), np.dtype, np.generic)
-"""Parameters of an operation that say what it computes; others may name places."""
+"""Types of parameters that define an operation; others may name source lines."""
 
 Constant = Callable[[Any], str]
 
 
 def fingerprint(program: Program) -> str:
-    """Returns twelve hexadecimal digits of what an optimizer keeps and does.
+    """Returns the hash of an optimizer's state and update: twelve hexadecimal digits.
 
     Args:
-        program: Program whose optimizer updates its parameters; names, shapes and
-            dtypes of both count, and what the update computes.
+        program: Program with the optimizer and its parameters. The hash covers names,
+            shapes and dtypes of both, and the operations of the update.
 
     Raises:
-        WhaleError: Its update takes more than a step has for it.
+        WhaleError: The update needs arguments that a step does not have.
     """
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.adapter.params
@@ -63,7 +63,7 @@ def _digits(*what: object) -> str:
 
 
 def _results(closed: Any, constant: Constant) -> list[str]:
-    """Digits of each result of a program, by its inputs' numbers."""
+    """Returns the hash of each result of a program, with its inputs numbered."""
     jaxpr = getattr(closed, "jaxpr", closed)
     known: dict[Any, str] = {x: f"input {n}" for n, x in enumerate(jaxpr.invars)}
     constants = zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False)
@@ -84,7 +84,7 @@ def _results(closed: Any, constant: Constant) -> list[str]:
 
 
 def _simple_params(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Parameters of an operation but for its name, which nothing depends on."""
+    """Returns the parameters of an operation that count, without its name."""
     return sorted((k, v) for k, v in params.items() if k != "name" and _is_simple(v))
 
 
@@ -99,7 +99,7 @@ def _is_jaxpr(value: object) -> bool:
 
 
 class _Constants:
-    """Constants in a few digits, each looked at once."""
+    """Hashes of constants, each computed once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, str]] = {}

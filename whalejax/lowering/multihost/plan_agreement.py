@@ -1,7 +1,7 @@
 """Compares plans and versions of all processes once, before the first step.
 
-They compare through the service that joined them, not by a collective: programs that
-differ would wait for each other in it.
+They exchange texts through JAX's coordination service, not by a collective, in which
+different programs would wait for each other.
 """
 
 from __future__ import annotations
@@ -32,29 +32,28 @@ if TYPE_CHECKING:
 
 
 WAIT_SECONDS: Final = 300.0
-"""For a process that has not come to the comparison: it may still be planning."""
+"""Deadline for all processes to arrive; a late one may still be planning."""
 
 LOOK_SECONDS: Final = 2.0
-"""Between looks at whether a process that has not come is still there."""
+"""Interval of the checks whether a late process is still alive."""
 
 _rounds = itertools.count()
-"""Programs that are alike compare as often, and in one order."""
+"""Number of the comparison; equal programs compare in the same order."""
 
 
 class Agreement:
-    """Compares what the processes of a mesh are about to do.
+    """Compares the plans, optimizers and versions of a mesh's processes.
 
     Attributes:
-        wait_seconds: For a process that has not come.
+        wait_seconds: Deadline for all processes to arrive.
     """
 
     def __init__(self, mesh: Mesh, *, one_kind: bool = False) -> None:
         """Finds the processes that take part.
 
         Args:
-            mesh: Mesh of all processes; where one process has it alone, nothing is
-                compared.
-            one_kind: Their devices must be of one kind, as one program runs on them.
+            mesh: Mesh of all processes; for a mesh of one process nothing is compared.
+            one_kind: Whether devices must be of one kind, as one program runs on them.
         """
         devices: Any = mesh.devices
         processes = {device.process_index for device in devices.flat}
@@ -70,18 +69,19 @@ class Agreement:
         also: Callable[[], Mapping[str, object]] = dict,
         plan: Plan | None = None,
     ) -> None:
-        """Compare, the first time that it is called; all processes call it.
+        """Compares at the first call only; all processes call it.
 
         Args:
             program: Loss, optimizer and plan; plan and optimizer must be equal in all
                 processes.
-            also: Further values that must be equal, by name; called only where they are
-                compared, as a plan's hash takes longer than many a step.
-            plan: The plan of all processes, if that is not the program's.
+            also: Function that returns further values that must be equal, by name;
+                called only for a comparison, as hashing a plan can take longer than a
+                step.
+            plan: Plan of all processes, if it is not the program's.
 
         Raises:
             PlanError: Processes have other plans, optimizers, versions or kinds of
-                device, or did not come in time; with their numbers.
+                device, or did not arrive in time; lists their numbers.
         """
         if not self._open:
             return
@@ -111,7 +111,7 @@ class Agreement:
 
 
 def differences(found: Sequence[Mapping[str, str]]) -> list[str]:
-    """Describes where processes differ from process 0, with the remedy.
+    """Returns the differences of processes from process 0, with remedies.
 
     Args:
         found: Reports of the processes: text by name.
@@ -158,7 +158,7 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
     while left:
         ended = (
             launch_heartbeat.start_heartbeat().ended_ranks()
-        )  # What one had said would still be there.
+        )  # Read first, so that texts of ended processes are still received below.
         wait = max(0.1, min(end - time.monotonic(), LOOK_SECONDS / len(left)))
         for number in left:
             said = _compat_processes.told_by(f"{folder}/{number}", wait)

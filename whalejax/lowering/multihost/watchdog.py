@@ -1,8 +1,8 @@
-"""Ends a process whose step waits for another one that is gone or stands still.
+"""Ends a process whose step waits for another process that died or hangs.
 
-Of a process that is gone the others get an error. For one that stands still they would
-wait for ever, in programs that Python cannot interrupt; so a thread looks on, says what
-is waited for, and ends the process.
+If a process dies, the others get an error. If one hangs, they would wait for ever, in
+programs that Python cannot interrupt. So a thread watches the steps, reports the wait,
+and ends the process.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from whalejax.planner.pipeline.transfer_order import ScheduledTransfer, words_of
 
 
 LEAST_SECONDS: Final = 300.0
-"""A step may take this long in any case."""
+"""Smallest deadline of a step."""
 
 FIRST_SECONDS: Final = 3600.0
-"""And the first of its kind this long: processes wait in it while others compile."""
+"""Deadline of the first step of a kind, in which processes wait for compilation."""
 
 TIMES_LONGEST: Final = 10
-"""Or so many times as long as the longest before it."""
+"""Deadline of a step, as a multiple of the longest step before it."""
 
 
 def lost_process_error(error: BaseException, where: str) -> WhaleError:
-    """Returns the error for a step that failed because another process is gone; waits
-    to see which.
+    """Returns the error for a step that failed because another process died. ¶ It waits
+    until the heartbeats show which process died.
 
     Args:
         error: Error that JAX raised.
@@ -55,37 +55,37 @@ def lost_process_error(error: BaseException, where: str) -> WhaleError:
 
 
 class Watch:
-    """Watches steps, and evaluations.
+    """Watches steps and evaluations.
 
     Attributes:
-        least_seconds: Least deadline of a step in seconds.
-        first_seconds: Deadline in seconds of the first step of each kind.
-        doing: Kind of step that is being issued.
+        least_seconds: Smallest deadline of a step, in seconds.
+        first_seconds: Deadline of the first step of each kind, in seconds.
+        doing: Part of a step that is being issued, or None.
     """
 
     def __init__(self, *, alone: bool) -> None:
         """Starts the watch unless one process runs alone.
 
         Args:
-            alone: No other process takes part, so that nothing is watched.
+            alone: Whether no other process takes part, so nothing is watched.
         """
         self._alone = alone
         self.least_seconds = LEAST_SECONDS
         self.first_seconds = FIRST_SECONDS
         self.doing: ScheduleRow | ScheduledTransfer | None = None
         self._failed = ""
-        # Of each kind, the seconds of the longest so far but the first.
+        # Longest seconds of each kind, without the first.
         self._longest: dict[str, float] = {}
-        # Of each that has not ended its kind, its beginning, and what it will give.
+        # Kind, start and future results of each unfinished step.
         self._open: deque[tuple[str, float, Sequence[Any] | None]] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def begin(self, kind: str) -> None:
-        """One is about to be issued.
+        """Starts to watch a step, before it is issued.
 
         Raises:
-            WhaleError: One before it failed here, in which others may still wait.
+            WhaleError: An earlier step failed here, and others may still wait in it.
         """
         if self._alone:
             return
@@ -107,20 +107,20 @@ class Watch:
             self._thread.start()
 
     def issued(self, results: Sequence[Any]) -> None:
-        """All of it is issued; it ends when its results are there."""
+        """Sets the results of the issued step; it ends when they are ready."""
         if not self._alone:
             with self._lock:
                 self._open.append((*self._open.pop()[:2], results))
 
     @contextmanager
     def step(self, kind: str = "a step") -> Iterator[None]:
-        """Watches the issuing of a step, or of something else.
+        """Watches a block that issues a step or other work.
 
         Args:
-            kind: Name of what is issued, for the message.
+            kind: Name of the work, for the message.
 
         Raises:
-            WhaleError: A process that takes part is gone, or one before it failed.
+            WhaleError: A process died, or an earlier step failed.
         """
         self.begin(kind)
         try:
@@ -134,16 +134,16 @@ class Watch:
             raise
 
     def _settle(self) -> None:
-        """Notes the end of those that have ended."""
+        """Removes finished steps and updates the longest seconds."""
         while self._open and _results_ready(self._open[0][2]):
             kind, began, _ = self._open.popleft()
             took, longest = time.monotonic() - began, self._longest.get(kind)
-            # The first compiles, and says nothing of those that follow.
+            # The first one compiles, so its time does not count.
             self._longest[kind] = 0.0 if longest is None else max(took, longest)
 
     def _overdue(self) -> tuple[str, float, float] | None:
-        """Returns what is overdue, its seconds, and the longest seconds of earlier
-        ones.
+        """Returns an overdue kind, its seconds, and the longest earlier seconds; or
+        None.
         """
         with self._lock:
             self._settle()
@@ -158,7 +158,7 @@ class Watch:
             )
             if (
                 launch_heartbeat.start_heartbeat().ended_ranks()
-            ):  # for one that has gone home nobody need wait
+            ):  # ended processes will not answer
                 allowed = min(
                     allowed, launch_heartbeat.start_heartbeat().silent_seconds
                 )
@@ -196,5 +196,5 @@ def _results_ready(results: Sequence[Any] | None) -> bool:
         return False
     try:
         return all(x.is_deleted() or x.is_ready() for x in results)
-    except RuntimeError:  # consumed in this very moment
+    except RuntimeError:  # donated at this moment
         return True

@@ -1,8 +1,8 @@
-"""Stages with programs of their own, compiled as a step runs them; nothing is run.
+"""Compiles stage programs as a step runs them, without running them.
 
-Every program is compiled for values in the layouts in which the programs before it give
-them. By the rows of the schedule this tells what a device of each stage holds when, and
-what goes from stage to stage.
+Every program is compiled for the output shardings of the programs before it. With the
+rows of the schedule, this gives the memory of each stage over time, and the transfers
+between stages.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class StageProgram:
     Attributes:
         stage: Number of the stage.
         name: Purpose of the program, such as ``"forward of part 0"``.
-        runs: Runs of the program in a step.
-        compiled: The program, a ``jax.stages.Compiled``.
+        runs: Number of runs of the program in a step.
+        compiled: Compiled program, a ``jax.stages.Compiled``.
     """
 
     stage: int
@@ -49,10 +49,10 @@ class StageMemory:
 
     Attributes:
         params_bytes: Parameters, with copies of those that another stage stores.
-        optimizer_bytes: Their optimizer state.
-        gradients_bytes: Gradients, as they are added up.
-        kept_bytes: The batch, what is not trained, and at its most what micro-batches
-            in flight keep for their backward pass.
+        optimizer_bytes: Optimizer state of the parameters.
+        gradients_bytes: Accumulated gradients.
+        kept_bytes: Batch, non-trainable state, and the largest sum of residuals of
+            micro-batches in flight.
         temporary_bytes: Bytes above the other terms at the peak: a program's
             temporaries, inputs and outputs.
     """
@@ -65,7 +65,7 @@ class StageMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """All of it."""
+        """The sum of all terms."""
         return (
             self.params_bytes
             + self.optimizer_bytes
@@ -83,7 +83,7 @@ class PartTransferBytes:
         part: Number of the part.
         action: ``forward`` for values, ``backward`` for cotangents of them.
         times: Number of transfers in a step.
-        nbytes: Each time.
+        nbytes: Bytes of each transfer.
     """
 
     part: int
@@ -94,16 +94,15 @@ class PartTransferBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStages:
-    """The programs of stages, and what they hold and move.
+    """Compiled stage programs, with their memory and transfers.
 
     Attributes:
         programs: Compiled programs by part, in the order in which a step first runs
             them.
         memory: Memory of a device of each stage.
-        moved: Between parts.
-        once_bytes: For each stage, what its devices are given once in a step: inputs
-            that another stage holds, and gradients that another made of parameters
-            that it stores.
+        moved: Transfers between parts.
+        once_bytes: Bytes that the devices of each stage receive once in a step: inputs
+            of another stage, and gradients from other stages of its parameters.
     """
 
     programs: tuple[StageProgram, ...]
@@ -119,7 +118,7 @@ def compile_stages(
 
     Args:
         apart: Executor of the stages.
-        state: Shapes, dtypes and layouts of the state.
+        state: Abstract state with shardings.
         batch: Abstract leaves of the flat batch.
     """
     return _Rehearsing(apart, state, batch).compile_all()
@@ -127,11 +126,11 @@ def compile_stages(
 
 @dataclass(slots=True)
 class _Site:
-    """A place with its programs.
+    """Memory of the programs of a virtual stage.
 
     Attributes:
-        kept: Bytes that a micro-batch in flight keeps after each action.
-        above: Bytes on top while each action runs.
+        kept: Bytes that a micro-batch in flight saves after each action.
+        above: Additional bytes while each action runs.
     """
 
     kept: dict[Action, int] = field(default_factory=dict)
@@ -139,8 +138,6 @@ class _Site:
 
 
 class _Rehearsing:
-    """One rehearsal of a step."""
-
     def __init__(self, apart: StageExecutor, state: Any, batch: Sequence[Any]) -> None:
         self.apart = apart
         self.state = state
@@ -166,7 +163,7 @@ class _Rehearsing:
     # Programs.
 
     def _site(self, site: VirtualStagePrograms) -> _Site:
-        """Compiles the programs of a place."""
+        """Compiles the programs of a virtual stage, and returns their memory."""
         place, names, result = site.place, site.place.names, _Site()
         whole = self.apart.whole[site.stage]
         values = self._common(site)
@@ -216,7 +213,7 @@ class _Rehearsing:
         before: Sequence[Any],
         found: _Site,
     ) -> Any:
-        """Compiles a program; what it gives."""
+        """Compiles a program, and returns its abstract results."""
         lowered = piece.program.lower([values[n] for n in piece.reads], list(before))
         compiled = lowered.compile()
         self.programs.append(
@@ -265,7 +262,7 @@ class _Rehearsing:
         return self.apart.moves.layout(value, place)
 
     def _finishing(self) -> list[int]:
-        """Compiles the update; bytes on top of what each stage holds while it runs."""
+        """Compiles the update, and returns its additional bytes on each stage."""
         apart, above = self.apart, [0] * len(self.apart.plans)
         end = apart.whole[-1]
         sums = jax.tree.map(lambda x: aval_with_sharding(x, end), apart.sums)
@@ -320,7 +317,8 @@ class _Rehearsing:
         )
 
     def _in_flight(self, stage: int) -> tuple[int, int]:
-        """The most that micro-batches keep, and what comes on top at the fullest."""
+        """Returns the bytes of residuals in flight, and the additional bytes at the
+        peak."""
         now = most = fullest = 0
         stages = self.apart.table.num_stages
         held: dict[tuple[int, int], int] = {}
@@ -338,7 +336,7 @@ class _Rehearsing:
         return [site for site in self.apart.sites if site.stage == stage]
 
     def _replicated_inputs(self, stage: int) -> set[int]:
-        """Inputs of the loss that a stage reads and another holds."""
+        """Returns the inputs of the loss that a stage reads and another stage owns."""
         return {
             n
             for site in self._of(stage)
@@ -346,16 +344,16 @@ class _Rehearsing:
             if self.apart.owner(n) != stage
         }
 
-    # What goes from stage to stage.
+    # # Transfers between stages.
 
     def _part_transfers(self) -> Iterator[PartTransferBytes]:
-        """Yields the transfers of each part in a micro-batch."""
+        """Yields the transfers of each part."""
         apart = self.apart
         sums: dict[tuple[int, Action], int] = {}
         for action, places in apart.moves.targets.items():
             for source, targets in enumerate(places):
                 for target, values in targets.items():
-                    # What a part hands back lies on others' devices then.
+                    # A part's cotangents are then on the devices of the target.
                     part = target if action == "forward" else source
                     sums[part, action] = sums.get((part, action), 0) + _nbytes(
                         aval_with_sharding(apart.avals[v], self._handing(v, target))
@@ -383,14 +381,14 @@ class _Rehearsing:
 
 
 def _above(compiled: Any) -> int:
-    """Bytes of a program's temporaries and of what it gives anew."""
+    """Returns the bytes of a program's temporaries and new outputs."""
     stats = compiled.memory_analysis()
     fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return int(stats.temp_size_in_bytes + fresh)
 
 
 def _nbytes(values: Iterable[Any]) -> int:
-    """Bytes of arrays on one device."""
+    """Returns the bytes of arrays on one device."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * _compat.itemsize_bytes(x.dtype)
         for x in values

@@ -1,7 +1,7 @@
-"""Stages with programs of their own that evaluate the states of another runner.
+"""Stage programs that evaluate the states of another runner.
 
-A model in evaluation mode reads less than it does in training, such as no random keys;
-what it does not read lies where the runner that trains it has it.
+A model in evaluation mode reads fewer inputs than in training, for instance no random
+keys. Unread inputs stay on the stages of the training runner.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from whalejax.lowering.pipeline_mpmd.stage_programs_executor import (
 
 
 class StageProgramsEvaluator(StageProgramsExecutor):
-    """Evaluates what another runner of the same plan trains; see
-    ``StageProgramsExecutor``.
-    """
+    """Evaluates the states of the ``StageProgramsExecutor`` of the same plan."""
 
     def __init__(self, home: StageProgramsExecutor, *args: Any) -> None:
         """Traces the loss in evaluation mode for its shapes; compiles nothing.

@@ -17,19 +17,18 @@ from whalejax.planner.plan.plan import Plan
 
 
 class StageExecutor(Protocol):
-    """Stages with programs of their own, laid out and compiled;
-    ``stage_programs_executor.StageProgramsExecutor``.
+    """Interface of ``stage_programs_executor.StageProgramsExecutor``.
 
     Attributes:
         plan, plans: Plan of the model and of each stage.
         mesh, meshes: Mesh of all stages, and of each.
-        whole: For each stage, the layout of what all its devices hold.
-        here: For each stage, whether this process has devices of it.
-        division: The loss in parts.
+        whole: Sharding of each stage that replicates over all its devices.
+        here: Whether this process has devices of each stage.
+        division: Division of the loss into parts.
         table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
-        layouts: For each stage, the layouts of values.
+        layouts: Shardings of values on each stage.
         moves: Transfers between stages.
-        finish: The end of a step.
+        finish: Program at the end of a step.
         program: Loss, optimizer and plan of the model.
     """
 
@@ -62,7 +61,7 @@ class StageExecutor(Protocol):
     @functools.cached_property
     def numbers(self) -> Sequence[Any]: ...
     def total(self, values: Sequence[Any]) -> Any:
-        """The sum of arrays on one stage."""
+        """Returns the sum of arrays on one stage."""
         ...
 
     @functools.cached_property
@@ -74,13 +73,13 @@ class StageExecutor(Protocol):
         ...
 
     def owner(self, number: int) -> int:
-        """The stage that holds an input of the loss."""
+        """Returns the stage that owns an input of the loss."""
         ...
 
     def input_sharding(self, number: int, stage: int) -> NamedSharding:
-        """The layout of an input of the loss on a stage."""
+        """Returns the sharding of an input of the loss on a stage."""
         ...
 
     def gradient_sharding(self, number: int, stage: int) -> NamedSharding:
-        """The layout of a gradient on a stage."""
+        """Returns the sharding of a gradient on a stage."""
         ...

@@ -1,8 +1,8 @@
 """Transfers of arrays from the devices of one stage to those of another.
 
 Within a process arrays are copied. Across processes a small program over the devices of
-both stages permutes what they hold, device by device. Such programs are collectives:
-all processes that hold devices of one launch them in the same order.
+both stages permutes shards, device by device. Such programs are collectives: all
+processes with devices of one must launch them in the same order.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from whalejax.planner.pipeline.layer_stack import STAGE
 
 
 Coming = Callable[[], list[Any]]
-"""Gives arrays that are on their way; waits until they are issued."""
+"""Returns arrays whose transfer is pending; waits until it is issued."""
 
 
 class TransferThread:
-    """A thread of its own, where one hand-over is made after the other.
+    """A thread that issues transfers in order.
 
-    After one that failed none is made any more: the other process would take the next
-    one for it.
+    After a failed transfer it issues no more, as the other process would mistake the
+    next one for it.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class TransferThread:
     def submit(
         self, hand: Callable[[Sequence[Any]], list[Any]], arrays: Sequence[Any]
     ) -> Future[list[Any]]:
-        """Makes a hand-over when those before it are made.
+        """Issues a transfer after the earlier ones.
 
         Args:
-            hand: Makes it.
-            arrays: Arrays that ``hand`` takes.
+            hand: Function that transfers arrays.
+            arrays: Arguments of ``hand``.
         """
         before = self._last
 
@@ -67,12 +67,12 @@ class TransferThread:
         return self._last
 
     def settle(self) -> list[Any]:
-        """Waits until all are issued; what the last one gave, or the error of one."""
+        """Waits until all are issued; returns the last result or raises the error."""
         return [] if self._last is None else self._last.result()
 
 
 class StageChannel:
-    """From the devices of one stage to as many of another, for some arrays."""
+    """Transfers arrays from the devices of one stage to equally many of another."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class StageChannel:
 
         Args:
             avals: Shapes and dtypes.
-            sources: Layouts on the stage that has the arrays, about; they may come
-                with others on its devices.
-            targets: Layouts on the stage that takes them.
-            alone: Nothing else is done until it is sent.
+            sources: Expected shardings on the sending stage; arrays may have others on
+                its devices.
+            targets: Shardings on the receiving stage.
+            alone: Whether no other work is in flight during the transfer.
         """
         self._targets = list(targets)
         devices: set[Any] = set()
@@ -104,11 +104,11 @@ class StageChannel:
     def send(
         self, arrays: Sequence[Any], aside: TransferThread | None = None
     ) -> Coming:
-        """The arrays on the other stage; None for each if that is not here.
+        """Sends arrays; returns them on the other stage, or None for each.
 
         Args:
-            arrays: Arrays of this process, or None for each that it does not hold.
-            aside: Thread that waits for other processes, if not this one.
+            arrays: Arrays of this process, or None for each that it does not have.
+            aside: Thread that waits for other processes; None uses this thread.
         """
         if not self._here:
             return lambda: [None] * len(self._targets)
@@ -119,7 +119,7 @@ class StageChannel:
 
 
 class _CrossProcessTransfer:
-    """From stage to stage by one program: each device to that in its place."""
+    """Transfers arrays by one program, from each device to the one at its position."""
 
     def __init__(
         self, avals: Sequence[Any], source: Any, targets: Sequence[NamedSharding]
@@ -153,16 +153,14 @@ class _CrossProcessTransfer:
         def hand(xs: Sequence[Any]) -> list[Any]:
             return [jax.lax.ppermute(x, STAGE, [(0, 1)]) for x in xs]
 
-        # Compiled here, as it may be run in a thread without this one's settings.
+        # Compiled here, as the thread that runs it may lack this one's JAX settings.
         crossing = jax.shard_map(hand, mesh=pair, in_specs=(both,), out_specs=both)
         self.hand = jax.jit(crossing).lower(self.joint).compile()
 
     def _wrapping(
         self, avals: Sequence[Any], raw: Sequence[Any], targets: Sequence[NamedSharding]
     ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-        """Returns the functions that convert arrays to the layout of the transfer, and
-        back.
-        """
+        """Returns functions that convert arrays to the transfer's layout, and back."""
         impls = [impl_of(a) for a in avals]
 
         def unwrap(xs: Sequence[Any]) -> list[Any]:
@@ -181,7 +179,7 @@ class _CrossProcessTransfer:
     def send(
         self, arrays: Sequence[Any], aside: TransferThread | None, *, alone: bool
     ) -> Coming:
-        """The arrays on the other side; None for each if that is not here."""
+        """Sends arrays; returns them on the other stage, or None if it is not here."""
         if self.sends and not self._as_sent(arrays):
             arrays = self.unwrap(list(arrays))
         if aside is None:
@@ -191,14 +189,14 @@ class _CrossProcessTransfer:
         return lambda: self._received_arrays(waiting.result())
 
     def _as_sent(self, arrays: Sequence[Any]) -> bool:
-        """Every device holds what the device in its place takes."""
+        """Whether every device has the shard that its counterpart expects."""
         return all(self.plain) and all(
             x.sharding.is_equivalent_to(like, x.ndim)
             for x, like in zip(arrays, self.like, strict=True)
         )
 
     def _cross_at_once(self, arrays: Sequence[Any]) -> list[Any]:
-        # Else the program would wait for the other side where others compute.
+        # Otherwise the program would block threads that the computation needs.
         if self.sends:
             jax.block_until_ready(arrays)
         return self._cross(arrays)

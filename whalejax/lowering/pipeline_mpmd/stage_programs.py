@@ -1,4 +1,4 @@
-"""The programs of a place of a pipeline, cut from one and compiled."""
+"""The compiled programs of a virtual stage, divided from its traced program."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from whalejax.lowering.pipeline_mpmd.stage_trace import TracedVirtualStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledPart:
-    """A compiled part of a place's program.
+    """A compiled part of a virtual stage's program.
 
     Attributes:
-        reads: Numbers of the values that it takes.
+        reads: Numbers of the values that the part reads.
         gives: Operands that the part returns.
-        program: From values, and from what it adds to, to both; a ``jax.jit``.
+        program: ``jax.jit`` function from values and sums to new values and sums.
         mesh: Devices on which it runs.
     """
 
@@ -46,15 +46,16 @@ class CompiledPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualStagePrograms:
-    """A place with its compiled programs.
+    """A virtual stage with its compiled programs.
 
     Attributes:
         number: Number of the virtual stage.
-        stage: Stage that holds it.
+        stage: Stage of the virtual stage.
         place: Traced forward and backward pass.
-        forward: Makes what it hands on, what it keeps, and adds to the sums.
-        backward: Makes cotangents, and adds to the gradients.
-        weight: Adds to the gradients, where the schedule splits the backward.
+        forward: Program that computes exports and residuals, and adds to the sums.
+        backward: Program that computes cotangents, and adds to the gradients.
+        weight: Program that adds to the gradients, if the schedule splits the backward
+            pass; otherwise None.
         forward_only: Program like ``forward`` that saves no residuals.
     """
 
@@ -68,7 +69,7 @@ class VirtualStagePrograms:
 
     @property
     def later(self) -> set[int]:
-        """Numbers of what the backward pass reads, or those behind it."""
+        """Numbers of the values that the backward or the weight program reads."""
         return {*self.backward.reads, *(self.weight.reads if self.weight else ())}
 
 
@@ -81,14 +82,14 @@ def site_of(
     splits: bool,
     options: Any,
 ) -> VirtualStagePrograms:
-    """A place with its programs, which are compiled when they are run.
+    """Returns a virtual stage with its programs, which compile at their first run.
 
     Args:
         number: Number of the virtual stage.
-        stage: Stage that holds it.
+        stage: Stage of the virtual stage.
         place: Traced forward and backward pass.
         mesh: Devices of the stage.
-        splits: Gradients of parameters are made in a program of their own.
+        splits: Whether a separate program computes the parameters' gradients.
         options: XLA options of the compiler.
     """
     names, steps, kept = place.names, place.steps, place.residuals
@@ -140,17 +141,17 @@ def _piece(
     options: Any,
     also: Sequence[Step],
 ) -> CompiledPart:
-    """A part of a place's program, compiled when it is run.
+    """Returns a part of a virtual stage's program, which compiles at its first run.
 
     Args:
         name: Name of the compiled program.
-        steps: All of it.
+        steps: Full program.
         gives: Operands that the part returns; the last ``added`` are added to sums.
-        given: Numbers of the values that the part may take.
+        given: Numbers of the values that the part may read.
         added: Number of results that are added to sums.
         mesh: Devices on which it runs.
         options: XLA options of the compiler.
-        also: Further steps that the part runs.
+        also: Additional steps that the part runs.
     """
     _, reads = steps.needed(gives, given, also)
     first = len(gives) - added

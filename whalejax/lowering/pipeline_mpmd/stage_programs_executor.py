@@ -1,8 +1,8 @@
-"""The ``pipeline_mpmd`` executor: stages with programs of their own.
+"""The ``pipeline_mpmd`` executor: stage programs.
 
-Every stage has devices and a layout of its own, and compiles a forward and a backward
-program for each of its parts of the model. Rows of the schedule and what they hand over
-are issued in one order, by every process as far as its own devices take part.
+Every stage has its own devices and layout, and compiles a forward and a backward
+program for each of its virtual stages. All processes issue the rows of the schedule and
+the transfers in one order, each for its own devices.
 
 The module is long because one class has the whole step: sums, forward and backward
 programs, transfers and the update.
@@ -68,12 +68,12 @@ from whalejax.planner.search.spmd_search import analysed_for
 
 
 _ALL = -1
-"""Stands for all stages where that of a leaf is asked for."""
+"""Stage number of a leaf that is on all stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MultiMeshProgram(Program):
-    """The program of the whole model, whose parameters lie on several meshes.
+    """Program of the full model, with parameters on several meshes.
 
     Attributes:
         meshes: Mesh of each parameter.
@@ -92,14 +92,14 @@ class _MultiMeshProgram(Program):
 
 
 class StageProgramsExecutor(StepRunner):
-    """Runs a plan whose stages have programs of their own; see ``runner.Runner``.
+    """Runs a plan with stage programs; see ``runner.Runner``.
 
     Attributes:
-        plan: Plan that it runs.
-        captured: The loss.
+        plan: Plan of the executor.
+        captured: Captured loss.
         plans, meshes: Plan and mesh of each stage.
-        whole: For each stage, the layout of what all its devices hold.
-        division: The loss in parts.
+        whole: Sharding of each stage that replicates over all its devices.
+        division: Division of the loss into parts.
         table: Pipeline schedule: rows of (tick, stage, chunk, micro-batch, action).
     """
 
@@ -162,7 +162,7 @@ class StageProgramsExecutor(StepRunner):
         )
         self.finish, self._report = self._finishing()
 
-    # Starting.
+    # # Initialisation.
 
     def init_state(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
         whole = fresh_state(self.program, self._origin, build)
@@ -198,7 +198,7 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def stages(self) -> TrainState:
-        """The stage where each leaf of the state lies, or ``_ALL``."""
+        """The stage of each leaf of the state, or ``_ALL``."""
         return self._state(
             params=self._owners,
             followers=self._owners,
@@ -210,21 +210,21 @@ class StageProgramsExecutor(StepRunner):
     def _of_param(
         self, number: int, kind: str, stage: int | None = None
     ) -> NamedSharding:
-        """A layout of a parameter on a stage, its own if left out."""
+        """Returns a sharding of a parameter on a stage; None uses its owner."""
         if stage is None:
             stage = self._owners[number]
         path = self.captured.adapter.param_paths[number]
         return named_sharding(getattr(self.leaf(stage, path), kind), self.meshes[stage])
 
     def _of_rest(self, number: int, stage: int) -> NamedSharding:
-        """A layout of what is not trained on a stage: of weights as planned."""
+        """Returns the sharding of a non-trainable leaf; replicated unless a weight."""
         path = self.captured.adapter.rest_paths[number]
         if number not in self.division.units.frozen_others:
             return self.whole[stage]
         return named_sharding(self.leaf(stage, path).param_spec, self.meshes[stage])
 
     def leaf(self, stage: int, path: str) -> Any:
-        """The plan of a parameter on a stage; what no stage reads lies whole."""
+        """Returns a parameter's plan on a stage; by default, that of the full model."""
         result = (leaf for leaf in self.plans[stage].leaves if leaf.path == path)
         return next(result, self.plan.leaf(path))
 
@@ -236,11 +236,11 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def first_batch(self) -> int:
-        """The number of the first input of the loss that is of the batch."""
+        """The number of the loss's first input that is a batch leaf."""
         return len(self._owners) + len(jax.tree.leaves(self.captured.adapter.rest))
 
     def owner(self, number: int) -> int:
-        """The stage that holds an input of the loss."""
+        """Returns the stage that owns an input of the loss."""
         if number < len(self._owners):
             return self._owners[number]
         home = self._homes.get(number - len(self._owners))
@@ -252,7 +252,7 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def _homes(self) -> dict[int, int]:
-        """Returns the stage of optimizer state that follows parameters of one stage."""
+        """The stages of state that depends on parameters of one stage."""
         return self.captured.steady.homes(self._owners)
 
     def input_sharding(self, number: int, stage: int) -> NamedSharding:
@@ -290,13 +290,12 @@ class StageProgramsExecutor(StepRunner):
         gradients: Sequence[Any],
         rest: Any,
     ) -> tuple[TrainState, Metrics]:
-        """The end of a step, once all micro-batches are done.
+        """Finishes a step after all its micro-batches.
 
         Args:
-            state: Before the step; it is consumed.
-            losses: Sums of the micro-batches' losses; None if another process holds
-                them.
-            gradients: The sum for each parameter, or ``ABSENT``.
+            state: State before the step; it is donated.
+            losses: Sums of the micro-batches' losses; None if another process has them.
+            gradients: Gradient sum of each parameter, or ``ABSENT``.
             rest: Non-trainable state after the last micro-batch.
         """
         sums = replace(
@@ -307,7 +306,7 @@ class StageProgramsExecutor(StepRunner):
         given = [*before, *jax.tree.leaves((sums, rest))]
         with consuming(state):
             results = self.finish(given)
-        # Of what lies elsewhere there is nothing to change.
+        # Leaves of other processes are unchanged.
         leaves = [
             old if new is None else new
             for new, old in zip(results[: len(before)], before, strict=True)
@@ -328,7 +327,7 @@ class StageProgramsExecutor(StepRunner):
         """Returns the loss and metrics of an evaluation.
 
         Args:
-            sums: Sums of the losses; None if another process holds them.
+            sums: Sums of the losses; None if another process has them.
         """
         result = self._evaluation_avals if sums is None else self._metrics(sums)
         told: Evaluation = self._evaluated(jax.tree.leaves(result))
@@ -346,7 +345,7 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def _evaluation_avals(self) -> Evaluation:
-        """Shapes and dtypes of what an evaluation reports."""
+        """The abstract loss and metrics of an evaluation."""
         told: Evaluation = jax.eval_shape(
             functools.partial(evaluation_of, self.program), self.sums
         )
@@ -360,7 +359,7 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def sites(self) -> list[VirtualStagePrograms]:
-        """The places with their programs."""
+        """The virtual stages with their programs."""
         units = self.division.units
         graph = self.captured.graph
         tensors = {
@@ -406,7 +405,7 @@ class StageProgramsExecutor(StepRunner):
     def _program(
         self, stage: int, tensors: Mapping[Value, int | None]
     ) -> tuple[Program, dict[Value, Any]]:
-        """A stage's program, and the layouts of what it is handed and hands on."""
+        """Returns a stage's program, and the specs of its imports and exports."""
         plan, places = self.plans[stage], self._places(stage)
         graph = stage_graph(self.captured.graph, self._dims, self.division, places)
         captured = replace(self.captured, graph=graph)
@@ -431,7 +430,7 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def zeros(self) -> Sequence[tuple[Callable[[], list[Any]], ...]]:
-        """Makers of zero sums and zero gradients, for each place."""
+        """Functions that make zero sums and zero gradients of each virtual stage."""
         zeros: list[Any] = []
         for site in self.sites:
             if not self.here[site.stage]:
@@ -460,7 +459,7 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def numbers(self) -> list[list[Any]]:
-        """Numbers of the micro-batches, for each stage."""
+        """The indices of the micro-batches as arrays on each stage."""
         every = range(self.plan.num_micro_batches)
         return [[put_global(np.int32(m), whole) for m in every] for whole in self.whole]
 
@@ -496,25 +495,23 @@ class StageProgramsExecutor(StepRunner):
         return jax.jit(lambda values: functools.reduce(jnp.add, values))
 
     def total(self, values: Sequence[Any]) -> Any:
-        """The sum of arrays on one stage."""
+        """Returns the sum of arrays on one stage."""
         return values[0] if len(values) == 1 else self._sum(values)
 
     @functools.cached_property
     def wide_params(self) -> list[Any]:
-        """Shape and dtype of the gradient of each parameter, as it is added up."""
+        """The abstract accumulated gradient of each parameter."""
         leaves = jax.tree.leaves(self.abstract.params)
         return [jax.eval_shape(wide, x) for x in leaves]
 
     @functools.cached_property
     def avals(self) -> Mapping[Value, Any]:
-        """Shape and dtype of every value of the loss, of one micro-batch."""
+        """The abstract values of the loss for one micro-batch."""
         return avals_of(self.captured)
 
     @functools.cached_property
     def unread(self) -> dict[int, Callable[[], Any]]:
-        """Returns functions that make the gradients of parameters that nothing reads,
-        by number.
-        """
+        """Functions that make zero gradients of unread parameters, by number."""
         read = {n for site in self.sites for n in site.place.params}
         return {
             n: jax.jit(
@@ -527,7 +524,7 @@ class StageProgramsExecutor(StepRunner):
 
     @functools.cached_property
     def sums(self) -> Sums:
-        """Shapes and dtypes of what the micro-batches add up to, but gradients."""
+        """The abstract sums over micro-batches, without gradients."""
         body, _ = _compat.open_jaxpr(self.captured.jaxpr)
         results = [_compat.abstract(v.aval.shape, v.aval.dtype) for v in body.outvars]
         *told, _ = self.captured.out_tree.unflatten(results)
@@ -540,7 +537,7 @@ class StageProgramsExecutor(StepRunner):
         return sums
 
     def _finishing(self) -> tuple[MultiStageProgram, StageMetrics]:
-        """The update, cut by stages, and what gives its report."""
+        """Returns the update, divided among stages, and a reader of its metrics."""
         state = self.abstract
         sums = replace(self.sums, gradients=tuple(self.wide_params))
         tree: Any
@@ -576,9 +573,7 @@ class StageProgramsExecutor(StepRunner):
         return parted, StageMetrics(shape.unflatten(avals)[1], self.whole)
 
     def _wheres(self, end: int, metrics: Any) -> Any:
-        """Returns stage and sharding of the state, the sums and the non-trainable
-        state.
-        """
+        """Returns the placements of the state, the sums and the non-trainable state."""
         owned = [ValuePlacement(owner=i, consumed=True) for i in self._owners]
         state = self._state(
             params=owned,
@@ -598,7 +593,6 @@ class StageProgramsExecutor(StepRunner):
 
 
 def _division(plan: Plan, captured: Captured) -> Division:
-    """The loss in the parts of a plan."""
     assert plan.stages is not None
     units = units_of(captured)
     if plan.stages.starts:

@@ -1,8 +1,9 @@
 """Traces one virtual stage of a pipeline: its part of the loss, forward and backward.
 
-The part is traced once together with its backward pass, and that program is cut in two,
-or in three where a schedule splits the backward: what comes first keeps what follows
-needs. Or it keeps nothing, and the backward pass begins with what the place was given.
+The part is traced once together with its backward pass. The program is divided into
+two, or three if a schedule splits the backward pass; the first saves residuals for the
+others. Or it saves nothing, and the backward pass starts from the virtual stage's
+inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from whalejax.planner.sharding.layout import Spec
 
 
 class _Absent:
-    """Stands for a value that is made elsewhere and not read here."""
+    """Placeholder of a value of another stage that is not read here."""
 
     def __repr__(self) -> str:
         return "a value of another stage"
@@ -42,9 +43,9 @@ class _StageEquations:
 
     Attributes:
         positions: Positions of the stage's equations in the program.
-        imports: Values that earlier stages transfer to it.
-        wanted: Values that it transfers or reports.
-        found: These, as they were made.
+        imports: Values from earlier stages.
+        wanted: Values that the stage transfers or reports.
+        found: Computed values of ``wanted``.
     """
 
     positions: frozenset[Position]
@@ -65,22 +66,22 @@ class _StageEquations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualStageSignature:
-    """Numbers of what a place takes and gives, in its program.
+    """Numbers of a virtual stage's inputs and outputs in its program.
 
     Attributes:
         params, rest, batch: Numbers of the loss's inputs, in the order of
             ``TracedVirtualStage``.
         imports: Numbers of the imported values, in the order of the part's imports.
         rng, step, number, scale: Numbers of the run's key, the step, the micro-batch
-            and the loss scale; None where there are none.
-        counted: Number of micro-batches that counters have counted.
+            and the loss scale; None if absent.
+        counted: Number of the count of earlier micro-batches, for counters.
         cotangents: Numbers of the cotangents of differentiable exports; the last
-            virtual stage adds that of the loss.
+            virtual stage also has that of the loss.
         exports: Numbers of the exported values, in the order of the part's exports.
         fresh: Numbers of the non-trainable state after the micro-batch, in the order of
             the part's.
-        sums: Total, weight and metrics, flat; of the last place.
-        returns: Cotangents of what it was handed, where a gradient flows through it.
+        sums: Total, weight and metrics, flat; only of the last virtual stage.
+        returns: Cotangents of differentiable imports.
         gradients: Numbers of the parameters' gradients.
     """
 
@@ -103,15 +104,15 @@ class VirtualStageSignature:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedVirtualStage:
-    """A place of a pipeline.
+    """A traced virtual stage of a pipeline.
 
     Attributes:
         part: Part of the program that the virtual stage runs.
         params, rest, batch: Numbers of the loss's inputs that it reads.
-        sent: Exported values that a gradient flows through.
-        received: Imported values that a gradient flows through.
-        steps: Its program, forward and backward.
-        names: Numbers of its inputs and outputs.
+        sent: Differentiable exported values.
+        received: Differentiable imported values.
+        steps: Program of the forward and backward pass.
+        names: Numbers of the program's inputs and outputs.
         sums_tree: Structure of ``(total, weight, metrics)``.
     """
 
@@ -127,12 +128,12 @@ class TracedVirtualStage:
 
     @functools.cached_property
     def late(self) -> frozenset[int]:
-        """Values that only the backward pass makes or receives."""
+        """The values that only the backward pass computes or receives."""
         return frozenset(self.steps.depending(self.names.cotangents))
 
     @functools.cached_property
     def acting(self) -> tuple[Step, ...]:
-        """Steps that do more than compute, such as prints, before the backward pass."""
+        """The steps with effects, such as prints, outside the backward pass."""
         return tuple(
             step
             for step in self.steps.steps
@@ -145,7 +146,7 @@ class TracedVirtualStage:
 
     @functools.cached_property
     def residuals(self) -> list[int]:
-        """Returns the residuals of the forward pass that are no inputs of the stage."""
+        """The residuals of the forward pass that are not inputs of the stage."""
         return self.steps.residual_numbers(self.behind, self.late)
 
 
@@ -154,10 +155,10 @@ class PipelineFacts:
     """Facts that all virtual stages of a pipeline share.
 
     Attributes:
-        units: The loss.
-        avals: Shape and dtype of every value.
-        flows: Values through which a gradient flows.
-        scales: The loss is multiplied before it is differentiated.
+        units: Units of the loss.
+        avals: Abstract values of the loss.
+        flows: Differentiable values.
+        scales: Whether the loss is scaled before differentiation.
     """
 
     units: Units
@@ -175,7 +176,7 @@ def place_of(
     last: bool,
     cuts_batch: bool = True,
 ) -> TracedVirtualStage:
-    """Traces a place.
+    """Traces a virtual stage.
 
     Args:
         program: Program of its stage.
@@ -190,8 +191,6 @@ def place_of(
 
 
 class _Tracer:
-    """Traces one place."""
-
     def __init__(
         self,
         program: Program,
@@ -247,7 +246,7 @@ class _Tracer:
         )
 
     def _aval(self, number: int) -> Any:
-        """Shape and dtype of an input of the loss; of the batch, all that is given."""
+        """Returns the abstract input of the loss; batch leaves have their full size."""
         aval, place = self.facts.avals[(), number], number - self.first_batch
         shape = list(aval.shape)
         if self.cuts_batch and 0 <= place < len(self.program.batch_axes):
@@ -257,7 +256,7 @@ class _Tracer:
         return _compat.abstract(shape, aval.dtype)
 
     def _inputs(self) -> dict[str, Any]:
-        """Shapes and dtypes of what the place takes."""
+        """Returns the abstract inputs of the virtual stage, by name."""
         scalar = _compat.abstract((), jnp.int32)
         cotangents = [self._value(v) for v in self.sent]
         if self.last:
@@ -283,7 +282,7 @@ class _Tracer:
         return _compat.abstract(aval.shape, aval.dtype)
 
     def _joint(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Forward and backward of one micro-batch."""
+        """Runs the forward and backward pass of one micro-batch."""
         scale, imports = (
             given["scale"],
             dict(zip(self.part.imports, given["imports"], strict=True)),
@@ -324,9 +323,7 @@ class _Tracer:
     def _ahead(
         self, params: list[Any], handed: Mapping[Value, Any], given: dict[str, Any]
     ) -> tuple[dict[Value, Any], list[Any], list[Any], Any]:
-        """Returns the exports, the new non-trainable state, the sums and the total
-        loss.
-        """
+        """Returns exports, new non-trainable state, sums and the total loss."""
         program, units = self.program, self.facts.units
         values: dict[int, Any] = dict(zip(self.params, params, strict=True))
         step, number = given["step"], given["number"]
@@ -366,7 +363,7 @@ class _Tracer:
             values[v[1]] if v[0] == () else here.found[v]
             for v in self._new_state_values()
         ]
-        whole = named_sharding((), program.mesh)  # As the state holds it.
+        whole = named_sharding((), program.mesh)  # In the state's sharding.
         fresh = [jax.lax.with_sharding_constraint(x, whole) for x in fresh]
         if not self.last:
             return exports, fresh, [], None
@@ -381,7 +378,7 @@ class _Tracer:
     def _constrain_exports(
         self, values: Sequence[Value], found: Sequence[Any]
     ) -> list[Any]:
-        """Values in the layouts in which they are handed on."""
+        """Constrains values to their transfer shardings."""
         return [
             jax.lax.with_sharding_constraint(
                 x, named_sharding(self.layouts[v], self.program.mesh)
@@ -392,7 +389,6 @@ class _Tracer:
         ]
 
     def _micro_batch(self, number: int, leaf: Any, index: Any) -> Any:
-        """One micro-batch of a leaf of the batch."""
         axis = self.program.batch_axes[number - self.first_batch]
         if axis is None or not self.cuts_batch:
             return leaf

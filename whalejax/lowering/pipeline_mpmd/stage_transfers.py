@@ -25,8 +25,8 @@ from whalejax.planner.pipeline.transfer_order import ScheduledTransfer, issue_or
 class StageTransfers:
     """Moves arrays between the stages of a pipeline.
 
-    Every move is made by all processes in one order, that of the program and of
-    ``order``; a process that holds none of the devices passes over it.
+    All processes make transfers in one order, that of the program and of ``order``; a
+    process without the devices skips a transfer.
     """
 
     def __init__(self, apart: StageExecutor) -> None:
@@ -39,22 +39,20 @@ class StageTransfers:
         self._on_cpus = mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
         alone = all(len({d.process_index for d in row}) == 1 for row in rows)
         if self._on_cpus and alone:
-            # A CPU process that waits for another does nothing else in that thread.
+            # On CPUs a wait for another process blocks the thread.
             self._aside = TransferThread()
 
     def agree(self) -> None:
-        """Compares the plan with that of the other processes, the first time.
+        """Compares the plan with other processes' at the first call.
 
         Raises:
-            PlanError: They have other layouts, or another order.
+            PlanError: Other processes have other layouts or another order.
         """
         apart = self._apart
         self._agreement.check(apart.program, self.described, plan=apart.plan)
 
     def described(self) -> dict[str, object]:
-        """Returns values beside the plan that must be equal in all processes,
-        by name.
-        """
+        """Returns further values that must be equal in all processes, by name."""
         layouts = [
             (
                 plan.model_hash,
@@ -71,7 +69,7 @@ class StageTransfers:
         }
 
     def brought(self, number: int, stage: int, leaf: Any) -> Any:
-        """An input of the loss on another stage; None if that is not here.
+        """Copies an input of the loss to another stage; returns None if it is not here.
 
         Args:
             number: Number of the input.
@@ -88,12 +86,12 @@ class StageTransfers:
         )()[0]
 
     def collect_gradient(self, number: int, stage: int, gradient: Any) -> Any:
-        """The gradient of a parameter where it belongs; None if that is not here.
+        """Moves a parameter's gradient to its owner; returns None if it is not here.
 
         Args:
             number: Number of the parameter.
             stage: Stage that computed the gradient.
-            gradient: Or None if that is not here.
+            gradient: Gradient, or None if that stage is not here.
         """
         apart = self._apart
         source, target = (
@@ -108,12 +106,12 @@ class StageTransfers:
     def transfer(
         self, handing: ScheduledTransfer, arrays: Sequence[Any] | None
     ) -> Coming:
-        """Transfers the values of one virtual stage to another; None if the receiver is
-        not here.
+        """Transfers values between virtual stages; gives None if the receiver is not
+        here.
 
         Args:
-            handing: Transfer to make: its source and its target.
-            arrays: Arrays of the source; None if another process holds them.
+            handing: Source and target of the transfer.
+            arrays: Arrays of the source; None if another process has them.
         """
         values = self.values_of(handing)
         way = handing.action, handing.source, handing.target
@@ -127,7 +125,7 @@ class StageTransfers:
         )
 
     def settle(self) -> None:
-        """Waits until all that was handed over is, before anything else is moved."""
+        """Waits for all transfers so far, before anything else is moved."""
         if self._aside is not None:
             jax.block_until_ready(self._aside.settle())
 
@@ -141,7 +139,7 @@ class StageTransfers:
         aside: TransferThread | None = None,
     ) -> Coming:
         if key not in self._ways:
-            # Where a stage lies in several processes, its own programs wait as well.
+            # If a stage has several processes, its programs wait for each other too.
             alone = self._on_cpus and self._aside is None
             self._ways[key] = StageChannel(avals, sources, targets, alone=alone)
         return self._ways[key].send(arrays, aside)
@@ -153,9 +151,7 @@ class StageTransfers:
         return named_sharding(apart.layouts[stage].get(value, ()), apart.meshes[stage])
 
     def values_of(self, handing: ScheduledTransfer) -> list[Value]:
-        """Returns the values of a transfer, or those whose cotangents are
-        transferred.
-        """
+        """Returns the values of a transfer, or the values of its cotangents."""
         values: list[Value] = self.targets[handing.action][handing.source][
             handing.target
         ]
@@ -163,10 +159,10 @@ class StageTransfers:
 
     @functools.cached_property
     def targets(self) -> Mapping[Action, list[dict[int, list[Value]]]]:
-        """Returns the values that each virtual stage transfers, by action and target.
+        """The values that each virtual stage transfers, by action and target.
 
-        Values go to those who read them, and cotangents to those who made these, where
-        a gradient flows through them.
+        Values go to their readers, and cotangents of differentiable values to the
+        virtual stages that computed the values.
         """
         division, ahead, back = self._apart.division, [], []
         for part, site in zip(division.parts, self._apart.sites, strict=True):
@@ -183,14 +179,14 @@ class StageTransfers:
 
     @functools.cached_property
     def order(self) -> tuple[ScheduleRow | ScheduledTransfer, ...]:
-        """Returns the order in which all processes issue actions and transfers."""
+        """The order in which all processes issue actions and transfers."""
         return self.order_of(self._apart.table)
 
     def order_of(self, table: Schedule) -> tuple[ScheduleRow | ScheduledTransfer, ...]:
-        """The same, with another number of micro-batches.
+        """Returns ``order`` for another number of micro-batches.
 
         Args:
-            table: The schedule with it.
+            table: Schedule with this number.
         """
         apart = self._apart
         pairs = {
@@ -201,7 +197,7 @@ class StageTransfers:
         seconds = [
             apart.plans[p % count].time.step_seconds for p in range(len(apart.sites))
         ]
-        # A backward pass is twice a forward pass, and in halves where it is split.
+        # A backward pass takes twice a forward pass; if split, each part takes one.
         shares: dict[Action, float] = {"forward": 1.0, "backward": 2.0}
         if table.splits_backward:
             shares = dict.fromkeys(table.actions, 1.0)

@@ -1,8 +1,8 @@
-"""One pass of a batch through the places of a pipeline, by the rows of a schedule.
+"""One pass of a batch through the virtual stages, by the rows of a schedule.
 
-What a row needs is there or on its way: every program is issued before the one that it
-waits for has ended, and what nothing reads any more is let go of at once. A process
-issues what its own devices do, and passes over the rest.
+Programs are issued asynchronously, before those that they depend on have finished.
+Values are released after their last read. A process issues the work of its own devices
+and skips the rest.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class SchedulePass:
 
     Attributes:
         apart: Executor of the stages.
-        leaves: The inputs of the loss, as they are now.
+        leaves: Current inputs of the loss.
         copies: Copies of other stages' arrays, by stage and number.
-        common: For each place, what all micro-batches read, by number.
+        common: Values that all micro-batches read, by virtual stage and number.
         live: Residuals of the backward pass, by virtual stage and micro-batch.
         coming: Transferred arrays, by action, virtual stage and micro-batch.
         leaving: Computed values that are not transferred yet.
-        sums, gradients: For each place, what was added up.
+        sums, gradients: Accumulated sums and gradients of each virtual stage.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class SchedulePass:
         keeps: bool = True,
         first_micro_batch: int = 0,
     ) -> None:
-        """Brings the inputs to every stage; runs nothing yet.
+        """Copies the inputs to every stage; runs nothing yet.
 
         Args:
             apart: Executor of the stages.
-            state: Before the step.
+            state: State before the step.
             batch: Flat leaves of the global batch.
-            keeps: The backward pass follows.
+            keeps: Whether the backward pass follows.
             first_micro_batch: Number within the global batch of the schedule's first
                 micro-batch.
         """
@@ -80,7 +80,7 @@ class SchedulePass:
         self.gradients = [gradients() for _, gradients in apart.zeros] if keeps else []
 
     def _bring(self, site: VirtualStagePrograms) -> None:
-        """Copies to a stage what it reads and another holds, once."""
+        """Copies to a stage the inputs that it reads from other owners, once."""
         place = site.place
         for n in (*place.params, *place.rest, *place.batch):
             key = site.stage, n
@@ -90,7 +90,7 @@ class SchedulePass:
                 )
 
     def _on(self, stage: int, number: int) -> Any:
-        """An input of the loss, as it is now, on a stage."""
+        """Returns the current input of the loss on a stage."""
         if self.apart.owner(number) == stage:
             return self.leaves[number]
         return self.copies[stage, number]
@@ -114,7 +114,7 @@ class SchedulePass:
         return common
 
     def do(self, event: ScheduleRow | ScheduledTransfer) -> None:
-        """One action of the schedule, as far as it is done here."""
+        """Issues one action or transfer of the schedule, if it runs here."""
         if isinstance(event, ScheduledTransfer):
             self._hand(event)
         elif self.apart.here[event.stage]:
@@ -122,7 +122,7 @@ class SchedulePass:
             getattr(self, event.action)(place, event.micro_batch)
 
     def _hand(self, handing: ScheduledTransfer) -> None:
-        """Hands what one place made to another that reads it."""
+        """Transfers values of one virtual stage to another that reads them."""
         coming = self.apart.moves.transfer(handing, self.leaving.pop(handing, None))
         if self.apart.here[handing.target % self.apart.table.num_stages]:
             key = handing.action, handing.target, handing.micro_batch
@@ -136,14 +136,14 @@ class SchedulePass:
             yield from zip(values, coming(), strict=True)
 
     def forward(self, number: int, micro_batch: int) -> None:
-        """A place takes a micro-batch forward."""
+        """Runs the forward pass of a virtual stage for a micro-batch."""
         site = self.apart.sites[number]
         place, names, key = site.place, site.place.names, (number, micro_batch)
         values = dict(self.common[number])
         numbers = self.apart.numbers[site.stage]
         global_number = self.first_micro_batch + micro_batch
         values[names.number] = numbers[global_number]
-        # Nothing is counted where nothing is trained.
+        # Counters do not advance in evaluation.
         values[names.counted] = numbers[global_number if self.keeps else 0]
         for n, at in zip(place.rest, names.rest, strict=True):
             values[at] = self._on(site.stage, n)
@@ -168,7 +168,7 @@ class SchedulePass:
     def _leave(
         self, number: int, micro_batch: int, action: Action, made: dict[Value, Any]
     ) -> None:
-        """Puts down what a place hands to each other."""
+        """Stores the values of a virtual stage for later transfers."""
         for target, values in self.apart.moves.targets[action][number].items():
             handing = ScheduledTransfer(
                 micro_batch=micro_batch, source=number, target=target, action=action
@@ -176,7 +176,7 @@ class SchedulePass:
             self.leaving[handing] = [made[v] for v in values]
 
     def backward(self, number: int, micro_batch: int) -> None:
-        """A place takes a micro-batch backward."""
+        """Runs the backward pass of a virtual stage for a micro-batch."""
         site = self.apart.sites[number]
         place, names, key = site.place, site.place.names, (number, micro_batch)
         values = self.live[key]
@@ -203,7 +203,7 @@ class SchedulePass:
         self.live[key] = {n: values[n] for n in site.weight.reads}
 
     def weight(self, number: int, micro_batch: int) -> None:
-        """A place makes the gradients of its parameters."""
+        """Computes a virtual stage's parameter gradients in a split backward pass."""
         site = self.apart.sites[number]
         assert site.weight is not None
         values = self.live.pop((number, micro_batch))
@@ -212,8 +212,8 @@ class SchedulePass:
         )
 
     def losses(self) -> Sums | None:
-        """Returns the sum of the micro-batches' losses, or None if another process
-        holds it.
+        """Returns the micro-batches' summed losses, or None if another process has
+        them.
         """
         if not self.apart.here[-1]:
             return None
@@ -222,10 +222,10 @@ class SchedulePass:
         return Sums(total=total, weight=weight, metrics=metrics, gradients=())
 
     def summed(self) -> list[Any]:
-        """The gradient of each parameter where it belongs, or ``ABSENT``."""
+        """Returns the gradient of each parameter on its owner, or ``ABSENT``."""
         apart = self.apart
         apart.moves.settle()
-        # Held here no longer, so that what they become need not lie beside them.
+        # Released here, so that they are not stored twice.
         every, self.gradients = self.gradients, []
         result: dict[int, list[Any]] = defaultdict(list)
         for site, gradients in zip(apart.sites, every, strict=True):

@@ -1,10 +1,10 @@
-"""The end of a step across stages: each updates what it holds, and shares numbers.
+"""The end of a step across stages: each updates its arrays, and shares scalars.
 
-The update is one traced program over the arrays of all stages. An operation runs where
-its arrays are. Numbers that several stages make (a norm over all gradients, whether all
-are finite) are told to all, and every stage does for itself what follows from them and
-takes no array. What waits for such a number waits, and nothing else does, so that a
-stage that is done early updates early.
+The update is one traced program over the arrays of all stages. An operation runs on the
+stage of its arrays. Scalars that several stages compute (a norm over all gradients,
+whether all are finite) are broadcast, and every stage computes the operations on
+scalars alone. Only operations that need such a scalar wait for it, so a stage that
+finishes early updates early.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ValuePlacement:
     """Stage, sharding and donation of an input or output of the program.
 
     Attributes:
-        owner: The stage; None for all devices.
+        owner: Stage of the value; None for all devices.
         sharding: Sharding of an output.
         consumed: Whether the program may reuse the memory of an input.
     """
@@ -53,12 +53,11 @@ class ValuePlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BroadcastVector:
-    """Numbers of one type that a stage tells all others, in one vector.
+    """Scalars of one dtype that a stage broadcasts to all others, in one vector.
 
     Attributes:
-        group: The part that makes them.
-        numbers: Vector of the scalars of one dtype that a stage broadcasts to all
-            others.
+        group: Part that computes the scalars.
+        numbers: Numbers of the scalars in the program.
     """
 
     group: Group
@@ -67,18 +66,18 @@ class _BroadcastVector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A compiled part.
+    """A compiled part of the update.
 
     Attributes:
-        group: When and where it runs.
-        takes: Numbers of the values whose memory it reuses.
-        reads: Numbers of the other values that it takes.
-        hears: Vectors that it takes.
-        gives: Numbers of the values that it makes.
-        tells: Vectors that it makes.
-        program: From values by number, those whose memory it reuses first, and vectors
-            to values and vectors; a ``jax.jit``.
-        usable: From the values whose memory it may reuse to those whose it can.
+        group: Level and stage of the part.
+        takes: Numbers of the donatable values that it reads.
+        reads: Numbers of the other values that it reads.
+        hears: Vectors that it receives.
+        gives: Numbers of the values that it returns.
+        tells: Vectors that it broadcasts.
+        program: ``jax.jit`` function from donated values, other values and vectors to
+            values and vectors.
+        usable: Function that selects the donatable values whose memory fits a result.
     """
 
     group: Group
@@ -93,7 +92,7 @@ class _Part:
     def program_inputs(
         self, taken: Sequence[Any], read: Sequence[Any], vectors: Sequence[Any]
     ) -> tuple[dict[int, Any], dict[int, Any], Sequence[Any]]:
-        """Values and vectors as the program takes them."""
+        """Returns the arguments of the program."""
         own = dict(zip(self.takes, taken, strict=True))
         others = dict(zip(self.reads, read, strict=True))
         usable = self.usable(own)
@@ -130,9 +129,9 @@ class MultiStageProgram:
         """Divides the program among the stages.
 
         Args:
-            steps: The program.
+            steps: Program over all stages.
             inputs, outputs: Stage, sharding and donation of each input and output.
-            whole: For each stage, the layout of what all its devices hold.
+            whole: Sharding of each stage that replicates over all its devices.
             options: XLA options of the compiler.
 
         Raises:
@@ -159,14 +158,13 @@ class MultiStageProgram:
         }
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """Runs it.
+        """Runs the program.
 
         Args:
-            values: Its inputs, each where it lies; for those that are not here
-                anything will do.
+            values: Inputs on their stages; inputs that are not here may have any value.
 
         Returns:
-            Its outputs; None for those that are not here.
+            Outputs; None for those that are not here.
         """
         inputs = dict(zip(self._steps.inputs, values, strict=True))
         made: dict[tuple[int, int], Any] = {}
@@ -203,17 +201,17 @@ class MultiStageProgram:
             result = self._output(operand, where, inputs, made)
             if not isinstance(operand, FixedValue) and result is not None:
                 if operand in given:
-                    # The next step could not reuse one buffer for two of its inputs.
+                    # The next step cannot donate one buffer as two inputs.
                     result = jax.device_put(result, where.sharding, may_alias=False)
                 given.add(operand)
             call.append(result)
         return call
 
     def compiled(self, values: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Each part's stage and its compiled program; nothing is run.
+        """Yields each part's stage and compiled program; runs nothing.
 
         Args:
-            values: Shapes, dtypes and layouts of the inputs.
+            values: Abstract inputs with shardings.
         """
         made: dict[tuple[int, int], Any] = {}
         for number, value in zip(self._steps.inputs, values, strict=True):
@@ -254,7 +252,7 @@ class MultiStageProgram:
         inputs: Mapping[int, Any],
         made: Mapping[tuple[int, int], Any],
     ) -> Any:
-        """An output, as its stage, or every stage, made it."""
+        """Returns an output from its stage, or from all stages."""
         assert where.sharding is not None
         if isinstance(operand, FixedValue):
             return put_global(operand.value, where.sharding)
@@ -278,7 +276,7 @@ class MultiStageProgram:
         reads: Mapping[Group, list[int]],
         told: Mapping[Group, tuple[_BroadcastVector, ...]],
     ) -> dict[int, list[_Part]]:
-        """The parts, by when they run."""
+        """Returns the parts by level."""
         order = sorted(reads)
         last = {n: group for group in order for n in reads[group]}
         kept = {x for x, _ in self._outputs if not isinstance(x, FixedValue)}
@@ -335,7 +333,6 @@ class MultiStageProgram:
         gives: Sequence[int],
         tells: Sequence[_BroadcastVector],
     ) -> Any:
-        """A part's program."""
         level, stage = group
         numbers = [n for told in tells for n in told.numbers]
         there = [self._sharding(n, stage) for n in gives]
@@ -362,7 +359,7 @@ class MultiStageProgram:
     def _reusing(
         self, group: Group, gives: Sequence[int]
     ) -> Callable[[Mapping[int, Any]], frozenset[int]]:
-        """Finds what memory a part can reuse when it is first asked."""
+        """Returns a function that selects reusable values, cached at the first call."""
         there = [self._sharding(n, group[1]) for n in gives]
         known: list[frozenset[int]] = []
 
@@ -379,9 +376,7 @@ class MultiStageProgram:
         gives: Sequence[int],
         there: Sequence[NamedSharding | None],
     ) -> frozenset[int]:
-        """Returns the donated arrays whose memory fits a result, matched as
-        JAX does.
-        """
+        """Returns the arrays whose memory fits a result, matched like in JAX."""
         avals = [self._steps.avals[n] for n in gives]
         if None in there and any(
             len(x.sharding.device_set) > 1 for x in given.values()
@@ -400,7 +395,7 @@ class MultiStageProgram:
         return frozenset(usable)
 
     def _sharding(self, number: int, stage: int) -> NamedSharding | None:
-        """Numbers lie on all devices of a stage; of arrays the compiler chooses."""
+        """Returns a value's sharding; None lets the compiler choose."""
         for operand, where in self._outputs:
             if operand == number and where.owner == stage:
                 return where.sharding
@@ -410,7 +405,7 @@ class MultiStageProgram:
 
 
 class _Exchange:
-    """Tells what some parts tell to all stages."""
+    """Broadcasts the vectors of some parts to all stages."""
 
     def __init__(
         self, parts: Sequence[_Part], steps: Steps, whole: Sequence[NamedSharding]

@@ -1,8 +1,8 @@
-"""Divides a program over the arrays of several stages among them.
+"""Divides a program over the arrays of several stages among the stages.
 
-An operation runs where its arrays are. Numbers that several stages make are told to
-all, and every stage does for itself what follows from them and takes no array. This is
-known of a program before there are devices, so that a plan can be refused.
+An operation runs on the stage of its arrays. Scalars that several stages compute are
+broadcast, and every stage computes the operations on scalars alone. The partition needs
+no devices, so that a plan can be refused early.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from whalejax.planner.plan_errors import PlanError
 
 
 Owner = int | None
-"""A stage; None for what every stage holds, or can make for itself."""
+"""A stage; None for a value that every stage has or can compute."""
 
 Group = tuple[int, int]
-"""A part of the program: after how many exchanges it runs, and its stage."""
+"""A part of the program: the number of exchanges before it, and its stage."""
 
 _BEFORE = -1
-"""When the inputs are there."""
+"""Level of the inputs."""
 
 
 class UpdatePartition:
-    """A program in parts.
+    """A program divided into parts.
 
     Attributes:
         owners: Stage that owns each value.
-        levels: After how many exchanges it is there.
-        gives, tells: For each part, what others, or the outputs, take of it as it is,
-            and what it tells all.
-        reads: For each part, what it takes.
+        levels: Number of exchanges before each value is known.
+        gives, tells: Values of each part for other parts or the outputs, and scalars
+            that it broadcasts.
+        reads: Values that each part reads.
     """
 
     def __init__(
@@ -59,14 +59,13 @@ class UpdatePartition:
         """Divides the program among the stages.
 
         Args:
-            steps: The program.
+            steps: Program over all stages.
             inputs, outputs: Owners of the inputs and outputs.
             stages: Number of stages.
-            meshes: Mesh of each stage; an operation that lays its result on one runs
-                there.
-            few_rounds: Every stage does what follows from a number that all were told,
-                also where the other numbers are of one stage: a sum over stages in
-                turn then takes one exchange, and tells more numbers.
+            meshes: Mesh of each stage; an operation with a sharding on one runs there.
+            few_rounds: Whether every stage computes the operations on a broadcast
+                scalar, also if the other scalars are of one stage. A sum over stages in
+                sequence then takes one exchange, with more scalars.
 
         Raises:
             PlanError: An operation takes arrays of several stages.
@@ -87,11 +86,11 @@ class UpdatePartition:
         self.reads = self._cut()
 
     def is_given(self, operand: int, owner: Owner) -> bool:
-        """An output is an input that lies where it is wanted."""
+        """Whether an output is an input on the requested stage."""
         return operand in self._inputs and self.owners[operand] == owner
 
     def _place(self, step: Step) -> None:
-        """Finds out where an operation runs, and when."""
+        """Sets the owner and the level of an operation's results."""
         owner = self._owner(step)
         level = max(
             (self._rounds_until_known(n, owner) for n in step.sources), default=_BEFORE
@@ -102,15 +101,11 @@ class UpdatePartition:
             self.owners[number], self.levels[number] = owner, level
 
     def _rounds_until_known(self, number: int, owner: Owner) -> int:
-        """Returns the number of exchanges after which a stage, or every stage, has a
-        value.
-        """
+        """Returns the exchanges before a stage, or (None) every stage, has a value."""
         return self.levels[number] + (self.owners[number] not in (None, owner))
 
     def _owner(self, step: Step) -> Owner:
-        """Returns the stage where an operation runs: that of its arrays, or of its
-        scalars.
-        """
+        """Returns the stage of an operation: that of its arrays, or of its scalars."""
         laid = self._mesh_owner(step)
         if laid is not None:
             return laid
@@ -128,15 +123,15 @@ class UpdatePartition:
         return numbers.pop() if len(numbers) == 1 else None
 
     def _mesh_owner(self, step: Step) -> Owner:
-        """The stage on whose devices an operation lays its result, if it does."""
+        """Returns the stage of an operation's sharding, if it has one."""
         mesh = getattr(step.equation.params.get("sharding"), "mesh", None)
         return self._meshes.index(mesh) if mesh in self._meshes else None
 
     def _cut(self) -> dict[Group, list[int]]:
-        """Finds what each part reads, from the outputs back.
+        """Returns the values that each part reads, from the outputs backwards.
 
         Raises:
-            PlanError: A stage would have to tell another an array.
+            PlanError: A stage would have to send an array to another.
         """
         stages = range(self._stages)
         for operand, owner in self._outputs:
@@ -182,16 +177,16 @@ def check_update(
     optimizer: optax.GradientTransformation,
     steady: BatchIndependentState,
 ) -> None:
-    """Refuses what stages with programs of their own cannot do at the end of a step.
+    """Refuses an update that stage programs cannot run.
 
     Args:
-        plan: Plan; where its stages have no programs of their own, nothing is refused.
-        adapter: The model.
+        plan: Plan; without stage programs nothing is refused.
+        adapter: Adapter of the model.
         optimizer: Optimizer that updates the model.
-        steady: State beside the parameters that changes once a step.
+        steady: Non-trainable state that changes once a step.
 
     Raises:
-        PlanError: It takes arrays of several stages into one operation.
+        PlanError: An operation takes arrays of several stages.
     """
     if plan.stages is None or not plan.stage_plans or not plan.runnable:
         return
@@ -226,7 +221,7 @@ def check_update(
 def _check_steady(
     steady: BatchIndependentState, adapter: Adapter, owners: Sequence[int], stages: int
 ) -> None:
-    """Refuses state that is made of arrays of several stages."""
+    """Refuses state that is computed from arrays of several stages."""
     if steady.advance is None:
         return
     homes = steady.homes(owners)

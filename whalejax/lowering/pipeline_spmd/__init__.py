@@ -1,1 +1,1 @@
-"""The ``pipeline_spmd`` executor: stages alike in one program."""
+"""The ``pipeline_spmd`` executor: equal stages in one program."""

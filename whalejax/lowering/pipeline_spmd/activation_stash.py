@@ -1,8 +1,8 @@
 """Saves activations or residuals of micro-batches in flight in a lockstep pipeline.
 
-Either what it was given, and its layers are computed again; or all that their
-derivative reads. Of that, what does not depend on what the stage was given (parameters,
-their casts and gathered shards, masks) is not kept but made again.
+A stage saves either its inputs, and recomputes its layers; or all residuals of their
+derivative. Residuals that do not depend on the stage's inputs (parameters, their casts
+and gathered shards, masks) are recomputed instead of saved.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from whalejax.lowering.spmd.spmd_executor import Sums
 
 
 Function = Callable[[list[Any], Carry, Any], Carry]
-"""From parameters, what a stage is given and a micro-batch's number to what it hands
-on."""
+"""Function from parameters, inputs of a stage and a micro-batch's number to outputs."""
 
 
 class Derivative:
-    """A stage's layers forward, and back from what the forward pass left.
+    """The forward pass of a stage's layers, and their backward pass from residuals.
 
     Attributes:
-        kept: Shapes and dtypes of what is kept of one micro-batch: first what the stage
-            hands on, then what its derivative reads beside it.
+        kept: Abstract values that are saved of one micro-batch: the outputs of the
+            stage, then the other residuals.
     """
 
     def __init__(self, function: Function, params: Sequence[Any], given: Carry) -> None:
@@ -38,7 +37,7 @@ class Derivative:
 
         Args:
             function: The stage's layers.
-            params, given: Parameters and inputs of the right shapes and dtypes.
+            params, given: Parameters and inputs with their shapes and dtypes.
         """
         self._function = function
         self._params = list(params)
@@ -75,9 +74,7 @@ class Derivative:
         return [*handed, *leaves]
 
     def forward(self, given: Carry, number: Any) -> list[Any]:
-        """Returns the outputs of the stage, followed by the residuals of a
-        micro-batch.
-        """
+        """Returns the outputs of the stage, followed by a micro-batch's residuals."""
         forward = self._run(self._params, given, number)
         return [forward[i] for i in self._places]
 
@@ -88,7 +85,7 @@ class Derivative:
     def backward(
         self, kept: Sequence[Any], number: Any, cotangents: Carry
     ) -> tuple[list[Any], Carry]:
-        """Gradients of the parameters, and what goes back to the stage before.
+        """Returns the gradients of the parameters, and the cotangents of the inputs.
 
         Args:
             kept: Residuals of the micro-batch.
@@ -107,9 +104,7 @@ class Derivative:
 
 
 class Inputs:
-    """Stash of stage inputs; the backward pass recomputes everything else.
-
-    The backward pass computes the layers again.
+    """Stash of stage inputs; the backward pass recomputes the layers.
 
     Attributes:
         empty: Zeros of the stash's shapes for one micro-batch.
@@ -123,20 +118,20 @@ class Inputs:
     def ahead(
         self, kept: Sequence[Any], given: Carry, numbers: Any
     ) -> tuple[Sequence[Any], Carry]:
-        """One turn forward.
+        """Runs the forward pass of one turn.
 
         Args:
-            kept: Rings of what is kept.
+            kept: Ring buffers of saved values.
             given: Outputs of the previous stage.
             numbers: Micro-batch of each stage, or -1.
 
         Returns:
-            The rings, and what is handed on.
+            The ring buffers, and the outputs of the stage.
         """
         local = self._local
         mine = numbers[local.stage]
         kept = [put(ring, x, mine) for ring, x in zip(kept, given, strict=True)]
-        if local.branches:  # What the last stage hands on nobody takes.
+        if local.branches:  # Nothing reads the last stage's output.
             numbers = numbers.at[-1].set(-1)
 
         def work() -> Carry:
@@ -149,7 +144,7 @@ class Inputs:
     def behind(
         self, given: Sequence[Any], handed: Carry, number: Any
     ) -> tuple[Sums, Carry]:
-        """Gradients and sums of a micro-batch, and what goes back to the stage before.
+        """Returns sums with gradients of a micro-batch, and cotangents of its inputs.
 
         Args:
             given: Inputs of the stage.
@@ -187,7 +182,7 @@ class Inputs:
         return replace(sums, gradients=local.finish_gradients(gradients)), before
 
     def _midway(self, given: Carry, handed: Carry, number: Any) -> tuple[Sums, Carry]:
-        """Computes what is behind the layers, on the last stage alone."""
+        """Runs the backward pass of any stage except the last."""
         local = self._local
         _, vjp = jax.vjp(
             lambda params, given: local.forward(params, given, number),
@@ -216,7 +211,7 @@ class Residuals:
     def ahead(
         self, kept: Sequence[Any], given: Carry, numbers: Any
     ) -> tuple[Sequence[Any], Carry]:
-        """One turn forward; see ``Inputs.ahead``."""
+        """Runs the forward pass of one turn; see ``Inputs.ahead``."""
         local, derivative = self._local, self._derivative
         mine = numbers[local.stage]
 
@@ -230,7 +225,7 @@ class Residuals:
     def behind(
         self, kept: Sequence[Any], handed: Carry, number: Any
     ) -> tuple[Sums, Carry]:
-        """Gradients and sums of a micro-batch, and what goes back to the stage before.
+        """Returns sums with gradients of a micro-batch, and cotangents of its inputs.
 
         Args:
             kept: Residuals of the micro-batch.
@@ -263,4 +258,4 @@ STASHES: Final[Mapping[str, type[Inputs | Residuals]]] = {
     "inputs": Inputs,
     "residuals": Residuals,
 }
-"""What is kept of a micro-batch in flight, by its name in plans."""
+"""Stash of micro-batches in flight, by its name in plans."""

@@ -1,9 +1,10 @@
-"""A loop over layers whose number of turns is known only when it runs.
+"""A loop over layers whose number of iterations is known only at run time.
 
-Stages with unequal numbers of layers run one program, and each takes as many turns as
-it has layers. JAX differentiates no such loop backwards, so this one has a rule of its
-own: the forward pass keeps of every turn what that layer's derivative reads, and the
-backward pass takes the turns in reverse. Room is kept for the most turns of any stage.
+Stages with unequal numbers of layers run one program, and each runs one iteration for
+each of its layers. JAX has no reverse-mode derivative of such a loop, so this one has
+its own rule: the forward pass saves the residuals of every iteration, and the backward
+pass runs the iterations in reverse. The buffers have room for the most layers of any
+stage.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ class DynamicLoop:
     """A loop over layers.
 
     Attributes:
-        body: One turn, from constants, carries and slices to carries and more.
+        body: One iteration: function from constants, carries and slices to carries and
+            further results.
         num_consts, num_carries: Numbers of loop-invariant and of carried operands; the
             operands after them are stacked.
-        most: Slices that a stack has, the largest number of turns.
-        masked: ``most`` turns are taken, and those too many change nothing. Where
-            devices share collectives inside, they must take equally many turns.
+        most: Number of slices of a stack, the largest number of iterations.
+        masked: Whether always ``most`` iterations run, and surplus ones change nothing.
+            Devices that share collectives inside must run equally many iterations.
     """
 
     body: Body
@@ -44,11 +46,11 @@ class DynamicLoop:
 
     @property
     def carries(self) -> slice:
-        """Places of the carries among the operands."""
+        """The slice of the carries in the operands."""
         return slice(self.num_consts, self.num_consts + self.num_carries)
 
     def iterations_run(self, count: Any) -> Any:
-        """Turns that are taken."""
+        """Returns the number of iterations that run."""
         return self.most if self.masked else count
 
     def chosen(self, here: Any, fresh: Any, before: Any) -> Any:
@@ -74,7 +76,7 @@ def run_dynamic_loop(turns: DynamicLoop, count: Any, operands: Operands) -> Oper
         operands: Constants, carries (floating-point numbers), stacks.
 
     Returns:
-        The carries after so many turns.
+        The carries after ``count`` iterations.
 
     >>> turns = DynamicLoop(
     ...     body=lambda x: [x[0] * x[1]], num_consts=0, num_carries=1, most=3
@@ -102,7 +104,7 @@ def _run_dynamic_loop(turns: DynamicLoop, count: Any, operands: Operands) -> Ope
 
 
 OWN, ONCE = -1, -2
-"""Leaves of a derivative that each turn makes anew, and that are the same in all."""
+"""Sources of a derivative's leaves: computed by each iteration, or equal in all."""
 
 
 @functools.partial(
@@ -115,10 +117,10 @@ class _LoopResiduals:
     """Residuals of a loop for its backward pass.
 
     Attributes:
-        backward: The derivative of a layer; its leaves are those of all turns.
-        sliced: For each leaf, whether a turn has a slice of it.
-        flows: For each operand, whether a gradient flows through it.
-        count: Turns.
+        backward: Derivative of a layer, with stacked leaves of all iterations.
+        sliced: Whether an iteration has a slice of each leaf.
+        flows: Whether a gradient flows through each operand.
+        count: Number of iterations.
         operands: Operands of the loop.
     """
 
@@ -129,7 +131,7 @@ class _LoopResiduals:
     operands: Operands
 
     def of_turn(self, index: Any) -> Any:
-        """The derivative of one layer."""
+        """Returns the derivative of one layer."""
         leaves = jax.tree.leaves(self.backward)
         structure: Any = jax.tree.structure(self.backward)
         pairs = zip(leaves, self.sliced, strict=True)
@@ -139,9 +141,7 @@ class _LoopResiduals:
 def _differentiated(
     turns: DynamicLoop, given: Sequence[Any], flows: Sequence[bool]
 ) -> tuple[Operands, Any]:
-    """Returns an iteration's results, and its derivative for the operands that have
-    one.
-    """
+    """Returns an iteration's results, and the derivative of its ``flows``."""
     places = [i for i, flowing in enumerate(flows) if flowing]
 
     def layer(*floats: Any) -> Operands:
@@ -160,13 +160,13 @@ def _sources(
     """Returns the source of each leaf of an iteration's derivative.
 
     Args:
-        turns: The loop.
+        turns: Loop over layers.
         given: Operands of one iteration.
-        flows: For each operand, whether a gradient flows through it.
+        flows: Whether a gradient flows through each operand.
 
     Returns:
-        For each leaf the place of the operand that it is, ``OWN`` or ``ONCE``; and the
-        shapes and dtypes of the leaves.
+        Source of each leaf: the index of the operand that it equals, ``OWN`` or
+        ``ONCE``; and the abstract leaves.
     """
 
     def leaves(*given: Any) -> list[Any]:
@@ -192,8 +192,8 @@ def _forward(
     turns: DynamicLoop, primals: Any, given: Any
 ) -> tuple[Operands, _LoopResiduals]:
     count, operands = primals.value, tuple(x.value for x in given)
-    # A gradient may come to flow through carries, whatever they start as; what none
-    # flows through otherwise may have no derivative.
+    # Carries may become differentiable in later iterations. Other operands without a
+    # gradient may have no derivative.
     carried = range(len(operands))[turns.carries]
     flows = tuple(
         _inexact(x.value) and (x.perturbed or i in carried) for i, x in enumerate(given)
@@ -201,7 +201,7 @@ def _forward(
     start = tuple(operands[turns.carries])
     first = turns.iteration_inputs(operands, start, 0)
     sources, shapes = _sources(turns, first, flows)
-    # Of this turn, which is none of the loop's, the compiler keeps what is used.
+    # This extra iteration defines the structure; the compiler removes unused parts.
     _, derivative = _differentiated(turns, first, flows)
     leaves = jax.tree.leaves(derivative)
     structure: Any = jax.tree.structure(derivative)

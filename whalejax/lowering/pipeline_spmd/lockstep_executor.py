@@ -1,12 +1,12 @@
-"""The ``pipeline_spmd`` executor: stages alike in one program, turn by turn.
+"""The ``pipeline_spmd`` executor: equal stages in one program, turn by turn.
 
-Every stage holds some layers of a scan over stacked parameters, and all stages run one
-loop: in each turn a stage takes one micro-batch forward through its layers and another
-one backward, as the rows of the schedule say, and hands results on to its neighbours.
-What stands before and behind the layers is computed by all stages and counts on the
-first and the last. What is kept of a micro-batch in flight ``stashed.py`` says. Other
-mesh axes stay automatic inside. Where stages have unequal numbers of layers, each takes
-as many turns of a loop of its own.
+Every stage has some layers of a scan over stacked parameters, and all stages run one
+loop. In each turn a stage runs its layers forward for one micro-batch and backward for
+another, by the rows of the schedule, and sends results to its neighbours. All stages
+compute the parts before and after the layers; only those of the first and the last
+stage count. ``activation_stash`` defines what is saved of a micro-batch in flight.
+Other mesh axes stay automatic inside. If stages have unequal numbers of layers, each
+runs its own number of iterations.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def pipelined_gradients(
     step: Any,
     scale: Any = None,
 ) -> tuple[Sums, Any]:
-    """Loss and gradients of the global batch, and the rest; see ``gradients_of``.
+    """Returns loss, gradients and non-trainable state; see ``gradients_of``.
 
     Args:
         program: Loss, optimizer and plan to run.
-        stack: The scan over layers.
+        stack: Scan over layers.
         params, rest, batch, rng, step, scale: Arguments of ``gradients_of``, unchanged.
     """
     table, plan = _table(program), program.plan
@@ -99,7 +99,7 @@ _WHOLE = PartitionSpec()
 
 
 def _summed(sums: Sums, stack: Stack) -> Sums:
-    """Sums over the stages: of the loss, and of what all stages have."""
+    """Sums the loss and the gradients of replicated parameters over the stages."""
     whole = jax.tree.map(
         lambda x: jax.lax.psum(x, STAGE), (sums.total, sums.weight, sums.metrics)
     )
@@ -116,9 +116,7 @@ def _specs_of(count: int, stack: Stack) -> list[PartitionSpec]:
 
 
 def _rest_specs(rest: Any, stack: Stack) -> Any:
-    """Returns the specs of the non-trainable state, whose layers are stored on the
-    stages.
-    """
+    """Returns the specs of the non-trainable state, with layers sharded by stage."""
     tree: Any = jax.tree.structure(rest)
     count = tree.num_leaves
     return tree.unflatten(
@@ -132,9 +130,9 @@ def _on_stages(
     function: Callable[[OneStage], Sums],
     outputs: Any,
 ) -> Callable[..., Sums]:
-    """A function of one stage, run by all, from global arrays.
+    """Returns ``function`` as a function of global arrays that all stages run.
 
-    A micro-batch finds counters as those before it leave them.
+    Counters advance with each micro-batch.
     """
     adapter, cut = program.adapter, program.batch_axes
 
@@ -153,7 +151,7 @@ def _on_stages(
         others = [x if axis is None else None for x, axis in pairs]
 
         def local(params: list[Any], given: tuple[Any, ...]) -> Sums:
-            here: Any = jax.sharding.get_abstract_mesh()  # where stages are manual
+            here: Any = jax.sharding.get_abstract_mesh()  # with the axis stage manual
             at_step, parts, others, rng, scale = given
 
             def micro(number: Any) -> tuple[Any, Sequence[Any], Any]:
@@ -193,9 +191,7 @@ def _on_stages(
 
 
 def _advance_counters(rest: Any, stack: Stack, number: Any) -> Any:
-    """Returns the non-trainable state with its counters after ``number``
-    micro-batches.
-    """
+    """Returns the non-trainable state after ``number`` micro-batches' counts."""
     if not any(stack.advances):
         return rest
     leaves = [
@@ -231,11 +227,11 @@ def pipelined_losses(
     rng: Any,
     step: Any,
 ) -> Sums:
-    """The summed losses of the global batch, without gradients; see ``losses_of``.
+    """Returns the batch's summed losses, without gradients; see ``losses_of``.
 
     Args:
         program: Loss, optimizer and plan to run.
-        stack: The scan over layers.
+        stack: Scan over layers.
         params, rest, batch, rng, step: Arguments of ``losses_of``, unchanged.
     """
     table = _table(program)
@@ -255,7 +251,7 @@ def pipelined_losses(
         return _summed(sums, stack)
 
     outputs = Sums(total=_WHOLE, weight=_WHOLE, metrics=_WHOLE, gradients=())
-    still = replace(stack, advances=())  # nothing is counted where nothing is trained
+    still = replace(stack, advances=())  # evaluation advances no counters
     found: Sums = _on_stages(program, still, evaluated, outputs)(
         params, rest, batch, rng, step, None
     )

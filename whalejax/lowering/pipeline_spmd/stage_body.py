@@ -1,4 +1,4 @@
-"""One stage of those that run one loop: its layers, and what stands around them."""
+"""One stage of a lockstep pipeline: its layers, and the parts around them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ Carry = tuple[Any, ...]
 
 
 class _StageLayersDone(Exception):  # noqa: N818
-    """The layers of a stage were run; what stands behind them is not wanted."""
+    """Stops after the layers of a stage; the part after them is not needed."""
 
 
 @dataclass(slots=True)
 class StageLayers:
-    """The layers of this stage, in place of all; see ``evaluate.GradientPart``.
+    """The layers of this stage, instead of all; see ``evaluate.GradientPart``.
 
     Attributes:
-        stack: The scan over all layers.
+        stack: Scan over all layers.
         counts: Number of layers of each stage.
-        masked: All stages take equally many turns, because they share collectives.
+        masked: Whether all stages run equally many iterations, as they share
+            collectives.
         stage, last: Number of this stage, and whether it is the last.
-        given: Outputs of the previous stage.
-        ends: Nothing behind the layers is wanted.
-        made: The layers were run before, and what they hand on is given.
+        given: Outputs of the previous stage, or of the layers with ``made``.
+        ends: Whether to stop after the layers.
+        made: Whether the layers were run before, and their outputs are given.
         results: Outputs of the layers.
     """
 
@@ -95,11 +96,11 @@ class StageLayers:
         return run_dynamic_loop(turns, self._of_stage(self.counts), tuple(values))
 
     def _stage_slices(self, stack: Any) -> Any:
-        """Returns this stage's slices; of what is no parameter every stage has all."""
+        """Returns this stage's slices; unsharded stacks are sliced here."""
         most = max(self.counts)
         if stack.shape[0] == most:
             return stack
-        if min(self.counts) < most:  # slices of the last stages end beyond the last
+        if min(self.counts) < most:  # last slices may pass the end
             stack = jnp.concatenate([stack, stack[:most]])
         start = self._of_stage(np.cumsum([0, *self.counts[:-1]]))
         return jax.lax.dynamic_slice_in_dim(stack, start, most, axis=0)
@@ -108,9 +109,7 @@ class StageLayers:
         return jnp.asarray(numbers, jnp.int32)[self.stage]
 
     def after_scan(self, value: Any) -> Any:
-        """Returns a value behind the layers, whose gradient flows back on the last
-        stage alone.
-        """
+        """Returns a value after the layers, differentiable on the last stage only."""
         dtype = getattr(value, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             return value
@@ -119,7 +118,7 @@ class StageLayers:
 
 @jax.custom_vjp
 def _only_where(here: Any, value: Any) -> Any:
-    """The value, whose cotangent is zero elsewhere, were it infinite."""
+    """Returns the value; its cotangent is zero elsewhere, even if it is infinite."""
     del here
     return value
 
@@ -138,7 +137,8 @@ class OneStage:
         program, stack: Program and layer stack to run.
         params: Parameters of this stage.
         stage: Number of this stage.
-        micro: Gives the rest, the flat batch and the key of a micro-batch.
+        micro: Function from a micro-batch's number to its non-trainable state, flat
+            batch and key.
         scale: Scale of the loss before differentiation, or None.
     """
 
@@ -156,17 +156,17 @@ class OneStage:
 
     @property
     def branches(self) -> bool:
-        """Whether stages may do different things, as nothing inside is sharded."""
+        """Whether stages may run different branches, as nothing inside is sharded."""
         sizes = self.program.plan.axis_sizes
         return math.prod(sizes.values()) == sizes[STAGE]
 
     @property
     def others(self) -> list[Any]:
-        """Parameters that are no layers', in their order."""
+        """The parameters outside the layers, in order."""
         return [p for i, p in enumerate(self.params) if i not in self.stack.params]
 
     def chosen(self, numbers: Any, work: Callable[[], Any], idle: Any) -> Any:
-        """Returns ``work()`` where this stage has a micro-batch, else ``idle``."""
+        """Returns ``work()`` if this stage has a micro-batch, else ``idle``."""
         return chosen(numbers, self.stage, work, idle, branches=self.branches)
 
     def layers(self, given: Carry, *, ends: bool, made: bool = False) -> StageLayers:
@@ -212,9 +212,9 @@ class OneStage:
 
         Args:
             params: Parameters of the stage.
-            given: Outputs of the stage before, or of the layers where ``made``.
+            given: Outputs of the previous stage, or of the layers if ``made``.
             number: Number of the micro-batch.
-            made: See ``repeated_layers``.
+            made: Whether ``given`` has the outputs of the layers.
         """
         layers = self.layers(given, ends=False, made=made)
         rest, batch, key = self.micro(number)
@@ -250,14 +250,14 @@ class OneStage:
         return sums, gradients, cotangents
 
     def no_sums(self) -> Sums:
-        """Sums of nothing, without gradients."""
+        """Returns zero sums, without gradients."""
         given = self.nothing()
         _, sums = jax.eval_shape(lambda: self.loss(self.params, given, 0))
         zeros: Sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
         return zeros
 
     def no_gradients(self) -> tuple[Any, ...]:
-        """Gradients of nothing."""
+        """Returns zero gradients."""
         zeros = [jnp.zeros(p.shape, wide(p).dtype) for p in self.params]
         return tuple(self._as_accumulated(zeros))
 
@@ -267,7 +267,7 @@ class OneStage:
         return tuple(wide(g) for g in self._as_accumulated(gradients))
 
     def _as_accumulated(self, gradients: Sequence[Any]) -> list[Any]:
-        """Gradients reduced as parameters are stored, then cut as they are kept."""
+        """Constrains gradients to the parameters' specs, then to their own."""
         leaves, program = self.program.plan.trained, self.program
         stored = [of_stage(leaf.param_spec) for leaf in leaves]
         kept = [of_stage(leaf.gradient_spec) for leaf in leaves]

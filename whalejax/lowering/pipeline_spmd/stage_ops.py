@@ -1,7 +1,7 @@
-"""Operations that a stage computes in a way of its own.
+"""Operations that a stage computes differently from the traced program.
 
-Inside ``shard_map`` over the stages other axes are left to the compiler, which cannot
-cut every operation there; and a stage has fewer layers than were traced.
+Inside ``shard_map`` over the stages the compiler partitions the other axes, which it
+cannot do for every operation; and a stage has fewer layers than were traced.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def in_stages(
     mesh: Any,
     flows: Sequence[bool] | None = None,
 ) -> list[Any] | None:
-    """The results of an operation, or None where it is computed as it was traced.
+    """Returns the results of an operation, or None if it runs as traced.
 
     Args:
-        equation: The operation.
-        values: Its operands.
-        specs: Layouts of these, where it looks something up.
-        mesh: The devices.
+        equation: Operation of the traced program.
+        values: Operands of the operation.
+        specs: Specs of the operands, for lookups.
+        mesh: Mesh of the devices.
         flows: Whether a gradient flows through each operand of a call with its own
             derivative rule.
     """
@@ -60,9 +60,9 @@ def _takes_one(equation: Any) -> bool:
 
 
 def _take_by_sum(equation: Any, operand: Any, indices: Any) -> Any:
-    """The same as a sum over the dimension, of which all but one term are zero.
+    """Computes a lookup as a sum in which all terms except one are zero.
 
-    Unlike a lookup it fuses with what makes the rows, such as logits in 32 bits.
+    Unlike a lookup it fuses with the producer of the rows, such as float32 logits.
     """
     mode, size = Mode.from_any(equation.params["mode"]), operand.shape[-1]
     place = signed(indices[..., 0])

@@ -14,11 +14,11 @@ from whalejax.planner.pipeline.schedules import Schedule
 
 
 def turns_of(table: Schedule) -> np.ndarray:
-    """A schedule in lockstep: which micro-batch each stage takes in each turn.
+    """Returns the micro-batch of each stage in each turn of a lockstep schedule.
 
     Args:
-        table: Each stage takes at most one forward and one backward in a turn, and
-            what it takes was handed on in the turn before.
+        table: Schedule in which each stage runs at most one forward and one backward
+            pass in a turn, with inputs that were sent in the previous turn.
 
     Returns:
         ``int32[turns, stages, 2]``: forward and backward; -1 for none.
@@ -34,17 +34,17 @@ def turns_of(table: Schedule) -> np.ndarray:
 def chosen(
     numbers: Any, stage: Any, work: Callable[[], Any], idle: Any, *, branches: bool
 ) -> Any:
-    """Returns ``work()`` where a stage has a micro-batch, else ``idle``.
+    """Returns ``work()`` if a stage has a micro-batch, else ``idle``.
 
-    Stages part ways only where nothing inside is sharded: where something is, all of
-    them do what one of them has to, because they run the same collectives.
+    Stages branch separately only if nothing inside is sharded. Otherwise all of them do
+    the work of any, because they run the same collectives.
 
     Args:
         numbers: Micro-batch of each stage, or -1.
-        stage: Number of this one.
+        stage: Number of this stage.
         work: Function that does the work.
-        idle: Result where there is no micro-batch.
-        branches: Nothing inside is sharded.
+        idle: Result without a micro-batch.
+        branches: Whether nothing inside is sharded.
     """
     here = numbers[stage] >= 0
     if branches:
@@ -63,17 +63,17 @@ def handed_on(carry: tuple[Any, ...], stages: int) -> tuple[Any, ...]:
 
 
 def handed_back(carry: tuple[Any, ...], stages: int) -> tuple[Any, ...]:
-    """Sends values to the stage before; the last one receives zeros."""
+    """Sends values to the previous stage; the last one receives zeros."""
     pairs = [(i + 1, i) for i in range(stages - 1)]
     return tuple(jax.lax.ppermute(x, STAGE, pairs) for x in carry)
 
 
 def put(ring: Any, value: Any, number: Any) -> Any:
-    """Keeps something of a micro-batch, if it is one.
+    """Saves a value of a micro-batch in a ring buffer, unless its number is -1.
 
     Args:
-        ring: With room for so many micro-batches as are in flight.
-        value: Value to keep.
+        ring: Ring buffer with a slot for each micro-batch in flight.
+        value: Value to save.
         number: Number of the micro-batch, or -1.
     """
     place = jnp.maximum(number, 0) % ring.shape[0]
@@ -88,6 +88,6 @@ def read_ring_slot(ring: Any, number: Any) -> Any:
 
 
 def where(here: Any, tree: Any, other: Any = None) -> Any:
-    """One tree here and another one, or zeros, elsewhere."""
+    """Selects one tree here, and another one or zeros elsewhere."""
     other = jax.tree.map(jnp.zeros_like, tree) if other is None else other
     return jax.tree.map(lambda x, y: jnp.where(here, x, y), tree, other)

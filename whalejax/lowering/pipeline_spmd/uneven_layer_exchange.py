@@ -1,10 +1,10 @@
-"""Stacked layers dealt out to stages that hold unequal numbers of them.
+"""Distributes stacked layers to stages with unequal numbers of layers.
 
 A stack of layers cannot be stored in unequal parts, so each stage stores a part of
 every layer: the axis ``stage`` shards another dimension. At the start of a step stages
-exchange these parts for layers of their own, and at its end gradients of layers for
-gradients of parts. Each stage then has room for the most layers of any; where it has
-fewer, its last one stands in the places left over and is not read.
+exchange these parts for full layers, and at its end gradients of layers for gradients
+of parts. Each stage has slots for the most layers of any stage. Surplus slots contain
+its last layer and are not read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rows_of(layers: Sequence[int]) -> np.ndarray:
 
 
 def places_of(layers: Sequence[int]) -> np.ndarray:
-    """Returns the slot of each layer, among those of all stages one after the other.
+    """Returns the slot of each layer in the concatenated slots of all stages.
 
     >>> places_of([3, 1]).tolist()
     [0, 1, 2, 3]
@@ -57,11 +57,11 @@ def places_of(layers: Sequence[int]) -> np.ndarray:
 def distribute_layers(
     program: Program, stack: Stack, params: Sequence[Any], layers: Sequence[int]
 ) -> list[Any]:
-    """Parameters as stages compute with them.
+    """Regroups stored parameters by the stages that compute with them.
 
     Args:
         program: Loss, optimizer and plan to run.
-        stack: The scan over layers, and its parameters.
+        stack: Scan over layers, with its parameters.
         params: Flat parameters, as stored.
         layers: Number of layers of each stage.
     """
@@ -98,11 +98,11 @@ def _own_layers(program: Program, x: Any, stored: Spec, layers: Sequence[int]) -
 def collected(
     program: Program, stack: Stack, gradients: Sequence[Any], layers: Sequence[int]
 ) -> tuple[Any, ...]:
-    """Gradients as they are kept.
+    """Regroups gradients of the stages by the storage of parameters.
 
     Args:
         program, stack, layers: Arguments of ``distribute_layers``, unchanged.
-        gradients: Gradients of the parameters as the stages computed with them.
+        gradients: Gradients of the regrouped parameters.
     """
     result = list(gradients)
     for i in stack.params:
@@ -114,7 +114,7 @@ def collected(
 
 
 def _staged(spec: Spec) -> Spec:
-    """Layers lie on the stages, and what the other axes shard stays as it is."""
+    """Returns a spec with layers on the stages, and other axes unchanged."""
     first, *others = of_stage(spec)
     return ((STAGE, *first), *others)
 

@@ -1,9 +1,9 @@
-"""Adasum of what the ranks of ``data`` hold; see ``planner.cost.adasum_cost``.
+"""Adasum over the ranks of ``data``; see ``planner.cost.adasum_cost``.
 
-Every device has a part of every tensor, of all ranks: so the same numbers are combined
-at one place, and all ranks are given the same bits. Each tensor is scaled by a power of
-two so that its largest number is near one, and dot products and norms are summed as
-pairs of floats: they neither lose digits nor overflow where the tensors do not.
+Every device combines a part of every tensor for all ranks, so all ranks get the same
+bits. Each tensor is scaled by a power of two so that its largest element is near one,
+and dot products and norms are summed as pairs of floats. So they lose no digits, and
+overflow only if the tensors do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from whalejax.planner.sharding.layout import Spec
 
 
 Pair = tuple[Any, Any]
-"""A number as the sum of two floats, the second smaller than the first's last digit, or
-None where it is 0."""
+"""A number as the sum of two floats, the second below the first's last digit, or None
+if it is 0."""
 
 
 def adasum_reduce(
@@ -38,16 +38,16 @@ def adasum_reduce(
     *,
     node: int = 1,
 ) -> list[Any]:
-    """Tensors combined over the ranks of ``data``, alike on all of them.
+    """Returns tensors combined over the ranks of ``data``, equal on all ranks.
 
     Args:
-        stacked: For each parameter sums over a rank's samples, with the ranks along a
-            leading dimension that ``data`` shards.
+        stacked: Sums over each rank's samples for each parameter, with the ranks along
+            a leading dimension that ``data`` shards.
         weights: Weight of each rank's samples, by which its sums are divided.
-        specs: Layout of each parameter on the axes beside ``data``.
+        specs: Spec of each parameter on the axes other than ``data``.
         slices: Number of layers that each tensor stacks; each layer counts as a tensor.
-        mesh: The devices.
-        node: Ranks, one after the other, that are averaged before.
+        mesh: Mesh of the devices.
+        node: Number of consecutive ranks that are averaged before.
     """
     double = any(x.dtype == jnp.float64 for x in stacked)
     dtype = jnp.float64 if double else jnp.float32
@@ -67,7 +67,7 @@ def adasum_reduce(
         rows = _Rows.of(means, packing)
         partial = _PartialDots(packing=packing, specs=laid, mesh=mesh)
         while rows.count > 1:
-            # Each level is computed once, not again for each of its readers.
+            # The barrier prevents recomputation of a level for each reader.
             rows = jax.lax.optimization_barrier(_level(rows, partial))
         whole = jax.lax.all_gather(rows.values(packing)[0], DATA)
         local = dict(zip(order, packing.unpacked(whole, shapes), strict=True))
@@ -80,7 +80,7 @@ def adasum_reduce(
         mesh=mesh,
         in_specs=(ranked, PartitionSpec(DATA)),
         out_specs=plain,
-        check_vma=False,  # What was gathered is alike on all ranks.
+        check_vma=False,  # Gathered values are equal on all ranks.
     )
     found: list[Any] = mapped(list(stacked), weights)
     return found
@@ -88,10 +88,11 @@ def adasum_reduce(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Packing:
-    """Tensors in one buffer of columns, in equal parts for all ranks.
+    """Packs tensors into one buffer of columns, in equal parts for all ranks.
 
     Attributes:
-        parts: Size of each tensor's part; tensors with as many columns stand together.
+        parts: Size of each tensor's part; tensors with equally many columns are
+            adjacent.
         ranks: Number of parts.
     """
 
@@ -99,7 +100,7 @@ class _Packing:
     ranks: int
 
     def packed(self, tensors: Sequence[Any], weight: Any) -> Any:
-        """(rank, number, column), and the weight in a last column."""
+        """Returns the buffer (rank, number, column); the last column is the weight."""
         result = []
         for x, part in zip(tensors, self.parts, strict=True):
             flat = x.reshape(part.here, part.numbers)
@@ -112,7 +113,7 @@ class _Packing:
         return jnp.concatenate([*result, last], axis=2)
 
     def unpacked(self, whole: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        """The tensors of all ranks' parts."""
+        """Returns the tensors from all ranks' parts."""
         result, first = [], 0
         for shape, part in zip(shapes, self.parts, strict=True):
             cut = whole[:, :, first : first + part.width]
@@ -124,20 +125,20 @@ class _Packing:
 
     @property
     def tensor_of(self) -> np.ndarray:
-        """The tensor of each column, numbered over all that the device holds."""
+        """The index of each column's tensor among those of the device."""
         widths = [part.columns for part in self.parts for _ in range(part.here)]
         return np.repeat(np.arange(len(widths)), widths)
 
     def by_column(self, each: Sequence[Any]) -> list[Any]:
-        """Values of tensors, (group, tensor), as those of columns, (group, 1, column).
+        """Repeats values (group, tensor) for columns, as (group, 1, column).
 
         Args:
-            each: Several of them.
+            each: Several values for tensors.
         """
         return [x[:, self.tensor_of][:, None] for x in each]
 
     def by_tensor(self, columns: Any) -> list[Any]:
-        """(…, column) numbers as (…, tensor, column), of as many columns each."""
+        """Splits (…, column) into arrays (…, tensor, column) of equal column counts."""
         tensor, first = [], 0
         for count, several in itertools.groupby(self.parts, lambda x: x.columns):
             tensors = sum(part.here for part in several)
@@ -157,7 +158,7 @@ class _Rows:
     """Tensors of several groups of ranks: (high + low) times a power of two.
 
     Attributes:
-        high, low: (group, number, column); ``low`` is None where it is 0.
+        high, low: Arrays (group, number, column); ``low`` is None if it is 0.
         exponents: Exponents of the powers of two, (group, tensor).
     """
 
@@ -167,7 +168,6 @@ class _Rows:
 
     @classmethod
     def of(cls, high: Any, packing: _Packing) -> _Rows:
-        """Rows of plain floats."""
         tensors = sum(part.here for part in packing.parts)
         nothing = jnp.zeros((len(high), tensors), jnp.int32)
         return cls(high=high, low=None, exponents=nothing)
@@ -178,25 +178,24 @@ class _Rows:
 
     @property
     def pair(self) -> Pair:
-        """High and low halves of the rows."""
+        """The high and low parts of the rows."""
         return self.high, self.low
 
     def select(self, which: slice) -> _Rows:
-        """Some of them."""
         result: _Rows = jax.tree.map(lambda x: x[which], self)
         return result
 
     def normalised(self, packing: _Packing) -> _Rows:
-        """The same with the largest number of each tensor on this device near one."""
+        """Rescales so that each tensor's largest element on this device is near one."""
         largest = jnp.abs(self.high).max(1)
         result = [x.max(-1, initial=0.0) for x in packing.by_tensor(largest)]
-        # Zeros are scaled too, which leaves them zero. A second reader of the maxima
-        # would make XLA on CPU search for them again for each number.
+        # Zeros are scaled too, and stay zero. A second reader of the maxima would make
+        # XLA on CPU recompute them for each number.
         return self.shift_exponents(-_exponents(jnp.concatenate(result, -1)), packing)
 
     def shift_exponents(self, shifts: Any, packing: _Packing) -> _Rows:
-        """The same with so many less in the exponents, (group, tensor)."""
-        half = shifts >> 1  # a power of two that is no float is a product of two
+        """Subtracts ``shifts`` (group, tensor) from the exponents."""
+        half = shifts >> 1  # in two factors, as the power itself may overflow
         powers = [_power(x, self.high.dtype) for x in (half, shifts - half)]
         first, second = packing.by_column(powers)
         high, low = _each(lambda x: x * first * second, self.pair)
@@ -209,7 +208,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PartialDots:
-    """Exchange of the dot products of the parts that devices hold.
+    """Exchanges dot products of the devices' parts of tensors.
 
     Attributes:
         packing: Packing of the tensors.
@@ -222,14 +221,14 @@ class _PartialDots:
     mesh: Mesh
 
     def gather_numbers(self, own: Any) -> Any:
-        """The numbers of all devices and all tensors.
+        """Gathers the numbers of all devices and tensors.
 
         Args:
-            own: (number, pair, tensor on this device).
+            own: Array (number, pair, tensor on this device).
 
         Returns:
-            (device, number, pair, tensor); zero where a device holds nothing of the
-            tensor, or the same part as a device before it.
+            Array (device, number, pair, tensor); zero if a device has no part of the
+            tensor, or the same part as an earlier device.
         """
         axes = [axis for axis, size in self.mesh.shape.items() if size > 1]
         result, first = [], 0
@@ -262,14 +261,14 @@ class _PartialDots:
 
 
 def _node_means(rows: Any, weights: Any, node: int) -> Any:
-    """Rows of ranks' sums as means over the samples of a node's ranks."""
+    """Converts the sums of ranks to means over the samples of each node."""
     groups = len(rows) // node
     sums = rows.reshape(groups, node, *rows.shape[1:]).sum(1)
     return weighted_means(sums, weights.reshape(groups, node).sum(1))
 
 
 def weighted_means(sums: Any, weights: Any) -> Any:
-    """Sums over samples as means, zero where the samples have no weight.
+    """Converts sums over samples to means; zero if samples have no weight.
 
     Args:
         sums: Sums of several ranks, stacked along the first dimension.
@@ -277,17 +276,17 @@ def weighted_means(sums: Any, weights: Any) -> Any:
     """
     by = weights.reshape(-1, *[1] * (sums.ndim - 1)).astype(sums.dtype)
     nonzero = by != 0
-    # A rank whose samples have no weight has perhaps divided by it.
+    # A rank of zero weight may have divided by it.
     means = sums / jnp.where(nonzero, by, 1)
     return jnp.where(nonzero, means, jnp.zeros_like(sums))
 
 
 def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
-    """Pairs of rows combined; one without a partner stays as it is.
+    """Combines pairs of rows; a row without a partner is unchanged.
 
     Adasum(a, b) = (a - p b) + (b - q a) with p = a·b / 2‖b‖² and q = a·b / 2‖a‖². It is
-    computed of a and b divided by powers of two, and the two terms are added at the
-    larger of both scales, so that nothing overflows unless the result does.
+    computed from a and b divided by powers of two, and the two terms are added at the
+    larger scale, so that nothing overflows unless the result does.
     """
     packing, end = partial.packing, rows.count // 2 * 2
     pair = [rows.select(slice(i, end, 2)).normalised(packing) for i in range(2)]
@@ -300,7 +299,7 @@ def _level(rows: _Rows, partial: _PartialDots) -> _Rows:
     common = [partial.local(x) for x in exponents]
     least = _exponent_range(dtype)[0]
     a, b = (
-        # What a device has of a tensor may be far below the largest number of it.
+        # A device's part of a tensor may be far below the tensor's maximum.
         x.shift_exponents(jnp.clip(x.exponents - e, least, 0), packing)
         for x, e in zip(pair, common, strict=True)
     )
@@ -343,7 +342,7 @@ def _column_dots(ones: Pair, others: Pair) -> tuple[Pair, Pair, Pair]:
 
 
 def _by_tensor(sums: Sequence[Pair], packing: _Packing) -> list[Pair]:
-    """Sums of columns as sums of tensors, (pair, tensor)."""
+    """Adds up sums of columns to sums of tensors, (pair, tensor)."""
     high, low = (jnp.stack(x) for x in zip(*sums, strict=True))
     cut = zip(packing.by_tensor(high), packing.by_tensor(low), strict=True)
     each = [_total(pair, 3) for pair in cut]
@@ -352,16 +351,17 @@ def _by_tensor(sums: Sequence[Pair], packing: _Packing) -> list[Pair]:
 
 
 def _ratios(every: Any) -> tuple[tuple[Pair, Pair], Any]:
-    """Returns the coefficient by which each tensor's partner is subtracted, with scaled
-    tensors.
+    """Returns the coefficients p and q of ``_level`` for scaled tensors, and the
+    scales. ¶
 
     Args:
-        every: (device, number, pair, tensor), as ``_PartialDots.gathered`` gives it.
+        every: Array (device, number, pair, tensor) from
+            ``_PartialDots.gather_numbers``.
 
     Returns:
-        a·b / 2‖b‖² and a·b / 2‖a‖², each (pair, tensor), of a and b divided by two to
-        the exponents; and these, (2, pair, tensor), of two zeros 0 and of one zero its
-        partner's.
+        a·b / 2‖b‖² and a·b / 2‖a‖², each (pair, tensor), with a and b divided by two to
+        the exponents; and the exponents, (2, pair, tensor). A zero tensor has its
+        partner's exponent, and two zeros have 0.
     """
     every = jnp.moveaxis(every, 1, 0)
     highs, lows, exponents = every[0:6:2], every[1:6:2], every[6:].astype(jnp.int32)
@@ -370,7 +370,7 @@ def _ratios(every: Any) -> tuple[tuple[Pair, Pair], Any]:
     common = jnp.where(nonzero, exponents, -4 * most).max(1)
     known = nonzero.any(1)
     shifts = _power(jnp.clip(exponents - common[:, None], least, 0), every.dtype)
-    # Of the dot product, and of both norms: each number with its own exponents.
+    # Scales of the dot product and of both norms, each with its own exponents.
     by_first = jnp.stack([shifts[0], shifts[0], shifts[1]])
     by_second = jnp.stack([shifts[1], shifts[0], shifts[1]])
     high, low = _total((highs * by_first * by_second, lows * by_first * by_second), 1)
@@ -381,20 +381,20 @@ def _ratios(every: Any) -> tuple[tuple[Pair, Pair], Any]:
 
 
 def _ratio(dot: Pair, squared: Pair, nonzero: Any) -> Pair:
-    """A dot product over twice a squared norm; 0 where that is."""
+    """Returns a dot product over twice a squared norm; 0 if the norm is 0."""
     high, low = squared
     double = jnp.where(nonzero, 2 * high, 1), jnp.where(nonzero, 2 * low, 0)
     return _each(lambda x: jnp.where(nonzero, x, 0), _quotient(dot, double))
 
 
 def _exponent_range(dtype: Any) -> tuple[int, int]:
-    """Exponents of powers of two that are floats, and not denormal."""
+    """Returns the exponents of the smallest and largest normal powers of two."""
     info: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
     return int(info.minexp), int(info.maxexp) - 1
 
 
 def _power(exponents: Any, dtype: Any) -> Any:
-    """Returns two to some whole powers, exactly; they are in ``_exponent_range``."""
+    """Returns exact powers of two, for exponents in ``_exponent_range``."""
     info: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
     bits = jnp.dtype(f"int{info.bits}")
     biased = exponents.astype(bits) + bits.type(info.maxexp - 1)
@@ -404,7 +404,7 @@ def _power(exponents: Any, dtype: Any) -> Any:
 def _exponents(x: Any) -> Any:
     """Returns the exponent of the least power of two above each non-negative number.
 
-    What is below the least normal number, and zero, is taken as half of it.
+    Zero and denormal numbers count as half of the smallest normal number.
     """
     info: Any = jnp.finfo(x.dtype)  # type: ignore[no-untyped-call]
     bits = jnp.dtype(f"int{info.bits}")
@@ -418,7 +418,7 @@ def _exponents(x: Any) -> Any:
 
 
 def _two_sum(a: Any, b: Any) -> Pair:
-    """A sum, and what its rounding lost."""
+    """Returns a sum and its rounding error."""
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
@@ -432,7 +432,7 @@ def _added(x: Pair, y: Pair) -> Pair:
 
 
 def _product(a: Any, b: Any) -> Pair:
-    """A product, and what its rounding lost."""
+    """Returns a product and its rounding error."""
     high = a * b
     (a1, a2), (b1, b2) = _halves(a), _halves(b)
     return high, ((a1 * b1 - high) + a1 * b2 + a2 * b1) + a2 * b2
@@ -447,7 +447,7 @@ def _multiplied(x: Pair, y: Pair) -> Pair:
 
 
 def _each(of: Callable[[Any], Any], pair: Pair) -> Pair:
-    """A function of both floats, the second of which may be none."""
+    """Applies a function to both floats; the second may be None."""
     return of(pair[0]), None if pair[1] is None else of(pair[1])
 
 
@@ -464,15 +464,15 @@ def _with_low(pair: Pair) -> Pair:
 
 
 def _halves(a: Any) -> Pair:
-    """A number as two of half as many digits."""
-    digits = 12 if a.dtype == jnp.float32 else 27  # half of those of the fraction
+    """Splits a number into two with half of its digits."""
+    digits = 12 if a.dtype == jnp.float32 else 27  # half of the significand
     scaled = a * (2**digits + 1)
     high = scaled - (scaled - a)
     return high, a - high
 
 
 def _total(pair: Pair, axis: int) -> Pair:
-    """The sum along a dimension."""
+    """Returns the sum of pairs along a dimension."""
     high, low = pair
     nothing = jnp.zeros((), high.dtype)
 

@@ -1,8 +1,8 @@
-"""Logits of some tokens at a time, and the loss that is made of them.
+"""Computes logits, and the loss from them, for a chunk of tokens at a time.
 
-Neither pass holds more than one chunk of logits: the forward pass keeps what is left
-of them for each token, the backward pass computes them again. The gradient of the
-kernel is added up on each device alone, and over devices once, behind the last chunk.
+Both passes store only one chunk of logits: the forward pass saves the results for each
+token, and the backward pass recomputes the logits. Each device accumulates its own
+gradient of the kernel, which is summed over devices once, after the last chunk.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ def chunked(
     used: Callable[[Any], Any],
     constrained: Constrained,
 ) -> list[Any]:
-    """Runs a call that makes logits.
+    """Runs a call that computes logits, in chunks.
 
     Args:
-        one: Call that makes logits and reduces them.
-        values: Values of its inputs.
-        count: Chunks of the tokens of a device; fewer where it does not divide them.
-        spec: Layout of the logits.
-        mesh: The devices.
-        used: The kernel as products read it, from the kernel as it is stored.
-        constrained: A value in a layout.
+        one: Call that computes logits and reduces them.
+        values: Inputs of the call.
+        count: Number of chunks of a device's tokens; fewer if it does not divide them.
+        spec: Spec of the logits.
+        mesh: Mesh of the devices.
+        used: Function from the stored kernel to the kernel for products.
+        constrained: Function that constrains a value to a spec.
 
     Returns:
-        What the call gives.
+        Results of the call.
     """
     return list(_Chunks(one, count, spec, mesh, used, constrained).function()(*values))
 
 
 class _Chunks:
-    """Logits with their layout; see ``chunked``."""
+    """Runs one call in chunks; see ``chunked``."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class _Chunks:
         self.sizes[self.cut] //= self.count
 
     def parts(self, tag: int) -> int:
-        """Devices among which a dimension of the logits is divided."""
+        """Returns the number of devices that shard a dimension of the logits."""
         return math.prod(self.mesh.shape[axis] for axis in self.spec[tag])
 
     # Chunks of values.
 
     def chunks(self, x: Any, tags: Tags) -> Any:
-        """``[count, ...]``: of each device's part of the tokens a piece in each."""
+        """Splits a value into ``[count, ...]``; each device's tokens equally."""
         place = tags.index(self.cut)
         n, before, after = self.parts(self.cut), x.shape[:place], x.shape[place + 1 :]
         piece = self.sizes[self.cut] // n
@@ -96,7 +96,7 @@ class _Chunks:
         return self.constrained(whole, ((), *self.spec_from_tags(tags)))
 
     def join_chunks(self, x: Any, tags: Tags) -> Any:
-        """The reverse."""
+        """Reverses ``chunks``."""
         place = tags.index(self.cut)
         n, shape = self.parts(self.cut), x.shape[1:]
         before, after = shape[:place], shape[place + 1 :]
@@ -106,18 +106,18 @@ class _Chunks:
         return self.constrained(joined, self.spec_from_tags(tags))
 
     def spec_from_tags(self, tags: Tags) -> Spec:
-        """The layout of a value by what its dimensions are of the logits."""
+        """Returns the spec of a value from its dimensions' tags."""
         return tuple(() if tag is None else self.spec[tag] for tag in tags)
 
     def hidden_tags(self) -> Tags:
-        """Tags of the hidden values; the contracted dimension has none."""
+        """Returns the tags of the hidden values; the contracted dimension has None."""
         places = dict(zip(self.one.tokens, self.one.token_tags, strict=True))
         return tuple(places.get(d) for d in range(len(self.one.hidden.aval.shape)))
 
     # Both passes.
 
     def function(self) -> Any:
-        """Function from inputs to exits, with a backward pass of its own."""
+        """Returns the function from inputs to exits, with a custom backward pass."""
         one = self.one
         order = [one.outside.index(v) for v in one.inputs[2:]]
         trained = sum(one.trained)
@@ -151,11 +151,11 @@ class _Chunks:
         return loss
 
     def exit_tags(self) -> list[Tags]:
-        """Tags of the values that are made of logits."""
+        """Returns the tags of the call's results."""
         return [self.one.nodes[end].tags for end in self.one.ends]
 
     def inputs(self, hidden: Any, outside: Mapping[int, Any]) -> Any:
-        """Chunks of the hidden values, and of what is read beside their logits."""
+        """Returns chunks of the hidden values, and of the other inputs with tokens."""
         tags = self.one.outside_tags
         return (
             self.chunks(hidden, self.hidden_tags()),
@@ -233,24 +233,24 @@ class _Chunks:
     # The kernel's gradient: [parts of each token dimension ..., depth ..., vocabulary].
 
     def token_places(self) -> tuple[int, ...]:
-        """Dimensions of what each device adds up that are devices."""
+        """Returns the device dimensions of the accumulated gradient."""
         return tuple(range(len(self.one.tokens)))
 
     def kernel_shape(self) -> tuple[int, ...]:
-        """Shape of the kernel's summed gradient over all devices."""
+        """Returns the shape of the accumulated gradients of all devices."""
         one = self.one
         parts = [self.parts(t) for t in one.token_tags]
         depth = [one.kernel.aval.shape[k] for _, k in one.depth]
         return (*parts, *depth, self.shape[one.vocab_tag])
 
     def kernel_spec(self) -> Spec:
-        """Every device has its own sum."""
+        """Returns the spec of the accumulated gradients, one on each device."""
         one = self.one
         tokens = [self.spec[t] for t in one.token_tags]
         return (*tokens, *(() for _ in one.depth), self.spec[one.vocab_tag])
 
     def product(self, hidden: Any, change: Any, wide: Any) -> Any:
-        """One chunk's gradient of the kernel, on each device of its own tokens."""
+        """Returns one chunk's kernel gradient, on each device from its own tokens."""
         one, count = self.one, len(self.one.tokens)
         order = [*one.tokens, *(h for h, _ in one.depth)]
         left = self._split_device_dims(hidden.transpose(order))
@@ -270,7 +270,7 @@ class _Chunks:
         )
 
     def _split_device_dims(self, x: Any) -> Any:
-        """Each of the first dimensions, of tokens, as one of devices and the rest."""
+        """Splits each leading token dimension into (devices, tokens per device)."""
         tokens = self.one.token_tags
         shape = [
             n

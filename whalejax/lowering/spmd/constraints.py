@@ -1,9 +1,9 @@
 """Finds which values a plan constrains, equation by equation.
 
-The compiler's propagation fills in what lies between, but only constraints make it
-follow the plan: results of products, lookups and everything else that mixes
-dimensions; both sides of every border where the layout changes; every parameter at its
-use. Positions are those of capture, so the evaluator finds each equation again.
+The compiler propagates shardings to other values, but follows the plan only with
+constraints on these: results of products, lookups and other operations that mix
+dimensions; values before and after each reshard; every parameter at its use. Positions
+are those of capture, so the evaluator can match equations.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class Constraints:
     """Layout constraints for the evaluation of a traced loss.
 
     Attributes:
-        results: (position, result) to the layouts it passes through, in order.
-        operands: (position, operand) to the layouts it passes through, in order.
-        gathers: (position, operand) of parameters that are stored in more shards than
-            they are used in: stored layout, then used layout.
-        regathers: Positions that gather them again for their backward pass.
-        rings: Positions of attention that runs in blocks, with layouts of operands.
-        lookups: Positions of lookups, scatters, sorts, convolutions and poolings, with
-            layouts of operands.
-        sorted_rows: Calls that sort rows across the batch, by position: where rows lie,
-            and the axes that share the samples.
-        chunks: Into how many the tokens of a device are cut in calls that make logits.
-        waiting: Values that are kept in host memory until the backward pass: position
-            of a checkpointed region to numbers of its inputs, and of an equation inside
-            one to numbers of its results.
-        carried: Layouts of what layers hand to the next stage; empty without stages.
-        flows: Position of a call with a derivative rule of its own to whether a
-            gradient flows through each operand.
+        results: Specs that each result passes through, by (position, result).
+        operands: Specs that each operand passes through, by (position, operand).
+        gathers: Specs from stored to used, by (position, operand), of parameters that
+            are stored in more shards than used.
+        regathers: Positions that gather parameters again for the backward pass.
+        rings: Specs of the operands of blockwise attention, by position.
+        lookups: Specs of the operands of lookups, scatters, sorts, convolutions and
+            poolings, by position.
+        sorted_rows: Rows, and axes that shard the samples, of calls that sort rows
+            across the batch, by position.
+        chunks: Number of chunks of a device's tokens in calls that compute logits.
+        waiting: Values that are offloaded until the backward pass: numbers of inputs by
+            position of a checkpointed region, and numbers of results by position of an
+            equation inside one.
+        carried: Specs of the layers' outputs for the next stage; empty without stages.
+        flows: Whether a gradient flows through each operand, by position of a call with
+            its own derivative rule.
     """
 
     results: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
@@ -79,9 +79,9 @@ class Constraints:
 
 
 def tables_of(plan: Plan, analysed: GraphAnalysis) -> dict[int, Table]:
-    """The plan's compute tables in the roles of a fresh trace, by TaskGraph index.
+    """Returns a plan's compute tables with a new trace's roles, by TaskGraph index.
 
-    Roles are found by name; a name that the trace does not have shards nothing.
+    Roles are matched by name; a name that the trace lacks shards nothing.
     """
     by_name = {region.task_graph: region for region in plan.compute}
     fallback = plan.compute[0]
@@ -97,7 +97,7 @@ def tables_of(plan: Plan, analysed: GraphAnalysis) -> dict[int, Table]:
 
 
 class _Collector:
-    """Walks the operations once and writes down their constraints."""
+    """Collects the constraints of all operations in one pass."""
 
     def __init__(self, plan: Plan, analysed: GraphAnalysis, captured: Captured) -> None:
         self.outputs = captured.outputs
@@ -118,7 +118,7 @@ class _Collector:
         self.made: dict[int, tuple[Position, int]] = {}
 
     def _stored(self, plan: Plan) -> dict[int, dict[int, tuple[str, ...]]]:
-        """Returns the axes that store each tensor of weights, by its roles."""
+        """Returns the axes that shard each stored weight, by role."""
         values: dict[int, dict[int, tuple[str, ...]]] = {}
         leaves = {leaf.path: leaf for leaf in plan.leaves}
         for t in self.graph.params:
@@ -133,7 +133,8 @@ class _Collector:
             for result in op.results:
                 if self.weight[result]:
                     known = [o for o in op.operands if o in values]
-                    # Of a kernel and its scale the kernel says where they are stored.
+                    # The operand with most axes decides, such as the kernel and not its
+                    # scale.
                     source = max(known, key=lambda o: len(values[o]), default=None)
                     values[result] = {} if source is None else values[source]
         return values
@@ -148,8 +149,7 @@ class _Collector:
             if self._in_sorted_rows(op.position):
                 self._of_sorted_rows(index, table)
                 continue
-            # An operation may be written as two at one position; only the first reads
-            # what the equation reads.
+            # One equation may be two operations; only the first has its operands.
             if op.position not in seen:
                 for slot, tensor in enumerate(op.operands):
                     self._operand(index, slot, tensor, table)
@@ -193,7 +193,7 @@ class _Collector:
         return any(position[: len(call)] == call for call in self.calls)
 
     def _of_sorted_rows(self, index: int, table: Table) -> None:
-        """Collects weights' own layouts alone for operations on a device's own rows."""
+        """Collects only weights' constraints, for operations on a device's own rows."""
         op = self.graph.ops[index]
         for slot, tensor in enumerate(op.operands):
             if self.weight[tensor]:
@@ -202,7 +202,7 @@ class _Collector:
             self.home[tensor] = op.task_graph
 
     def _shared_rows(self) -> dict[Position, SharedRows]:
-        """Calls whose rows are shared alike by all that they do."""
+        """Returns the calls whose operations all shard the rows equally."""
         shared_rows = {}
         for position, call in self.calls.items():
             fronts = {
@@ -217,7 +217,7 @@ class _Collector:
         return shared_rows
 
     def carry_specs(self) -> tuple[Spec, ...]:
-        """Layouts of what layers hand on."""
+        """Returns the specs of the layers' outputs."""
         return tuple(
             self._spec(t, self.tables[self.home.get(t, 0)])
             for t in StackedLayers.of(self.graph).carried
@@ -234,7 +234,7 @@ class _Collector:
         return spec_of(layout, sizes, table, self.mesh)
 
     def _read(self, index: int, slot: int, tensor: int, table: Table) -> Spec:
-        """A tensor's layout as an operation reads it."""
+        """Returns a tensor's spec as an operation reads it."""
         layout = self.dims.seen.get((index, slot), self.dims.layouts[tensor])
         return spec_of(layout, self.dims.sizes[tensor], table, self.mesh)
 
@@ -256,7 +256,7 @@ class _Collector:
         if before != after:
             self.operands[key] = _reshard_steps(before, after)
             if tensor in self.made:
-                # Its other readers shall not follow this one.
+                # Prevents propagation of this reader's spec to the others.
                 self.results.setdefault(self.made[tensor], (before,))
 
     def _gather(
@@ -272,7 +272,7 @@ class _Collector:
             return
         used = spec_of(read or layout, self.dims.sizes[tensor], table, self.mesh)
         by_role = self.stored.get(tensor, {})
-        # Shards of a fused dimension may not be shards of its first part.
+        # The shards of a fused dimension may not divide its first part.
         axes = [by_role.get(atoms[0], ()) if atoms else () for atoms in layout]
         parts = [math.prod(self.mesh[a] for a in several) for several in axes]
         sizes = self.dims.sizes[tensor]
@@ -289,11 +289,11 @@ class _Collector:
 def layouts_of(
     plan: Plan, analysed: GraphAnalysis, tensors: Sequence[int]
 ) -> dict[int, Spec]:
-    """Layouts of some values where they are made, or read first.
+    """Returns the specs of values where they are computed, or read first.
 
     Args:
-        plan: The plan.
-        analysed: A trace of the same model, analysed.
+        plan: Plan of the model.
+        analysed: Analysed trace of the same model.
         tensors: Ids of the values.
     """
     graph, dims = analysed.graph, analysed.dims
@@ -308,27 +308,27 @@ def layouts_of(
 
 
 def _reshard_steps(before: Spec, after: Spec) -> tuple[Spec, ...]:
-    """Returns layouts from one to another in steps that the compiler knows how to take.
+    """Returns the specs of a reshard, in steps that the compiler can do efficiently.
 
-    First what nothing shards afterwards is gathered, then axes go to other dimensions,
-    last what was whole is cut. Asked for all at once, the compiler would replicate the
-    whole of it, and warn.
+    First it gathers axes that the target does not use, then moves axes to other
+    dimensions, then shards over new axes. In one step the compiler would replicate the
+    full array, with a warning.
     """
     path = [before, _only(before, after), _only(after, before), after]
     return tuple(spec for i, spec in enumerate(path) if i == 0 or spec != path[i - 1])
 
 
 def _only(spec: Spec, other: Spec) -> Spec:
-    """A layout without the axes that the other does not use."""
+    """Returns a spec without the axes that the other does not use."""
     kept = {axis for axes in other for axis in axes}
     return tuple(tuple(axis for axis in axes if axis in kept) for axes in spec)
 
 
 def _from_whole(op: Op, final: Spec) -> tuple[Spec, ...]:
-    """The layouts of a result: a part of a dimension is cut out before it is sharded.
+    """Returns the specs of a result: a slice is taken before it is sharded.
 
-    Sharded at once, the compiler would shard what it is cut from, unevenly, and
-    exchange the edges.
+    Otherwise the compiler would shard the input of the slice unevenly, and exchange its
+    edges.
     """
     if op.kind not in ("slice", "dynamic_slice"):
         return (final,)
@@ -339,7 +339,7 @@ def _from_whole(op: Op, final: Spec) -> tuple[Spec, ...]:
 
 
 def _waiting(graph: Graph, outputs: Outputs, given: Outputs) -> Waiting:
-    """Finds the values of a traced loss that are kept in host memory."""
+    """Returns the values of a traced loss that are offloaded, by position."""
     moves = waiting_values(graph).keys()
     kept = {t for op in graph.ops if op.kept for t in op.results} & moves
     waiting = {position: _among(tensors, moves) for position, tensors in given.items()}
@@ -354,9 +354,7 @@ def _among(tensors: Sequence[int | None], wanted: Set[int]) -> frozenset[int]:
 
 
 def _flows(captured: Captured) -> dict[Position, tuple[bool, ...]]:
-    """Returns the operands of calls with derivative rules through which a gradient
-    flows.
-    """
+    """Returns the differentiable operands of calls with derivative rules."""
     tensors = captured.graph.tensors
     return {
         position: tuple(t is not None and tensors[t].differentiable for t in given)
@@ -367,11 +365,11 @@ def _flows(captured: Captured) -> dict[Position, tuple[bool, ...]]:
 def constraints_of(
     plan: Plan, analysed: GraphAnalysis, captured: Captured
 ) -> Constraints:
-    """The constraints that make a traced loss follow a plan.
+    """Returns the constraints that make a traced loss follow a plan.
 
     Args:
-        plan: The plan.
-        analysed: A trace of the same model, analysed.
+        plan: Plan of the model.
+        analysed: Analysed trace of the same model.
         captured: Traced loss that the plan was made for.
     """
     collector = _Collector(plan, analysed, captured)

@@ -1,10 +1,10 @@
 """Runs a traced loss again, equation by equation, with layouts constrained.
 
-The program is the user's own, as traced; nothing is rewritten but the layouts. Calls
-are inlined, scans, branches and checkpointed regions are rebuilt around their bodies,
-and what has a derivative rule of its own is bound as it is.
+The program is the traced loss of the user; only layouts are added. Calls are inlined;
+scans, branches and checkpointed regions are rebuilt around their bodies; calls with
+their own derivative rules are bound unchanged.
 
-The module is long because each way of calling a program inside another has a rule.
+The module is long because each kind of inner program has its own rule.
 """
 
 from __future__ import annotations
@@ -45,33 +45,34 @@ from whalejax.planner.sharding.layout import Spec
 
 
 GATHERED = "whalejax_gathered_parameter"
-"""Checkpoint name of parameters gathered for use: never kept for the backward pass."""
+"""Checkpoint name of parameters gathered for use: never saved for the backward pass."""
 
 MOVED = "whalejax_constrained_value"
-"""Checkpoint name of other constrained values, by which a policy may keep them."""
+"""Checkpoint name of other constrained values, by which a policy may save them."""
 
 
 WAITING = "whalejax_waiting_value"
-"""Checkpoint name of what waits in host memory for the backward pass."""
+"""Checkpoint name of values that are offloaded until the backward pass."""
 
 HOST_MEMORY = "pinned_host"
-"""JAX's name for the memory of the host that devices can reach."""
+"""JAX's name of host memory that devices can access."""
 
 
 def named_sharding(spec: Spec, mesh: Mesh, *, host: bool = False) -> NamedSharding:
-    """A plain layout on a mesh, in the devices' memory or in their hosts'."""
+    """Returns a spec's sharding on a mesh, in device or host memory."""
     kind = {"memory_kind": HOST_MEMORY} if host else {}
     return NamedSharding(mesh, partition_spec(spec), **kind)
 
 
 def but_for_gathered(policy: Any) -> Any:
-    """A checkpoint policy that keeps what another does, except gathered parameters.
+    """Returns a checkpoint policy like ``policy`` that saves no gathered parameters.
 
-    Neither the named value nor the constraint or the transfer that makes it may be
-    kept: each is the whole parameter. What else is constrained goes by its own name.
+    Neither the named value nor the constraint or transfer that produces it may be
+    saved, as each is the unsharded parameter. Other constrained values have their own
+    name.
 
     Args:
-        policy: The user's, or None where nothing is kept.
+        policy: Policy of the user, or None to save nothing.
     """
     if policy is None:
         return None
@@ -87,13 +88,13 @@ def but_for_gathered(policy: Any) -> Any:
 
 
 def with_waiting(policy: Any) -> Any:
-    """A checkpoint policy that has named values wait in host memory.
+    """Returns a checkpoint policy that offloads named values to host memory.
 
-    Of a value that another policy keeps on the device nothing stays there, because
-    what follows reads it under its name.
+    A named value is never saved on the device by another policy, as later operations
+    read it by its name.
 
     Args:
-        policy: For everything else; None keeps nothing.
+        policy: Policy of all other values; None saves nothing.
     """
     moves = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -125,13 +126,13 @@ class ScanReplacement(Protocol):
 
         Args:
             equation: The scan as traced.
-            values: Its operands.
-            body: One turn of it.
+            values: Operands of the scan.
+            body: Function of one iteration.
         """
         ...
 
     def after_scan(self, value: Any) -> Any:
-        """A value, as what stands behind the scan reads it."""
+        """Returns a value in the form for readers after the scan."""
         ...
 
 
@@ -147,13 +148,13 @@ class PartialProgram(Protocol):
         ...
 
     def record_result(self, position: Position, slot: int, value: Any) -> None:
-        """A result of an equation that does."""
+        """Records a result of an equation that runs here."""
         ...
 
 
 @dataclass(slots=True)
 class _Scope:
-    """One jaxpr being run: its position, its values, and layouts already made."""
+    """A running jaxpr: its position, its values, and cached reshards."""
 
     constraints: Constraints
     mesh: Mesh
@@ -179,7 +180,7 @@ class _Scope:
     def once(
         self, atom: Any, value: Any, specs: tuple[Spec, ...], name: str = MOVED
     ) -> Any:
-        """The value in a layout, brought there once for all who read it so."""
+        """Reshards a value once for all readers with the same specs."""
         done = (atom, specs)
         if done not in self.moved:
             self.moved[done] = self.passed(value, specs, name)
@@ -189,9 +190,9 @@ class _Scope:
         return self.passed(value, self.constraints.results.get((position, slot), ()))
 
     def passed(self, value: Any, specs: Sequence[Spec], name: str = MOVED) -> Any:
-        """The value, passed through layouts in order, under a checkpoint name."""
+        """Passes a value through specs in order, under a checkpoint name."""
         if isinstance(value, HostParameter) and specs:
-            # Of a slice the layout is the stack's without its first dimension.
+            # A slice has the stack's spec without the first dimension.
             return value.then(
                 lambda x, sliced: self.passed(x, [s[sliced:] for s in specs], name),
                 keeps=value.host.ndim,
@@ -219,20 +220,20 @@ def evaluate(
     """Runs a jaxpr with constraints.
 
     Args:
-        jaxpr: Open or closed, as captured.
-        arguments: One value for each of its inputs.
+        jaxpr: Open or closed jaxpr, as captured.
+        arguments: Values of its inputs.
         constraints: Constraints by position.
-        mesh: The mesh of the plan.
+        mesh: Mesh of the plan.
         position: Position of the jaxpr within the outermost one.
         looped: Whether the jaxpr is the body of a loop, or inside one.
-        recomputed: Whether the jaxpr is a checkpointed region of the user's, or inside
+        recomputed: Whether the jaxpr is a checkpointed region of the user, or inside
             one.
-        part: Replacement of the layers' scan, where only some layers run.
-        here: Equations to run, where only some do.
-        ready: Weights that a loop around it reads, as they are computed with.
+        part: Replacement of the layers' scan, if only some layers run.
+        here: Equations to run, if only some run.
+        ready: Weights that an outer loop has already gathered.
 
     Returns:
-        Its outputs.
+        Outputs of the jaxpr.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
     scope = _Scope(
@@ -296,11 +297,11 @@ def _bound(
     slots: Sequence[int | None],
     position: Position,
 ) -> list[Any]:
-    """One operation on parameters as it needs them, gathered from their shards.
+    """Runs an operation with its parameters gathered from their shards.
 
-    The backward pass of a product needs the whole parameter; it is gathered again
-    there, because keeping it would undo the sharding. A region that the user has
-    computed again gathers everything again with it.
+    The backward pass of a product needs the full parameter. It is gathered again there,
+    because saving it would undo the sharding. A checkpointed region of the user gathers
+    everything again when it is recomputed.
     """
     gathers = scope.constraints.gathers
     places = [(position, -1 if s is None else s) for s in slots]
@@ -329,10 +330,10 @@ def _bound(
         whole = [scope.passed(operand, specs, GATHERED) for operand, specs in pairs]
         return _as_it_is(scope, equation, whole, slots, position)
 
-    # In a loop nothing can take the first pass's parameter for the second's.
+    # In a loop, CSE cannot merge the two gathers.
     again = jax.checkpoint(run, prevent_cse=not scope.looped)
-    # Before an exchange the layout is said outside too: else the compiler gives what
-    # goes into the region the layout that it has inside, and exchanges it twice.
+    # Before an all-to-all the spec is also set outside. Otherwise the compiler
+    # propagates the inner spec to the region's input, and reshards twice.
     atoms = zip(equation.invars, values, wanted, strict=True)
     stored = [
         scope.once(a, v, specs[:1]) if _exchanges(specs) else v for a, v, specs in atoms
@@ -347,7 +348,7 @@ def _as_it_is(
     slots: Sequence[int | None],
     position: Position,
 ) -> list[Any]:
-    """One operation as it was traced, or as devices have to be told to compute it."""
+    """Runs an operation as traced, or by a special rule for sharded devices."""
     laid = scope.constraints.lookups.get(position, ())
     specs = [laid[s] if s is not None and laid else () for s in slots]
     windows = shared_windows(equation, specs, scope.mesh)
@@ -377,7 +378,7 @@ def _fetching(
     slots: Sequence[int | None],
     position: Position,
 ) -> list[Any]:
-    """One operation on parameters in host memory, brought as it needs them."""
+    """Runs an operation on offloaded parameters, fetched for it."""
 
     def run(*operands: Any) -> list[Any]:
         there = [
@@ -396,7 +397,6 @@ def _fetching(
 def _logits(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
-    """Logits of some tokens at a time."""
     one = called_logits(equation)
     body = _compat.open_jaxpr(_compat.inner_jaxprs(equation)[0])[0]
     place = next(i for i, e in enumerate(body.eqns) if e is one.product)
@@ -420,10 +420,10 @@ def _logits(
 def _sorted_rows(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
-    """Rows that are sorted across the batch, by each device for its own samples.
+    """Runs a call that sorts rows, on each device for its own samples.
 
-    Weights are gathered before; where an operation would gather its own again for its
-    backward pass, all of these are.
+    Weights are gathered before. If any operation would gather its weights again for the
+    backward pass, all are gathered again.
     """
     rows, axes = scope.constraints.sorted_rows[position]
     inner = _compat.inner_jaxprs(equation)[0]
@@ -455,7 +455,7 @@ def _sorted_rows(
     saved = but_for_gathered(jax.checkpoint_policies.everything_saveable)
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
-        # What each device is given of a weight is the whole of it, too.
+        # Each device's copy of a weight is unsharded, so it is not saved either.
         copied = primitive.name in COPYING
         return not copied and bool(saved(primitive, *avals, **params))
 
@@ -464,7 +464,7 @@ def _sorted_rows(
 
 
 def _exchanges(specs: Sequence[Spec]) -> bool:
-    """Whether an axis goes from one dimension to another on the way."""
+    """Whether an axis moves from one dimension to another."""
     if not specs:
         return False
     first, last = (
@@ -484,7 +484,7 @@ def _inner(
     recomputed: bool = False,
     here: PartialProgram | None = None,
 ) -> list[Any]:
-    """A jaxpr inside the one being run, in whatever that one is in and perhaps more."""
+    """Runs an inner jaxpr with the flags of the scope and perhaps more."""
     return evaluate(
         jaxpr,
         values,
@@ -502,7 +502,7 @@ def _remat(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
     inner = _compat.inner_jaxprs(equation)[0]
-    # A region inside another keeps nothing that waits: it runs again as a whole.
+    # A nested region offloads nothing, as it is recomputed as a whole.
     waiting = {} if scope.recomputed else scope.constraints.waiting
     within = replace(scope, constraints=replace(scope.constraints, waiting=waiting))
     waits = waiting.get(position[:-1], ())
@@ -524,7 +524,7 @@ def _scan(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
     inner = _compat.inner_jaxprs(equation)[0]
-    # Slices can be taken of what is yet to be cast, and not of another form.
+    # Unfetched parameters can be sliced before a cast, but not after a reshape.
     values = [
         v.fetched() if isinstance(v, HostParameter) and not v.sliceable else v
         for v in values
@@ -548,11 +548,11 @@ def _scan(
 def _over_time(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
-    """A scan; what all of its turns read is gathered before it.
+    """Runs a scan; gathers loop-invariant weights before it.
 
-    Where the backward pass reads that too, it is gathered again before the loop that
-    runs backward, and everything else that a turn leaves is kept. A region of the
-    user's own in a turn has a policy of its own, to which this would be added.
+    If the backward pass reads them too, they are gathered again before the backward
+    loop, and all other residuals are saved. A checkpointed region of the user in the
+    body has its own policy, so this is not done then.
     """
     inner = _compat.inner_jaxprs(equation)[0]
     constraints, ready = scope.constraints, scope.ready
@@ -575,7 +575,7 @@ def _over_time(
         within = replace(scope, ready={**ready, **here})
 
         def body(arguments: Sequence[Any]) -> list[Any]:
-            # By their names carries are kept; without, a loop makes them again.
+            # Named carries are saved; unnamed ones would be recomputed by a loop.
             named = [
                 checkpoint_name(value, MOVED) if constants <= i < carries else value
                 for i, value in enumerate(arguments)
@@ -586,7 +586,7 @@ def _over_time(
 
         return rebuild.scan(equation, given[: len(values)], body)
 
-    # Said outside too: else the compiler lays out the loop's weights as these are.
+    # Constrained outside too; otherwise the compiler propagates the gathered spec.
     given = (*values, *(scope.passed(stored[p], ways[p][:1]) for p in once.values()))
     again = any(at in constraints.regathers for at, _ in result)
     if scope.recomputed or not again or recomputes(inner):
@@ -599,7 +599,7 @@ def _over_time(
 def _cond(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
-    """All devices take one branch: the number of the branch is the whole program's."""
+    """Runs a conditional; the branch index is replicated, so all devices agree."""
 
     def branch(number: int, inner: Any) -> rebuild.Body:
         return lambda arguments: _inner(scope, inner, arguments, (*position, number))

@@ -1,10 +1,10 @@
-"""Lookups, scatters and sorts of a stage, each device on its own part.
+"""Lookups, scatters and sorts of a stage, on each device for its own part.
 
-Inside ``shard_map`` over the stages other axes are left to the compiler. Its
-partitioner ends the whole process at a gather or a scatter that two of them shard, as
-the rows of logits and their vocabulary are. So each device is told what to do: which
-part of every value it has, and over which axes parts of a result are summed. What
-cannot be done in parts is done whole by every device.
+Inside ``shard_map`` over the stages the compiler partitions the other axes. Its
+partitioner aborts the process at a gather or scatter that two axes shard, such as over
+the rows of logits and their vocabulary. So these operations are partitioned here: the
+part of every value on each device, and the axes over which results are summed.
+Operations that cannot be divided run in full on every device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INDEXED = SCATTERS | {"gather", "sort", "top_k", "approx_top_k"}
 """Operations that look up or write by index, or whose derivatives do."""
 
 _LINEAR = frozenset({"gather", "scatter", "scatter-add", "scatter-sub"})
-"""Those whose derivatives read none of their floating-point operands."""
+"""Operations whose derivatives read none of their floating-point operands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +40,10 @@ class OperationParts:
     """Division of an operation among devices.
 
     Attributes:
-        given, out: Layouts of operands and results.
-        run: One device's part, from its parts of the operands.
+        given, out: Specs of operands and results.
+        run: Function of one device, from its parts of the operands.
         summed: Axes over which the parts of a result are summed.
-        finish: Makes the result from the sum and the device's operands.
+        finish: Function from the sum and the device's operands to the result.
     """
 
     given: tuple[Spec, ...]
@@ -55,15 +55,13 @@ class OperationParts:
 
 @dataclass(slots=True)
 class _Free:
-    """Axes that nothing of an operation is sharded over yet."""
+    """Mesh axes that are not yet used in an operation."""
 
     sizes: Mapping[str, int]
     taken: set[str] = field(default_factory=set)
 
     def take(self, spec: Spec, dim: int, size: int) -> tuple[str, ...]:
-        """Returns the axes that a layout gives a dimension, where they are free and
-        divide it.
-        """
+        """Returns a spec's axes of a dimension, if free and dividing it, else ()."""
         axes = spec[dim] if dim < len(spec) else ()
         axes = tuple(a for a in axes if self.sizes.get(a, 1) > 1)
         count = math.prod(self.sizes[a] for a in axes)
@@ -80,13 +78,13 @@ def in_parts(
     mesh: Any,
     flows: Sequence[bool] | None = None,
 ) -> list[Any] | None:
-    """The results of an operation by index, or None where the compiler can be trusted.
+    """Returns the results of an indexed operation, or None if the compiler can do it.
 
     Args:
-        equation: The operation, or a call with a derivative rule of its own.
-        values: Its operands.
-        specs: Layouts of these, as far as they are known; empty ones are whole.
-        mesh: The devices; inside ``shard_map`` over the stages.
+        equation: Operation, or call with its own derivative rule.
+        values: Operands of the operation.
+        specs: Specs of the operands, as far as known; empty ones are unsharded.
+        mesh: Mesh of the devices, inside ``shard_map`` over the stages.
         flows: Argument of ``holds``, unchanged.
     """
     automatic = automatic_axes(mesh)
@@ -104,7 +102,7 @@ def in_parts(
 
 
 def in_whole(equation: Any, values: Sequence[Any], mesh: Any) -> list[Any]:
-    """The results of an operation that every device computes whole."""
+    """Returns the results of an operation that every device computes in full."""
     return on_each(_undivided(equation), values, mesh, linear=False)
 
 
@@ -113,13 +111,13 @@ def holds(
     wanted: Callable[[Any], bool],
     flows: Sequence[bool] | None = None,
 ) -> bool:
-    """Whether a call, or its derivative, holds an equation of some kind.
+    """Whether a call, or its derivative, contains an equation of some kind.
 
     Args:
-        equation: The call.
-        wanted: Whether an equation is of that kind.
-        flows: For each operand, whether a gradient flows through it: only for these
-            need there be a derivative. Left out, through all that it may flow through.
+        equation: Call with an inner jaxpr.
+        wanted: Predicate of equations.
+        flows: Whether a gradient flows through each operand; only these need a
+            derivative. None means all differentiable operands.
     """
     if _holds(_compat.inner_jaxprs(equation), wanted):
         return True
@@ -152,7 +150,7 @@ def _holds(jaxprs: Sequence[Any], wanted: Callable[[Any], bool]) -> bool:
     return False
 
 
-# Who has what.
+# # Partitions.
 
 
 def _parts(
@@ -177,7 +175,7 @@ def _undivided(equation: Any) -> OperationParts:
 def _rows(
     equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]
 ) -> OperationParts:
-    """Sorts: lines of one dimension, each for itself."""
+    """Divides a sort: all dimensions except the sorted one."""
     shape = equation.invars[0].aval.shape
     params, last = equation.params, len(shape) - 1
     keys = ("dimension", "axis", "operand_axis", "reduction_dimension")
@@ -197,7 +195,7 @@ def _rows(
 def _scatter(
     equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]
 ) -> OperationParts:
-    """Batches that indices share, and dimensions of which whole slices are written."""
+    """Divides a scatter: batch dimensions, and dimensions that are written in full."""
     numbers = equation.params["dimension_numbers"]
     operand, indices, updates = (v.aval.shape for v in equation.invars)
     own, by_index, new = specs
@@ -239,7 +237,7 @@ def _scatter(
 def _gather(
     equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]
 ) -> OperationParts:
-    """Rows of indices, whole slices, and dimensions of which one element is taken."""
+    """Divides a gather: rows of indices, full slices, and one-element dimensions."""
     numbers, slices = (
         equation.params[key] for key in ("dimension_numbers", "slice_sizes")
     )
@@ -284,10 +282,10 @@ def _keys(equation: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _ShardedGather:
-    """One device's share of a gather.
+    """One device's part of a gather.
 
     Attributes:
-        equation: The gather.
+        equation: Gather equation.
         sizes: Size of each mesh axis.
         laid: Axes that shard each dimension of the operand.
         picked: Index component that points into a sharded dimension, and that
@@ -304,13 +302,13 @@ class _ShardedGather:
         return Mode.from_any(self.equation.params["mode"])
 
     def _most(self) -> list[int]:
-        """The largest index of each part that is in bounds."""
+        """Returns the largest index in bounds, for each index component."""
         shape, params = self.equation.invars[0].aval.shape, self.equation.params
         dims = params["dimension_numbers"].start_index_map
         return [shape[d] - params["slice_sizes"][d] for d in dims]
 
     def run(self, operand: Any, indices: Any) -> list[Any]:
-        """Returns its part: zero where an index points to another device's."""
+        """Returns this device's part: zero if an index is on another device."""
         slices = tuple(
             n // math.prod(self.sizes[a] for a in self.laid[d])
             if d not in self.equation.params["dimension_numbers"].collapsed_slice_dims
@@ -340,7 +338,7 @@ class _ShardedGather:
         return [jnp.where(here, result, jnp.zeros((), result.dtype))]
 
     def _within(self, indices: Any) -> Any:
-        """Returns which indices are in bounds; all of them where others are clipped."""
+        """Returns a mask of indices in bounds; all True if indices are clipped."""
         places = signed(indices)
         within = jnp.ones(places.shape[:-1], jnp.bool_)
         if self._mode == Mode.FILL_OR_DROP:
@@ -350,7 +348,7 @@ class _ShardedGather:
         return within
 
     def finish(self, results: list[Any], operand: Any, indices: Any) -> list[Any]:
-        """Fills results that are out of bounds, where the gather says so."""
+        """Fills results of indices out of bounds, in the mode that fills."""
         del operand
         if not self.picked or self._mode != Mode.FILL_OR_DROP:
             return results
@@ -361,13 +359,13 @@ class _ShardedGather:
 
 
 def signed(indices: Any) -> Any:
-    """Indices in a type of whole numbers below zero too."""
+    """Converts indices to a signed integer type."""
     wide = indices.dtype.itemsize > 4
     return indices.astype(jnp.int64 if wide else jnp.int32)
 
 
 def filling(value: Any, dtype: Any) -> Any:
-    """Returns the value that a gather gives out of bounds; see ``jax.lax.gather``."""
+    """Returns the value of a gather out of bounds; see ``jax.lax.gather``."""
     if value is None and _compat.is_inexact(dtype):
         value = jnp.nan
     elif value is None and dtype == jnp.bool_:
@@ -378,13 +376,13 @@ def filling(value: Any, dtype: Any) -> Any:
     return jnp.asarray(value, dtype)
 
 
-# Running it.
+# # Execution.
 
 
 def on_each(
     parts: OperationParts, values: Sequence[Any], mesh: Any, linear: bool
 ) -> list[Any]:
-    """Runs it, with a backward pass in the same parts."""
+    """Runs a divided operation, with a backward pass in the same parts."""
 
     def mapped(function: Any, given: Sequence[Spec], out: Sequence[Spec]) -> Any:
         laid = [tuple(map(partition_spec, specs)) for specs in (given, out)]
@@ -402,8 +400,8 @@ def on_each(
     shapes = [(v.shape, v.dtype) for v in values]
 
     def forward(*primals: Any) -> Any:
-        # What no gradient flows to, such as a table that a function closes over, may
-        # have no derivative. Which it is stands in the structure of what is kept.
+        # Operands without a gradient, such as a closed-over table, may have no
+        # derivative. The structure of the residuals records which operands have one.
         values = [p.value for p in primals]
         real = [_compat.is_inexact(v.dtype) for v in values]
         pairs = list(zip(primals, real, strict=True))
@@ -439,7 +437,7 @@ class _Backward:
 
     Attributes:
         parts: Division of the operation among devices.
-        flows: Operands that gradients flow to, by number.
+        flows: Numbers of the differentiable operands.
         across: Axes that shard the cotangents.
     """
 

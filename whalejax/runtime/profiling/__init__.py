@@ -1,1 +1,1 @@
-"""Steps that ran, measured beside what was predicted of them."""
+"""Profiles of steps, compared with the plan's predictions."""

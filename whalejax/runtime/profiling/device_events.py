@@ -1,8 +1,8 @@
-"""A trace of ``jax.profiler``, read into what each device did in each step.
+"""Reads a trace of ``jax.profiler`` into the events of each device in each step.
 
-JAX's own reader of traces (``jax.profiler.ProfileData``) gives lines of events. Those
-that name an instruction of a compiled program (``hlo_op``) are work of a device: on CPU
-the event says of which, elsewhere the plane does. Everything else is the host's.
+JAX's reader of traces (``jax.profiler.ProfileData``) returns lines of events. Events
+with an instruction of a compiled program (``hlo_op``) are work of a device. On CPU the
+event names the device, elsewhere the plane does. All other events are the host's.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from whalejax.meshes.errors import WhaleError
 
 
 STEP_NAME: Final = "whalejax_step"
-"""Name of the span of the host around each step."""
+"""Name of the host's span around each step."""
 
 _DEVICE_PLANE: Final = re.compile(r"/device:\w+:(\d+)")
 _OPS_LINES: Final = ("XLA Ops", "Async XLA Ops", "Stream")
 _LOOPS: Final = ("while", "conditional", "call")
-"""Instructions whose spans hold those of others."""
+"""Instructions whose spans contain those of others."""
 
 Spans = np.ndarray[Any, Any]
-"""Beginnings and ends in nanoseconds, one row each, in order and apart."""
+"""Rows of start and end in nanoseconds, sorted and disjoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class DeviceEvent:
     """An instruction that a device ran.
 
     Attributes:
-        device: Number of the device among those of the process.
+        device: Index of the device in the process.
         name: Name of the instruction in its program.
         module: Name of the program.
-        start_ns, end_ns: When it began and ended, by the clock of the trace.
+        start_ns, end_ns: Start and end in nanoseconds, by the clock of the trace.
     """
 
     device: int
@@ -54,8 +54,8 @@ class TraceData:
     """Steps and instructions of a trace.
 
     Attributes:
-        steps: (beginning, end) of each step on the host, in nanoseconds.
-        events: Instructions of all devices, as they come.
+        steps: (start, end) of each step on the host, in nanoseconds.
+        events: Instructions of all devices, in the order of the file.
     """
 
     steps: tuple[tuple[float, float], ...]
@@ -63,13 +63,13 @@ class TraceData:
 
 
 def read_trace(folder: Path) -> TraceData:
-    """The steps and instructions of a trace.
+    """Reads the steps and instructions of a trace.
 
     Args:
         folder: Folder that ``jax.profiler.trace`` wrote.
 
     Raises:
-        WhaleError: There is no trace, or it has no step or no instruction.
+        WhaleError: No trace exists, or it has no step or no instruction.
     """
     files = sorted(folder.rglob("*.xplane.pb"))
     if not files:
@@ -99,7 +99,7 @@ def read_trace(folder: Path) -> TraceData:
 
 
 def _device_event(event: Any, plane: re.Match[str] | None) -> DeviceEvent | None:
-    """An instruction of a device, or None for what is none or only holds others."""
+    """Returns an event of a device; None for other events and for containers."""
     stats = dict(event.stats)
     name = stats.get("hlo_op")
     if name is None or event.duration_ns <= 0:
@@ -118,7 +118,7 @@ def _device_event(event: Any, plane: re.Match[str] | None) -> DeviceEvent | None
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Spans:
-    """Spans joined where they touch.
+    """Merges overlapping or adjacent spans.
 
     >>> union([(5, 6), (0, 2), (1, 3)]).tolist()
     [[0.0, 3.0], [5.0, 6.0]]
@@ -133,12 +133,12 @@ def union(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def length(spans: Spans) -> float:
-    """Seconds that spans take together."""
+    """Returns the total length of spans in seconds."""
     return float((spans[:, 1] - spans[:, 0]).sum()) / 1e9
 
 
 def within(spans: Spans, start: float, end: float) -> Spans:
-    """The parts of spans between two times.
+    """Returns the parts of spans between two times.
 
     >>> within(union([(0, 3), (5, 6)]), 2, 5.5).tolist()
     [[2.0, 3.0], [5.0, 5.5]]
@@ -149,7 +149,7 @@ def within(spans: Spans, start: float, end: float) -> Spans:
 
 
 def without(spans: Spans, others: Spans) -> Spans:
-    """The parts of spans that no other covers.
+    """Returns the parts of spans that no other span covers.
 
     >>> without(union([(0, 10)]), union([(2, 3), (5, 12)])).tolist()
     [[0.0, 2.0], [3.0, 5.0]]
@@ -167,7 +167,7 @@ def without(spans: Spans, others: Spans) -> Spans:
 
 
 def by_device(events: Sequence[DeviceEvent]) -> Mapping[int, list[DeviceEvent]]:
-    """Events by the number of their device, in its order."""
+    """Returns events by device index, sorted by start."""
     device: dict[int, list[DeviceEvent]] = {}
     for event in sorted(events, key=lambda one: (one.device, one.start_ns)):
         device.setdefault(event.device, []).append(event)

@@ -1,9 +1,9 @@
-"""Measured beside predicted: ``step.profile(state, batch)`` and ``whalejax profile``.
+"""Measured and predicted times: ``step.profile(state, batch)``, ``whalejax profile``.
 
-Some steps are traced. Of each device a step is parted without a rest: what it computed,
-collectives by kind and mesh axes where nothing was computed beside them, and gaps, in
-which the host let it wait before its first instruction, between two, and after its last
-one. Means over devices and steps stand beside the plan's terms.
+Some steps are traced. Each device's step time is divided completely into compute,
+exposed collectives by kind and mesh axes, and gaps. Gaps are the waits for the host
+before the first instruction, between instructions, and after the last one. Means over
+devices and steps are compared with the plan's terms.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from whalejax.runtime.profiling.device_events import (
 
 
 WARM_UP_STEPS: Final = 2
-"""Steps before the trace; the first one compiles."""
+"""Number of steps before the trace; the first one compiles."""
 
 LEAST_SHARE: Final = 0.01
-"""Part of a step's traffic above which what is not planned is named."""
+"""Fraction of a step's traffic above which an unplanned collective is listed."""
 
 _COMPUTING: Final = ("compute", "launch", "update", "allocation", "offload")
-"""Terms of a plan that a device computes in."""
+"""Terms of a plan that count as compute."""
 
 COMPUTE, BEFORE, BETWEEN, AFTER = (
     "compute",
@@ -67,10 +67,10 @@ class ProfileTerm:
     Attributes:
         name: ``"compute"``, a collective such as ``"all-reduce over data"``, or a gap:
             ``"host before"``, ``"host between"``, ``"host after"``.
-        predicted_seconds: Time that the plan predicts; None where it has no such term.
-        measured_seconds: Mean over devices and steps. Of a collective the part in which
-            nothing was computed.
-        hidden_seconds: Part of a collective's time that is overlapped with computing.
+        predicted_seconds: Predicted time; None if the plan has no such term.
+        measured_seconds: Mean over devices and steps; for a collective, only the
+            exposed time.
+        hidden_seconds: Time of a collective that is overlapped with compute.
     """
 
     name: str
@@ -80,7 +80,7 @@ class ProfileTerm:
 
     @property
     def difference(self) -> float:
-        """Seconds by which it was measured longer than predicted."""
+        """The measured minus the predicted seconds."""
         return self.measured_seconds - (self.predicted_seconds or 0.0)
 
 
@@ -92,11 +92,11 @@ class StepProfile:
         step_seconds: Mean time of a step.
         predicted_step_seconds: Step time that the plan predicts.
         steps: Number of steps that were traced.
-        terms: Parts of the step, the longest first; they add up to it.
-        unplanned: Collectives that the plan does not have, the largest first, each
-            with the user's line behind it.
+        terms: Parts of the step, the longest first; their sum is the step time.
+        unplanned: Collectives that the plan does not have, the largest first, each with
+            its line of the user's code.
         trace: Traced data, for the file that ``save`` writes.
-        plan: The plan.
+        plan: Plan of the steps.
     """
 
     step_seconds: float
@@ -109,7 +109,7 @@ class StepProfile:
 
     @property
     def unexplained(self) -> float:
-        """Part of the step that no term explains, from 0 to 1."""
+        """The fraction of the step time that no term explains."""
         explained = sum(term.measured_seconds for term in self.terms)
         return abs(self.step_seconds - explained) / self.step_seconds
 
@@ -137,10 +137,10 @@ class StepProfile:
         }
 
     def lines(self, width: int | None) -> list[Line]:
-        """The table, and what is worth a look, in lines.
+        """Returns the lines of the table and of notable differences.
 
         Args:
-            width: Columns of a line; None breaks none.
+            width: Columns of a line; None does not wrap lines.
         """
         ratio = self.step_seconds / self.predicted_step_seconds
         head = (
@@ -181,12 +181,12 @@ class StepProfile:
         return str(self)
 
     def save(self, path: str | Path) -> None:
-        """Writes what was traced and what was planned as one file for Perfetto.
+        """Writes the trace and the plan's times as one file for Perfetto.
 
         Open it at https://ui.perfetto.dev, or in ``chrome://tracing``.
 
         Args:
-            path: Path of a JSON file; one that exists is replaced.
+            path: Path of a JSON file; an existing file is replaced.
 
         Raises:
             WhaleError: The file cannot be written.
@@ -235,10 +235,9 @@ def profiled(
     """Traces some steps, and divides them into parts.
 
     Args:
-        plan: Plan that is run.
-        program: Gives the text of the compiled program, or an empty one where there
-            are several.
-        run: Does a step: from a state to the next one, whose work is done.
+        plan: Plan of the steps.
+        program: Returns the text of the compiled program, or "" if there are several.
+        run: Runs a step to completion: from a state to the next one.
         state: State to train; its buffers are donated.
         steps: Number of steps to trace.
 
@@ -269,7 +268,7 @@ def profile_of(plan: PlanData, program: str, trace: TraceData) -> StepProfile:
     """Returns the profile of a plan's steps from a trace.
 
     Args:
-        plan: Plan that was run.
+        plan: Plan of the steps.
         program: Text of the compiled program, or empty.
         trace: Steps and instructions.
     """
@@ -309,14 +308,14 @@ def profile_of(plan: PlanData, program: str, trace: TraceData) -> StepProfile:
 
 
 def predicted_terms(plan: PlanData, *, by_axes: bool = True) -> dict[str, float]:
-    """The plan's terms under the names of measured ones.
+    """Returns the plan's terms by the names of measured ones.
 
-    Collectives have the seconds that they take on their links, hidden parts included.
+    Collectives count their full seconds on the links, including hidden parts.
 
     Args:
-        plan: The plan.
-        by_axes: Traces tell over which axes a collective runs. Where there are several
-            programs they tell its kind alone, and nothing of what stages hand on.
+        plan: Plan of the steps.
+        by_axes: Whether traces show the axes of a collective. With several programs
+            they show only its kind, and no transfers between stages.
     """
     terms = {COMPUTE: sum(getattr(plan.time, f"{name}_seconds") for name in _COMPUTING)}
     for row in traffic(plan):
@@ -334,7 +333,7 @@ def _split_step_time(
     names: Mapping[str, Instruction],
     mesh: Mapping[str, int],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The parts of a step on a device, and what of its collectives was hidden."""
+    """Returns the parts of a step on a device, and the collectives' hidden seconds."""
     computing: list[tuple[float, float]] = []
     sending: dict[str, list[tuple[float, float]]] = {}
     for event in events:
@@ -408,7 +407,7 @@ def _collective_name(kind: str, axes: Sequence[str] | None) -> str:
 def _unplanned(
     plan: PlanData, instructions: Sequence[Instruction]
 ) -> tuple[Finding, ...]:
-    """Collectives that are not planned, above a hundredth of all that is sent."""
+    """Returns unplanned collectives above ``LEAST_SHARE`` of all traffic."""
     mesh = plan.axis_sizes
     sent = [
         {
