@@ -32,7 +32,7 @@ from whalejax.planner.sharding.layout import divisors
 
 
 Search = Callable[[int | None], Plan]
-"""Returns the best plan with a given number of micro-batches; None allows any."""
+"""Function from a number of micro-batches, or None for any, to the best plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class SplitRules:
     """Rules on the parts of a batch.
 
     Attributes:
-        loss: Returns the captured loss when its samples must be checked.
+        loss: Function that returns the captured loss, for a check of its samples.
         whole: Number of samples of the global batch.
         group_size: Number of consecutive samples that the user keeps together, or None.
         per_micro_batch: Whether each part may have its own loss.

@@ -254,7 +254,7 @@ def _with_host_memory(
     """Returns the plan of stages; offloads the optimizer's state if it must.
 
     Args:
-        search: Returns the plan.
+        search: Function that returns the plan.
         request, options: Arguments of every search.
     """
     if request.offload is not None:
@@ -660,9 +660,7 @@ def _first_time(plan: Plan) -> float:
 
 
 def _speed_of_fastest(replicas: Plan, stages: int) -> float:
-    """Returns the fraction of a step's work that the fastest devices of one stage would
-    do.
-    """
+    """Returns the fraction of a step's work that one stage's fastest devices do."""
     shares = sorted(replicas.shares, reverse=True)
     whole, rest = divmod(len(shares), stages)
     fastest = sum(shares[:whole]) + shares[whole] * rest / stages
@@ -723,7 +721,7 @@ def _whole_stages(cluster: Cluster, devices: int) -> list[int]:
 
 
 def _marked(graph: Graph) -> set[int]:
-    """Numbers of the stages that the user marked."""
+    """Returns the numbers of the stages that the user marked."""
     return {
         int(mark.get("i") or 0)
         for task_graph in graph.task_graphs
@@ -808,8 +806,9 @@ def _why_apart(
 
 
 def _neither(apart: str, reason: str, remedy: str) -> str:
-    """Returns the message if no kind of stages is possible; a reason with a remedy is
-    first.
+    """Returns the message if no kind of stages is possible.
+
+    A reason with a remedy is first.
     """
     if remedy:
         return f"{reason}. {remedy}. With programs of each stage's own: {apart}"
@@ -822,7 +821,7 @@ def _search_with_warning(
     """Returns the plan of the requested stages; warns if one does most of the work."""
     try:
         plan = search(graph, *given, **options)
-    except TooFewParts as error:  # is used by searches only
+    except TooFewParts as error:  # used by searches only
         raise PlanError(str(error)) from None
     except FlowsBackwards as error:
         if not (several := merged_pipelines_note(graph)):

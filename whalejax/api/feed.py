@@ -43,7 +43,7 @@ class DataSource(Protocol):
 
 
 class Unset(enum.Enum):
-    """Marks an omitted argument for which None is a possible value.
+    """Marker of an omitted argument for which None is a possible value.
 
     A state that was rebuilt has None for its number of samples; treated as omitted, it
     would restart at the first sample.
@@ -53,7 +53,7 @@ class Unset(enum.Enum):
 
 
 class Feed:
-    """Yields this process's part of each global batch, from a sequence or an iterable.
+    """Iterable of this process's part of each global batch.
 
     The samples of a global batch depend only on the seed and the step, not on the
     number of processes or their shares. So each sample is seen once in an epoch even if

@@ -57,7 +57,7 @@ def without_margin(cluster: Cluster, margin: float) -> Cluster:
 
 
 def _usable_bytes(kind: DeviceKind, margin: float) -> int:
-    """Bytes that plans may fill by prediction."""
+    """Returns the bytes that plans may fill by prediction."""
     return max(1, int(kind.memory_bytes / (1 + margin)))
 
 
@@ -180,8 +180,8 @@ def accepted(
 
     Args:
         plan: First choice.
-        verify: Compiles a plan and returns a ``Verification``.
-        again: Plans once more with the given margin.
+        verify: Function that compiles a plan and returns a ``Verification``.
+        again: Function that plans once more with a given margin.
 
     Raises:
         PlanError: The plan cannot be compiled, or the compiler refused all plans.

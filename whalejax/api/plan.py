@@ -111,10 +111,9 @@ def plan(
             device with equal gradient accumulation. Without it such parts are refused.
             An error if samples are proven independent; no effect for one micro-batch.
         axis_names: Mesh axes in the model's own annotations, mapped to ours.
-        trainable: Selection of the trained parameters; None trains every
-            parameter. A glob
-            pattern of dotted paths such as ``"head.*"``, several in a list, a
-            predicate of one dotted path, or (NNX) a filter such as ``LoRAParam``. The
+        trainable: Selection of the trained parameters; None trains every parameter. It
+            is a glob pattern of dotted paths such as ``"head.*"``, a list of patterns,
+            a predicate of one dotted path, or (NNX) a filter such as ``LoRAParam``. The
             other weights take part in the computation without gradients.
         batch_axes: Batch dimension of the batch's leaves: one number for all, or a
             tree like the batch with a number for each leaf and None for leaves

@@ -160,8 +160,9 @@ def table_notes(
     trainable: Any,
     axis_names: Any,
 ) -> tuple[str, ...]:
-    """Returns the note on the savings of placed tables. ¶ Without a note, tables are
-    less than half of the parameters.
+    """Returns the note on the savings of placed tables.
+
+    It is empty if tables are less than half of the parameters.
 
     Args:
         loss_fn, model, batch, trainable, axis_names: Arguments of ``wh.plan``,

@@ -54,8 +54,7 @@ USUAL_SPLITS: Final = ("whole", "rows", "columns", "node_rows", "replicate")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesRequest:
-    """Checked arguments of ``wh.plan_tables``, without the loss, the model and the
-    batch.
+    """Checked arguments of ``wh.plan_tables``, without loss, model and batch.
 
     Attributes:
         rows, optimizer, cluster, splits, together, pins, counts, mesh, trainable,

@@ -263,9 +263,7 @@ def _read_region(array: Any, region: Region) -> Any:
 
 
 def _begins(pieces: Sequence[slice]) -> dict[int, int]:
-    """Returns the target offset of each chunk of a dimension, by its first index in the
-    array.
-    """
+    """Returns the target offset of each chunk of a dimension, by its first index."""
     begins, place = {}, 0
     for piece in pieces:
         begins[piece.start] = place

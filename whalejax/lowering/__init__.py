@@ -1,5 +1,4 @@
-"""Lowers a plan to a program: constraints on a traced loss, executors and their
-state."""
+"""Lowers a plan to a program: constraints, executors and their state."""
 
 from whalejax.lowering.spmd.constraints import Constraints as Constraints
 from whalejax.lowering.spmd.constraints import constraints_of as constraints_of

@@ -86,7 +86,7 @@ class StageBroadcast:
     """Copies arrays from the devices of their stages to all devices.
 
     Attributes:
-        mesh: All devices, by stage.
+        mesh: Mesh of all devices, by stage.
         whole: Shardings of the results over all devices.
     """
 

@@ -90,8 +90,8 @@ def optimizer_bytes(
             square roots are counted too.
 
     Raises:
-        WhaleError: It is not an optimizer, or needs other parameters or arguments than
-            a step has.
+        WhaleError: The object is not an optimizer, or needs other parameters or
+            arguments than a step has.
     """
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), adapter.params
@@ -122,7 +122,7 @@ _SLOW = TRANSCENDENTAL | {"div", "sqrt", "rsqrt", "cbrt"}
 """Primitives that are about as slow on a CPU as an exponential."""
 
 _TRACED_LEAVES = 128
-"""With more leaves, of those whose paths differ only in numbers one is traced."""
+"""Above this number of leaves, only one of several equal layers is traced."""
 
 
 def _operations(
@@ -181,8 +181,9 @@ def _thinned(params: Any) -> Any:
 
 
 def _slow_elements(jaxpr: Any) -> int:
-    """Returns the number of elements of slow operations. ¶ It counts the largest
-    branch, and all iterations of scans.
+    """Returns the number of elements of slow operations.
+
+    It counts the largest branch, and all iterations of scans.
     """
     slow_elements = 0
     for equation in jaxpr.eqns:

@@ -384,7 +384,7 @@ def metrics_of(program: Program, sums: Sums) -> Metrics:
 
 
 def evaluation_of(program: Program, sums: Sums) -> Evaluation:
-    """Returns the loss, the metrics and the weights of an evaluation.
+    """Returns the loss, the metrics and the weight of an evaluation.
 
     Args:
         program, sums: Arguments of ``metrics_of``, unchanged.

@@ -1,4 +1,4 @@
-"""Arrays of one stage, on the devices of all stages together."""
+"""Moves arrays of one stage to the devices of all stages, and back."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from whalejax.planner.pipeline.layer_stack import STAGE
 
 
 def spread(array: Any, mesh: Mesh) -> Any:
-    """An array on all devices, in as many shards as a dimension divides into.
+    """Moves an array to all devices, sharded if a dimension divides.
 
     Args:
         array: Array on the devices of a stage, or on all.
-        mesh: All devices, by stage. Where they are several processes', all of these
-            call this in one order.
+        mesh: Mesh of all devices, by stage. With several processes, all call this in
+            the same order.
     """
     target = spread_sharding(array.shape, mesh)
     if is_key(array):
@@ -44,7 +44,7 @@ def _spread(array: Any, target: NamedSharding) -> Any:
     rows = [{*row} for row in mesh.devices]
     source: Any = array.sharding
     if mesh.is_multi_process and _is_copied(source, mesh):
-        # Every pipeline holds it: that of the first is taken.
+        # Every pipeline has a copy; the first one's is used.
         first = Mesh(source.mesh.devices[0], source.mesh.axis_names[1:])
         source = NamedSharding(first, source.spec)
         there = seen_on(array, source)
@@ -56,7 +56,7 @@ def _spread(array: Any, target: NamedSharding) -> Any:
 
 
 def _is_copied(source: Any, mesh: Mesh) -> bool:
-    """Several pipelines hold the array, and not all devices do."""
+    """Whether several pipelines, but not all devices, have the array."""
     stage = mesh.devices.shape[1]
     return bool(
         source.mesh.axis_names[:1] == (DATA,) and stage < source.mesh.size < mesh.size
@@ -64,11 +64,11 @@ def _is_copied(source: Any, mesh: Mesh) -> bool:
 
 
 def spread_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """A layout on all devices: by device, or else by stage, or else whole.
+    """Returns a sharding over all devices, or over stages, or replicated.
 
     Args:
         shape: Shape of the global array.
-        mesh: All devices, by stage.
+        mesh: Mesh of all devices, by stage.
     """
     stages = mesh.devices.shape[0]
     for count, axes in ((mesh.size, mesh.axis_names), (stages, (STAGE,))):
@@ -79,12 +79,12 @@ def spread_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
 
 
 def collected(array: Any, target: NamedSharding, mesh: Mesh) -> Any:
-    """An array as a stage holds it, of what all devices hold together.
+    """Moves an array from all devices to those of a stage.
 
     Args:
         array: Array on all devices.
-        target: Its layout on those of the stage, or on all.
-        mesh: All devices, by stage. All processes call this in one order.
+        target: Sharding on the devices of the stage, or on all.
+        mesh: Mesh of all devices, by stage. All processes call this in the same order.
     """
     if is_key(array):
         words = collected(jax.random.key_data(array), target, mesh)
@@ -101,7 +101,7 @@ def collected(array: Any, target: NamedSharding, mesh: Mesh) -> Any:
 
 
 def _stage_mesh(mesh: Mesh, inner: Any) -> Mesh:
-    """All devices by stage, those of each as one stage has them."""
+    """Returns a mesh of all devices by stage, and by the axes of one stage."""
     devices = mesh.devices.reshape(-1, *inner.devices.shape)
     return Mesh(devices, (STAGE, *inner.axis_names))
 
@@ -114,7 +114,7 @@ def _spreading(
     stage: int,
     target: NamedSharding,
 ) -> Callable[[Any], Any]:
-    """A program that gathers each device's shard from its stage, and deals it out."""
+    """Returns a program that broadcasts a stage's shards, and reshards them."""
     mesh: Any = target.mesh
     together = _stage_mesh(mesh, source.mesh)
     names = source.mesh.axis_names
@@ -137,7 +137,7 @@ def _spreading(
             mesh=together,
             in_specs=stacked.spec,
             out_specs=spec,
-            check_vma=False,  # What was gathered is alike on all stages.
+            check_vma=False,  # Gathered values are equal on all stages.
         ),
         out_shardings=target,
     )

@@ -1,9 +1,8 @@
-"""``StepRunner``: what every executor does around a step, in one place.
+"""``StepRunner``: the common work of all executors around a step.
 
-A step or an evaluation is four things, in this order: processes agree on what they run,
-a watch begins to look after them, the executor issues its programs, and what they give
-is handed to the watch, which knows by it when they are done. Executors say how they
-agree and what they issue.
+A step or an evaluation has four parts, in this order: processes compare their plans, a
+watch starts, the executor issues its programs, and the watch gets the results, which
+show when the programs are done. Executors implement the comparison and the programs.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ class StepRunner:
     """Steps and evaluations of one executor.
 
     Attributes:
-        watch: Sees that no process waits for ever for another.
+        watch: Watch that ends a process that waits too long for another.
     """
 
     watch: Watch
 
     def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """One step; see ``runner.Runner``.
+        """Runs one step; see ``runner.Runner``.
 
         Args:
-            state: State of the step before; its buffers are donated.
-            batch: A global batch as the executor's layout gives it.
+            state: State after the previous step; its buffers are donated.
+            batch: Global batch that the executor's layout placed.
         """
         self._agree()
         with self.watch.step():
@@ -46,7 +45,7 @@ class StepRunner:
         return new, metrics
 
     def evaluate(self, state: TrainState, batch: Any) -> Evaluation:
-        """The loss and metrics of a batch; see ``runner.Runner``.
+        """Returns the loss and metrics of a batch; see ``runner.Runner``.
 
         Args:
             state: State without its exported model, from ``train_state.bare``.
@@ -59,17 +58,17 @@ class StepRunner:
         return result
 
     def _agree(self) -> None:
-        """Compares what is run with the other processes, the first time."""
+        """Compares plans with the other processes at the first call."""
         raise AssertionError("an executor says how its processes agree")
 
     def _issue_step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Issues the programs of a step; what they will give."""
+        """Issues the programs of a step, and returns their results."""
         raise AssertionError("an executor says what a step is")
 
     def _issue_evaluation(self, state: TrainState, batch: Any) -> Evaluation:
-        """Issues the programs of an evaluation; what they will give."""
+        """Issues the programs of an evaluation, and returns their results."""
         raise AssertionError("an executor says what an evaluation is")
 
     def _results(self, new: TrainState, metrics: Metrics) -> Sequence[Any]:
-        """Arrays that are there when the step is done."""
+        """Returns arrays that are ready when the step is done."""
         return jax.tree.leaves((metrics, new.step))

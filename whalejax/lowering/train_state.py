@@ -1,4 +1,4 @@
-"""The training state: everything that a step changes, and how it is made ready."""
+"""The training state: everything that a step changes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from whalejax.planner.plan_errors import PlanError
 class Origin:
     """Identity of the step that made a state; equal to no other.
 
-    A step that is given another one's state compares layouts once. It stands in the
-    tree of every state, which JAX's caches keep for ever; hence it is not the step
+    A step that receives another step's state compares layouts once. The origin is in
+    the tree of every state, which JAX's caches store for ever, so it is not the step
     itself.
 
     Attributes:
         adapter: Adapter that divides the model into parameters and other state.
-        mesh: All devices, where stages hold leaves on devices of their own; else None.
+        mesh: Mesh of all devices with stage programs, else None.
     """
 
     adapter: Adapter
@@ -49,7 +49,7 @@ class ExportedModel:
     """Last model that was exported from a state.
 
     Attributes:
-        model: The last one, if modes can be set on it.
+        model: Last exported model, if modes can be set on it.
         modes: Modes that were set on an earlier exported model.
     """
 
@@ -61,27 +61,27 @@ class ExportedModel:
     jax.tree_util.register_dataclass,
     data_fields=["params", "rest", "opt_state", "step", "rng", "loss_scale"],
     meta_fields=["origin"],
-    # A program that the number is traced in would be compiled for each number.
+    # As metadata, the number would cause recompilation.
     drop_fields=["samples"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrainState:
     """Everything that a step changes, as sharded arrays.
 
-    A step consumes the state that it is given and returns the next one. ``model`` is
-    the model in the user's own type.
+    A step donates its state and returns the next one. ``model`` is the model in the
+    user's type.
 
     Attributes:
         params: Trained leaves, in the structure of the user's model.
         rest: Non-trainable state: statistics, random keys, other collections.
-        opt_state: The optimizer's state.
-        step: Number of steps done, an int32 scalar.
-        rng: The run's random key, from which each step folds its own, or None.
+        opt_state: State of the optimizer.
+        step: Number of finished steps, an int32 scalar.
+        rng: Random key of the run, from which each step derives its own, or None.
         loss_scale: Scale of float16 losses, or None.
-        origin: Tells which step made it.
-        samples: Number of samples of all steps so far, at whatever batch size. It
-            stands beside the arrays: a function of your own that returns another state
-            loses it (None), and ``dataclasses.replace`` keeps it.
+        origin: Identity of the step that made the state.
+        samples: Number of samples of all steps so far, with any batch size. It is not
+            an array: functions such as ``jax.tree.map`` that return another state lose
+            it (None); ``dataclasses.replace`` keeps it.
     """
 
     params: Any
@@ -109,15 +109,15 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """The model in the user's own type and tree, in the devices' memory.
+        """The model in the user's type and tree, in device memory.
 
-        It is made anew from the state's values each time. Modes that were set on it
-        (``state.model.eval()``) stay, also in the states of later steps; they change
-        nothing of what a step computes. It shares the buffers of the state, which the
-        next step takes: take the model anew then, or keep a copy of its arrays.
+        Each access builds a new model from the state's values. Modes that were set on
+        it (``state.model.eval()``) persist, also in later states; they do not affect
+        steps. The model shares the buffers of the state, which the next step donates:
+        read ``model`` again after it, or copy its arrays.
 
-        What lies on devices of several stages is copied to all of them together, in
-        shards where a dimension divides, so that one function can take it.
+        Leaves on separate stages are moved to all devices, sharded if a dimension
+        divides, so that one function can read all of them.
         """
         check_alive(self)
         if not isinstance(self.origin, Origin):
@@ -138,7 +138,7 @@ class TrainState:
 
 
 def modes_of(state: TrainState) -> Any:
-    """The modes that were set on the model of a state, or None."""
+    """Returns the modes that were set on the model of a state, or None."""
     shown = state._shown
     if shown.model is not None:
         shown.modes = state.origin.adapter.modes_of(shown.model)
@@ -146,13 +146,13 @@ def modes_of(state: TrainState) -> Any:
 
 
 def following(state: TrainState, other: TrainState) -> TrainState:
-    """A state, whose model has the modes that were set on another one's."""
+    """Copies the model's modes from another state, and returns the state."""
     state._shown.modes = modes_of(other)
     return state
 
 
 def check_alive(state: TrainState) -> None:
-    """Raises for a state whose buffers a step has taken; JAX itself may crash."""
+    """Raises for a state whose buffers were donated; JAX itself may crash."""
     if _is_gone(state.step):
         raise PlanError(
             "this state was consumed by a step, which reuses its memory. Go on with "
@@ -177,16 +177,16 @@ def _is_gone(leaf: Any) -> bool:
 
 
 def bare(state: TrainState) -> TrainState:
-    """A state with nothing but what an evaluation reads."""
+    """Returns a state with only the parts that an evaluation reads."""
     return replace(state, opt_state=(), loss_scale=None)
 
 
 @contextmanager
 def consuming(state: TrainState) -> Iterator[None]:
-    """Guards the use of a state's buffers by one program after another.
+    """Guards the donation of a state's buffers to several programs in sequence.
 
-    Whether a state was consumed is seen by its step count, so that one goes too: in
-    the end, and after an error if any other buffer has gone.
+    A deleted step count marks a donated state. So it is deleted at the end, and after
+    an error if any other buffer was deleted.
 
     Args:
         state: State whose buffers are donated.
@@ -201,17 +201,17 @@ def consuming(state: TrainState) -> Iterator[None]:
 
 
 def strongly_typed(leaf: Any) -> Any:
-    """An array of the very type that a step returns, or the second would recompile."""
+    """Returns an array without a weak type, which would recompile the second step."""
     leaf = jnp.asarray(leaf)
     return leaf if is_key(leaf) else jax.lax.convert_element_type(leaf, leaf.dtype)
 
 
 def typed_key(rng: Any, *, for_loss: bool) -> Any:
-    """A key array; raw uint32 keys, as ``jax.random.PRNGKey`` makes, are wrapped.
+    """Returns a typed key; wraps raw uint32 keys, as from ``jax.random.PRNGKey``.
 
     Args:
-        rng: Random key or seed that the user gave.
-        for_loss: The loss takes it; its algorithm must be the traced one.
+        rng: Random key from the user.
+        for_loss: Whether the loss takes it; then its algorithm must be the traced one.
     """
     if not is_array(rng) or isinstance(rng, jax.ShapeDtypeStruct):
         raise WhaleError(
@@ -236,7 +236,7 @@ def typed_key(rng: Any, *, for_loss: bool) -> Any:
 
 def host_copy(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return leaf  # held by several processes: copied from device to device
+        return leaf  # of several processes: copied from device to device
     if jnp.issubdtype(aval_of(leaf).dtype, jax.dtypes.prng_key):
         data: Any = np.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))

@@ -57,7 +57,7 @@ class OwnStates:
 
         Args:
             given: State that the step received.
-            own: Returns an abstract state of the step, with layouts.
+            own: Function that returns an abstract state of the step, with layouts.
             trains: Whether the state is trained; otherwise an evaluation reads it and
                 gets only the parts that it needs.
 

@@ -106,8 +106,8 @@ def save(
         state: Training state of sharded arrays; it is not donated.
         plan: Plan of the state.
         batch_size: Number of samples of the global batch, or None if unknown.
-        before_it_appears: Called when everything is written; if it raises, nothing
-            remains.
+        before_it_appears: Function to call when everything is written; if it raises,
+            nothing remains.
 
     Raises:
         WhaleError: The path exists, it cannot be written, or the state was donated.
@@ -240,7 +240,7 @@ def restore_model(
     """
     target = existing_path(path)
     record = checked(target)
-    # # In the state's flattening order.
+    # In the state's flattening order.
     parts = tuple(getattr(abstract_state, name) for name in _KEPT_WITH_MODEL)
     wanted = [
         (leaf, array)
@@ -276,8 +276,7 @@ def _counts_updates(leaf: Leaf) -> bool:
 
 
 def _by_place(record: Record, wanted: Mapping[Place, Leaf]) -> dict[Place, Leaf]:
-    """Returns the leaves of a checkpoint by their place in a state, without the
-    optimizer.
+    """Returns a checkpoint's leaves, except the optimizer's, by their place in a state.
 
     Leaves may be trained on one side and frozen on the other.
     """
@@ -321,7 +320,7 @@ def _samples(record: Record, step: int, batch_size: int | None) -> int | None:
     return None if size is None else step * size
 
 
-# # Contents of a state.
+# Contents of a state.
 
 
 def _between(state: Any) -> Mesh | None:

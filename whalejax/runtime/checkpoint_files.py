@@ -59,7 +59,7 @@ _rounds = itertools.count()
 """Number of the exchange; all processes exchange texts in the same order."""
 
 
-# # Exchange between processes.
+# Exchange between processes.
 
 
 def told_by_all(mine: str, what: str) -> list[str]:
@@ -91,8 +91,9 @@ def told_by_all(mine: str, what: str) -> list[str]:
 
 
 def _waited_for(key: str, deadline: float) -> str | None:
-    """Returns another process's value, or None after the deadline. ¶ It waits a second
-    at a time, so that signals are handled.
+    """Returns another process's value, or None after the deadline.
+
+    It waits a second at a time, so that signals are handled.
     """
     while True:
         result = _compat_processes.told_by(key, 1.0)

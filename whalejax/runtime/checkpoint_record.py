@@ -308,7 +308,7 @@ def refuse_damaged(target: Path, problems: Problems) -> None:
     """Refuses a checkpoint if its files have problems.
 
     Raises:
-        DamagedCheckpoint: There are problems.
+        DamagedCheckpoint: A file has problems.
     """
     title = f"{target} is damaged; restore another checkpoint"
     problems.raise_if_any(DamagedCheckpoint, title=title)

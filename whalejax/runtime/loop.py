@@ -260,7 +260,7 @@ class _Run:
 
         Args:
             state: State to train; its buffers are donated.
-            batch_of: Returns the global batch of a step, counted from 0.
+            batch_of: Function that returns the global batch of a step, counted from 0.
         """
         first, steps = self.rhythm.first, self.rhythm.steps
         checkpoint, done = self.resumed_from, first

@@ -80,7 +80,7 @@ def planned_bytes(plan: PlanData) -> Counter[str]:
 def compared_traffic(
     plan: PlanData, traffic: Sequence[Mapping[str, Any]]
 ) -> tuple[Quantity, ...]:
-    """Returns bytes and executions of a step by kind and mesh axes, both ways. ¶
+    """Returns predicted and compiled bytes and executions, by kind and mesh axes.
 
     Args:
         plan: Plan that was compiled.

@@ -287,7 +287,7 @@ def keep_best(
     Args:
         save_dir: Folder of the run's checkpoints.
         found: Evaluation to record, with the path of its checkpoint.
-        save: Writes a checkpoint at a path; all processes call it.
+        save: Function that writes a checkpoint at a path; all processes call it.
         writes: Whether this process writes the file and removes old checkpoints.
     """
     if writes and found.path.exists():

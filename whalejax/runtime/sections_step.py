@@ -249,15 +249,14 @@ class SectionsStep(TableStep):
 
     @property
     def _plain_beside(self) -> TablePrograms | None:
-        """Lookups and updates of tables on devices, with vectors exchanged by
-        sample."""
+        """Programs for tables on devices, with vectors exchanged by sample."""
         return None if self.beside is None else self.beside.plain
 
     def close(self) -> None:
         """Ends the processes; a state that was not saved is lost."""
         self.pipeline.close()
 
-    # # State that outlives this process.
+    # State that outlives this process.
 
     @without_mesh
     def resume(self) -> TablesState | None:
@@ -566,7 +565,7 @@ class SectionsStep(TableStep):
             raise PlanError("the state is of this step already. Go on with it")
         return super().adopt(state, step)
 
-    # # Measurements.
+    # Measurements.
 
     def report(self) -> SectionReport:
         """Returns the times of both sections so far, and the lags of updates.

@@ -234,7 +234,7 @@ class TableStep:
         """Whether results depend on the number of micro-batches."""
         return False
 
-    # # Initialisation.
+    # Initialisation.
 
     @without_mesh
     def init(self, make_model: Callable[..., Any], *, rng: Any) -> TablesState:
@@ -390,7 +390,7 @@ class TableStep:
 
     @property
     def _asking(self) -> TablePrograms:
-        """Programs on the mesh, whose devices may request rows from each other."""
+        """Programs on a mesh whose devices may request rows from each other."""
         return self.programs
 
     def _is_crowded(self, leaves: list[Any]) -> bool:
@@ -401,11 +401,10 @@ class TableStep:
         self.crowded_steps += crowded
         return crowded
 
-    # # New placement.
+    # New placement.
 
     def _replaced(self, state: TablesState, leaves: list[Any]) -> TablesState:
-        """Counts lookups; every ``replace_every`` steps, places tables again if that
-        gains."""
+        """Counts lookups; moves tables every ``replace_every`` steps if worth it."""
         program = self.programs.program
         self._counts.add(self.programs.names, self.programs.rows, program.ids(leaves))
         if self._counts.batches < (self._replace_every or 1):

@@ -151,7 +151,7 @@ class TrainStep:
                 "model.eval(), without an optimizer"
             ) from error
 
-    # # Initialisation.
+    # Initialisation.
 
     @without_mesh
     @names_arguments("step.init")
@@ -526,8 +526,8 @@ class TrainStep:
             state: State to write; it is not donated.
 
         Raises:
-            WhaleError: It cannot be written (the message gives a remedy), or the state
-                was donated. No files remain.
+            WhaleError: The checkpoint cannot be written (the message gives a remedy),
+                or the state was donated. No files remain.
         """
         from whalejax.runtime.checkpoint import save
 

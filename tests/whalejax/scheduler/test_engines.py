@@ -27,7 +27,7 @@ from whalejax.scheduler.live.requests import Add, RequestRefused
 
 pytestmark = pytest.mark.relaxed_promotion
 
-STEPS = {"first": 900, "second": 60}
+STEPS = {"first": 1200, "second": 60}
 
 
 def trade(serving: Serving, folder: Path, nodes: Callable[[str], int]) -> None:
@@ -43,7 +43,8 @@ def trade(serving: Serving, folder: Path, nodes: Callable[[str], int]) -> None:
         return max((said["step"] for said in serving.commits(name)), default=0)
 
     def add(name: str) -> None:
-        serving.add(name, "--set", "seconds=0.03", "--no-wait", steps=STEPS[name])
+        words = "--set", "device_seconds=0.01", "--no-wait"
+        serving.add(name, *words, steps=STEPS[name])
 
     def are_complete() -> bool:
         there = serving.shown()
@@ -65,7 +66,7 @@ def trade(serving: Serving, folder: Path, nodes: Callable[[str], int]) -> None:
         assert serving.until(has_grown)
         assert serving.until(are_complete)
         assert serving.until(lambda: not nodes("first") and not nodes("second"), 60.0)
-        expected = undisturbed(folder, max(STEPS.values()))
+        expected = undisturbed(folder, max(STEPS.values()), device_seconds=1e-9)
         for name, steps in STEPS.items():
             found = audited(serving, name, steps, expected[:steps])
             assert found["steps"] == found["compared_losses"] == steps, found
@@ -88,7 +89,7 @@ def test_jobs_are_allocations_that_grow_and_shrink(
         done = subprocess.run(words, capture_output=True, text=True, check=True)
         return len(done.stdout.split())
 
-    words = "--slurm", "--mem=100M", "--host", "127.0.0.1", "--every", "3"
+    words = "--slurm=--mem=100M", "--host", "127.0.0.1", "--every", "3"
     serving = Serving(tmp_path, *words, "--resize", "2", cluster="two.toml")
     trade(serving, tmp_path / "alone", nodes)
 

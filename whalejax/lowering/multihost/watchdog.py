@@ -36,8 +36,9 @@ TIMES_LONGEST: Final = 10
 
 
 def lost_process_error(error: BaseException, where: str) -> WhaleError:
-    """Returns the error for a step that failed because another process died. ¶ It waits
-    until the heartbeats show which process died.
+    """Returns the error for a step that failed because another process died.
+
+    It waits until the heartbeats show which process died.
 
     Args:
         error: Error that JAX raised.
@@ -142,9 +143,7 @@ class Watch:
             self._longest[kind] = 0.0 if longest is None else max(took, longest)
 
     def _overdue(self) -> tuple[str, float, float] | None:
-        """Returns an overdue kind, its seconds, and the longest earlier seconds; or
-        None.
-        """
+        """Returns an overdue kind, its seconds and the longest earlier, or None."""
         with self._lock:
             self._settle()
             if not self._open:

@@ -1,1 +1,1 @@
-"""The ``pipeline_mpmd`` executor: stages with programs of their own."""
+"""The ``pipeline_mpmd`` executor: one program for each stage."""

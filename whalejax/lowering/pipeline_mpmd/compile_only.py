@@ -317,8 +317,7 @@ class _Rehearsing:
         )
 
     def _in_flight(self, stage: int) -> tuple[int, int]:
-        """Returns the bytes of residuals in flight, and the additional bytes at the
-        peak."""
+        """Returns the most residual bytes in flight, and more bytes at the peak."""
         now = most = fullest = 0
         stages = self.apart.table.num_stages
         held: dict[tuple[int, int], int] = {}
@@ -344,7 +343,7 @@ class _Rehearsing:
             if self.apart.owner(n) != stage
         }
 
-    # # Transfers between stages.
+    # Transfers between stages.
 
     def _part_transfers(self) -> Iterator[PartTransferBytes]:
         """Yields the transfers of each part."""

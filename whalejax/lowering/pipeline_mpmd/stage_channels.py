@@ -31,7 +31,7 @@ from whalejax.planner.pipeline.layer_stack import STAGE
 
 
 Coming = Callable[[], list[Any]]
-"""Returns arrays whose transfer is pending; waits until it is issued."""
+"""Function that waits until a transfer is issued, and returns its arrays."""
 
 
 class TransferThread:

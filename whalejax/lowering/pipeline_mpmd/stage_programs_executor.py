@@ -162,7 +162,7 @@ class StageProgramsExecutor(StepRunner):
         )
         self.finish, self._report = self._finishing()
 
-    # # Initialisation.
+    # Initialisation.
 
     def init_state(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
         whole = fresh_state(self.program, self._origin, build)

@@ -106,8 +106,9 @@ class StageTransfers:
     def transfer(
         self, handing: ScheduledTransfer, arrays: Sequence[Any] | None
     ) -> Coming:
-        """Transfers values between virtual stages; gives None if the receiver is not
-        here.
+        """Transfers values between virtual stages.
+
+        The results are None if another process receives them.
 
         Args:
             handing: Source and target of the transfer.

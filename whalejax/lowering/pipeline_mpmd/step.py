@@ -212,9 +212,7 @@ class SchedulePass:
         )
 
     def losses(self) -> Sums | None:
-        """Returns the micro-batches' summed losses, or None if another process has
-        them.
-        """
+        """Returns the micro-batches' loss sums, or None if another process has them."""
         if not self.apart.here[-1]:
             return None
         tree = self.apart.sites[-1].place.sums_tree

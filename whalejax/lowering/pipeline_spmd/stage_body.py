@@ -31,7 +31,7 @@ class _StageLayersDone(Exception):  # noqa: N818
 
 @dataclass(slots=True)
 class StageLayers:
-    """The layers of this stage, instead of all; see ``evaluate.GradientPart``.
+    """The layers of this stage, instead of all; see ``evaluate.ScanReplacement``.
 
     Attributes:
         stack: Scan over all layers.

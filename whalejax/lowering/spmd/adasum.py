@@ -213,7 +213,7 @@ class _PartialDots:
     Attributes:
         packing: Packing of the tensors.
         specs: Specs of the parameters.
-        mesh: The devices.
+        mesh: Mesh of the devices.
     """
 
     packing: _Packing
@@ -351,8 +351,7 @@ def _by_tensor(sums: Sequence[Pair], packing: _Packing) -> list[Pair]:
 
 
 def _ratios(every: Any) -> tuple[tuple[Pair, Pair], Any]:
-    """Returns the coefficients p and q of ``_level`` for scaled tensors, and the
-    scales. ¶
+    """Returns the coefficients p and q of ``_level``, and the tensors' exponents.
 
     Args:
         every: Array (device, number, pair, tensor) from

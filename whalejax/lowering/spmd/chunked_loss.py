@@ -24,7 +24,7 @@ from whalejax.planner.sharding.layout import Spec
 
 
 Constrained = Callable[[Any, Spec], Any]
-"""A value in a layout."""
+"""Function that constrains a value to a spec."""
 
 
 def chunked(

@@ -150,7 +150,7 @@ def _holds(jaxprs: Sequence[Any], wanted: Callable[[Any], bool]) -> bool:
     return False
 
 
-# # Partitions.
+# Partitions.
 
 
 def _parts(
@@ -376,7 +376,7 @@ def filling(value: Any, dtype: Any) -> Any:
     return jnp.asarray(value, dtype)
 
 
-# # Execution.
+# Execution.
 
 
 def on_each(

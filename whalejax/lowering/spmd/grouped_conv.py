@@ -1,8 +1,9 @@
-"""Convolutions in groups of channels, each device on its own samples.
+"""Grouped convolutions, on each device for its own samples.
 
-XLA's partitioner gathers all samples for one where several mesh axes are in play, and
-sums the gradient of its kernel over all devices, those included that have the same
-samples: it comes out as many times too large. So each device is told what to do.
+With several mesh axes, XLA's partitioner gathers all samples for such a convolution. It
+sums the gradient of the kernel over all devices, including those with the same samples,
+so the gradient is a multiple of the correct one. So these operations are partitioned
+here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from whalejax.planner.sharding.layout import Spec
 
 
 def is_grouped(equation: Any) -> bool:
-    """Whether an equation is such a convolution."""
+    """Whether an equation is a grouped convolution."""
     counts = ("feature_group_count", "batch_group_count")
     return equation.primitive.name == CONVOLUTION and any(
         equation.params[name] > 1 for name in counts
@@ -28,13 +29,13 @@ def is_grouped(equation: Any) -> bool:
 def grouped(
     equation: Any, values: Sequence[Any], specs: Sequence[Spec], mesh: Any
 ) -> list[Any]:
-    """The result of such a convolution.
+    """Returns the result of a grouped convolution.
 
     Args:
-        equation: The convolution.
+        equation: Grouped convolution.
         values: Image and kernel.
-        specs: The layout of the image first; empty ones are whole.
-        mesh: The devices.
+        specs: Specs of the operands, the image first; empty ones are unsharded.
+        mesh: Mesh of the devices.
     """
     numbers = equation.params["dimension_numbers"]
     rank, passed = len(equation.invars[0].aval.shape), _passed(equation)
@@ -55,7 +56,7 @@ def grouped(
 
 
 def _passed(equation: Any) -> set[int]:
-    """Dimensions of the image that each device may have a part of."""
+    """Returns the dimensions of the image that may be sharded."""
     params = equation.params
     samples, _, *space = params["dimension_numbers"].lhs_spec
     _, _, *taps = params["dimension_numbers"].rhs_spec

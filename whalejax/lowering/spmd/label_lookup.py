@@ -1,11 +1,11 @@
-"""One element of each row, such as the logit of a label, by comparison.
+"""Looks up one element of each row, such as a label's logit, by comparison.
 
-``take_along_axis`` is a gather, and its gradient a scatter into zeros. Where there is
-one long dimension of rows, as in a micro-batch of one sample, TPU compilers flatten
-operand and gradient for it and copy them: 2 arrays in float32 of the size of the logits
-stand beside those of the product, instead of 1 (libtpu 0.0.42, v6e, 32,768 rows of
-151,936). A comparison with the index, a selection and a sum fuse with what is around
-them, give the same numbers, and nothing stands beside the product.
+``take_along_axis`` is a gather, and its gradient a scatter into zeros. With one long
+dimension of rows, as in a micro-batch of one sample, TPU compilers flatten and copy
+operand and gradient. This needs 2 float32 arrays of the size of the logits in addition
+to the product's, instead of 1 (libtpu 0.0.42, v6e, 32,768 rows of 151,936). A
+comparison with the index, a selection and a sum fuse with neighbouring operations, give
+the same numbers, and need no such arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def picks_from_rows(equation: Any) -> bool:
     """Whether a gather takes one floating-point element of each of many rows.
 
     Args:
-        equation: A gather.
+        equation: Gather equation.
     """
     numbers = equation.params["dimension_numbers"]
     table, indices = (atom.aval for atom in equation.invars)
@@ -46,11 +46,11 @@ _MODES = (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
 
 
 def picked(equation: Any, values: Sequence[Any]) -> list[Any]:
-    """The result of a gather of which ``picks_from_rows`` is true.
+    """Returns the result of a gather for which ``picks_from_rows`` is true.
 
     Args:
-        equation: The gather.
-        values: The table, and the indices: one for each row.
+        equation: Gather equation.
+        values: Table, and one index for each row.
     """
     table, indices = values
     params = equation.params

@@ -1,6 +1,6 @@
-"""Rows that are sorted across the batch, each device sorting those of its own samples.
+"""Programs that sort rows of the batch, on each device for its own samples.
 
-Sorted as one array, XLA gathers all rows on every device, and multiplies all of them.
+Otherwise XLA gathers all rows on every device, and every device multiplies all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whalejax.jaxpr.fewer_rows import BatchRows, RowDims, run_fewer
 
 
 COPYING = ("broadcast_in_dim", "squeeze")
-"""What gives each device a weight as its own, and what it takes it with."""
+"""Primitives that copy a weight to each device, and that read the copy."""
 
 
 def on_own_rows(
@@ -30,18 +30,18 @@ def on_own_rows(
     axes: tuple[str, ...],
     mesh: Mesh,
 ) -> list[Any]:
-    """A program on the rows of each device's own samples.
+    """Runs a program on the rows of each device's own samples.
 
     Args:
-        jaxpr: The program.
-        values: Its inputs.
+        jaxpr: Program to run.
+        values: Inputs of the program.
         rows: Positions of sample rows in the program's values.
-        axes: Mesh axes that shard the samples; others are left to the compiler.
-        mesh: The devices.
+        axes: Mesh axes that shard the samples; the compiler partitions the others.
+        mesh: Mesh of the devices.
     """
     parts = math.prod(mesh.shape[axis] for axis in axes)
-    # Weights are given to each device as its own, so that the compiler adds gradients
-    # up outside; XLA:CPU ends the process at sums of 16 bits inside.
+    # Each device gets its own copy of the weights, so that gradients are summed
+    # outside; XLA:CPU aborts at 16-bit sums inside.
     copied = [
         dim is None and _compat.is_inexact(value.dtype)
         for value, dim in zip(values, rows.inputs, strict=True)

@@ -1,9 +1,9 @@
-"""Weights that a loop reads whole in every turn, gathered once before it.
+"""Gathers the weights that every iteration of a loop reads once, before the loop.
 
-A loop over time computes with the same weights in every turn. Said inside it, their
-layout is made in every turn, and undone for every turn's gradient: compilers leave
-most collectives in the loop. What a body makes of such weights alone, casts and kernels
-side by side, is made before the loop with them.
+A loop over time uses the same weights in every iteration. With constraints inside it,
+they are gathered in every iteration, and their gradients scattered, as compilers leave
+most collectives in the loop. Values that the body computes from such weights alone,
+such as casts and concatenated kernels, are computed before the loop too.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from whalejax.lowering.spmd.constraints import Constraints, Position
 
 
 Place = tuple[Position, int]
-"""An equation and the number of its operand."""
+"""The position of an equation, and the number of its operand."""
 
 Made = Callable[[], Any]
-"""Makes a value that no turn changes."""
+"""Function that returns a loop-invariant value."""
 
 _Known = dict[Any, Made]
 
@@ -28,16 +28,16 @@ _Known = dict[Any, Made]
 def loop_weights(
     equation: Any, values: Sequence[Any], constraints: Constraints, position: Position
 ) -> dict[Place, Made]:
-    """Weights that a scan would gather in every turn, by where they are read.
+    """Returns the weights that a scan would gather in every iteration, by reader.
 
     Args:
-        equation: The scan as traced.
-        values: Its operands.
+        equation: Scan as traced.
+        values: Operands of the scan.
         constraints: Constraints that name the gathered weights.
         position: Position of the scan's body.
 
     Returns:
-        What makes each of them, as it is before it is gathered.
+        Function that returns each weight before the gather.
     """
     if not any(place[: len(position)] == position for place, _ in constraints.gathers):
         return {}
@@ -60,10 +60,10 @@ def _walk(
     gathers: Mapping[Place, Any],
     found: dict[Place, Made],
 ) -> list[Made | None]:
-    """Writes down the reads of a body's constants; those of its outputs that are such.
+    """Collects the reads of loop-invariant values; returns the makers of outputs.
 
     Args:
-        jaxpr: The body.
+        jaxpr: Body of the loop.
         inputs: Maker of each input, or None for inputs that change in every iteration.
         position: Position of the body.
         gathers: See ``Constraints.gathers``.
@@ -100,9 +100,7 @@ def _results(
     gathers: Mapping[Place, Any],
     found: dict[Place, Made],
 ) -> list[Made | None]:
-    """Returns the makers of an equation's results, or None for values that change in
-    every iteration.
-    """
+    """Returns the makers of an equation's results; None for values that vary."""
     kind = _compat.recursion(equation)
     inner = _compat.inner_jaxprs(equation)
     unknown: list[Made | None] = [None] * len(equation.outvars)
@@ -133,7 +131,7 @@ def _slot(made: Callable[[], list[Any]], slot: int) -> Any:
 
 
 def operand_slots(equation: Any) -> list[int | None]:
-    """The operand number that capture gives each input; scalar literals have none."""
+    """Returns capture's operand number of each input; None for scalar literals."""
     count = 0
     slots: list[int | None] = []
     for atom in equation.invars:
@@ -146,7 +144,7 @@ def operand_slots(equation: Any) -> list[int | None]:
 
 
 def recomputes(jaxpr: Any) -> bool:
-    """Whether a body has regions that the user has computed again."""
+    """Whether a body has checkpointed regions of the user."""
     body, _ = _compat.open_jaxpr(jaxpr)
     return any(
         _compat.recursion(equation) == "remat"

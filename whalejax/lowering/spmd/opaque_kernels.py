@@ -1,8 +1,8 @@
 """Kernels that the compiler cannot divide among devices.
 
-A Pallas kernel, or a function of another library, says nothing of how a part of its
-result follows from parts of its operands, and compilers for TPU refuse it in a program
-of several devices. So every device is told to run it whole.
+For a Pallas kernel, or a function of another library, JAX does not know how parts of
+the result depend on parts of the operands, and TPU compilers refuse it in a program of
+several devices. So every device runs it in full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whalejax.lowering.spmd.grouped_conv import is_grouped
 _KERNELS: Final = frozenset(
     ("pallas_call", "tpu_custom_call", "triton_kernel_call", "ffi_call")
 )
-"""Primitives that run code which JAX does not see into."""
+"""Primitives that run code that is opaque to JAX."""
 
 
 def is_kernel(equation: Any) -> bool:
@@ -27,13 +27,13 @@ def is_kernel(equation: Any) -> bool:
 
 
 def runs_whole(equation: Any, flows: Sequence[bool] | None = None) -> bool:
-    """Whether every device has to run an equation whole.
+    """Whether every device must run an equation in full.
 
-    That is a kernel, and a call or loop that holds one, or holds a convolution in
-    groups of channels.
+    This holds for a kernel, a call or loop that contains one, and a call that contains
+    a grouped convolution.
 
     Args:
-        equation: The equation.
+        equation: Equation to check.
         flows: Whether a gradient flows through each operand of a call with its own
             derivative rule.
     """

@@ -1,12 +1,11 @@
-"""The optimizer's step on state that is in host memory, a piece at a time.
+"""The optimizer's step on offloaded state, a chunk at a time.
 
-Brought to the device whole, the state of all parameters would be there at once, and
-nothing would be saved: compilers start the transfers as early as they can. Here the
-optimizer is traced, and for every parameter the part of it that is elementwise (all of
-Adam's, and of momentum's) runs in a loop over pieces: a piece of the state comes, is
-updated and goes back. What is not elementwise, such as the norm of all gradients, is
-computed before. State that anything needs as a whole (LAMB's, for its norms) is not
-streamed, and so is not in host memory.
+As compilers start transfers as early as possible, full transfers would put the state of
+all parameters on the device at once, and save nothing. So the optimizer is traced, and
+for every parameter the elementwise part (all of Adam and momentum) runs in a loop over
+chunks: a chunk of the state is fetched, updated and sent back. Operations that are not
+elementwise, such as the norm of all gradients, run before. State that another operation
+reads in full (LAMB's, for its norms) is not streamed, and so is not offloaded.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from whalejax.planner.sharding.layout import Spec
 
 
 PIECE_BYTES = 16 << 20
-"""About what one piece of a parameter has, on one device."""
+"""Approximate bytes of a chunk of a parameter on one device."""
 
 LANES, ROWS = 128, 8
-"""Of a TPU's tile."""
+"""Size of a TPU's tile."""
 
 _SPREAD = "broadcast_in_dim"
 
 Update = Callable[[Sequence[Any]], Sequence[Any]]
-"""From flat inputs to flat outputs."""
+"""Function from flat inputs to flat outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Follower:
-    """A parameter and the state that follows it, some of which is in host memory.
+    """A parameter and its optimizer state, some of which is offloaded.
 
     Attributes:
-        inputs: Numbers of inputs of its shape: the parameter, its gradient.
-        state: Pairs of an input and an output: state, and the same after the update.
-        fresh: Number of the output that is the parameter after the update.
-        hosted: Numbers of the inputs that are in host memory, as do their outputs.
-        spec: Layout of all of them; needed for running alone.
+        inputs: Numbers of the inputs of its shape: the parameter, its gradient.
+        state: Pairs of input and output numbers: state before and after the update.
+        fresh: Number of the output that is the updated parameter.
+        hosted: Numbers of the inputs that are offloaded, with their outputs.
+        spec: Spec of all of them; only needed to run the update.
     """
 
     inputs: tuple[int, ...]
@@ -61,37 +60,37 @@ class Follower:
 def streamed(
     update: Update, values: Sequence[Any], followers: Sequence[Follower], mesh: Mesh
 ) -> list[Any]:
-    """Runs an optimizer's step some of whose inputs are in host memory.
+    """Runs an optimizer's step with some inputs in host memory.
 
     Args:
-        update: The step.
-        values: Its inputs.
-        followers: State to stream; ``streamable`` returned each.
-        mesh: The devices.
+        update: Step of the optimizer.
+        values: Inputs of the step.
+        followers: State to stream, from ``streamable``.
+        mesh: Mesh of the devices.
 
     Returns:
-        The outputs, those that take the place of hosted inputs in host memory.
+        The outputs; those that replace offloaded inputs are in host memory.
     """
     parts = UpdateParts(flattened(update, values), followers)
     return UpdateRun(parts, values, mesh).outputs()
 
 
 def streamable(program: Any, followers: Sequence[Follower]) -> list[Follower]:
-    """Returns the followers whose state in host memory nothing reads as a whole.
+    """Returns the followers whose offloaded state no operation reads in full.
 
     Args:
-        program: The step, from ``flattened``.
+        program: Program of the step, from ``flattened``.
         followers: Parameters and their state.
     """
     return [part.follower for part in UpdateParts(program, followers).parts]
 
 
 def flattened(update: Update, values: Sequence[Any]) -> Any:
-    """An optimizer's step as a program without calls.
+    """Traces an optimizer's step as a program without calls.
 
     Args:
-        update: The step.
-        values: Its inputs, abstract or real.
+        update: Step of the optimizer.
+        values: Inputs of the step, abstract or real.
     """
     avals = [_compat.abstract(x.shape, x.dtype) for x in values]
     program = _compat.trace(lambda *xs: list(update(xs)), avals)
@@ -99,7 +98,6 @@ def flattened(update: Update, values: Sequence[Any]) -> Any:
 
 
 def _inlined(equation: Any) -> str | None:
-    """Calls are inlined, so that every equation stands for itself."""
     return "inline" if _compat.recursion(equation) == "inline" else None
 
 
@@ -109,14 +107,14 @@ def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FollowerPart:
-    """The elementwise part of the program that gives one follower's outputs.
+    """The elementwise part of the program that computes one follower's outputs.
 
     Attributes:
-        follower: Follower whose outputs the part makes.
+        follower: Follower whose outputs the part computes.
         places: Numbers of the outputs: the parameter, then the state.
         equations: Equations in program order.
-        whole, single: Variables that it reads beside the parameter and its state: of
-            the parameter's shape, and scalars.
+        whole, single: Other variables that it reads: of the parameter's shape, and
+            scalars.
     """
 
     follower: Follower
@@ -127,11 +125,11 @@ class FollowerPart:
 
 
 class UpdateParts:
-    """The program of an update, and the parts of it that can run in pieces.
+    """The program of an update, and the parts of it that can run in chunks.
 
     Attributes:
-        body, constants: The program.
-        parts: One for each follower of which nothing else reads what is hosted.
+        body, constants: Jaxpr and constants of the program.
+        parts: Part of each follower whose offloaded state nothing else reads.
     """
 
     def __init__(self, program: Any, followers: Sequence[Follower]) -> None:
@@ -144,7 +142,7 @@ class UpdateParts:
             pass
 
     def variables_outside_loops(self) -> set[Any]:
-        """Variables that are computed outside the loops."""
+        """Returns the variables that are needed outside the loops."""
         outs = self.body.outvars
         places = {p for part in self.parts for p in part.places}
         variables_outside_loops = {
@@ -154,7 +152,7 @@ class UpdateParts:
         return variables_outside_loops | {v for v in plain if not _compat.is_literal(v)}
 
     def needed(self) -> tuple[list[Any], set[Any]]:
-        """The equations that give what is wanted, and all that they read."""
+        """Returns the equations outside the loops, and all variables that they use."""
         variables = self.variables_outside_loops()
         chosen = []
         for equation in reversed(self.body.eqns):
@@ -164,7 +162,7 @@ class UpdateParts:
         return chosen[::-1], variables
 
     def _same_form(self, follower: Follower) -> bool:
-        """The update changes neither shape nor dtype, so that a buffer serves both."""
+        """Whether the update keeps shapes and dtypes, so that buffers can be reused."""
         places = [(follower.inputs[0], follower.fresh), *follower.state]
         pairs = (
             (self.body.invars[i].aval, self.body.outvars[o].aval) for i, o in places
@@ -198,7 +196,7 @@ class UpdateParts:
         )
 
     def _drop_what_others_need(self) -> bool:
-        """Leaves out parts of which what is hosted is read elsewhere; whether any."""
+        """Drops parts whose offloaded state is read elsewhere; returns whether any."""
         _, variables = self.needed()
         kept = [
             part
@@ -212,7 +210,7 @@ class UpdateParts:
 
 
 class UpdateRun:
-    """An update on values: what is wanted whole first, then the loops."""
+    """Runs an update on values: the equations outside the loops, then the loops."""
 
     def __init__(self, parts: UpdateParts, values: Sequence[Any], mesh: Mesh) -> None:
         self.parts = parts
@@ -238,7 +236,7 @@ class UpdateRun:
         ]
 
     def part(self, part: FollowerPart) -> dict[int, Any]:
-        """The outputs of a follower, by number."""
+        """Returns the outputs of a follower, by number."""
         follower, spec = part.follower, partition_spec(part.follower.spec)
         target = self.body.invars[follower.inputs[0]]
         states = [self.body.invars[i] for i, _ in follower.state]
@@ -257,7 +255,7 @@ class UpdateRun:
             mesh=self.mesh,
             in_specs=(*[spec] * len(read), *[PartitionSpec()] * len(part.single)),
             out_specs=(spec,) * len(part.places),
-            check_vma=False,  # Equations are bound as they were traced.
+            check_vma=False,  # Equations are bound as traced.
         )
         results = mapped(*(self.env[v] for v in (*read, *part.single)))
         return dict(zip(part.places, results, strict=True))
@@ -265,15 +263,15 @@ class UpdateRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loop:
-    """The elementwise part over pieces of one device's shard.
+    """The elementwise part over chunks of one device's shard.
 
     Attributes:
         equations: Equations of the loop.
-        target: The parameter.
-        states: Optimizer state of the parameter.
-        hosted: State that is stored in host memory.
-        whole, single: Other arrays that the loop reads, sliced or complete.
-        outs: The parameter and the states after it.
+        target: Variable of the parameter.
+        states: Variables of its optimizer state.
+        hosted: Variables of the offloaded state.
+        whole, single: Other variables that the loop reads, sliced or complete.
+        outs: Variables of the updated parameter and state.
     """
 
     equations: Sequence[Any]
@@ -285,7 +283,7 @@ class _Loop:
     outs: Sequence[Any]
 
     def run(self, target: Any, *others: Any) -> tuple[Any, ...]:
-        """One device's shards, new."""
+        """Returns the updated shards of one device."""
         held, others = others[: len(self.states)], others[len(self.states) :]
         whole = dict(zip(self.whole, others, strict=False))
         single = dict(zip(self.single, others[len(whole) :], strict=True))
@@ -320,13 +318,13 @@ class _Loop:
 def evaluated(
     equations: Sequence[Any], outs: Sequence[Any], target: Any, env: dict[Any, Any]
 ) -> list[Any]:
-    """Runs the elementwise part of a program on a piece of everything.
+    """Runs the elementwise part of a program on a chunk of all arrays.
 
     Args:
-        equations: The part.
-        outs: The variables that it makes.
-        target: The variable of the parameter, whose shape all have.
-        env: Values of what it reads; those of what it makes are added.
+        equations: Equations of the part.
+        outs: Variables to return.
+        target: Variable of the parameter, whose shape all arrays have.
+        env: Values of the variables that it reads; results are added.
     """
     shape = env[target].shape
     for equation in equations:
@@ -340,22 +338,22 @@ def evaluated(
 
 
 def to_device(value: Any) -> Any:
-    """The value in the device's own memory."""
+    """Returns the value in device memory."""
     return jax.device_put(value, jax.memory.Space.Device)
 
 
 def to_host(value: Any) -> Any:
-    """The value in host memory that devices can reach."""
+    """Returns the value in host memory that devices can access."""
     return jax.device_put(value, jax.memory.Space.Host)
 
 
 def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
-    """Returns the dimension along which a shard is cut, and the number of equal pieces.
+    """Returns the dimension along which a shard is split, and the number of chunks.
 
-    TPU compilers update host memory in whole rows of lanes, eight rows at a time
-    (libtpu 0.0.42). The last dimension lies in lanes where it is a multiple of 128;
-    where it is not, either of the last two may, and neither is cut. Where no such
-    pieces are small enough, larger ones are taken, or the whole shard.
+    TPU compilers update host memory in full rows of lanes, eight rows at a time (libtpu
+    0.0.42). The last dimension is in lanes if it is a multiple of 128. Otherwise either
+    of the last two may be, so neither is split. If no such chunks are small enough,
+    larger ones are used, or the full shard.
 
     >>> pieces((4096, 4096), 4), pieces((8, 8), 4), pieces((7, 4096, 4096), 4)
     ((0, 4), (0, 1), (1, 32))
@@ -383,7 +381,7 @@ def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
 
 
 def _elementwise(equation: Any, shape: Sequence[int]) -> bool:
-    """One result of a shape, of operands of that shape and scalars."""
+    """Whether an equation has one result of a shape, from that shape and scalars."""
     if len(equation.outvars) != 1 or equation.outvars[0].aval.shape != shape:
         return False
     if equation.primitive.name == _SPREAD:

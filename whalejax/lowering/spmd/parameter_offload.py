@@ -1,15 +1,15 @@
-"""Parameters that are in host memory, and come to the device where they are read.
+"""Parameters in host memory, fetched to the device where they are read.
 
-Such a parameter is a stack of layers that a scan reads a slice of in each turn. It goes
-through the program as it is, in host memory, to the operation that reads it; what is
-between (casts, changes of form) is done there. So its slice alone is on the device, and
-the backward pass brings it again.
+Such a parameter is a stack of layers, of which a scan reads a slice in each iteration.
+It passes through the program in host memory to the operation that reads it; pending
+casts and reshapes are applied there. So only its slice is on the device, and the
+backward pass fetches it again.
 
-Its gradient is made on the device and stays there. JAX would send the gradient of what
-was brought from host memory back to it; therefore nothing is differentiated by the
-parameter itself, but by a seed of its shape: an array that the forward pass never
-reads, of which nothing is left in the compiled program. What is cast arrives at the
-seed of the narrow type, so that gradients are as narrow as without host memory.
+Its gradient is computed on the device and stays there. JAX would send the gradient of a
+fetched value back to host memory. So the program is differentiated not by the parameter
+but by a seed of its shape: an array that the forward pass never reads, and that is
+absent from the compiled program. A cast is also applied to the seed, so that gradients
+have the same narrow type as without offload.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from whalejax.lowering.spmd.optimizer_offload import to_device
 
 
 Run = Callable[[Any, int], Any]
-"""From a value and the number of leading dimensions that were sliced off since the step
-was noted, to another value."""
+"""Function from a value, and the number of leading dimensions sliced off since the step
+was recorded, to another value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class ReadStep:
     """Pending operation on an offloaded parameter.
 
     Attributes:
-        run: Does it.
+        run: Function that runs the operation.
         rank: Rank of the parameter when the operation was recorded.
-        keeps: Leading dimensions that it leaves alone, of which slices can be taken.
+        keeps: Number of unchanged leading dimensions, which can be sliced.
     """
 
     run: Run
@@ -46,11 +46,11 @@ class ReadStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostParameter:
-    """A parameter in host memory, or a layer's slice of it, on its way to its reader.
+    """A parameter in host memory, or a layer's slice of it, before it is read.
 
     Attributes:
-        host: Its values.
-        seed: Array that is differentiated in its place; None where no gradient is
+        host: Values of the parameter.
+        seed: Array by which the program is differentiated; None if no gradient is
             needed.
         steps: Pending operations, in order; they have been applied to the seed.
     """
@@ -61,23 +61,23 @@ class HostParameter:
 
     @property
     def sliceable(self) -> bool:
-        """Returns whether the pending operations can be applied to slices."""
+        """Whether the pending operations can be applied to slices."""
         rank = self.host.ndim
         return all(step.keeps > step.rank - rank for step in self.steps)
 
     def then(self, run: Run, *, keeps: int) -> HostParameter:
-        """The same with one more step.
+        """Returns the parameter with one more pending operation.
 
         Args:
-            run: Does it.
-            keeps: Leading dimensions that it leaves alone.
+            run: Function that runs the operation.
+            keeps: Number of unchanged leading dimensions.
         """
         step = ReadStep(run=run, rank=self.host.ndim, keeps=keeps)
         seed = None if self.seed is None else run(self.seed, 0)
         return replace(self, seed=seed, steps=(*self.steps, step))
 
     def fetched(self) -> Any:
-        """The value on the device."""
+        """Returns the value on the device."""
         value = to_device(self.host)
         for step in self.steps:
             value = step.run(value, step.rank - self.host.ndim)
@@ -90,26 +90,25 @@ jax.tree_util.register_dataclass(
 
 
 def settled(values: Sequence[Any]) -> list[Any]:
-    """Values with those that are away brought to the device."""
+    """Returns the values, with offloaded parameters fetched to the device."""
     return [v.fetched() if isinstance(v, HostParameter) else v for v in values]
 
 
 def out_of_host(value: Any) -> Any:
-    """An array in the devices' memory, wherever it lies."""
+    """Returns an array in device memory."""
     space = getattr(jax.typeof(value), "memory_space", None)
     return to_device(value) if space == jax.memory.Space.Host else value
 
 
 def viewed(equation: Any, value: HostParameter) -> HostParameter | None:
-    """Returns the offloaded parameter after an operation that only changes its shape or
-    dtype.
+    """Adds a reshape or a cast to an offloaded parameter's pending operations.
 
     Args:
-        equation: The operation.
-        value: Its only operand.
+        equation: Operation on the parameter.
+        value: Only operand of the operation.
 
     Returns:
-        The parameter with one more step, or None where the operation does more.
+        The parameter with one more operation, or None for other operations.
     """
     name, params = equation.primitive.name, equation.params
     if name == "convert_element_type":
@@ -125,7 +124,7 @@ def viewed(equation: Any, value: HostParameter) -> HostParameter | None:
 
 @jax.custom_vjp
 def _differentiated_by(seed: Any, value: Any) -> Any:
-    """The value, whose gradient is the seed's."""
+    """Returns the value; its gradient goes to the seed."""
     return value
 
 

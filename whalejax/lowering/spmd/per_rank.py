@@ -1,12 +1,11 @@
-"""Gradients of each rank of ``data`` by itself, and their combination by Adasum.
+"""Separate gradients of each rank of ``data``, and their combination by Adasum.
 
-The compiler sums gradients over the whole batch as soon as samples meet in one program.
-So ``data`` is a manual axis of ``shard_map`` while a loss is differentiated, and the
-other axes are left to the compiler: each rank has its own samples, its own statistics
-of them, and the model as all have it. Then gradients (or, in the delta form, what the
-optimizer makes of them) are combined in ``adasum``.
+In an automatic program the compiler sums gradients over the full batch. So ``data`` is
+a manual axis of ``shard_map`` during differentiation, and the other axes are automatic:
+each rank has its own samples and statistics, and the common model. Then ``adasum``
+combines the gradients (or, in the delta form, the optimizer's updates).
 
-``vmap`` over ranks would not do: it makes a convolution's kernel gradient a grouped
+``vmap`` over ranks does not work: it makes a convolution's kernel gradient a grouped
 convolution, for which XLA gathers the samples of all ranks.
 """
 
@@ -37,7 +36,7 @@ def plan_of_rank(plan: Plan) -> Plan:
     """Returns the plan that one rank of ``data`` runs on its own samples.
 
     Args:
-        plan: The plan of all.
+        plan: Plan of all ranks.
     """
     own = plan.replica
     leaves = [
@@ -57,7 +56,7 @@ def gradients_of(
     step: Any,
     scale: Any = None,
 ) -> tuple[Sums, Any]:
-    """Loss and gradients of the global batch, and the new rest.
+    """Returns loss and gradients of the global batch, and the non-trainable state.
 
     Args:
         program: Loss, optimizer and plan to run; the loss is traced at a rank's
@@ -66,8 +65,8 @@ def gradients_of(
             ``spmd_executor.gradients_of``, unchanged.
 
     Returns:
-        Sums whose gradients are combined; in the delta form those of each rank, along
-        a leading dimension. The rest is the mean over ranks.
+        Sums with combined gradients; in the delta form with the gradients of each rank,
+        along a leading dimension. The non-trainable state is the mean over ranks.
     """
     frozen = program.captured.frozen
 
@@ -102,7 +101,7 @@ def losses_of(
     rng: Any,
     step: Any,
 ) -> Sums:
-    """The summed losses of the global batch, without gradients.
+    """Returns the summed losses of the global batch, without gradients.
 
     Args:
         program, params, rest, batch, rng, step: Arguments of ``gradients_of``,
@@ -119,7 +118,7 @@ def losses_of(
 
 
 DELTA = "adasum_updates"
-"""The way that combines what each rank's optimizer would add to the parameters."""
+"""Value of ``combine`` that combines the updates of each rank's optimizer."""
 
 
 def update(
@@ -130,9 +129,9 @@ def update(
     loss: Any,
     applies: Any = None,
 ) -> tuple[list[Any], Any]:
-    """The delta form: every rank's own step of the optimizer, combined.
+    """Runs the delta form: combines the updates of every rank's own optimizer step.
 
-    All ranks begin at the same state, which afterwards is the mean of theirs.
+    All ranks start from the same state; the new state is the mean over ranks.
 
     Args:
         program, params, state, loss, applies: Arguments of ``spmd_executor.update``,
@@ -173,14 +172,15 @@ def _on_ranks(
 
     Args:
         program: Program that all ranks run.
-        function: Takes a rank's program, ``shared``, and its slices of ``stacked``.
+        function: Function of a rank's program, ``shared``, and its slices of
+            ``stacked``.
         shared: Values that all ranks have.
         stacked: Values of each rank, along a leading dimension.
     """
     plan = plan_of_rank(program.plan)
 
     def of_rank(shared: Any, *slices: Any) -> Any:
-        here: Any = jax.sharding.get_abstract_mesh()  # where ``data`` is manual
+        here: Any = jax.sharding.get_abstract_mesh()  # with ``data`` manual
         own = dataclasses.replace(program, plan=plan, mesh=here)
         taken = jax.tree.map(lambda x: x[0], slices)
         return jax.tree.map(lambda x: x[None], function(own, shared, *taken))
@@ -192,7 +192,7 @@ def _on_ranks(
         in_specs=(PartitionSpec(), *(by_rank for _ in stacked)),
         out_specs=by_rank,
         axis_names={DATA},
-        check_vma=False,  # Nothing that leaves is said to be alike on all ranks.
+        check_vma=False,  # No output is replicated over ranks.
     )
     return mapped(shared, *stacked)
 
@@ -204,8 +204,8 @@ def _on_batches(
 
     Args:
         program: Program that all ranks run.
-        function: Takes a rank's program, ``shared``, the rank's flat batch and the
-            number of its first micro-batch.
+        function: Function of a rank's program, ``shared``, the rank's flat batch and
+            the number of its first micro-batch.
         shared: Values that all ranks have.
         batch: Flat leaves of the global batch.
     """
@@ -229,7 +229,7 @@ def _on_batches(
 
 
 def _with_weights(program: Program, sums: Sums) -> Sums:
-    """Sums of each rank, whose weights need no exchange where all are the same."""
+    """Sets equal weights of ranks to a constant, which needs no communication."""
     if program.captured.graph.weighted:
         return sums
     weight = sums.weight
@@ -272,7 +272,7 @@ def _adasum(
 
 
 def _summed(program: Program, sums: Sums) -> Sums:
-    """Sums of all ranks but for gradients, of those along a leading dimension."""
+    """Sums the ranks' values along the leading dimension, except gradients."""
     weighted = program.captured.graph.weighted
     metrics = jax.tree.map(
         lambda metric: _metric(metric, weighted=weighted),
@@ -308,7 +308,7 @@ def _metric(metric: Any, *, weighted: bool) -> Any:
 
 
 def _rows(metric: ReportedValue, rows: Any) -> Any:
-    """Rows of all samples, of those of each rank, which has samples in a row."""
+    """Concatenates the rows of all ranks, which have consecutive samples."""
     ranks, axis, outer, inner = rows.shape[0], metric.axis, metric.outer, metric.inner
     front, behind = rows.shape[1 : axis + 1], rows.shape[axis + 2 :]
     size = rows.shape[axis + 1] // (outer * inner)
@@ -322,8 +322,8 @@ def _rest(program: Program, before: Any, moved: Sequence[Any]) -> Any:
 
     Args:
         program: Loss, optimizer and plan to run.
-        before: State at the beginning of the step.
-        moved: Leaves of it that a step may change, of all ranks.
+        before: State at the start of the step.
+        moved: Leaves of all ranks that a step may change.
     """
     frozen = program.captured.frozen
     tree: Any = jax.tree.structure(before)
@@ -337,7 +337,7 @@ def _rest(program: Program, before: Any, moved: Sequence[Any]) -> Any:
 
 
 def _mean_over_ranks(ranks: Any, before: Any) -> Any:
-    """The mean over ranks; of what is no number to take it of, the first rank's."""
+    """Returns the mean over ranks; for non-float leaves, the first rank's value."""
     if jnp.issubdtype(ranks.dtype, jnp.inexact):
         return wide(ranks).mean(0).astype(before.dtype)
     return ranks[0]

@@ -1,12 +1,12 @@
-"""Attention over a sequence that several devices share, a block of scores at a time.
+"""Attention over a sharded sequence, a block of scores at a time.
 
-Keys and values go from device to device while every device computes with those that it
-has (Liu et al., "Ring Attention", 2023); rows keep a running maximum and a running sum,
-so that no more than a block of scores exists (Dao et al., "FlashAttention", 2022; the
-backward pass computes them again). What the model does to scores before the softmax is
-its own, run block by block. On one device the ring has one round; the blocks remain.
+Keys and values move from device to device while every device computes with its current
+ones (Liu et al., "Ring Attention", 2023). Rows have a running maximum and a running
+sum, so only one block of scores exists at a time (Dao et al., "FlashAttention", 2022;
+the backward pass recomputes them). The model's own operations on scores before the
+softmax run block by block. On one device the ring has one round, with the same blocks.
 
-The module is long because the backward pass has a ring of its own.
+The module is long because the backward pass has its own ring.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from whalejax.planner.sharding.ring_rounds import Ring, ring
 def attend(
     equation: Any, values: Sequence[Any], specs: Sequence[Spec], mesh: Mesh
 ) -> Any:
-    """Runs a call that is attention.
+    """Runs a call of attention.
 
     Args:
-        equation: The call.
-        values: Query, key, value and what the scores read beside them.
-        specs: Layouts of these.
-        mesh: The devices.
+        equation: Call of attention.
+        values: Query, key, value and further inputs of the scores.
+        specs: Specs of the values.
+        mesh: Mesh of the devices.
 
     Returns:
-        What the call gives; queries' and keys' sequences are sharded alike.
+        Result of the call; the sequences of queries and keys are sharded equally.
     """
     jaxpr = _compat.inner_jaxprs(equation)[0]
     one = attention_of(jaxpr)
@@ -63,15 +63,15 @@ class _AttentionLayout:
     """An attention with its layout.
 
     Attributes:
-        one: The attention.
+        one: Pattern of the attention.
         specs: Specs of query, key, value and the other operands.
         out: Spec of the output.
         axes: Mesh axes that shard the sequence.
         row: Sequence dimension among the query's own dimensions (an index into
             ``one.rows``).
         ring: Assignment of block pairs to devices and rounds.
-        filled: The score in blocks that are not computed, where it may have a weight.
-        mesh: The devices.
+        filled: Score in skipped blocks if it may have a weight, else None.
+        mesh: Mesh of the devices.
     """
 
     one: AttentionPattern
@@ -94,7 +94,7 @@ class _AttentionLayout:
         open_ = [n for n, (q, _) in enumerate(one.rows) if not query[q]]
         some = sharded or open_ or range(len(lengths))
         row = max(some, key=lambda n: lengths[n])
-        if not sharded:  # Nothing goes round where rows are not sharded too.
+        if not sharded:  # Without sharded rows there is no ring.
             axes, places = (), (one.rows[row][0], *one.column[:2])
             query, key, value = (
                 (*spec[:place], (), *spec[place + 1 :])
@@ -120,7 +120,7 @@ class _AttentionLayout:
         return cls(one, whole, out, axes, row, dealt, filled, mesh)
 
     def function(self) -> Any:
-        """Function from global arrays to the output, with its own backward pass."""
+        """Returns the function from global arrays to the output, with a custom VJP."""
         specs = [partition_spec(spec) for spec in self.specs]
         out = partition_spec(self.out)
         inner = _Local(self)
@@ -153,7 +153,7 @@ class _AttentionLayout:
 
 
 def _of_tags(ways: set[Tags], by_tag: Mapping[int, Any], one: AttentionPattern) -> Spec:
-    """The layout of a value from outside: rows as the query's, columns whole."""
+    """Returns the spec of a further input: rows like the query's, columns unsharded."""
     result = []
     for tags in zip(*ways, strict=True):
         tag = tags[0] if len(set(tags)) == 1 else None
@@ -164,8 +164,8 @@ def _of_tags(ways: set[Tags], by_tag: Mapping[int, Any], one: AttentionPattern) 
 class _Local:
     """One device's part: queries ``[batch, group, rows, depth]`` and so on.
 
-    ``batch`` are the dimensions that queries share with keys, ``group`` those that
-    queries have for themselves beside the sequence; each flattened into one.
+    ``batch`` are the dimensions that queries and keys share, ``group`` the other
+    dimensions of queries except the sequence; each is flattened into one.
     """
 
     def __init__(self, laid: _AttentionLayout) -> None:
@@ -182,7 +182,7 @@ class _Local:
     # Layouts.
 
     def kept_specs(self) -> list[Any]:
-        """Layouts of what is kept: query, key, value as they are dealt, and sums."""
+        """Returns specs of the residuals: reordered query, key and value, and sums."""
         one, (query, _, value) = self.one, self.laid.specs[:3]
         batch = [query[q] for q, *_ in one.batch]
         groups = [query[q] for q, _ in self.groups]
@@ -201,7 +201,7 @@ class _Local:
         ]
 
     def _parts(self, slot: int) -> list[list[int]]:
-        """Dimensions of query, key, value or output, by what they are flattened to."""
+        """Returns the dimensions of an operand or the output in each flat dimension."""
         one = self.one
         if slot == 0:
             return [
@@ -227,13 +227,13 @@ class _Local:
         return list(enumerate(self.one.output_dims))
 
     def _flat(self, x: Any, slot: int) -> Any:
-        """Dimensions in the order of their parts, each part as one."""
+        """Transposes and flattens an array to its flat dimensions."""
         parts = self._parts(slot)
         shape = [math.prod(x.shape[d] for d in part) for part in parts]
         return x.transpose([d for part in parts for d in part]).reshape(shape)
 
     def _unflat(self, x: Any, slot: int) -> Any:
-        """The reverse: one device's part of query, key, value or output."""
+        """Reverses ``_flat`` for one device's part of query, key, value or output."""
         values = (*self.one.inputs[:3], self.one.output)
         specs = (*self.laid.specs[:3], self.laid.out)
         shape = values[slot].aval.shape
@@ -243,18 +243,18 @@ class _Local:
         return x.reshape([like[d] for d in order]).transpose(np.argsort(order))
 
     def flat_output(self, x: Any) -> Any:
-        """``[batch, group, rows, width]``."""
+        """Returns the output as ``[batch, group, rows, width]``."""
         return self._flat(x, 3)
 
     def sizes(self, query: Any) -> dict[int, int]:
-        """Local sizes of the dimensions of the scores, but for the columns."""
+        """Returns the local sizes of the scores' dimensions, except the columns."""
         sizes = {t: query.shape[q] for q, *_, t in self.one.batch}
         return sizes | {t: query.shape[q] for q, t in self.one.rows}
 
-    # The order in which the sequence is dealt out.
+    # Order of the sequence on devices.
 
     def deal(self, x: Any, dim: int, *, back: bool = False) -> Any:
-        """Brings a sequence into the ring's order, or back into its own."""
+        """Reorders a sequence to the ring's order, or back."""
         if not self.ring.zigzag:
             return x
         return dealt_out(x, dim, self.laid.axes, self.ring.size, back=back)
@@ -265,7 +265,7 @@ class _Local:
         return lax.ppermute(x, self.laid.axes, [(d, (d + 1) % n) for d in range(n)])
 
     def outside(self, others: Sequence[Any]) -> list[Any]:
-        """Values from outside whose rows are sharded, dealt out like the queries."""
+        """Returns the further inputs, with sharded rows reordered like the queries."""
         outside = []
         for value, ways, spec in zip(
             others, self.one.scores.tags, self.laid.specs[3:], strict=True
@@ -286,7 +286,7 @@ class _Local:
         sizes: Mapping[int, int],
         others: Sequence[Any],
     ) -> tuple[Any, Any]:
-        """Scores ``[batch, group, rows, columns]`` of a block, and their pullback."""
+        """Returns a block's scores ``[batch, group, rows, columns]`` and their VJP."""
         one, ring = self.one, self.ring
         here = {**sizes, self.tag: ring.row_size, self.column: ring.column_size}
         offsets = {
@@ -303,7 +303,7 @@ class _Local:
                     start = pair[3] * ring.column_size
                     x = lax.dynamic_slice_in_dim(x, start, ring.column_size, dim)
                 elif tag == self.tag:
-                    # Dealt out, it begins where the device's rows do.
+                    # A reordered value has the device's own row blocks.
                     block = pair[0] if sharded[dim] or not self.laid.axes else pair[2]
                     start = block * ring.row_size
                     x = lax.dynamic_slice_in_dim(x, start, ring.row_size, dim)
@@ -345,7 +345,7 @@ class _Local:
         }
 
     def ahead(self, query: Any, key: Any, value: Any, *given: Any) -> Any:
-        """Output, and what the backward pass reads."""
+        """Returns the output and the residuals."""
         sizes = self.sizes(query)
         here, query = self._tied(query)
         query = self.deal(self._flat(query, 0), 2)
@@ -376,7 +376,7 @@ class _Local:
             state = left_out.blended(hidden, *state)
         total, peak, below = state
         level = jnp.where(jnp.isfinite(peak), peak, 0)
-        # Where all scores are -inf it is 0, and the output no number, as anywhere else.
+        # If all scores are -inf, ``below`` is 0 and the output NaN, as usual.
         output = total / below[..., None]
         kind = self.one.output.aval.dtype
         output = self.deal(output.astype(kind), 2, back=True)
@@ -408,7 +408,7 @@ class _Local:
         mine, total, peak, below = self._rows(pair, (query, *state))
         scores, _ = self.scores(mine, key, pair, sizes, others)
         higher = jnp.maximum(peak, scores.max(axis=-1))
-        # Where all of a row is masked so far, its maximum is no number to subtract.
+        # If all of a row is masked so far, its maximum is -inf.
         level = jnp.where(jnp.isfinite(higher), higher, 0)
         weights = jnp.exp(scores - level[..., None])
         shrink = jnp.exp(peak - level)
@@ -426,7 +426,7 @@ class _Local:
         )
 
     def back(self, cotangent: Any, output: Any, *saved: Any) -> Any:
-        """Cotangents of query, key and value."""
+        """Returns the cotangents of query, key and value."""
         here, cotangent = self._tied(cotangent)
         query, key, value, level, below = saved[:5]
         sizes = {
@@ -479,7 +479,7 @@ class _Local:
         key, value = self._columns(pair, moving)
         query, given, inner, level, below = self._rows(pair, held)
         scores, pullback = self.scores(query, key, pair, sizes, others)
-        # Not the logarithm of both together: beside masked scores it would be lost.
+        # Not by the logarithm of the sum, which is lost next to large masked scores.
         weights = jnp.exp(scores - level[..., None]) / below[..., None]
         ahead, behind = (
             product.params["precision"] for product in (self.one.first, self.one.second)
@@ -512,11 +512,11 @@ class _Local:
         return SkippedBlocks(self.ring, self.laid.filled, here, self.wide)
 
     def _tied(self, value: Any) -> Any:
-        """Returns this device's pairs of blocks, their number, and the value as it is.
+        """Returns this device's pairs of blocks, their number, and the unchanged value.
 
-        The barrier makes indices depend on the value. JAX evaluates what depends on
-        indices alone before a loop over layers and keeps it: the masks of all blocks,
-        which take memory by the square of the sequence.
+        The barrier makes indices depend on the value. Otherwise JAX hoists values that
+        depend only on indices out of a loop over layers: the masks of all blocks, whose
+        memory is quadratic in the sequence length.
         """
         here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
         own = tuple(jnp.asarray(x)[here] for x in (self.ring.pairs, self.ring.counts))
@@ -531,18 +531,19 @@ class _Local:
         block: Any,
         rest: Any,
     ) -> Any:
-        """Every pair of blocks of this device, round by round.
+        """Runs all pairs of blocks of this device, round by round.
 
-        All devices go through as many pairs as the busiest of them, so that what runs
-        is known beforehand; pairs that a device does not have are passed over.
+        All devices run as many steps as the busiest one, so the program is static;
+        devices skip the steps for which they have no pair.
 
         Args:
             here: This device's pairs of blocks in each round, and their number.
-            moving: Keys and values, which go round.
-            sums: Their cotangents, which go with them and come home; or ().
-            state: Blocks that do not move between rounds.
-            block: From a pair, ``moving``, ``sums`` and ``state`` to state and sums.
-            rest: The same of a round and the pairs of it that are not computed.
+            moving: Keys and values, which move round the ring.
+            sums: Cotangents of ``moving``, which move with it and return; or ().
+            state: Values that do not move.
+            block: Function from a pair, ``moving``, ``sums`` and ``state`` to state and
+                sums.
+            rest: Function like ``block`` for a round's skipped pairs.
         """
         n, counts = self.ring.size, self.ring.counts
         pairs, own = here
@@ -565,13 +566,13 @@ class _Local:
                 return turn(start, (state, sums))
             return lax.fori_loop(start, end, turn, (state, sums))
 
-        # The diagonal, which a mask hides in part, is more than other rounds have.
+        # The first round, with the diagonal, may have more pairs than the others.
         if first.max() > most:
             state, sums = compute_blocks(0, moving, sums, state, most, int(first.max()))
 
         def turn(step: Any, carry: Any) -> Any:
             moving, sums, state = carry
-            # Sent before they are used, so that the way takes no time of its own.
+            # Sent before use, so that the transfer overlaps with the computation.
             later = jax.tree.map(self.onward, moving)
             state, sums = compute_blocks(step, moving, sums, state, 0, most)
             state, sums = rest(step, moving, sums, state)
@@ -588,7 +589,7 @@ class _Local:
 
 
 def _added(whole: Any, part: Any, start: Any, dim: int) -> Any:
-    """A part added to a slice."""
+    """Adds a part to a slice."""
     before = lax.dynamic_slice_in_dim(whole, start, part.shape[dim], dim)
     return lax.dynamic_update_slice_in_dim(whole, before + part, start, dim)
 

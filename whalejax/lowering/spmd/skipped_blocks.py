@@ -1,9 +1,9 @@
-"""Attention rows that see no key, where masked blocks of scores are left out.
+"""Fully masked attention rows, if masked blocks of scores are skipped.
 
-Blocks that a mask hides are left out, because beside any other score theirs have no
-weight. A row all of whose scores are masked has no other: its softmax is a mean over
-masked scores, those of hidden blocks among them. These all hold one number, so what
-they add to such a row is the sum of their values, and no product is needed for it.
+Masked blocks are skipped because their scores have no weight next to any other score.
+But the softmax of a fully masked row is a mean over masked scores, including those of
+skipped blocks. All these scores are equal, so the contribution of skipped blocks to
+such a row is the sum of their values, without a product.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from whalejax.planner.sharding.ring_rounds import Ring
 
 
 class SkippedBlocks:
-    """The hidden blocks of one device, whose sums are taken as keys go round.
+    """The masked blocks of one device, whose values are summed as keys go round.
 
     Args:
-        ring: The rounds.
+        ring: Rounds of the ring.
         score: Score in all masked blocks.
-        here: This device's place in the ring.
-        wide: The type of sums.
+        here: Position of this device in the ring.
+        wide: Dtype of sums.
     """
 
     def __init__(self, ring: Ring, score: float, here: Any, wide: Any) -> None:
@@ -38,17 +38,17 @@ class SkippedBlocks:
         self.columns = jnp.asarray(columns, wide)[here]
 
     def none_yet(self, value: Any) -> Any:
-        """Sums over no values, ``[batch, row blocks, width]``."""
+        """Returns zero sums, ``[batch, row blocks, width]``."""
         shape = value.shape[0], self.ring.rows.shape[1], value.shape[2]
         return jnp.zeros(shape, self.wide)
 
     def summed(self, step: Any, value: Any, sums: Any) -> Any:
-        """Sums with the values that are here in a round.
+        """Adds the values of a round to the sums.
 
         Args:
             step: Number of the round.
-            value: ``[batch, columns, width]``.
-            sums: Before it.
+            value: Values ``[batch, columns, width]``.
+            sums: Sums before the round.
         """
         batch, columns, width = value.shape
         size = self.ring.column_size
@@ -56,12 +56,12 @@ class SkippedBlocks:
         return sums + self._product("rc,bce->bre", step, parts.sum(axis=2))
 
     def blended(self, sums: Any, total: Any, peak: Any, below: Any) -> Any:
-        """Weighted values, highest score and sum of weights, hidden blocks included.
+        """Adds masked blocks to weighted values, highest score and sum of weights.
 
         Args:
-            sums: After all rounds.
-            total: ``[batch, group, rows, width]``.
-            peak, below: ``[batch, group, rows]``.
+            sums: Sums after all rounds.
+            total: Weighted values ``[batch, group, rows, width]``.
+            peak, below: Row maxima and sums ``[batch, group, rows]``.
         """
         higher = jnp.where(self.columns > 0, jnp.maximum(peak, self.score), peak)
         level = jnp.where(jnp.isfinite(higher), higher, 0)
@@ -75,12 +75,14 @@ class SkippedBlocks:
         )
 
     def pulled(self, level: Any, below: Any, given: Any, kind: Any) -> Any:
-        """Cotangent of one value of a hidden block, ``[batch, row blocks, width]``.
+        """Returns the cotangent of a masked block's value.
+
+        Its shape is ``[batch, row blocks, width]``.
 
         Args:
             level, below: Row maxima and sums, ``[batch, group, rows]``.
             given: Cotangents of the output, ``[batch, group, rows, width]``.
-            kind: Dtype in which weights are read.
+            kind: Dtype of the weights in products.
         """
         weights = jnp.where(self.columns > 0, self._each(level) / below, 0)
         weighed = weights.astype(kind).astype(self.wide)[..., None] * given
@@ -89,12 +91,12 @@ class SkippedBlocks:
         return weighed.sum(axis=1).reshape(batch, blocks, size, width).sum(axis=2)
 
     def returned(self, step: Any, pulled: Any, cotangent: Any) -> Any:
-        """Cotangents of the values that are here, with those of hidden blocks."""
+        """Adds the cotangents from masked blocks to those of the current values."""
         result = self._product("rc,bre->bce", step, pulled)
         return cotangent + jnp.repeat(result, self.ring.column_size, axis=1)
 
     def _each(self, level: Any) -> Any:
-        """The weight of one hidden score beside the highest of a row."""
+        """Returns the weight of a masked score relative to the row's highest."""
         return jnp.where(self.columns > 0, jnp.exp(self.score - level), 0)
 
     def _product(self, text: str, step: Any, values: Any) -> Any:

@@ -1,13 +1,13 @@
-"""Windows that slide over space which devices share.
+"""Convolutions and poolings over sharded space.
 
-Each device receives strips from its neighbours, one dimension after the other so that
-corners arrive too, and computes its own part. Nothing of it is left to
-XLA, which (JAX 0.10.2) makes gradients of convolutions too large where two axes or more
-share what they read, space among them, and a part is no larger than a halo
-(``docs/plan/spatial.md`` holds an example), and convolutions too large where the
-channels of the kernel and the space of what it convolves are both sharded; exchanges
-far more than windows read in the backward pass of poolings; and gathers whole samples
-for the kernels' gradients of transposed and grouped convolutions.
+Each device receives halos from its neighbours, one dimension after the other so that
+corners arrive too, and computes its own part. XLA does not partition these operations,
+because (JAX 0.10.2) it has these problems. Gradients of convolutions are too large if
+two or more axes, with space among them, shard the input, and a part is not larger than
+a halo (``docs/plan/spatial.md`` has an example). Convolutions are too large if both the
+kernel's channels and the input's space are sharded. The backward pass of poolings
+exchanges far more than the windows read. Kernel gradients of transposed and grouped
+convolutions gather full samples.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def shared_windows(
     """Returns the window along the dimension that each mesh axis shards.
 
     Args:
-        equation: An operation.
-        specs: Layouts of its operands; empty ones are whole.
-        mesh: The devices.
+        equation: Operation with windows.
+        specs: Specs of its operands; empty ones are unsharded.
+        mesh: Mesh of the devices.
 
     Returns:
-        Nothing for an operation that is left to the compiler.
+        Windows by mesh axis; empty if the compiler partitions the operation.
     """
     if not specs or not specs[0]:
         return {}
@@ -66,15 +66,15 @@ def in_slabs(
     windows: Mapping[str, Window],
     mesh: Any,
 ) -> list[Any]:
-    """The result of an operation of which each device computes its part of space.
+    """Returns the result of an operation that each device computes for its part.
 
     Args:
-        equation: A pooling, or a convolution.
-        values: Its operands.
-        specs: Layouts of its operands; of those after the first, what shards the
-            channels of a kernel is kept.
-        windows: From ``shared_windows``.
-        mesh: The devices.
+        equation: Pooling or convolution.
+        values: Operands of the operation.
+        specs: Specs of its operands; after the first, only axes on a kernel's channels
+            are used.
+        windows: Result of ``shared_windows``.
+        mesh: Mesh of the devices.
     """
     image, result = equation.invars[0].aval, equation.outvars[0].aval
     divisible = _divisible(equation)
@@ -110,7 +110,7 @@ def in_slabs(
 
 
 def _keeps_channels(equation: Any) -> bool:
-    """A convolution, each of whose channels of the result is made of all others."""
+    """Whether an equation is a convolution without channel groups."""
     convolves = equation.primitive.name == CONVOLUTION
     return convolves and bool(equation.params["feature_group_count"] == 1)
 
@@ -125,13 +125,13 @@ def _shard_channels(
     """Adds the axes that shard a kernel's channels to the layouts.
 
     Args:
-        equation: A convolution.
-        specs: The layouts of image and kernel.
-        given, others, out: Layouts of image, of the kernel and of the result.
+        equation: Convolution.
+        specs: Specs of image and kernel.
+        given, others, out: Specs of the image, the kernel and the result; changed here.
 
     Returns:
-        Axes over which parts of the result are summed: those that shard the channels
-        which it contracts.
+        Axes over which parts of the result are summed: those of the contracted
+        channels.
     """
     numbers = equation.params["dimension_numbers"]
     made, read = numbers.rhs_spec[:2]
@@ -151,7 +151,7 @@ def _parts(axes: Sequence[str], mesh: Any) -> int:
 
 
 def _divisible(equation: Any) -> set[int]:
-    """Dimensions of the first operand that each device may have a part of."""
+    """Returns the dimensions of the first operand that may be sharded."""
     if equation.primitive.name != CONVOLUTION:
         return set(range(len(equation.invars[0].aval.shape)))
     samples, _, *space = equation.params["dimension_numbers"].lhs_spec
@@ -168,7 +168,7 @@ def _sources(equation: Any) -> tuple[int, ...]:
 
 
 def _padding_value(equation: Any, dtype: Any) -> Any:
-    """The element that changes no result of a window."""
+    """Returns the neutral element of a window's reduction."""
     name = equation.primitive.name
     if name in ("reduce_window_max", "reduce_window_min"):
         sign = -1 if name == "reduce_window_max" else 1
@@ -182,7 +182,7 @@ def _padding_value(equation: Any, dtype: Any) -> Any:
 
 
 def _without_padding(equation: Any, shared: set[int]) -> Any:
-    """The equation as one device computes it: the halo takes the padding's place."""
+    """Returns the equation for one device, in which halos replace the padding."""
     params = dict(equation.params)
     padding = list(params["padding"])
     if equation.primitive.name == CONVOLUTION:
@@ -200,17 +200,17 @@ def _without_padding(equation: Any, shared: set[int]) -> Any:
 def _with_halo(
     x: Any, axis: str, window: Window, sizes: tuple[int, int], padding: Any, parts: int
 ) -> Any:
-    """Extends a device's part of the input by what its windows read of the neighbours.
+    """Extends a device's part of the input by the halos that its windows read.
 
-    Where parts of operand and result begin at the same windows, all devices read from
-    the same place on; else each from its own.
+    If parts of operand and result start at the same windows, all devices read from the
+    same offset; otherwise each has its own.
 
     Args:
-        x: A device's part.
-        axis, window: The mesh axis, and the window along the dimension that it shares.
-        sizes: Extents of operand and result, of all devices.
+        x: Part of a device.
+        axis, window: Mesh axis, and the window along the dimension that it shards.
+        sizes: Global extents of operand and result.
         padding: Padding value outside the first and the last device.
-        parts: Devices.
+        parts: Number of devices.
     """
     if window.spread > 1:
         return x
@@ -239,17 +239,17 @@ def _strip(
     *,
     up: bool,
 ) -> Any:
-    """Returns what a device reads beyond one side of its part.
+    """Returns the elements that a device reads beyond one side of its part.
 
     Args:
-        x: A device's part.
-        axis, dim: The mesh axis and the dimension that it shares.
-        halo: Elements that come from a neighbour, which has no fewer.
-        reach: Elements in all; those beyond the halo are read by the first device
-            before its part, or by the last behind it.
+        x: Part of a device.
+        axis, dim: Mesh axis and the dimension that it shards.
+        halo: Number of elements from a neighbour, which has at least as many.
+        reach: Total number of elements. Only the first device before its part, or the
+            last after it, reads those beyond the halo.
         padding: Padding value outside the first and the last device.
-        parts: Devices.
-        up: From the one below, whose elements come before; else from the one above.
+        parts: Number of devices.
+        up: Whether the elements are from the previous device; otherwise from the next.
     """
     start = x.shape[dim] - halo if up else 0
     strip = jax.lax.slice_in_dim(x, start, start + halo, axis=dim)

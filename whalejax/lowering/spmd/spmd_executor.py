@@ -1,13 +1,12 @@
-"""The ``spmd`` executor: one program for all devices, layouts by constraint.
+"""The ``spmd`` executor: one program for all devices, with sharding constraints.
 
-Builds the pure step function of a plan without stages: micro-batches in a scan,
-gradients summed and divided by the summed weights, the optimizer on its own shards.
-Everything runs under automatic axes, so statistics over the batch (batch
-normalisation, valid-token means, auxiliary losses) are those of the whole micro-batch
-on one device.
+It builds the pure step function of a plan without stages: a scan over micro-batches,
+gradients summed and divided by the summed weights, and a sharded optimizer step. All
+axes are automatic, so statistics over the batch (batch normalisation, valid-token
+means, auxiliary losses) equal those of the full micro-batch on one device.
 
-The module is long because the step, its evaluation and the update alone are made of the
-same few functions.
+The module is long because the step, its evaluation and the update share the same few
+functions.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class Sums:
 
     Attributes:
         total: Sum of the losses' totals.
-        weight: Sum of their weights.
+        weight: Sum of the losses' weights.
         metrics: Sum of each metric.
         gradients: Sum of the gradients of the totals, in flat order.
-        means: Gradients are of the mean loss already.
+        means: Whether gradients are already those of the mean loss.
     """
 
     total: Any
@@ -77,16 +76,16 @@ jax.tree_util.register_dataclass(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A plan, a trace and a mesh: what the step function is built from.
+    """A plan, a trace and a mesh, from which the step function is built.
 
     Attributes:
-        plan: The plan.
-        captured: The loss, traced at micro-batch shape.
+        plan: Plan of the step.
+        captured: Loss, traced at micro-batch shape.
         adapter: Adapter that divides the model into parameters and other state.
-        constraints: Layouts inside the loss.
-        mesh: The devices.
-        optimizer: An optax transformation.
-        batch_axes: The batch dimension of each flat batch leaf.
+        constraints: Sharding constraints inside the loss.
+        mesh: Mesh of the devices.
+        optimizer: Optax transformation.
+        batch_axes: Batch dimension of each flat batch leaf, or None.
     """
 
     plan: Plan
@@ -103,7 +102,7 @@ class Program:
         specs: Sequence[Spec],
         away: Collection[int] = (),
     ) -> list[Any]:
-        """Fixes the layout of flat leaves, but of those in host memory by number."""
+        """Constrains flat leaves to specs, except the offloaded leaves ``away``."""
         return [
             x
             if i in away
@@ -120,17 +119,17 @@ class Program:
         part: ScanReplacement | None = None,
         here: PartialProgram | None = None,
     ) -> tuple[Any, tuple[Any, Any, Any]]:
-        """The traced loss of one micro-batch under the plan's constraints.
+        """Runs the traced loss of one micro-batch under the plan's constraints.
 
         Args:
             params, batch: Flat leaves.
             rest: Non-trainable state.
-            rng: A key, or None where the loss takes none.
-            part: Replacement of the layers' scan, where only some layers run.
-            here: Equations to run, where only some do.
+            rng: Random key, or None if the loss takes none.
+            part: Replacement of the layers' scan, if only some layers run.
+            here: Equations to run, if only some run.
 
         Returns:
-            Total, and (weight, metrics, new rest).
+            Total, and (weight, metrics, new non-trainable state).
         """
         leaves = jax.tree.leaves(rest)
         params = [
@@ -149,11 +148,11 @@ class Program:
         return total, tuple(others)
 
     def followers(self) -> list[Follower]:
-        """Returns the state in host memory that is updated in chunks there, with its
-        layouts.
+        """Returns the offloaded state that is updated in chunks, with its specs.
 
         Raises:
-            PlanError: The optimizer is another one, and needs some of it as a whole.
+            PlanError: The optimizer is not the plan's, and needs some of the state in
+                full.
         """
         leaves = self.plan.trained
         away = [i for i, leaf in enumerate(leaves) if leaf.hosted]
@@ -184,16 +183,16 @@ class Program:
 def micro_batches(
     program: Program, batch: Sequence[Any]
 ) -> tuple[list[Any], Callable[..., list[Any]]]:
-    """Cuts a global batch into micro-batches along a new leading dimension.
+    """Divides a global batch into micro-batches along a new leading dimension.
 
     Args:
         program: Loss, optimizer and plan that will run.
         batch: Flat leaves of the global batch.
 
     Returns:
-        The leaves that are cut, and a function that takes one part of each (and the
-        flat batch, if another) and gives the flat micro-batch; a leaf without a batch
-        dimension is the same in all.
+        The divided leaves, and a function from one part of each (and the flat batch, if
+        it is another) to the flat micro-batch. A leaf without a batch dimension is
+        equal in all.
     """
     rows = MicroBatchRows.of(program.plan)
     axes = {i: axis for i, axis in enumerate(program.batch_axes) if axis is not None}
@@ -220,17 +219,18 @@ def gradients_of(
     scale: Any = None,
     first: Any = 0,
 ) -> tuple[Sums, Any]:
-    """Loss and gradients of the global batch, and the new rest.
+    """Returns loss and gradients of the global batch, and new non-trainable state.
 
     Args:
         program: Loss, optimizer and plan to run.
         params, batch: Flat leaves.
         rest: Non-trainable state, in the adapter's structure.
-        rng: The run's key, or None where the loss takes none.
-        step: Number of the step; keys fold it in, and the micro-batch's index.
+        rng: Random key of the run, or None if the loss takes none.
+        step: Number of the step, which is folded into keys with the micro-batch's
+            index.
         scale: Factor of the loss before differentiation, by which gradients are
             divided; or None.
-        first: Number of the first micro-batch, from which keys count.
+        first: Number of the first micro-batch, an offset for keys.
     """
     one = differentiator(program, params, rest, rng, step, scale, first)
     count = program.plan.num_micro_batches
@@ -254,17 +254,18 @@ def differentiator(
     Args:
         program, params, rng, step, scale, first: Arguments of ``gradients_of``,
             unchanged.
-        rest: Non-trainable state at the beginning of the step, or at least its random
-            keys.
+        rest: Non-trainable state at the start of the step; only its random keys are
+            read.
 
     Returns:
-        From the rest, the flat micro-batch and its index to sums and the new rest.
+        Function from the non-trainable state, the flat micro-batch and its index to
+        sums and the new state.
     """
     adapter = program.adapter
     at_step = adapter.fold_rest(rest, step)
     rng = None if rng is None else jax.random.fold_in(rng, step)
-    # Reduced as the parameter is stored, then cut: asked for its own shards at once,
-    # the compiler reshards the activations instead.
+    # Gradients are reduced in the parameter's spec, then resharded. In one step, the
+    # compiler would reshard the activations instead.
     stored = [leaf.param_spec for leaf in program.plan.trained]
     specs = [leaf.gradient_spec for leaf in program.plan.trained]
 
@@ -302,8 +303,9 @@ def differentiator(
 
 
 def _seed(param: Any, spec: Spec, mesh: Mesh) -> Any:
-    """Returns the array that is differentiated in place of a parameter in host memory;
-    see ``HostParameter``.
+    """Returns the array that replaces an offloaded parameter in differentiation.
+
+    See ``HostParameter``.
     """
     nothing = jnp.zeros(param.shape, param.dtype)
     return jax.lax.with_sharding_constraint(nothing, named_sharding(spec, mesh))
@@ -317,10 +319,10 @@ def sums_of(
     gradients: tuple[Any, ...],
     number: Any,
 ) -> Sums:
-    """One micro-batch's part of the sums, at float32 or more.
+    """Returns one micro-batch's summands, in float32 or wider.
 
-    Metrics are means over the micro-batch; where the user weighs the loss, they are
-    weighed alike, so that the whole batch's mean comes out.
+    Metrics are means over the micro-batch. If the user weights the loss, metrics have
+    the same weights, so that the result is the mean over the full batch.
     """
     total, weight = wide(total), wide(jnp.asarray(weight))
     count = program.plan.num_micro_batches
@@ -341,7 +343,7 @@ def losses_of(
     step: Any,
     first: Any = 0,
 ) -> Sums:
-    """The summed losses of the global batch, without gradients.
+    """Returns the summed losses of the global batch, without gradients.
 
     Args:
         program, params, rest, batch, rng, step, first: Arguments of ``gradients_of``,
@@ -372,8 +374,7 @@ def evaluator(
     step: Any,
     first: Any = 0,
 ) -> Callable[..., Sums]:
-    """Returns a function that runs a micro-batch forward, from its index and flat
-    leaves to sums.
+    """Returns a function from a micro-batch's index and flat leaves to sums.
 
     Args:
         program, params, rest, rng, step, first: Arguments of ``gradients_of``,
@@ -416,7 +417,7 @@ def _accumulate(
     moving = [i for i in range(len(leaves)) if i not in frozen]
 
     def filled(some: Sequence[Any]) -> Any:
-        """The rest: a weight is no carry, of which the loop might hold two."""
+        """Fills in frozen weights, which are not carries: a loop may copy those."""
         given = iter(some)
         pairs = enumerate(leaves)
         return tree.unflatten([x if i in frozen else next(given) for i, x in pairs])
@@ -441,15 +442,15 @@ def update(
     loss: Any,
     applies: Any = None,
 ) -> tuple[list[Any], Any]:
-    """The optimizer's step, each device on the shards it owns.
+    """Runs the optimizer's step, on each device for its own shards.
 
     Args:
         program: Loss, optimizer and plan to run.
         params: Flat parameters, as stored.
         state: Optimizer state.
         gradients: Flat gradients of the mean loss.
-        loss: The mean loss, for optimizers that look at it.
-        applies: A scalar: where it is false nothing changes; None where it is true.
+        loss: Mean loss, for optimizers that read it.
+        applies: Boolean scalar: False changes nothing; None means True.
 
     Returns:
         New parameters, as stored, and new optimizer state.
@@ -486,17 +487,17 @@ def stepping(
     *,
     skips: bool,
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """An optimizer's step from flat values to flat values.
+    """Returns an optimizer's step as a function of flat values.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: Optimizer of the step.
         structure, state_tree: Tree structures of the parameters and of the optimizer's
             state.
-        skips: The last value says whether anything changes.
+        skips: Whether the last value may disable the step.
 
     Returns:
-        From parameters, gradients, state, the loss and a truth value to parameters and
-        state.
+        Function from parameters, gradients, state, the loss and a boolean to parameters
+        and state.
     """
     count = structure.num_leaves
 
@@ -526,20 +527,20 @@ def followers(
     small: bool = False,
     program: UpdateProgram | None = None,
 ) -> list[Follower]:
-    """Parameters of which something is in host memory and is updated in pieces.
+    """Returns parameters that are offloaded, or whose state is, for updates in chunks.
 
-    Those are matrices that are updated element by element, and so is their state.
+    These are matrices with elementwise updates of parameter and state.
 
     Args:
-        optimizer: The optimizer.
-        adapter: The model, with abstract parameters.
-        state: The optimizer's state of all of them lies there.
-        params: Numbers of parameters that lie there themselves.
-        small: With the state of those that are no matrices too.
-        program: From ``update_program``, where it is known.
+        optimizer: Optimizer of the model.
+        adapter: Adapter of the model, with abstract parameters.
+        state: Whether the optimizer state of all of them is offloaded.
+        params: Numbers of the offloaded parameters.
+        small: Whether to include the state of parameters that are not matrices.
+        program: Result of ``update_program``, if known.
 
     Returns:
-        Each with its state, by the numbers of ``stepping``; layouts are left open.
+        Parameters with their state, by the numbers of ``stepping``, without specs.
     """
     program = program or update_program(optimizer, adapter)
     shapes = [x.shape for x in jax.tree.leaves(adapter.params)]
@@ -583,8 +584,8 @@ def update_program(
     """Traces an optimizer's step.
 
     Args:
-        optimizer: The optimizer.
-        adapter: The model, with abstract parameters.
+        optimizer: Optimizer of the model.
+        adapter: Adapter of the model, with abstract parameters.
     """
     params = [
         _compat.abstract(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
@@ -602,18 +603,18 @@ def update_program(
 def offloadable_state(
     adapter: Adapter, optimizer: optax.GradientTransformation
 ) -> OffloadableState:
-    """Returns the state that a plan may offload, as far as the optimizer allows.
+    """Returns the state that a plan may offload with this optimizer.
 
     Args:
-        adapter: The model, with abstract parameters.
-        optimizer: An optax transformation.
+        adapter: Adapter of the model, with abstract parameters.
+        optimizer: Optax transformation.
     """
     extended = optax.with_extra_args_support(optimizer)
     paths = adapter.param_paths
     first = 2 * len(paths)
     program = update_program(extended, adapter)
     state = jax.tree.leaves(program.state)
-    # Parameters may lie there with their state, or alone.
+    # Parameters may be offloaded with their state, or alone.
     of_state, alone, beside = (
         followers(extended, adapter, state=state, params=params, program=program)
         for state, params in (

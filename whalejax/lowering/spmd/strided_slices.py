@@ -1,9 +1,9 @@
-"""Slices with a stride, of dimensions that devices have parts of.
+"""Strided slices of sharded dimensions.
 
-The gradient of such a slice puts its elements apart with nothing between them, and
-XLA's partitioner makes arrays of another length of that: the compiler refuses its own
-program. Where the stride divides the dimension, elements that are as far apart are the
-columns of a matrix, and to take one needs no such step.
+The gradient of such a slice is an interior padding, for which XLA's partitioner makes
+arrays of a wrong length: the compiler rejects its own program. If the stride divides
+the dimension, the slice is a column of a reshaped matrix, whose gradient needs no
+interior padding.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import jax
 
 
 def is_strided(equation: Any) -> bool:
-    """Whether an equation is a slice that leaves elements out between others."""
+    """Whether an equation is a slice with a stride above 1."""
     strides = equation.params.get("strides")
     return equation.primitive.name == "slice" and any(k > 1 for k in strides or ())
 
 
 def strided(equation: Any, value: Any) -> Any:
-    """The result of such a slice.
+    """Returns the result of a strided slice.
 
     Args:
-        equation: The slice.
-        value: Its operand.
+        equation: Slice equation.
+        value: Operand of the slice.
     """
     params = equation.params
     starts, limits = list(params["start_indices"]), list(params["limit_indices"])
@@ -40,7 +40,7 @@ def strided(equation: Any, value: Any) -> Any:
 
 
 def _columns(size: int, start: int, limit: int, stride: int) -> tuple[int, int] | None:
-    """Returns the column of a matrix that a slice takes, and its number of elements."""
+    """Returns the column that a slice takes, and its number of elements; or None."""
     if stride == 1 or size % stride or start >= stride:
         return None
     return start, len(range(start, limit, stride))

@@ -1,7 +1,8 @@
-"""Brings a sharded sequence into the order in which causal attention is even, and back.
+"""Reorders a sharded sequence to balance causal attention, and back.
 
-Apart from the ring because what is read beside the scores is dealt out too, and nothing
-here knows of attention. ``ring_rounds`` of the planner says which device holds what.
+The module is separate from the ring because further inputs of the scores are reordered
+too, and it does not depend on attention. The planner's ``ring_rounds`` defines the
+order.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from jax import lax
 def dealt_out(
     x: Any, dim: int, axes: Sequence[str], size: int, *, back: bool = False
 ) -> Any:
-    """One device's part of a sequence in zig-zag order, or back in its own.
+    """Reorders one device's part of a sequence to zig-zag order, or back.
 
     Args:
-        x: Its part, two halves after another.
-        dim: The sequence.
-        axes: Mesh axes that shard it.
-        size: Their devices.
-        back: ``x`` is in zig-zag order.
+        x: Part of the device, with two consecutive halves.
+        dim: Dimension of the sequence.
+        axes: Mesh axes that shard the sequence.
+        size: Number of devices along the axes.
+        back: Whether ``x`` is in zig-zag order.
     """
     axes = tuple(axes)
     low, high = jnp.split(x, 2, axis=dim)
     even = lax.axis_index(axes) % 2 == 0
-    # Of a device's two parts one has an even number, in either order.
+    # In both orders, one of a device's two parts has an even number.
     to = [[_holder(2 * d + odd, size) for d in range(size)] for odd in (0, 1)]
     moves = [list(enumerate(targets)) for targets in to]
     if back:
@@ -47,5 +48,5 @@ def dealt_out(
 
 
 def _holder(part: int, size: int) -> int:
-    """The device that holds a part in zig-zag order."""
+    """Returns the device of a part in zig-zag order."""
     return min(part, 2 * size - 1 - part)

@@ -1,1 +1,1 @@
-"""Executors for replicas that take unlike numbers of micro-batches."""
+"""Executors for replicas with uneven shares of micro-batches."""

@@ -1,9 +1,8 @@
-"""Replicas that begin with one state: that of the first.
+"""Copies the first replica's initial state to all replicas.
 
-The same program gives devices of unlike kinds results that differ in their last bits,
-and replicas that each made their state would never hold the same. So the first one's is
-added to the others' zeros, which changes no bit of it, by what replicas add up their
-gradients with.
+On different kinds of devices the same program gives results that differ in the last
+bits, so replicas that initialise separately would never be equal. So the gradient
+exchange adds the first replica's state to the others' zeros, which changes no bit.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from whalejax.lowering.uneven.flat_all_reduce import Buffers, Exchange
 
 
 MOST_BYTES: Final = 2**28
-"""Of what crosses at once, unless one array alone is larger: its copies come on top of
-the state."""
+"""Most bytes of one exchange, unless one array is larger; they are needed in addition
+to the state."""
 
 
 def several_kinds(mesh: Mesh) -> bool:
-    """Devices are of several kinds, whoever's they are."""
+    """Whether the devices of all processes are of several kinds."""
     return len({device.device_kind for device in mesh.devices.flat}) > 1
 
 
@@ -37,13 +36,13 @@ def as_first(
     mesh: Mesh,
     replicas: Sequence[Mesh],
 ) -> dict[int, TrainState]:
-    """States with the values of replica 0.
+    """Returns states with the values of replica 0.
 
     Args:
-        copies: State of each replica that has devices here; equal but for values.
-        places: The layouts of each.
-        mesh: All devices, replicas along its first axis.
-        replicas: The mesh of each.
+        copies: State of each replica that has devices here, equal except for values.
+        places: Shardings of each state.
+        mesh: Mesh of all devices, replicas along its first axis.
+        replicas: Mesh of each replica.
     """
     leaves = {r: jax.tree.leaves(copy) for r, copy in copies.items()}
     layouts = {r: jax.tree.leaves(place) for r, place in places.items()}
@@ -61,7 +60,7 @@ def as_first(
 
 
 def _bundles(leaves: Sequence[Any]) -> Iterator[list[int]]:
-    """Numbers of leaves that cross together."""
+    """Yields the numbers of leaves that are exchanged together."""
     result, size = list[int](), 0
     for number, leaf in enumerate(leaves):
         nbytes = unwrapped(leaf).nbytes
@@ -80,7 +79,6 @@ def _bundle_as_first(
     mesh: Mesh,
     replicas: Sequence[Mesh],
 ) -> dict[int, list[Any]]:
-    """Some leaves with the values of replica 0."""
     avals = [jax.eval_shape(_as_addable, x) for x in next(iter(bundle.values()))]
     buffers = {r: Buffers(replicas[r], avals, places[r]) for r in bundle}
 
@@ -111,6 +109,6 @@ def _bundle_as_first(
 
 
 def _as_addable(leaf: Any) -> Any:
-    """A leaf as numbers that can be added up."""
+    """Converts keys and booleans to numbers that can be summed."""
     raw = unwrapped(leaf)
     return raw.astype(jnp.uint8) if raw.dtype == jnp.bool_ else raw

@@ -1,8 +1,8 @@
-"""One replica of a run whose others are elsewhere: its parts of a sum, and the update.
+"""One replica of a run with remote replicas: its contributions, and the update.
 
-The programs are those of replicas with shares, which do not know how many there are.
-Each micro-batch starts from the state that the step began with and gives one flat
-buffer for each dtype; who adds the buffers up, and where, is not known here.
+The programs are those of replicas with shares, which do not depend on the number of
+micro-batches. Each micro-batch starts from the state before the step and returns one
+flat buffer for each dtype. The caller sums the buffers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ContributingReplica:
     """Micro-batches and the update of one replica.
 
     Attributes:
-        count: Micro-batches of a step.
+        count: Number of micro-batches of a step.
         squares: Squared norms of the mean gradients of the micro-batches of this step
             that ran here, by number; empty unless they are measured.
     """
@@ -55,7 +55,7 @@ class ContributingReplica:
 
     @property
     def shapes(self) -> list[tuple[int, Any]]:
-        """Length and dtype of each buffer."""
+        """The length and dtype of each buffer."""
         return [
             (aval.shape[0], np.dtype(aval.dtype)) for aval in self._replica.avals[0]
         ]
@@ -105,7 +105,7 @@ class ContributingReplica:
         return _mean_square(self._replica.unpack(buffers))
 
     def _cut(self, batch: Sequence[Any], number: int) -> list[Any]:
-        """The samples of a micro-batch."""
+        """Returns the samples of a micro-batch."""
         result, rows = [], MicroBatchRows.of(self._runner.program.plan)
         for leaf, axis in zip(batch, self._runner.program.batch_axes, strict=True):
             if axis is not None:
@@ -115,7 +115,7 @@ class ContributingReplica:
 
     @functools.cached_property
     def _later(self) -> list[Any]:
-        """Number of micro-batches that come after each one."""
+        """The number of micro-batches after each one."""
         whole = self._runner._wholes[0]
         return [
             put_global(np.float32(self.count - 1 - n), whole) for n in range(self.count)
@@ -124,11 +124,11 @@ class ContributingReplica:
     def finish(
         self, state: TrainState, buffers: Sequence[np.ndarray]
     ) -> tuple[TrainState, Metrics]:
-        """The next state, and metrics, of the sum of all micro-batches.
+        """Returns the next state and metrics from the sum of all micro-batches.
 
         Args:
-            state: State of the step before; its buffers are donated.
-            buffers: The sum.
+            state: State after the previous step; its buffers are donated.
+            buffers: Sum of all micro-batches.
         """
         runner = self._runner
         seen = runner._local_view(state, 0)

@@ -1,8 +1,8 @@
 """The all-reduce of replicas: one flat buffer for each dtype, in a fixed order.
 
-Replicas compile programs of their own, perhaps for unlike devices, whose collectives
-may stand in other orders. So they meet in one program only, which holds an all-reduce
-of each buffer and nothing else.
+Replicas compile separate programs, perhaps for different devices, whose collectives may
+be in different orders. So they communicate only in one program, which contains an
+all-reduce of each buffer and nothing else.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from whalejax.lowering.global_arrays import shards_on
 
 
 DATA = "data"
-"""The mesh axis along which replicas lie."""
+"""The mesh axis of replicas."""
 
 
 def by_dtype(dtypes: Sequence[Any]) -> list[list[int]]:
-    """Numbers of the arrays of each dtype, in an order that all processes come to."""
+    """Returns the numbers of the arrays of each dtype, in a deterministic order."""
     return [
         [i for i, other in enumerate(dtypes) if other == dtype]
         for dtype in sorted(set(dtypes), key=str)
@@ -33,11 +33,11 @@ def by_dtype(dtypes: Sequence[Any]) -> list[list[int]]:
 def on_shards(
     mesh: Mesh, local: Callable[..., Any], given: Any, found: Any
 ) -> Callable[..., list[Any]]:
-    """A function of every device's own shards.
+    """Returns a function that runs on each device's own shards.
 
     Args:
-        mesh: The devices.
-        local: From a sequence of shards to another.
+        mesh: Mesh of the devices.
+        local: Function from a sequence of shards to another.
         given, found: Shardings of the function's inputs and outputs.
     """
     return jax.shard_map(
@@ -45,17 +45,17 @@ def on_shards(
         mesh=mesh,
         in_specs=(given,),
         out_specs=found,
-        check_vma=False,  # What is replicated is packed by every device.
+        check_vma=False,  # Every device packs replicated arrays too.
     )
 
 
 class Buffers:
-    """A replica's arrays in one buffer for each dtype, and back.
+    """Packs a replica's arrays into one buffer for each dtype, and back.
 
-    Every device packs the shards that it holds. Traced where it is called.
+    Every device packs its own shards. The methods are traced by their callers.
 
     Attributes:
-        avals: Shape and dtype of each buffer, on all devices of the replica together.
+        avals: Shape and dtype of each buffer over all devices of the replica.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Buffers:
         Args:
             mesh: Mesh of the replica.
             avals: Shapes and dtypes of the arrays.
-            places: Their layouts on it.
+            places: Shardings of the arrays on the mesh.
         """
         self._mesh = mesh
         self._specs = [place.spec for place in places]
@@ -85,7 +85,7 @@ class Buffers:
         ]
 
     def pack(self, arrays: Sequence[Any]) -> list[Any]:
-        """The buffers of the arrays."""
+        """Packs arrays into buffers."""
 
         def local(shards: Sequence[Any]) -> list[Any]:
             return [
@@ -96,7 +96,7 @@ class Buffers:
         return on_shards(self._mesh, local, self._specs, self._flat)(list(arrays))
 
     def unpack(self, buffers: Sequence[Any]) -> list[Any]:
-        """The arrays of the buffers."""
+        """Unpacks buffers into arrays."""
 
         def local(flat: Sequence[Any]) -> list[Any]:
             local: list[Any] = [None] * len(self._shapes)
@@ -116,11 +116,11 @@ class Buffers:
 
 
 class Exchange:
-    """Adds up buffers of all replicas, or gathers them, and gives each the same.
+    """Sums or gathers the buffers of all replicas, with equal results on each.
 
     Attributes:
-        program: Compiled program over all devices; None where devices of several kinds
-            in one process rule that out.
+        program: Compiled program over all devices; None if a process has devices of
+            several kinds, which cannot share a program.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class Exchange:
         """Prepares the exchange; compiles nothing yet.
 
         Args:
-            mesh: All devices, replicas along its first axis, ``data``.
-            replicas: The mesh of each, whose first axis has size 1.
+            mesh: Mesh of all devices, replicas along its first axis, ``data``.
+            replicas: Mesh of each replica, whose first axis has size 1.
             avals: Shapes and dtypes of a replica's buffers.
-            gathers: Each device is given those of all replicas in their order, one
-                behind the other, and not their sum.
+            gathers: Whether to concatenate the buffers of all replicas in order,
+                instead of summing them.
         """
         self._gathers = gathers
         self._mesh = mesh
@@ -156,13 +156,13 @@ class Exchange:
                     mesh=mesh,
                     in_specs=(self._every.spec,),
                     out_specs=self._sums,
-                    check_vma=not gathers,  # What was gathered is alike on all.
+                    check_vma=not gathers,  # Gathered values are equal on all.
                 ),
                 donate_argnums=() if gathers else 0,
             )
 
     def abstract(self) -> list[Any]:
-        """Shapes, dtypes and layouts of the buffers of all replicas."""
+        """Returns the abstract buffers of all replicas, with shardings."""
         return [
             jax.ShapeDtypeStruct(
                 (len(self._replicas) * aval.shape[0],), aval.dtype, sharding=self._every
@@ -203,7 +203,7 @@ class Exchange:
     def _copy_buffers(
         self, buffers: Mapping[int, Sequence[Any]]
     ) -> dict[int, list[Any]]:
-        """The same, made on the first replica; all are this process's."""
+        """Combines buffers on the first replica; all replicas are in this process."""
         places = {
             replica: NamedSharding(self._replicas[replica], self._every.spec)
             for replica in buffers
@@ -234,10 +234,10 @@ def _all_gather(buffer: Any) -> Any:
 
 
 def _one_behind_the_other(rows: Sequence[Any], devices: int) -> Any:
-    """The buffers of all replicas, by the devices of a replica."""
+    """Concatenates the buffers of all replicas, device by device."""
     return jnp.stack([x.reshape(devices, -1) for x in rows], axis=1).reshape(-1)
 
 
 def _has_several_kinds(mesh: Mesh) -> bool:
-    """Devices of this process are of several kinds."""
+    """Whether devices of this process are of several kinds."""
     return len({device.device_kind for device in mesh.local_devices}) > 1

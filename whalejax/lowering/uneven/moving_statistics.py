@@ -1,10 +1,9 @@
-"""Finds how moving statistics change in a micro-batch, so that replicas can share the
-work.
+"""Finds how a micro-batch changes moving statistics, to combine those of replicas.
 
 A moving average is ``r -> a r + c``, with the same ``a`` in every micro-batch and a
-``c`` that its samples say. Of such leaves what micro-batches do one after the other is
-a sum: each replica's part is what its own add, times ``a`` for every micro-batch that
-comes after them.
+``c`` that depends on its samples. For such leaves the result of consecutive
+micro-batches is a sum: each replica contributes the additions of its own micro-batches,
+times ``a`` for every later micro-batch.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from whalejax.capture import Captured
 class StatisticsReduction:
     """Reduces non-trainable leaves over replicas.
 
-    Moving averages are brought to where all micro-batches, one after the other, bring
-    them; other statistics are averaged, with the micro-batches that each replica has
-    run as weights; what is counted in whole numbers is counted by all together.
+    Moving averages get the value that all micro-batches in sequence would give. Other
+    statistics are averaged, weighted by the micro-batches of each replica. Increments
+    of integers are summed.
 
     Attributes:
         slopes: Slopes of moving averages, by the number of the leaf.
         counters: Increments of counters in a micro-batch, by the number of the leaf.
-        frozen: Numbers of weights.
-        count: Micro-batches of all.
-        steady: Numbers of leaves that micro-batches leave alone.
+        frozen: Numbers of the leaves that are frozen weights.
+        count: Number of micro-batches of all replicas.
+        steady: Numbers of the leaves that micro-batches do not change.
     """
 
     slopes: Mapping[int, np.ndarray]
@@ -45,9 +44,9 @@ class StatisticsReduction:
     steady: tuple[int, ...] = ()
 
     def is_own(self, number: int, leaf: Any) -> bool:
-        """Every replica knows it after the step: a key, a counter, a weight, a count.
+        """Whether every replica knows a leaf after the step without communication.
 
-        The last are what is ``steady``: no sample changes it.
+        These are keys, counters, frozen weights, and ``steady`` leaves.
         """
         known = number in self.frozen or number in self.steady
         return is_key(leaf) or number in self.counters or known
@@ -55,11 +54,11 @@ class StatisticsReduction:
     def contribution(
         self, number: int, old: Any, new: Any, ran: Any, later: Any
     ) -> Any:
-        """A replica's part of a leaf, to be added up over replicas.
+        """Returns a replica's contribution to a leaf, to be summed over replicas.
 
         Args:
             number: Number of the leaf.
-            old, new: Before and after the replica's micro-batches.
+            old, new: Leaf before and after the replica's micro-batches.
             ran: Number of micro-batches of this replica.
             later: Number of micro-batches that other replicas run after these.
         """
@@ -73,11 +72,11 @@ class StatisticsReduction:
         return wide - old.astype(wide.dtype)
 
     def after(self, number: int, old: Any, total: Any) -> Any:
-        """A leaf after the step of all replicas.
+        """Returns a leaf after the step of all replicas.
 
         Args:
             number: Number of the leaf.
-            old: Before the step.
+            old: Leaf before the step.
             total: Sum of all replicas' contributions; unused for leaves that
                 ``is_own``.
         """
@@ -93,13 +92,12 @@ class StatisticsReduction:
 
 
 def slopes(captured: Captured) -> dict[int, np.ndarray]:
-    """Returns the slope of each moving average, by the number of the non-trainable
-    leaf.
+    """Returns the slopes of moving averages, by number of the non-trainable leaf.
 
-    Leaves that change in another way are left out.
+    Leaves that change in another way are omitted.
 
     Args:
-        captured: The loss.
+        captured: Captured loss.
     """
     first = len(captured.adapter.param_paths)
     rest = jax.tree.leaves(captured.adapter.rest)
@@ -137,7 +135,7 @@ def slopes(captured: Captured) -> dict[int, np.ndarray]:
 
     @jax.jit
     def constant(along: Sequence[Any]) -> list[Any]:
-        # Of nothing of which the results depend the values matter.
+        # The results do not depend on these values.
         nothing = [jnp.zeros(a.shape, a.dtype) for a in avals]
         constant = _compat.run_flowing(traced, [*nothing, *along])
         return [constant[place] for place in kept]
@@ -151,7 +149,7 @@ def _alone(
     kept: Sequence[int],
     numbers: Sequence[int],
 ) -> dict[int, np.ndarray]:
-    """The slopes of leaves whose elements change each by itself."""
+    """Returns the slopes of leaves with elementwise changes."""
     rng = np.random.default_rng(0)
     ones = [np.ones(a.shape, a.dtype) for a in along]
     other = [rng.uniform(0.5, 2.0, a.shape).astype(a.dtype) for a in along]

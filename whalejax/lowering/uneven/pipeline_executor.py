@@ -1,8 +1,8 @@
-"""The executor for pipelines side by side that take unlike numbers of micro-batches.
+"""The executor for parallel pipelines with uneven shares of micro-batches.
 
-Every replica is a pipeline of its own, cut as suits its devices, with programs of its
-stages; it runs the micro-batches of its share by its own schedule. Then all add up what
-they have, stage by stage, and each updates its copy of the model.
+Every replica is a separate pipeline of stage programs, divided for its devices. It runs
+the micro-batches of its share by its own schedule. Then all sum their gradients, stage
+by stage, and each updates its copy of the model.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ from whalejax.planner.plan_errors import PlanError
 WHOLE = PartitionSpec()
 
 MicroBatches = Mapping[int, Sequence[Any]]
-"""Flat leaves of micro-batches, by their numbers."""
+"""Flat leaves of micro-batches, by number."""
 
 
 class UnevenPipelinesExecutor(AdaptiveSharesRunner):
-    """Runs a plan whose replicas are pipelines of their own; see ``runner.Runner``.
+    """Runs a plan of parallel pipelines; see ``runner.Runner``.
 
     Attributes:
-        pipelines: Each of them.
-        program: Loss, optimizer and plan of the whole model, on the first replica's
+        pipelines: Executor of each pipeline.
+        program: Loss, optimizer and plan of the full model, on the first replica's
             devices.
-        mesh: All devices, by stage, those of the first pipeline first.
+        mesh: Mesh of all devices, by stage, the first pipeline's first.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         Args:
             plan, captured, optimizer, devices, batch_axes, origin: Arguments of every
                 runner.
-            home: Runs the same plan, and its states are to be evaluated.
+            home: Executor of the same plan whose states are evaluated, or None.
         """
         each = len(devices) // len(plan.pipelines)
         self.pipelines: list[StageProgramsExecutor] = []
@@ -110,7 +110,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         self._agreement = Agreement(self.mesh)
         self.watch = Watch(alone=not self.mesh.is_multi_process)
 
-    # Starting.
+    # Initialisation.
 
     def init_state(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
         copies = {
@@ -123,7 +123,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         return state
 
     def _as_first(self, copies: Mapping[int, TrainState]) -> dict[int, TrainState]:
-        """States with the values of the first pipeline, but for what is counted."""
+        """Returns states with the first pipeline's values, for leaves on stages."""
         owners = [jax.tree.leaves(pipeline.stages) for pipeline in self.pipelines]
         leaves = {r: jax.tree.leaves(copy) for r, copy in copies.items()}
         specs = [s.spec for s in jax.tree.leaves(self.shardings)]
@@ -139,7 +139,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         return {r: trees[r].unflatten(several) for r, several in leaves.items()}
 
     def _agree(self) -> None:
-        """Compares plans and shares with those of the others, the first time."""
+        """Compares plans and shares with other processes at the first call."""
         self._agreement.check(self.program, self._described, plan=self._plan)
 
     def _described(self) -> dict[str, object]:
@@ -150,7 +150,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         return result
 
     def _assemble_global(self, copies: Mapping[int, Any]) -> Any:
-        """A tree on all devices, of those of the pipelines here."""
+        """Returns a tree on all devices from those of the pipelines here."""
 
         def one(sharding: NamedSharding, *leaves: Any) -> Any:
             here = [x for x in leaves if is_here(x.sharding)]
@@ -163,7 +163,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
     def _local_view(
         self, state: TrainState, replica: int, *, whole: bool = True
     ) -> TrainState:
-        """The state, or what an evaluation reads, on the devices of one pipeline."""
+        """Returns the state, or what an evaluation reads, on one pipeline's devices."""
         places = self.pipelines[replica].shardings
 
         def one(leaf: Any, sharding: NamedSharding) -> Any:
@@ -184,7 +184,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         timed = self._start()
         runs = self._ran(seen, batch)
         gradients = {r: run.summed() for r, run in runs.items()}
-        for r in timed:  # No name here may hold them while they cross.
+        for r in timed:  # No local name may keep them alive during the exchange.
             self._stopwatches[r].stop(
                 [x for x in gradients[r] if x is not ABSENT], self.shares[r]
             )
@@ -208,7 +208,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         *,
         keeps: bool = True,
     ) -> dict[int, SchedulePass]:
-        """Runs all micro-batches of the pipelines here, side by side."""
+        """Runs all micro-batches of the pipelines here, interleaved."""
         numbers = micro_batch_ranges(self.shares)
         runs = {
             r: SchedulePass(
@@ -248,7 +248,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         return self._orders[key]
 
     def _batch(self, replica: int, batch: MicroBatches) -> list[Any]:
-        """The global batch on a pipeline, as far as it is read there."""
+        """Returns the global batch on a pipeline; other pipelines' samples are zero."""
         numbers, axes = (
             micro_batch_ranges(self.shares)[replica],
             self.program.batch_axes,
@@ -275,7 +275,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         parts: Sequence[Any],
         sharding: NamedSharding,
     ) -> Any:
-        """A leaf of the global batch with the samples of some micro-batches."""
+        """Returns a leaf of the global batch with the samples of some micro-batches."""
         raw = jax.eval_shape(jax.random.key_data, aval) if is_key(aval) else aval
         whole = np.zeros(raw.shape, raw.dtype)
         cut = MicroBatchRows.of(self._plan)
@@ -286,7 +286,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     @functools.cached_property
     def _batch_avals(self) -> list[Any]:
-        """Shapes and dtypes of the global batch."""
+        """The abstract leaves of the global batch."""
         first = self.pipelines[0].first_batch
         avals = self.program.captured.jaxpr.in_avals[first:]
         return [
@@ -294,11 +294,11 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
             for leaf, aval in zip(self._plan.batch, avals, strict=False)
         ]
 
-    # What pipelines add up together.
+    # Reductions over pipelines.
 
     @functools.cached_property
     def _groups(self) -> dict[tuple[int, ...], StageGroup]:
-        """Stages that hold the same, in the order in which they meet."""
+        """The groups of stages with the same arrays, in exchange order."""
         meshes = [pipeline.meshes for pipeline in self.pipelines]
         return groups_of([*self._owners, self._starts, self._ends], meshes)
 
@@ -314,7 +314,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     @functools.cached_property
     def _owners(self) -> list[tuple[int, ...]]:
-        """Returns the stage that holds each input of the loss in each pipeline."""
+        """The stage that owns each input of the loss, in each pipeline."""
         count = self.pipelines[0].first_batch
         return [
             tuple(pipeline.owner(n) for pipeline in self.pipelines)
@@ -323,7 +323,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
     @property
     def _first_rest(self) -> int:
-        """The number of the first input of the loss that is not trained."""
+        """The number of the loss's first non-trainable input."""
         return len(self.program.adapter.param_paths)
 
     @functools.cached_property
@@ -340,7 +340,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
     def _reduce_across_pipelines(
         self, runs: Mapping[int, SchedulePass], gradients: Mapping[int, list[Any]]
     ) -> tuple[dict[int, Sums | None], dict[int, Any]]:
-        """Losses and what is not trained, of all; gradients in their place."""
+        """Returns the reduced losses and other state; reduces gradients in place."""
         losses: dict[int, Sums | None] = dict.fromkeys(runs)
         rest = {r: [*jax.tree.leaves(run.state.rest)] for r, run in runs.items()}
         for stages, group in self._groups.items():
@@ -380,7 +380,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         }
 
     def _told_of(self, run: SchedulePass, numbers: Sequence[int]) -> dict[int, Any]:
-        """A pipeline's part of what is not trained, by its number."""
+        """Returns a pipeline's contributions to the non-trainable state, by number."""
         old = jax.tree.leaves(run.state.rest)
         replica = [*map(id, self.pipelines)].index(id(run.apart))
         ran, later = self.shares[replica], sum(self.shares[replica + 1 :])
@@ -402,7 +402,7 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
     def _paces(self) -> Any:
         """Returns the measured seconds of all pipelines, on all devices here.
 
-        Each is told by the processes of its first stage: others are done before.
+        The processes of each pipeline's first stage report them, as they finish last.
         """
         group = self._groups[self._starts]
         mine = {r: [self._largest(self._pace(r, group.rows[r]))] for r in group.here}
@@ -430,12 +430,12 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
         }
 
     def _agreed(self, copies: Mapping[int, Any]) -> Any:
-        """Metrics that all processes can read, of those of the pipelines here."""
+        """Returns metrics for all processes, from those of the pipelines here."""
         if not self.mesh.is_multi_process:
             return copies[self._mine[0]]
         everywhere = {r: NamedSharding(self.pipelines[r].mesh, WHOLE) for r in copies}
         spread = {
-            # Told to all of its devices, if these are several processes'.
+            # With several processes, they are already on all of its devices.
             r: jax.device_put(told, everywhere[r])
             if everywhere[r].is_fully_addressable
             else told
@@ -476,6 +476,6 @@ class UnevenPipelinesExecutor(AdaptiveSharesRunner):
 
 
 def _pop_array(several: list[Any], number: int) -> Any:
-    """An array that is held here no longer."""
+    """Returns an array and drops it from a list."""
     pop_array, several[number] = several[number], ABSENT
     return pop_array

@@ -1,7 +1,7 @@
 """One replica of a model: the programs that run its micro-batches and its update.
 
-All replicas hold the whole model and take whole micro-batches, each as many as it has
-time for: how many is no part of any program, so that other shares compile nothing.
+Each replica has the full model and runs full micro-batches, as many as its speed
+allows. Programs do not depend on this number, so changed shares compile nothing.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ class Replica:
     """The programs of a replica.
 
     Attributes:
-        program: The plan on its devices.
-        begin: Nothing added up yet.
-        add: From sums, the rest, what ``inputs_of`` takes of the state, a micro-batch
-            and its number to sums and the rest.
-        pack: From sums, the rest before and after, how many micro-batches were run and
-            how many others run later, and ``following.told_pace`` to buffers for the
-            exchange, and a number that is there when all of them are.
-        finish: From the state and what the exchange gave to the next state, metrics and
-            the paces of all replicas.
-        evaluate: From sums, what ``inputs_of`` takes, a micro-batch and its number to
-            sums, without gradients.
-        pack_sums, report: From such sums to buffers, and from what the exchange of them
-            gave to metrics and their weight.
+        program: Program with the plan on the replica's devices.
+        begin: Function that returns zero sums.
+        add: Function from sums, non-trainable state, ``inputs_of`` the state, a
+            micro-batch and its number to sums and non-trainable state.
+        pack: Function from sums, the non-trainable state before and after, the number
+            of micro-batches that ran here, the number that others run later, and
+            ``replica_timing.told_pace`` to buffers for the exchange, and a scalar that
+            is ready when all buffers are.
+        finish: Function from the state and the exchanged buffers to the next state,
+            metrics and the paces of all replicas.
+        evaluate: Function from sums, ``inputs_of`` the state, a micro-batch and its
+            number to sums, without gradients.
+        pack_sums, report: Functions from these sums to buffers, and from the exchanged
+            buffers to metrics and their weight.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Replica:
 
         Args:
             program: Loss, optimizer and plan on the replica's mesh.
-            state: An abstract one.
+            state: Abstract state.
             batch: Flat abstract leaves of a micro-batch.
             replicas: Number of replicas.
             slopes: Slopes of moving statistics; see ``moving_statistics``.
@@ -73,7 +74,7 @@ class Replica:
         """
         self.program = program
         first = len(jax.tree.leaves(state.params))
-        # A stream of random keys counts micro-batches, whoever has run those before.
+        # Counters of random streams count the micro-batches of all replicas.
         self._counters = {
             number - first: added
             for number, added in units_of(program.captured).counters.items()
@@ -121,7 +122,7 @@ class Replica:
         )
 
     def _rest_places(self, rest: Any) -> Any:
-        """Layouts of what is not trained."""
+        """Returns the shardings of the non-trainable state."""
         place = rest_layouts(self.program, self.program.mesh)
         tree: Any = jax.tree.structure(rest)
         return tree.unflatten([place(i) for i in range(tree.num_leaves)])
@@ -148,7 +149,7 @@ class Replica:
 
     @property
     def avals(self) -> tuple[list[Any], list[Any]]:
-        """The buffers of ``pack``, and of ``pack_sums``."""
+        """The abstract buffers of ``pack``, and of ``pack_sums``."""
         return self._buffers.avals, self._told_buffers.avals
 
     # Micro-batches.
@@ -173,7 +174,7 @@ class Replica:
         return jax.tree.map(jnp.add, sums, added), rest
 
     def _advance_counters(self, before: Any, rest: Any, number: Any) -> Any:
-        """The rest, with counters where so many micro-batches bring them."""
+        """Sets counters to their values after ``number`` micro-batches."""
         structure: Any = jax.tree.structure(rest)
         leaves = jax.tree.leaves(rest)
         for i, old in enumerate(jax.tree.leaves(before)):
@@ -199,7 +200,7 @@ class Replica:
         added: Sums = jax.tree.map(jnp.add, sums, self._loss(*given))
         return added
 
-    # What replicas add up, and the update.
+    # Reduction over replicas, and the update.
 
     def _pack(
         self, sums: Sums, before: Any, rest: Any, ran: Any, later: Any, paces: Any
@@ -220,7 +221,7 @@ class Replica:
         return *finished(self.program, state, sums, rest), paces
 
     def _contributions(self, before: Any, rest: Any, ran: Any, later: Any) -> list[Any]:
-        """A replica's part of what is not trained, to be added up over replicas."""
+        """Returns a replica's contributions to the non-trainable state."""
         pairs = zip(jax.tree.leaves(before), jax.tree.leaves(rest), strict=True)
         return [
             self._untrained.contribution(i, old, new, ran, later)
@@ -243,12 +244,13 @@ class Replica:
 
 
 def inputs_of(program: Program, state: TrainState) -> tuple[Any, ...]:
-    """Returns what a micro-batch reads of a state: parameters, non-trainable state,
-    key, step, loss scale.
+    """Returns the parts of a state that a micro-batch reads.
+
+    These are parameters, non-trainable state, key, step and loss scale.
 
     Args:
         program: Loss, optimizer and plan to run.
-        state: The state, or an abstract one.
+        state: State, may be abstract.
     """
     rng = state.rng if program.adapter.takes_rng else None
     scale = None if state.loss_scale is None else state.loss_scale.scale

@@ -1,8 +1,8 @@
-"""The executor for replicas of unlike speed: each takes as many micro-batches as suit.
+"""The executor for replicas of different speeds, with uneven shares of micro-batches.
 
-Every replica, a row of the mesh along ``data``, runs programs of its own on its own
-micro-batches and adds up what they give; then all add up together, and each updates its
-copy of the model. Shares are no part of any program: other ones compile nothing.
+Every replica, a row of the mesh along ``data``, runs its own programs on its own
+micro-batches and sums the results. Then all replicas sum together, and each updates its
+copy of the model. Programs do not depend on shares, so changed shares compile nothing.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from whalejax.planner.search.spmd_search import analysed_for
 
 
 MicroBatches = Mapping[int, Sequence[Any]]
-"""Flat leaves of micro-batches, by their numbers."""
+"""Flat leaves of micro-batches, by number."""
 
 
 class UnevenReplicasExecutor(AdaptiveSharesRunner):
-    """Runs a plan whose replicas take unlike shares; see ``runner.Runner``.
+    """Runs a plan with uneven shares; see ``runner.Runner``.
 
     Attributes:
         program: Loss, optimizer and plan on all devices.
-        mesh: All devices, replicas along its first axis.
+        mesh: Mesh of all devices, replicas along its first axis.
         exchange: Exchange that sums the replicas' buffers.
     """
 
@@ -117,7 +117,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         self._agreement = Agreement(self.mesh)
         self.watch = Watch(alone=not self.mesh.is_multi_process)
 
-    # Starting.
+    # Initialisation.
 
     def init_state(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
         whole = fresh_state(self.program, self._origin, build)
@@ -131,7 +131,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
             self._agree()
             places = {replica: self._on(replica) for replica in self._mine}
             same = as_first(copies, places, self.mesh, self._meshes)
-            # Of what is cut between replicas, each has slices of its own.
+            # Leaves that are sharded over replicas keep their own slices.
             copies = {
                 r: jax.tree.map(
                     lambda own, first, place: own if _cut(place) else first,
@@ -146,9 +146,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     def _replica_init(
         self, whole: Callable[..., TrainState], r: int
     ) -> Callable[..., Any]:
-        """Returns a function that makes a replica's state from the function for the
-        full one.
-        """
+        """Returns a function like ``whole`` that makes only a replica's state."""
         if not self._plan.zero:
             return whole
         slices = ReplicaSlices(
@@ -163,13 +161,13 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         return replica_state
 
     def _agree(self) -> None:
-        """Compares the plan with that of the other processes, the first time."""
+        """Compares the plan with other processes' at the first call."""
         self._agreement.check(
             self.program, lambda: {"shares": self.shares}, plan=self._plan
         )
 
     def _on(self, replica: int, *, whole: bool = True) -> TrainState:
-        """The layouts of a state, or of what an evaluation reads, on one replica."""
+        """Returns a replica's shardings of a state, or of the parts for evaluation."""
         result: TrainState = jax.tree.map(
             lambda s: NamedSharding(self._meshes[replica], s.spec),
             self.shardings if whole else bare(self.shardings),
@@ -177,7 +175,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         return result
 
     def _assemble_global(self, copies: Mapping[int, TrainState]) -> TrainState:
-        """The state on all devices, of those of the replicas here."""
+        """Returns the state on all devices from those of the replicas here."""
         result: TrainState = jax.tree.map(
             lambda sharding, *leaves: assemble_global(
                 leaves, sharding, _times(leaves[0].shape, sharding, len(self._meshes))
@@ -190,7 +188,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     def _local_view(
         self, state: TrainState, replica: int, *, whole: bool = True
     ) -> TrainState:
-        """The state, or what an evaluation reads, on the devices of one replica."""
+        """Returns the state, or what an evaluation reads, on one replica's devices."""
         local_view: TrainState = jax.tree.map(
             lambda leaf, sharding: seen_on(
                 leaf, sharding, _times(leaf.shape, sharding, 1 / len(self._meshes))
@@ -216,7 +214,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     def _finished(
         self, seen: Mapping[int, TrainState], told: Mapping[int, Sequence[Any]]
     ) -> tuple[dict[int, TrainState], dict[int, Metrics], Any]:
-        """The update, of what the exchange gave: states, metrics, and all paces."""
+        """Runs the update on exchanged buffers; returns states, metrics and paces."""
         new, metrics, paces = dict[int, TrainState](), dict[int, Metrics](), None
         if not self._plan.zero:
             for r in self._mine:
@@ -235,7 +233,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
     def _ran(
         self, seen: Mapping[int, TrainState], batch: MicroBatches
     ) -> dict[int, list[Any]]:
-        """Runs all micro-batches here; what each replica has for the exchange."""
+        """Runs all micro-batches here, and returns each replica's buffers."""
         timed = self._start()
         sums = {r: self._replicas[r].begin() for r in self._mine}
         rest = {r: seen[r].rest for r in self._mine}
@@ -285,7 +283,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         )
 
     def _turns(self) -> list[tuple[int, int]]:
-        """The replicas' micro-batches here, in turn, so that all begin at once."""
+        """Returns the micro-batches here, interleaved to run replicas in parallel."""
         numbers = micro_batch_ranges(self.shares)
         return [
             (r, numbers[r][turn])
@@ -295,7 +293,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         ]
 
     def _put_micro_batch(self, replica: int, leaves: Sequence[Any]) -> list[Any]:
-        """A micro-batch on the devices of a replica."""
+        """Puts a micro-batch on the devices of a replica."""
         places = [
             named_sharding(x.spec, self._meshes[replica]) for x in self._plan.batch
         ]
@@ -303,7 +301,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 
     @functools.cached_property
     def _numbers(self) -> dict[int, list[Any]]:
-        """Numbers of the micro-batches on the devices of each replica here."""
+        """The indices of the micro-batches as arrays on each replica here."""
         count = self._plan.num_micro_batches
         return {
             r: [put_global(np.int32(m), self._wholes[r]) for m in range(count)]
@@ -311,7 +309,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
         }
 
     def _agreed(self, copies: Mapping[int, Any]) -> Any:
-        """Metrics on all devices, of those on the replicas here."""
+        """Returns metrics on all devices from those of the replicas here."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         result: Any = jax.tree.map(
             lambda *leaves: assemble_global(leaves, whole), *copies.values()
@@ -322,7 +320,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 
     @functools.cached_property
     def _replicas(self) -> dict[int, Replica]:
-        """Returns the replicas with devices here."""
+        """The replicas with devices here."""
         if self._plan.zero:
             return {**self._owning}
         return {
@@ -331,7 +329,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 
     @functools.cached_property
     def _owning(self) -> dict[int, OwningReplica]:
-        """The same, where each updates slices."""
+        """The replicas with devices here, if each updates slices."""
         return {
             r: OwningReplica(*self._replica_arguments(r), replica=r, **self._common)
             for r in self._mine
@@ -354,7 +352,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 
     @property
     def _micro_batch(self) -> list[Any]:
-        """Shapes and dtypes of a micro-batch."""
+        """The abstract leaves of a micro-batch."""
         micro_batch = []
         for leaf, axis in zip(self._plan.batch, self.program.batch_axes, strict=True):
             shape = list(leaf.shape)
@@ -384,7 +382,7 @@ class UnevenReplicasExecutor(AdaptiveSharesRunner):
 def _times(
     shape: tuple[int, ...], sharding: NamedSharding, times: float
 ) -> tuple[int, ...]:
-    """A shape whose dimension that is cut between replicas is so much longer."""
+    """Multiplies the dimension that is sharded over replicas by ``times``."""
     cut = _cut(sharding)
     return tuple(
         round(size * times) if dim in cut else size for dim, size in enumerate(shape)
@@ -392,7 +390,7 @@ def _times(
 
 
 def _cut(sharding: NamedSharding) -> list[int]:
-    """The dimensions that are cut between replicas."""
+    """Returns the dimensions that are sharded over replicas."""
     return [
         dim
         for dim, axes in enumerate(sharding.spec)
@@ -401,7 +399,7 @@ def _cut(sharding: NamedSharding) -> list[int]:
 
 
 def _rows(mesh: Mesh) -> list[Mesh]:
-    """The devices of each replica, as a mesh with one row along ``data``."""
+    """Returns the mesh of each replica, with size 1 along ``data``."""
     assert mesh.axis_names[0] == DATA
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
     return [

@@ -1,8 +1,8 @@
 """Times the replicas of a step and applies the shares that ``measured_shares`` chooses.
 
-Every process is told the same measurements and comes to the same shares, so that a step
-needs no further word about who takes what. Shares may be set by hand, too, in all
-processes alike: beside their measurements, replicas tell by which shares they ran.
+Every process gets the same measurements and computes the same shares, so that a step
+needs no further communication about them. Shares may also be set by hand, equally in
+all processes. With their measurements, replicas send a checksum of their shares.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from whalejax.planner.search.uneven_replicas import most_shares
 
 
 _TOLD: Final = 3
-"""Numbers that a replica tells: its pace, a mark of its shares, and what lacks to
-``_MARKS``, so that the largest of what its processes say shows whether they agree."""
+"""Count of the numbers that a replica sends: its pace, a checksum of its shares, and
+the difference to ``_MARKS``. So the maximum over its processes shows whether they
+agree."""
 
 _MARKS: Final = 2**24
-"""Whole numbers up to it are exact in float32."""
+"""Whole numbers up to this are exact in float32."""
 
 
 class AdaptiveSharesRunner(StepRunner):
-    """Micro-batches of each replica, now and in the next step; see ``StepRunner``.
+    """A runner whose shares follow measured times; see ``StepRunner``.
 
     Attributes:
-        rebalances: Shares follow what replicas are measured to take.
-        program: Loss, optimizer and plan of the whole model.
+        rebalances: Whether shares follow the measured times of replicas.
+        program: Loss, optimizer and plan of the full model.
         batch_shardings: Shardings of a micro-batch's leaves.
     """
 
@@ -51,8 +52,8 @@ class AdaptiveSharesRunner(StepRunner):
         """Starts with the shares of a plan.
 
         Args:
-            plan: Plan whose replicas take unequal shares.
-            mine: The replicas that have devices of this process.
+            plan: Plan with uneven shares.
+            mine: Numbers of the replicas with devices of this process.
         """
         self._plan = plan
         self._mine = list(mine)
@@ -64,7 +65,7 @@ class AdaptiveSharesRunner(StepRunner):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Micro-batches of each replica in the next step."""
+        """The number of micro-batches of each replica in the next step."""
         return self._balance.shares
 
     @shares.setter
@@ -77,7 +78,7 @@ class AdaptiveSharesRunner(StepRunner):
         return self._balance.seconds
 
     def layout(self, structure: Any) -> PortionLayout:
-        """Describes the batches that this process takes: its own micro-batches.
+        """Returns the layout of this process's batches: its own micro-batches.
 
         Args:
             structure: Tree of a batch.
@@ -92,31 +93,31 @@ class AdaptiveSharesRunner(StepRunner):
         )
 
     def numbers(self) -> list[int]:
-        """The micro-batches that this process runs in the next step."""
+        """Returns the indices of this process's micro-batches in the next step."""
         return [m for r in self._mine for m in micro_batch_ranges(self.shares)[r]]
 
     def _start(self) -> list[int]:
-        """Micro-batches are about to be issued; the replicas that are measured."""
+        """Starts the timers before a step; returns the replicas that are measured."""
         timed = [r for r in self._mine if self.shares[r] and r in self._begins]
-        for r in timed:  # Issuing takes time too, and programs run meanwhile.
+        for r in timed:  # Issuing takes time, while programs already run.
             self._stopwatches[r].start(self._begins[r])
         return timed
 
     def _pace(self, replica: int, row: Mesh) -> Any:
-        """``told_pace`` of a replica here, on some of its devices."""
+        """Returns ``told_pace`` of a replica here, on some of its devices."""
         seconds = self._stopwatches[replica].seconds if self.rebalances else 0.0
         return told_pace(seconds, self.shares, replica, row)
 
     def _settle(self, paces: Any) -> None:
-        """Takes the shares of the next step from what was told in the last one.
+        """Sets the shares of the next step from the paces of the previous one.
 
         Raises:
-            PlanError: Replicas ran by different shares in it.
+            PlanError: Replicas used different shares in that step.
         """
         told, self._told = self._told, (paces, self.shares)
         if told is None:
             return
-        # On devices of several processes, whose first shard is as all others.
+        # All shards are equal, so the first local one is read.
         paces, shares = told
         said = np.asarray(paces.addressable_shards[0].data).reshape(_TOLD, -1)
         _check_marks(said[1:], shares)
@@ -125,12 +126,12 @@ class AdaptiveSharesRunner(StepRunner):
 
 
 def _mark_of(shares: Sequence[int]) -> int:
-    """A number for shares; others have another one, but for one in sixteen million."""
+    """Returns a checksum of shares; collisions are one in sixteen million."""
     return zlib.crc32(repr(tuple(shares)).encode()) % _MARKS
 
 
 def _check_marks(said: np.ndarray, shares: Sequence[int]) -> None:
-    """Refuses to go on where replicas ran by different shares."""
+    """Raises if replicas used different shares."""
     mark = _mark_of(shares)
     others = np.flatnonzero((said != [[mark], [_MARKS - mark]]).any(axis=0)).tolist()
     if others:
@@ -145,21 +146,21 @@ def _check_marks(said: np.ndarray, shares: Sequence[int]) -> None:
 
 
 def told_size(replicas: int) -> int:
-    """Numbers that so many replicas tell each other."""
+    """Returns the length of the exchanged array of paces."""
     return _TOLD * replicas
 
 
 def told_pace(seconds: float, shares: Sequence[int], replica: int, row: Mesh) -> Any:
     """Packs the measured pace of this process for the other replicas.
 
-    Where it lies in several processes these measure differently; the largest number
-    of a column is what they all tell.
+    Several processes of a replica measure different values; the maximum of each column
+    counts.
 
     Args:
         seconds: Measured seconds of a micro-batch; 0 if this process measured none.
-        shares: Micro-batches of every replica, by which it runs.
-        replica: Its number.
-        row: The devices that tell it.
+        shares: Current number of micro-batches of every replica.
+        replica: Number of the replica.
+        row: Mesh of the devices that send it.
 
     Returns:
         ``[devices, told_size(replicas)]``, a row on each device.

@@ -1,8 +1,9 @@
 """Sums gradients of parallel pipelines, stage by stage.
 
-Each pipeline is cut as suits its devices, so that a parameter may lie on other stages
-of each. Those that lie on the same stages of all make a group, and cross together. All
-processes go through the groups in one order, and each takes part where it has devices.
+Each pipeline is divided for its devices, so a parameter may be on a different stage in
+each. Parameters with the same stages in all pipelines form a group, and are exchanged
+together. All processes run the groups in the same order, and each takes part if it has
+devices.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from whalejax.lowering.uneven.flat_all_reduce import DATA, Buffers, Exchange
 
 
 def together(*each: NamedSharding) -> NamedSharding:
-    """The layout of an array of which every pipeline holds a copy.
+    """Returns the sharding of an array with a copy on every pipeline.
 
     Args:
-        each: Its layout on each of them, alike but for the devices.
+        each: Shardings of the copies, equal except for the devices.
     """
     return NamedSharding(_stack_meshes([s.mesh for s in each]), each[0].spec)
 
 
 def row_of(mesh: Any) -> Mesh:
-    """The devices of a stage, as one of the rows along ``data``."""
+    """Returns the mesh of a stage, with an axis ``data`` of size 1."""
     return Mesh(mesh.devices[None], (DATA, *mesh.axis_names))
 
 
@@ -39,12 +40,12 @@ def _stack_meshes(meshes: Sequence[Any]) -> Mesh:
 
 
 class StageGroup:
-    """Stages of all pipelines, one of each, that hold the same arrays.
+    """Stages with the same arrays, one of each pipeline.
 
     Attributes:
         stages: Number of the stage in each pipeline.
-        here: The pipelines whose stage has devices of this process.
-        rows: The devices of each.
+        here: Numbers of the pipelines whose stage has devices of this process.
+        rows: Mesh of each stage, with the axis ``data``.
     """
 
     def __init__(self, stages: Sequence[int], meshes: Sequence[Mesh]) -> None:
@@ -65,12 +66,12 @@ class StageGroup:
     def add(
         self, arrays: Mapping[int, list[Any]], specs: Sequence[PartitionSpec]
     ) -> dict[int, list[Any]]:
-        """The sums of arrays over all pipelines, on each stage that is here.
+        """Returns the sums of arrays over all pipelines, on each stage that is here.
 
         Args:
             arrays: Arrays of each pipeline that is here, on the stage's devices. The
-                lists are emptied, so that packed arrays need not be held twice.
-            specs: Their layouts.
+                lists are emptied, so that packed arrays are not stored twice.
+            specs: Specs of the arrays.
         """
         if not arrays:
             return {}
@@ -94,7 +95,7 @@ class StageGroup:
     def as_first(
         self, arrays: Mapping[int, Sequence[Any]], specs: Sequence[PartitionSpec]
     ) -> dict[int, list[Any]]:
-        """Arrays with the values of the first pipeline.
+        """Returns arrays with the values of the first pipeline.
 
         Args:
             arrays, specs: Arguments of ``add``, unchanged.
@@ -117,7 +118,7 @@ class StageGroup:
     def _row_arrays(
         self, arrays: Mapping[int, Sequence[Any]], specs: Sequence[PartitionSpec]
     ) -> dict[int, list[Any]]:
-        """Arrays of the stages as those of rows."""
+        """Converts arrays of stages to arrays of rows."""
         return {
             r: [
                 seen_on(x, NamedSharding(self.rows[r], spec))
@@ -128,7 +129,7 @@ class StageGroup:
 
 
 class _Added:
-    """Sums of certain arrays over the rows of a group."""
+    """Sums arrays of given shapes over the rows of a group."""
 
     def __init__(
         self,
@@ -165,7 +166,7 @@ class _Added:
 def groups_of(
     owners: Sequence[tuple[int, ...]], meshes: Sequence[Sequence[Mesh]]
 ) -> dict[tuple[int, ...], StageGroup]:
-    """Groups by the stages of each pipeline, in the order in which they cross.
+    """Returns the groups by the stages of each pipeline, in exchange order.
 
     Args:
         owners: Stage of each array in each pipeline.

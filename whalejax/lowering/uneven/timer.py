@@ -11,9 +11,10 @@ import jax
 
 
 class Stopwatch:
-    """Measures what a micro-batch takes on one replica.
+    """Measures the seconds of a micro-batch on one replica.
 
-    A thread waits for what a step begins with and ends with; the step goes on.
+    A thread waits for the first input and the results of a step, while the step
+    continues.
 
     Attributes:
         seconds: Seconds of a micro-batch at the last measurement; 0 if there was none.
@@ -25,10 +26,10 @@ class Stopwatch:
         self._thread: threading.Thread | None = None
 
     def start(self, before: Any) -> None:
-        """Micro-batches are about to be issued.
+        """Starts a measurement, before micro-batches are issued.
 
         Args:
-            before: An array that is there when they can begin.
+            before: Array that is ready when they can start.
         """
         if self._thread is None:
             self._thread = threading.Thread(
@@ -38,10 +39,10 @@ class Stopwatch:
         self._queue.put((before, 0))
 
     def stop(self, after: Any, count: int) -> None:
-        """Ends the issuing of a group of micro-batches.
+        """Ends a measurement, after a group of micro-batches was issued.
 
         Args:
-            after: Arrays that are there when they are done; donated to nothing.
+            after: Arrays that are ready when they are done; they are not donated.
             count: Number of micro-batches, 1 or more.
         """
         self._queue.put((after, count))
@@ -53,10 +54,10 @@ class Stopwatch:
             try:
                 jax.block_until_ready(array)
             except (RuntimeError, ValueError):
-                started = None  # The step itself says what failed.
+                started = None  # The step itself reports the error.
                 continue
             finally:
-                del array  # What it waited for may go before the next step begins.
+                del array  # Releases the array before the next step starts.
             now = time.perf_counter()
             if not count:
                 started = now

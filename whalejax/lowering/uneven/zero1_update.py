@@ -1,10 +1,9 @@
-"""The optimizer's state in slices: each replica keeps and updates a part of it.
+"""ZeRO-1 over replicas: each stores and updates a slice of the optimizer's state.
 
-After replicas have added up their gradients, each has all of them. What optimizers take
-of the whole, such as the norm of all gradients, each works out for itself; the part of
-the update that goes element by element runs on the replica's own slices. Then they
-gather the parameters, so that every number comes from one replica and copies cannot
-drift apart, whatever devices they lie on.
+After the gradient reduction each replica has all gradients. Each computes values of all
+gradients, such as their norm, itself; the elementwise part of the update runs on the
+replica's own slices. Then they gather the parameters. So every number comes from one
+replica, and copies cannot diverge on different devices.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ from whalejax.planner.plan_errors import PlanError
 
 
 def cut_along(plan: Plan) -> dict[int, int]:
-    """Returns the dimension in which each parameter's optimizer state is sliced, by
-    number.
+    """Returns the sliced dimension of each parameter's optimizer state, by number.
 
     Args:
         plan: Plan with several replicas.
@@ -62,11 +60,11 @@ def cut_along(plan: Plan) -> dict[int, int]:
 def elementwise(
     adapter: Adapter, optimizer: optax.GradientTransformation
 ) -> frozenset[str]:
-    """Paths of parameters that have optimizer state, updated element by element.
+    """Returns the paths of parameters with optimizer state and elementwise updates.
 
     Args:
-        adapter: The model, with abstract parameters.
-        optimizer: An optax transformation.
+        adapter: Adapter of the model, with abstract parameters.
+        optimizer: Optax transformation.
     """
     extended = optax.with_extra_args_support(optimizer)
     result = followers(extended, adapter, state=True, params=(), small=True)
@@ -77,7 +75,7 @@ class ReplicaSlices:
     """The slices of one replica, and the update of them.
 
     Attributes:
-        dims: Dimension in which each parameter's state is sliced, by its number.
+        dims: Dimension in which each parameter's state is sliced, by number.
         owners: Parameter that each leaf of the optimizer's state follows.
     """
 
@@ -88,8 +86,8 @@ class ReplicaSlices:
 
         Args:
             program: Loss, optimizer and plan on the replica's mesh.
-            state: An abstract one, whole.
-            replica: Its number.
+            state: Abstract full state.
+            replica: Number of the replica.
             replicas: Number of replicas.
         """
         self.program, self.dims = program, cut_along(program.plan)
@@ -102,7 +100,7 @@ class ReplicaSlices:
         self._followers = [self._follower(number) for number in self.dims]
 
     def _follower(self, number: int) -> Follower:
-        """A parameter with its state, by the numbers of ``stepping``."""
+        """Returns a parameter with its state, by the numbers of ``stepping``."""
         leaves = self.program.plan.trained
         count = len(leaves)
         places = [i for i, owner in enumerate(self.owners) if owner == number]
@@ -115,7 +113,7 @@ class ReplicaSlices:
         )
 
     def replica_slice(self, shard: Any, number: int) -> Any:
-        """The replica's slice of a device's shard of a parameter, by number."""
+        """Returns the replica's slice of a device's shard of a parameter."""
         dim = self.dims[number]
         size = shard.shape[dim] // self._replicas
         first = self._replica * size
@@ -145,13 +143,13 @@ class ReplicaSlices:
         loss: Any,
         applies: Any = None,
     ) -> tuple[list[Any], Any]:
-        """The optimizer's step on this replica's slices; see ``spmd_executor.update``.
+        """Runs the optimizer's step on own slices; see ``spmd_executor.update``.
 
         Returns:
-            New parameters and state: slices, but for parameters that are not cut.
+            New parameters and state: slices, except of parameters that are not sliced.
 
         Raises:
-            PlanError: The optimizer takes more of the state than slices.
+            PlanError: The optimizer needs more of the state than slices.
         """
         structure: Any = jax.tree.structure(program.adapter.params)
         tree: Any = jax.tree.structure(state)
@@ -174,7 +172,7 @@ class ReplicaSlices:
 
 
 class _SlicedUpdateRun(UpdateRun):
-    """An update on values: what is wanted whole first, then this replica's slices."""
+    """Runs an update: the equations outside the loops, then this replica's slices."""
 
     def __init__(
         self, slices: ReplicaSlices, parts: UpdateParts, values: Sequence[Any]
@@ -205,7 +203,7 @@ class _SlicedUpdateRun(UpdateRun):
             mesh=self.mesh,
             in_specs=(spec, spec, PartitionSpec()),
             out_specs=[spec] * len(outs),
-            check_vma=False,  # Equations are bound as they were traced.
+            check_vma=False,  # Equations are bound as traced.
         )
         results = mapped(
             *(
@@ -221,9 +219,9 @@ class GatheredPiece:
     """Slice of an array that each replica sends when all gather it.
 
     Attributes:
-        shard: Shape of a device's part of the whole array.
-        spec: Its layout on a replica.
-        dim: Dimension of the replicas' slices; None where all hold the full array, of
+        shard: Shape of a device's part of the full array.
+        spec: Spec of the array on a replica.
+        dim: Dimension of the replicas' slices; None if all have the full array, of
             which each sends an equal chunk.
     """
 
@@ -232,7 +230,7 @@ class GatheredPiece:
     dim: int | None
 
     def size(self, replicas: int) -> int:
-        """Numbers that one device sends."""
+        """Returns the number of elements that one device sends."""
         return -(-math.prod(self.shard) // replicas)
 
     def send_buffer(self, shard: Any, replica: int, replicas: int) -> Any:
@@ -245,7 +243,7 @@ class GatheredPiece:
         return lax.slice_in_dim(flat, replica * size, (replica + 1) * size)
 
     def assemble(self, rows: Any) -> Any:
-        """The device's part of the whole array, of what each replica sent."""
+        """Returns the device's part of the full array from the replicas' buffers."""
         if self.dim is None:
             return rows.reshape(-1)[: math.prod(self.shard)].reshape(self.shard)
         slices, dim = len(rows), self.dim
@@ -255,10 +253,10 @@ class GatheredPiece:
 
 
 class GatherBuffers:
-    """A replica's part of what all gather, in one buffer for each dtype, and back.
+    """Packs a replica's slices for a gather into one buffer for each dtype, and back.
 
     Attributes:
-        avals: Shape and dtype of each buffer, on all devices of the replica together.
+        avals: Shape and dtype of each buffer over all devices of the replica.
     """
 
     def __init__(
@@ -274,8 +272,8 @@ class GatherBuffers:
         Args:
             mesh: Mesh of the replica.
             pieces: Slice to send of each array.
-            dtypes: Theirs.
-            replica: Its number.
+            dtypes: Dtypes of the arrays.
+            replica: Number of the replica.
             replicas: Number of replicas.
         """
         self._mesh, self._pieces = mesh, list(pieces)
@@ -290,7 +288,7 @@ class GatherBuffers:
         ]
 
     def pack(self, arrays: Sequence[Any]) -> list[Any]:
-        """The buffers that this replica sends."""
+        """Returns the buffers that this replica sends."""
 
         def local(shards: Sequence[Any]) -> list[Any]:
             return [
@@ -308,7 +306,7 @@ class GatherBuffers:
         return on_shards(self._mesh, local, self._specs, self._flat)(list(arrays))
 
     def unpack(self, buffers: Sequence[Any]) -> list[Any]:
-        """The whole arrays, of the buffers of all replicas, one behind the other."""
+        """Returns the full arrays from the concatenated buffers of all replicas."""
 
         def local(flat: Sequence[Any]) -> list[Any]:
             local: list[Any] = [None] * len(self._pieces)
@@ -332,13 +330,13 @@ class GatherBuffers:
 
 
 class OwningReplica(Replica):
-    """A replica that updates its slices, and gathers what all have updated.
+    """A replica that updates its slices, and gathers the slices of all.
 
     Attributes:
-        slices: Slices of the optimizer's state that this replica keeps.
+        slices: Slices of the optimizer's state that this replica stores.
         gathered: Arrays that all replicas gather.
-        collect: From what was gathered to what ``whole`` puts into the state, and a
-            number that is there when all of it is.
+        collect: Function from gathered buffers to the arrays for ``with_gathered``, and
+            a scalar that is ready when all arrays are.
     """
 
     def __init__(
@@ -393,9 +391,7 @@ class OwningReplica(Replica):
         )
 
     def _told_of(self, state: TrainState) -> list[Any]:
-        """Returns the arrays of a state that must be gathered to be equal on all
-        replicas.
-        """
+        """Returns the arrays of a state that replicas gather to keep them equal."""
         kept, rest = jax.tree.leaves(state.opt_state), jax.tree.leaves(state.rest)
         return [
             *jax.tree.leaves(state.params),
@@ -406,15 +402,15 @@ class OwningReplica(Replica):
     def finish_own(
         self, state: TrainState, buffers: Sequence[Any]
     ) -> tuple[TrainState, Metrics, Any, list[Any]]:
-        """The update of this replica's slices.
+        """Updates this replica's slices.
 
         Args:
-            state: State of the step before; its buffers are donated.
+            state: State after the previous step; its buffers are donated.
             buffers: Buffers that the exchange returned.
 
         Returns:
-            A state without parameters, metrics, the paces of all replicas, and buffers
-            to be gathered.
+            State without parameters, metrics, the paces of all replicas, and buffers to
+            gather.
         """
         rest = dataclasses.replace(state, params=())
         result: tuple[TrainState, Metrics, Any, list[Any]] = self._finished(
@@ -438,10 +434,10 @@ class OwningReplica(Replica):
         return self.gathered.unpack(buffers), buffers[0][0]
 
     def with_gathered(self, state: TrainState, told: Sequence[Any]) -> TrainState:
-        """The state with what was gathered.
+        """Returns the state with the gathered arrays.
 
         Args:
-            state: Without parameters.
+            state: State without parameters.
             told: Gathered arrays that ``collect`` returned.
         """
         tree: Any = jax.tree.structure(self.program.adapter.params)
@@ -464,5 +460,5 @@ class OwningReplica(Replica):
 
 
 def _drifts(leaf: Any) -> bool:
-    """A number that devices of unlike kinds may make unlike in its last bits."""
+    """Whether a leaf's last bits may differ between kinds of devices."""
     return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
