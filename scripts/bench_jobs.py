@@ -29,6 +29,10 @@ at 0.8 of what static serves,
     jct_over_static, jct_over_fixed_plan, jct_over_fixed_batch, makespan_over_static
                      the larger of both clusters; fixed batch over fixed plan, and free
                      over the others
+    makespan_bound   time of the last arrival over the makespan of static: no scheduler
+                     ends sooner; the larger of both clusters
+    jct_noise_free   jct_over_fixed_batch if larger batches cost no progress per sample:
+                     no noise scale gives less; the larger of both clusters
     starved          jobs that waited longer than all ahead of them may take
     decide_seconds   processor time of one decision on 1,000 jobs and 1,024 devices
     decide_gap       by which part the integer program's bound is above it
@@ -46,6 +50,7 @@ at 0.8 of what static serves,
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import random
@@ -222,7 +227,8 @@ def drawn_jobs(
         found: Tables of the classes, by kind.
     """
     draw, devices = random.Random(seed), sum(there.values())
-    jobs: dict[str, list[ScheduledJob]] = {"free": [], "batch": [], "plan": []}
+    which = ("free", "noise_free", "batch", "plan")
+    jobs: dict[str, list[ScheduledJob]] = {name: [] for name in which}
     drawn = []
     for number in range(JOBS):
         one = draw.choice(CLASSES)
@@ -260,6 +266,8 @@ def drawn_jobs(
         options = [_option(row, asked[0]) for row in spread]
         fixed = {o.place: o for o in options if o.place[1] <= there[asked[0]]}
         jobs["free"].append(ScheduledJob(options=best_options(within), **common))
+        full = best_options(dataclasses.replace(o, efficiency=1.0) for o in within)
+        jobs["noise_free"].append(ScheduledJob(options=full, **common))
         only = {p: o for p, o in own.items() if p[1] <= there[p[0]]}
         jobs["batch"].append(ScheduledJob(options=only, **common))
         jobs["plan"].append(
@@ -286,6 +294,7 @@ def played(
         "fixed_plan": ("plan", follow("completion")),
         "fixed_batch": ("batch", follow("completion")),
         "free": ("free", follow("completion")),
+        "noise_free": ("noise_free", follow("completion")),
         "throughput": ("free", follow("throughput")),
         "fairness": ("free", follow("fairness")),
         "sia": ("free", follow("sia")),
@@ -320,6 +329,8 @@ def _summary(one: JobSimulation) -> dict[str, float]:
     return {
         "jct": one.mean_completion,
         "makespan": one.makespan,
+        "last_arrival": max(record.job.arrival for record in one.records)
+        - min(record.job.arrival for record in one.records),
         "starved": one.starved,
         "utilisation": one.utilisation,
     }
@@ -336,6 +347,15 @@ def ratios(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float
         return round(statistics.median(each), 4)
 
     others = [n for n in ("throughput", "fairness", "sia") if n in runs[0]]
+    bounds = {}
+    if "noise_free" in runs[0]:
+        last = [
+            run["static"]["last_arrival"] / run["static"]["makespan"] for run in runs
+        ]
+        bounds = {
+            "makespan_bound": round(statistics.median(last), 4),
+            "jct_noise_free": over("noise_free", "fixed_batch"),
+        }
     return {
         "jct_over_static": over("free", "static"),
         "jct_over_fixed_plan": over("fixed_batch", "fixed_plan"),
@@ -343,6 +363,7 @@ def ratios(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float
         "makespan_over_static": over("free", "static", "makespan"),
         "fixed_batch_over_static": over("fixed_batch", "static"),
         **{f"{name}_over_static": over(name, "static") for name in others},
+        **bounds,
         "starved": max(int(run[name]["starved"]) for run in runs for name in run),
     }
 
@@ -408,6 +429,8 @@ def main() -> None:
         for name in BARS
         if name in main_load[0]
     }
+    for name in ("makespan_bound", "jct_noise_free"):
+        result[name] = max(one[name] for one in main_load)
     result["starved"] = max(int(one["starved"]) for one in loads.values())
     result.update(decision())
     result.update(live_trades.results())

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax.api.largest_batch import CLOSENESS
+from whalejax.api.largest_batch import CLOSENESS, MOST_SAMPLES
 from whalejax.cli import main
 from whalejax.planner.plan_errors import NothingFits
 
@@ -44,6 +44,24 @@ def test_what_is_found_fits_and_little_more_does_not() -> None:
     assert found[1].micro_batch * 4 == found[1].samples
     text = str(found)
     assert f"{found[0].samples:,}" in text and "samples/s" in text
+
+
+def test_all_kinds_of_a_mixed_cluster_take_part() -> None:
+    alone, mixed = wh.largest_batch(
+        loss, NET, X, clusters=["t4:1", "t4:1+p100-16:1"], optimizer=optax.sgd(0.1)
+    )
+    assert mixed.samples > 1.9 * alone.samples
+    assert not mixed.plan.shares or 0 not in mixed.plan.shares
+
+
+def test_a_batch_larger_than_any_that_is_tried() -> None:
+    net = {"layers": [jax.ShapeDtypeStruct((1, 1), jnp.float32)]}
+    x = jax.ShapeDtypeStruct((8, 1), jnp.float32)
+    found = wh.largest_batch(
+        loss, net, x, clusters=["h100:3"], optimizer=optax.sgd(0.1)
+    )
+    assert found[0].samples == MOST_SAMPLES // 3 * 3
+    assert found[0].next_samples is None and f"≥ {found[0].samples:,}" in str(found)
 
 
 def test_options_are_those_of_a_plan() -> None:

@@ -9,6 +9,7 @@ exceeds the largest that fits by at most an eighth.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ CLOSENESS: Final = 1.125
 MOST_PLANS: Final = 16
 """Largest number of plans for one cluster."""
 
-MOST_SAMPLES: Final = 2**24
+MOST_SAMPLES: Final = 2**30
 """Largest number of samples that is tried."""
 
 
@@ -56,7 +57,7 @@ class LargestBatch:
             time.
         plan: Plan of this batch; None if none fits.
         next_samples: Number of samples of the smallest tried batch that does not fit;
-            None if all do.
+            None if all do, up to ``MOST_SAMPLES``: larger ones may fit too.
         problem: Error of the smallest batch that does not fit; None if all do.
         num_plans: Number of plans that were made.
     """
@@ -98,7 +99,7 @@ class LargestBatches(Sequence[LargestBatch]):
             rows.append(
                 (
                     batch.name,
-                    f"{batch.samples:,}",
+                    f"{'' if batch.next_samples else '≥ '}{batch.samples:,}",
                     f"{batch.micro_batch:,}",
                     layout_text(plan),
                     milliseconds(plan.time.step_seconds),
@@ -172,7 +173,8 @@ def largest_batch(
         clusters: Clusters, or their texts such as ``"h100:8"``.
         prices: Hourly price of one device, by the name of its kind.
         options: Further options of ``wh.plan``, such as ``precision="bf16"``. With
-            ``num_micro_batches=n`` the batch is computed in ``n`` parts;
+            ``num_micro_batches=n`` the batch is computed in ``n`` parts; default: one,
+            and on devices of several kinds also one for each kind, so that all work;
             ``remat="none"`` finds the largest batch without recomputation. Nothing is
             offloaded unless ``offload=`` is given.
 
@@ -193,6 +195,7 @@ def largest_batch(
     >>> found[0].samples > 100_000
     True
     """
+    is_free = "num_micro_batches" not in options
     options.setdefault("num_micro_batches", 1)
     options.setdefault("offload", ())
     places = named_clusters(
@@ -200,7 +203,9 @@ def largest_batch(
     )
     request = PlanRequest(optimizer=optimizer, cluster=places[0][1], **options)
     question = question_about(request, loss_fn, model, batch)
-    result = LargestBatches(tuple(_largest(question, *place) for place in places))
+    result = LargestBatches(
+        tuple(_largest_of(question, *place, is_free) for place in places)
+    )
     problems = [batch.problem for batch in result.batches if batch.plan is None]
     other = [p for p in problems if p and not isinstance(p, NothingFits)]
     if other and len(problems) == len(result):
@@ -208,16 +213,33 @@ def largest_batch(
     return result
 
 
-def _largest(question: PlanQuestion, name: str, cluster: Cluster) -> LargestBatch:
-    """Returns the largest batch on a cluster, with few plans."""
-    parts = cluster.num_devices * (question.num_micro_batches or 1)
+def _largest_of(
+    question: PlanQuestion, name: str, cluster: Cluster, is_free: bool
+) -> LargestBatch:
+    """Returns the largest batch on a cluster, in one part or in one for each kind."""
+    counts = {question.num_micro_batches or 1}
+    if is_free:
+        counts.add(len(cluster.kinds))
+    found = [_largest(question, name, cluster, count) for count in sorted(counts)]
+    best = max(found, key=lambda batch: batch.samples)
+    plans = sum(batch.num_plans for batch in found)
+    return dataclasses.replace(best, num_plans=plans)
+
+
+def _largest(
+    question: PlanQuestion, name: str, cluster: Cluster, micro_batches: int
+) -> LargestBatch:
+    """Returns the largest batch on a cluster in some parts, with few plans."""
+    parts = cluster.num_devices * micro_batches
     tried: dict[int, Plan | PlanError] = {}
 
     def fits(samples: int) -> bool:
         if samples not in tried:
             tell(f"{name}: a batch of {samples:,}")
             try:
-                tried[samples] = question.replan(cluster=cluster, batch=samples)
+                tried[samples] = question.replan(
+                    cluster=cluster, batch=samples, num_micro_batches=micro_batches
+                )
             except PlanError as problem:
                 tried[samples] = problem
         return isinstance(tried[samples], Plan)
@@ -225,11 +247,10 @@ def _largest(question: PlanQuestion, name: str, cluster: Cluster) -> LargestBatc
     low = _smallest(parts, fits)
     above = [n for n, one in tried.items() if n > low and not isinstance(one, Plan)]
     high = min(above, default=0)
-    while low and not high and low * GROWTH <= MOST_SAMPLES:
-        if fits(low * GROWTH):
-            low *= GROWTH
-        else:
-            high = low * GROWTH
+    most = MOST_SAMPLES // parts * parts
+    while low and not high and low < most:
+        larger = min(low * GROWTH, most)
+        low, high = (larger, 0) if fits(larger) else (low, larger)
     unit = parts if low >= parts else 1
     while low and high > low * CLOSENESS and len(tried) < MOST_PLANS:
         middle = _between(low, high, tried) // unit * unit

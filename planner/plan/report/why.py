@@ -86,6 +86,9 @@ def layout_text(plan: PlanData) -> str:
         words += f" · ZeRO-{plan.zero} over data"
     parts = plan.num_micro_batches
     words += f" · {parts} micro-batch{'es' if parts > 1 else ''}"
+    if idle := plan.shares.count(0):
+        each = plan.num_devices // len(plan.shares)
+        words += f" · {idle * each} of {plan.num_devices} devices idle"
     own = option_words(plan)
     own += precision_words(plan.precisions, plan.precision)
     own += pipeline_words(plan)
